@@ -1,0 +1,17 @@
+# Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
+PYTHON ?= python3
+FRAMEWORK ?= core,torch
+TOX = .venv-tox/bin/tox run
+
+.PHONY: demo test lint types docs bench gpu clean
+
+demo: .venv-tox/bin/tox ; $(TOX) -e demo
+test: .venv-tox/bin/tox ; $(TOX) -e $(FRAMEWORK)
+lint: .venv-tox/bin/tox ; $(TOX) -e lint
+types: .venv-tox/bin/tox ; $(TOX) -e types
+docs: .venv-tox/bin/tox ; $(TOX) -e docs
+bench: .venv-tox/bin/tox ; $(TOX) -e bench
+gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py
+clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build
+
+.venv-tox/bin/tox: ; $(PYTHON) -m venv .venv-tox && .venv-tox/bin/python -m pip install --quiet "tox>=4.44"
