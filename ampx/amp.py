@@ -1,0 +1,264 @@
+"""One framework's session: what `ampx.init` returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from . import sessions
+from .backend import Backend
+from .casting import Casting
+from .checks import check_bound, wrapped_optimizers
+from .contract import CastPlan
+from .effective import Effective
+from .errors import AlreadyWrappedError, NotAnOptimizerError, NotWrappedError, ProtocolError
+from .events import Listener
+from .group import ScaleGroup
+from .levels import Level
+from .loss_scale import LossScale
+from .optimizer import WrappedOptimizer
+from .reporting import Reporting
+from .scaling import ScaleLoss
+
+if TYPE_CHECKING:
+    from .gate import Gate
+
+
+class Amp(Casting, Reporting):
+    """Holds one framework's policy; every module-level function of ampx is a method of it.
+
+    A context manager: leaving it shuts the session down.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: CastPlan | None,
+        level: Level,
+        effective: Effective,
+        nan_loss: str,
+    ) -> None:
+        """Made by `ampx.init`, not by hand."""
+        self.backend = backend
+        self.effective = effective
+        self.plan = plan
+        self.level = level
+        self._check_nan = {"auto": None, "raise": True, "skip": False}[nan_loss]
+        self._groups: list[weakref.ref[ScaleGroup]] = []
+        self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listeners: list[Listener] = []
+        self._active = True
+        # Losses that came out of scale_loss, by id; an entry goes with its object.
+        self.scaled: dict[int, weakref.ref[Any]] = {}
+
+    @property
+    def framework(self) -> str:
+        """Name of the framework."""
+        return self.backend.name
+
+    @property
+    def enabled(self) -> bool:
+        """Whether calls do anything."""
+        return self.effective.enabled
+
+    @property
+    def casting(self) -> CastPlan | None:
+        """The plan for regions and functions; None where nothing is cast."""
+        return self.plan if self.enabled and self._active else None
+
+    # -- optimizers --------------------------------------------------------------------------------
+
+    def wrap_optimizer(
+        self,
+        opt: Any,
+        *,
+        loss_scale: object = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Give an optimizer that unscales, checks, skips and keeps its own loss scale.
+
+        Args:
+            opt: An optimizer of the framework, or a list of them: a list shares one loss scale.
+            loss_scale: As in `init`; None for the session's.
+            max_grad_norm: Clip the true gradients to this global L2 norm in every step.
+            max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
+            **options: What the backend accepts beyond (torch: `process_group`).
+
+        Returns:
+            The wrapped optimizer (or the list): the framework accepts it wherever it accepts the raw one.
+
+        Raises:
+            NotAnOptimizerError: It is no optimizer of this framework.
+            AlreadyWrappedError: It is wrapped already, or twice in the list.
+            LowPrecisionParametersError: It holds float16 or bfloat16 parameters without master weights.
+            InvalidOptionError: An option is unknown or has a value that is not accepted.
+
+        Sync: none.
+        """
+        self._check_active()
+        optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
+        for position, one in enumerate(optimizers):
+            self._check_raw(one, optimizers[:position])
+        for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
+            check_bound(name, bound)
+        config = self.effective.loss_scale if loss_scale is None else LossScale.parse(loss_scale)
+        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
+        settings = {
+            "plan": self.plan,
+            "level": self.level,
+            "max_grad_norm": max_grad_norm,
+            "max_grad_value": max_grad_value,
+            **options,
+        }
+        wrapped = [self.backend.wrap_optimizer(one, group.add_member(), settings) for one in optimizers]
+        group.index = len(self.live_groups())
+        self._groups.append(weakref.ref(group))
+        for one in optimizers:
+            self._remember(one)
+        return wrapped if isinstance(opt, (list, tuple)) else wrapped[0]
+
+    def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
+        """Give a region that yields the scaled loss, with casting off inside.
+
+        Args:
+            loss: Floating scalar tensor of any dtype, or a list, tuple or dict of such (same shape returned).
+            opt: The wrapped optimizer whose gradients this backward makes, or a list of them. Optimizers with
+                different scales are served by the smallest.
+            loss_id: Which of the optimizer's loss scales; every id has its own.
+
+        Returns:
+            A context manager yielding the loss in float32 times the loss scale.
+
+        Raises:
+            NotWrappedError: `opt` does not come from `wrap_optimizer`.
+            LossShapeError, LossDtypeError, DetachedLossError, AlreadyScaledError, NonFiniteLossError: The loss
+                is not a scalar, not floating, detached, scaled before, or NaN.
+            NestedScaleError: A body for the same optimizer is running.
+            ProtocolError: The gradients were unscaled and no step has come since.
+
+        Sync: none, unless `init(nan_loss="raise")` and the loss lives on an accelerator.
+        """
+        optimizers = opt if isinstance(opt, (list, tuple)) else (opt,)
+        for one in optimizers:
+            if not isinstance(one, WrappedOptimizer):
+                raise NotWrappedError(
+                    f"scale_loss got {type(one).__name__}, which wrap_optimizer did not return; accepted: wrapped "
+                    f"optimizers. Call opt = ampx.wrap_optimizer(opt) first and pass its result."
+                )
+        return ScaleLoss(self, loss, optimizers, loss_id)
+
+    def unscale(self, opt: Any) -> None:
+        """Make the pending gradients of a wrapped optimizer true; idempotent until its next step.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+
+        Sync: at most one.
+        """
+        for one in wrapped_optimizers(opt, "unscale"):
+            one.ampx_unscale()
+
+    def clip_grad_norm(self, opt: Any, max_norm: float) -> Any:
+        """Unscale if not done, clip the true gradients by their global L2 norm.
+
+        Args:
+            opt: The wrapped optimizer.
+            max_norm: Largest norm that stays as it is; positive.
+
+        Returns:
+            The norm of the true gradients before clipping, as the framework's scalar.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+
+        Sync: at most one.
+        """
+        check_bound("max_norm", max_norm)
+        (one,) = wrapped_optimizers(opt, "clip_grad_norm")
+        return one.ampx_clip_grad_norm(max_norm)
+
+    def gate(self, scheduler: Any, opt: Any) -> Gate:
+        """Give a scheduler whose `step` runs only when the optimizer's last step was applied.
+
+        Args:
+            scheduler: Anything with a `step` method.
+            opt: The wrapped optimizer, or a list of which all must have been applied.
+
+        Sync: one per step where the scale lives on the device, else none.
+        """
+        from .gate import Gate
+
+        return Gate(scheduler, wrapped_optimizers(opt, "gate"))
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def activate(self) -> None:
+        """Switch process-wide casting on, as `init` does."""
+        if self.plan is not None and self.enabled and self.effective.process_wide:
+            self.backend.activate(self.plan)
+
+    def shutdown(self) -> None:
+        """Leave the framework as it was before `init`. Wrapped optimizers go on working; repeated calls do nothing.
+
+        Sync: where the scale lives on the device (events still due are sent).
+        """
+        if not self._active:
+            return
+        for group in self.live_groups():
+            group.resolve()
+        self._active = False
+        sessions.remove(self)
+        if self.plan is not None and self.enabled and self.effective.process_wide:
+            self.backend.deactivate(self.plan)
+
+    def __enter__(self) -> Amp:
+        """Give the session itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check_nan(self) -> bool | None:
+        """Tell whether a loss is tested for NaN: yes, no, or (None) where that is free."""
+        return self._check_nan
+
+    def _check_active(self) -> None:
+        if not self._active:
+            raise ProtocolError(
+                f"this session for {self.framework!r} was shut down; accepted: an active session. Call ampx.init again."
+            )
+
+    def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:
+        known = isinstance(opt, WrappedOptimizer) or any(opt is other for other in before)
+        if known or self._is_remembered(opt):
+            raise AlreadyWrappedError(
+                f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "
+                f"be unscaled twice. Use the object that the first call returned."
+            )
+        if not self.backend.is_optimizer(opt):
+            raise NotAnOptimizerError(
+                f"wrap_optimizer got {type(opt).__module__}.{type(opt).__qualname__}, which is no optimizer of "
+                f"{self.framework!r}; accepted: one of the framework's optimizers or a list of them. Pass that."
+            )
+
+    def _is_remembered(self, opt: Any) -> bool:
+        try:
+            return opt in self._wrapped
+        except TypeError:
+            return False
+
+    def _remember(self, opt: Any) -> None:
+        try:
+            self._wrapped.add(opt)
+        except TypeError:
+            # Values such as named tuples have no identity to remember; wrapping them again is no error.
+            return

@@ -1,0 +1,75 @@
+"""Casting regions, and functions that say in which dtype they want to be computed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from .casting import Casting
+    from .policy import Dtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Kind = Literal["float", "half", "promote"]
+
+
+class Region:
+    """A casting region: a context manager that may be entered again and again, and a decorator."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Remember how to make the framework's region; it is made on entry, for the session of that moment."""
+        self._make = make
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        """Enter a fresh region of the framework."""
+        region = self._make()
+        region.__enter__()
+        self._entered.append(region)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore what was before."""
+        self._entered.pop().__exit__(kind, error, trace)
+
+    def __call__(self, function: Function) -> Function:
+        """Run a function inside the region."""
+        make = self._make
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with make():
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+
+def annotate(function: Function, kind: Kind, find: Callable[..., Casting | None]) -> Function:
+    """Give a function that casts its floating arguments and runs with casting off.
+
+    Args:
+        function: What to annotate.
+        kind: `"float"`: float32. `"half"`: the compute dtype. `"promote"`: the widest among the arguments.
+        find: Gives the session for the arguments of a call, or None: then the function runs as it is.
+
+    Sync: none.
+    """
+
+    @functools.wraps(function)
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        session = find(args, kwargs)
+        plan = None if session is None else session.casting
+        if session is None or plan is None:
+            return function(*args, **kwargs)
+        backend = session.backend
+        dtype: Dtype = "float32" if kind == "float" else plan.dtype
+        if kind == "promote":
+            dtype = backend.widest((args, kwargs), plan.dtype)
+        with backend.autocast(plan, False):
+            return function(*backend.cast(args, dtype), **backend.cast(kwargs, dtype))
+
+    return annotated  # type: ignore[return-value]

@@ -1,0 +1,231 @@
+"""The contract between ampx and a framework.
+
+A backend is stateless: it maps a handful of verbs onto the framework's own functions. What it can do
+beyond the abstract verbs it declares in `Capabilities`; what it does not declare raises
+`UnsupportedByBackendError`. The conformance kit `ampx.testing` tests both.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from .contract import Capabilities, CastPlan, Device, Grads, Loss, LossInfo, Optimizer, Tree, Unscaled
+from .errors import InvalidOptionError, UnsupportedByBackendError
+from .loss_scale import Scalar
+from .policy import Dtype
+
+if TYPE_CHECKING:
+    from .group import Member
+    from .optimizer import WrappedOptimizer
+
+
+class Backend(abc.ABC):
+    """One framework's verbs. Abstract here, final in plugins; holds no state."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @abc.abstractmethod
+    def device(self, name: str) -> Device:
+        """Describe a device.
+
+        Args:
+            name: A device of `capabilities.devices`, or `"auto"` for the best present.
+
+        Raises:
+            UnsupportedDeviceError: There is no such device here.
+
+        Sync: none.
+        """
+
+    @abc.abstractmethod
+    def is_optimizer(self, candidate: object) -> bool:
+        """Tell whether this is an optimizer of the framework, not wrapped. Sync: none."""
+
+    @abc.abstractmethod
+    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+        """Give a region with casting on or off; what was before is restored on any exit.
+
+        Sync: none.
+        """
+
+    @abc.abstractmethod
+    def cast(self, tree: Tree, dtype: Dtype) -> Tree:
+        """Cast the floating leaves of a tree; others, and None, are returned as they are.
+
+        Args:
+            tree: Tensors in tuples, lists and dicts.
+            dtype: The target dtype.
+
+        Sync: none.
+        """
+
+    @abc.abstractmethod
+    def inspect_loss(self, loss: Loss, check_nan: bool | None) -> LossInfo:
+        """Tell what `scale_loss` has to know about a loss.
+
+        Args:
+            loss: Anything the user passed.
+            check_nan: True: look even if that syncs. None: look where it is free. False: do not look.
+
+        Raises:
+            LossDtypeError: It is no tensor of the framework.
+
+        Sync: none unless `check_nan` is True.
+        """
+
+    @abc.abstractmethod
+    def scale(self, loss: Loss, scale: Scalar) -> Loss:
+        """Give the loss in float32 times the scale.
+
+        Args:
+            loss: Floating scalar tensor of any dtype.
+            scale: Python float, or a float32 scalar on the device.
+
+        Sync: none.
+        """
+
+    @abc.abstractmethod
+    def unscale(self, grads: Grads, scale: Scalar) -> Unscaled:
+        """Divide gradients by the scale and test them for inf and NaN, in one pass.
+
+        Args:
+            grads: What `gradients` gave, or what the user passed to `step`. May be modified in place.
+            scale: Python float, or a float32 scalar on the device.
+
+        Returns:
+            The true gradients with unchanged dtypes, and their finiteness.
+
+        Sync: at most one.
+        """
+
+    @abc.abstractmethod
+    def apply(self, optimizer: Optimizer, grads: Grads) -> None:
+        """Run the framework's own update with true, finite gradients. Sync: as the framework."""
+
+    def gradients(self, optimizer: Optimizer) -> Grads:
+        """Give the gradients that the optimizer would apply; empty where there are none.
+
+        Required exactly where `capabilities.gradients == "implicit"`. Sync: none.
+        """
+        self._refuse("implicit gradients")
+
+    def zero_gradients(self, optimizer: Optimizer) -> None:
+        """Forget the gradients that hang on the parameters. Required where they are implicit. Sync: none."""
+        self._refuse("implicit gradients")
+
+    def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
+        """Clip true gradients by value, then by global L2 norm.
+
+        Returns:
+            The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).
+
+        Sync: none.
+        """
+        self._refuse("gradient clipping")
+
+    def check_plan(self, plan: CastPlan) -> CastPlan:
+        """Check a plan without side effects; the result is what the other verbs receive.
+
+        Raises:
+            UnsupportedOpError: An entry of allow or deny cannot be honoured.
+            UnsupportedByBackendError: There are entries and op lists are not supported at all.
+
+        Sync: none.
+        """
+        if plan.allow or plan.deny:
+            self._refuse("op lists (allow and deny)")
+        return plan
+
+    def activate(self, plan: CastPlan) -> None:
+        """Switch casting on for the process (or thread, where the framework keeps it by thread). Sync: none."""
+        self._refuse("process-wide casting")
+
+    def deactivate(self, plan: CastPlan) -> None:
+        """Undo `activate`: leave the framework as it was. Sync: none."""
+        self._refuse("process-wide casting")
+
+    def enter_thread(self, plan: CastPlan) -> None:
+        """Switch casting on in the calling thread, where the framework keeps it by thread. Sync: none."""
+        self.activate(plan)
+
+    def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
+        """Give the widest dtype among the floating leaves of a tree: float32 if any has it. Sync: none."""
+        self._refuse("promote_function")
+
+    def smallest(self, scales: Sequence[Scalar]) -> Scalar:
+        """Give the smallest of some scales. Sync: none."""
+        return min(scales)
+
+    def wrap_optimizer(self, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
+        """Give the object that replaces the user's optimizer.
+
+        The default suits any optimizer object that nobody but the user looks at.
+
+        Args:
+            optimizer: The raw optimizer; never modified by a call that raises.
+            member: Its place in the protocol.
+            options: `plan`, `level`, `max_grad_norm`, `max_grad_value`, and what else the user passed.
+
+        Raises:
+            InvalidOptionError: An option is not known to this backend.
+            LowPrecisionParametersError: Parameters are float16 or bfloat16 and have no master weights.
+
+        Sync: none.
+        """
+        from .optimizer import GenericOptimizer  # a cycle at import time: the wrapper calls the verbs
+
+        reject_unknown(self.name, options, ())
+        return GenericOptimizer(self, optimizer, member, options)
+
+    def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
+        """Do to a model (and optimizer) what the level needs; in place where the framework can.
+
+        Returns:
+            The model, or the pair (model, optimizer) where an optimizer was given.
+
+        Sync: none.
+        """
+        self._refuse("prepare (levels O2 and O3)")
+
+    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+        """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
+        self._refuse("naming parameters with non-finite gradients")
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Give a region whose target tells the first module with a non-finite output. Sync: one a module."""
+        self._refuse("tracing overflow by module")
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`; see `ampx.cli.demo.Trainer`. Sync: none."""
+        self._refuse("ampx demo")
+
+    def _refuse(self, capability: str) -> NoReturn:
+        declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)
+        raise UnsupportedByBackendError(
+            f"backend {self.name!r} does not support {capability}; it declares: "
+            f"{', '.join(declared) or 'no optional capability'}. Leave the call out, or use another framework."
+        )
+
+
+OPTIONS: frozenset[str] = frozenset({"plan", "level", "max_grad_norm", "max_grad_value"})
+
+
+def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]) -> None:
+    """Raise for options of `wrap_optimizer` that a backend does not know.
+
+    Raises:
+        InvalidOptionError: There is one.
+
+    Sync: none.
+    """
+    known = OPTIONS | set(accepted)
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise InvalidOptionError(
+            f"wrap_optimizer got {', '.join(unknown)}, which backend {backend!r} does not know; accepted: "
+            f"loss_scale, {', '.join(sorted(known - {'plan', 'level'}))}. Remove or correct it."
+        )

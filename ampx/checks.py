@@ -1,0 +1,35 @@
+"""Checks of arguments that several calls share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import InvalidOptionError, NotWrappedError
+from .optimizer import WrappedOptimizer
+
+
+def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
+    """Give the wrapped optimizers of one argument.
+
+    Raises:
+        NotWrappedError: One is not wrapped.
+    """
+    optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
+    for one in optimizers:
+        if not isinstance(one, WrappedOptimizer):
+            raise NotWrappedError(
+                f"{call} got {type(one).__name__}, which wrap_optimizer did not return; accepted: wrapped optimizers. "
+                f"Call opt = ampx.wrap_optimizer(opt) first and pass its result."
+            )
+    return optimizers
+
+
+def check_bound(name: str, bound: object) -> None:
+    """Raise unless a bound is None or a positive number.
+
+    Raises:
+        InvalidOptionError: It is neither.
+    """
+    number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+    if bound is not None and not (number and bound > 0):  # type: ignore[operator]
+        raise InvalidOptionError(f"{name}={bound!r} is not a bound; accepted: a positive number, or None. Change it.")

@@ -1,0 +1,54 @@
+"""Find out where a non-finite value comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import sessions
+from .api import trace_overflow as trace_overflow
+from .errors import NotWrappedError
+from .optimizer import WrappedOptimizer
+
+
+@dataclass(frozen=True)
+class NonFiniteParameter:
+    """A parameter whose gradient is not finite.
+
+    Attributes:
+        name: The parameter's name.
+        nonfinite: How many elements of its gradient are inf or NaN.
+        elements: How many elements it has.
+    """
+
+    name: str
+    nonfinite: int
+    elements: int
+
+
+def nonfinite_parameters(opt: Any, model: Any = None) -> list[NonFiniteParameter]:
+    """Name the parameters whose present gradients are not finite; call it after a skipped step.
+
+    The gradients are looked at as they are now, so call it before `zero_grad`.
+
+    Args:
+        opt: The wrapped optimizer.
+        model: Where the names come from; without it they are positions in the optimizer, unless the optimizer
+            was made from named parameters.
+
+    Returns:
+        The parameters in the optimizer's order; empty when all gradients are finite.
+
+    Raises:
+        NotWrappedError: `opt` does not come from `wrap_optimizer`.
+        UnsupportedByBackendError: The backend cannot tell.
+
+    Sync: one.
+    """
+    if not isinstance(opt, WrappedOptimizer):
+        raise NotWrappedError(
+            f"nonfinite_parameters got {type(opt).__name__}, which wrap_optimizer did not return; accepted: a wrapped "
+            f"optimizer. Pass the result of ampx.wrap_optimizer(opt)."
+        )
+    backend = sessions.find("nonfinite_parameters", opt).backend
+    return [NonFiniteParameter(*found) for found in backend.nonfinite_parameters(opt, model)]

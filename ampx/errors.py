@@ -1,0 +1,143 @@
+"""Every error and warning that ampx raises.
+
+Each message says what was passed, what is accepted and what to do. An error leaves weights, optimizer
+state and loss scale as they were.
+"""
+
+from __future__ import annotations
+
+
+class AmpxError(Exception):
+    """Base of all errors raised by ampx."""
+
+
+class AmpxWarning(UserWarning):
+    """Base of all warnings issued by ampx."""
+
+
+class PrecisionWarning(AmpxWarning):
+    """Mixed precision was asked for and is off, emulated or changed; the message says why."""
+
+
+class ScaleCollapsedWarning(AmpxWarning):
+    """Many steps in a row were skipped; the message names the parameters whose gradients are not finite."""
+
+
+class UnknownFrameworkError(AmpxError, ValueError):
+    """No plugin registers the framework that was asked for."""
+
+
+class AmbiguousFrameworkError(AmpxError, ValueError):
+    """The framework was not named and cannot be told without guessing."""
+
+
+class FrameworkNotInstalledError(AmpxError, ImportError):
+    """A plugin supports the framework, but the framework itself is not importable here."""
+
+
+class BackendLoadError(AmpxError):
+    """The framework or its backend is installed but failed while loading; the cause is chained."""
+
+
+class DuplicateBackendError(AmpxError):
+    """Two plugins claim the same framework name."""
+
+
+class PluginError(AmpxError):
+    """A plugin failed to import or implements a hook that does not exist."""
+
+
+class NotInitializedError(AmpxError, RuntimeError):
+    """A call needs `ampx.init` first."""
+
+
+class InvalidOptionError(AmpxError, ValueError):
+    """An argument has a value that is not accepted."""
+
+
+class UnsupportedDtypeError(InvalidOptionError):
+    """The dtype is unknown, or the device cannot compute in it."""
+
+
+class UnsupportedDeviceError(InvalidOptionError):
+    """The device is unknown to the backend or absent."""
+
+
+class UnsupportedLevelError(InvalidOptionError):
+    """The opt level is not one of O0, O1, O2, O3."""
+
+
+class UnsupportedOpError(InvalidOptionError):
+    """An entry of an allow or deny list cannot be honoured."""
+
+
+class UnsupportedByBackendError(AmpxError, NotImplementedError):
+    """The backend does not declare the capability that the call needs."""
+
+
+class NotAnOptimizerError(AmpxError, TypeError):
+    """The object given to `wrap_optimizer` is not an optimizer of the framework."""
+
+
+class AlreadyWrappedError(AmpxError, ValueError):
+    """The optimizer is wrapped already."""
+
+
+class LowPrecisionParametersError(AmpxError, ValueError):
+    """The optimizer holds float16 or bfloat16 parameters without master weights."""
+
+
+class ProtocolError(AmpxError, RuntimeError):
+    """Calls came in an order that would corrupt training."""
+
+
+class NotWrappedError(ProtocolError):
+    """`scale_loss` was given an optimizer that `wrap_optimizer` did not return."""
+
+
+class NotScaledError(ProtocolError):
+    """A step was asked for on gradients whose loss never went through `scale_loss`."""
+
+
+class NestedScaleError(ProtocolError):
+    """`scale_loss` was entered twice for one optimizer."""
+
+
+class RawStepError(ProtocolError):
+    """The raw optimizer was stepped while scaled gradients were pending."""
+
+
+class LossError(AmpxError, ValueError):
+    """Base of the errors about the loss given to `scale_loss`."""
+
+
+class LossShapeError(LossError):
+    """The loss is not a scalar."""
+
+
+class LossDtypeError(LossError, TypeError):
+    """The loss is not a floating tensor of the framework."""
+
+
+class DetachedLossError(LossError):
+    """No gradient can flow from the loss."""
+
+
+class AlreadyScaledError(LossError):
+    """The loss came out of `scale_loss`: scaling it again would scale the gradients twice."""
+
+
+class NonFiniteLossError(LossError):
+    """The loss is NaN before scaling, which no loss scale can cure."""
+
+
+class StateError(AmpxError, ValueError):
+    """Base of the errors about a saved state."""
+
+
+class UnknownSchemaError(StateError):
+    """The state is of no schema that ampx can read."""
+
+
+class InvalidStateError(StateError):
+    """The state misses values or holds values that are not acceptable."""

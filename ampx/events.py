@@ -1,0 +1,81 @@
+"""What a step reports: its result, and the events that listeners and plugins receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, computed from finiteness.
+
+    Inside traced code the fields hold tensors.
+
+    Attributes:
+        applied: The optimizer ran. False: the step was skipped, or there was no gradient.
+        finite: All gradients were finite. None when nothing was checked (`enabled=False`).
+        scale: Loss scale that this step's gradients carried.
+        next_scale: Loss scale for the next `scale_loss`.
+        consecutive_skips: Skipped steps in a row, this one included.
+        grad_norm: L2 norm of the true gradients before clipping, where clipping asked for it; else None.
+    """
+
+    applied: bool
+    finite: bool | None
+    scale: float
+    next_scale: float
+    consecutive_skips: int
+    grad_norm: float | None = None
+
+
+# What a step reports when the session is disabled.
+UNCHECKED = StepResult(True, None, 1.0, 1.0, 0)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What all events tell, with the same meaning in every framework.
+
+    Attributes:
+        framework: Name of the framework.
+        group: Position of the loss scale in `amp.state_dict()`, counted in order of wrapping.
+        loss_id: Which of the group's loss scales; 0 unless `scale_loss` was given another.
+        step: Number of counted steps of the group, this one included.
+        scale: Loss scale of the step.
+        next_scale: Loss scale after the step.
+        consecutive_skips: Skipped steps in a row, this one included.
+    """
+
+    framework: str
+    group: int
+    loss_id: int
+    step: int
+    scale: float
+    next_scale: float
+    consecutive_skips: int
+
+
+@dataclass(frozen=True)
+class StepSkipped(Event):
+    """A step was not applied because a gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class ScaleChanged(Event):
+    """The loss scale grew or backed off."""
+
+
+@dataclass(frozen=True)
+class ScaleCollapsed(Event):
+    """`LossScale.max_consecutive_skips` steps in a row were skipped.
+
+    Attributes:
+        parameters: Names of the parameters whose gradients are not finite, where the backend can tell.
+    """
+
+    parameters: tuple[str, ...] = ()
+
+
+Listener: TypeAlias = Callable[[Event], Any]

@@ -1,0 +1,37 @@
+"""A learning-rate scheduler that waits for skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .optimizer import WrappedOptimizer
+
+
+class Gate:
+    """Delegates to a scheduler; `step` does nothing after a skipped optimizer step."""
+
+    def __init__(self, scheduler: Any, optimizers: Sequence[WrappedOptimizer]) -> None:
+        """Remember whom to ask; the scheduler is not touched."""
+        self.scheduler = scheduler
+        self._optimizers = tuple(optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look everything else up on the scheduler."""
+        if name.startswith("__") or "scheduler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> bool:
+        """Step the scheduler if every optimizer's last step was applied.
+
+        Returns:
+            Whether the scheduler stepped.
+
+        Sync: one where the scale lives on the device, else none.
+        """
+        results = [one.last_step for one in self._optimizers]
+        applied = all(result is not None and result.applied for result in results)
+        if applied:
+            self.scheduler.step(*args, **kwargs)
+        return applied

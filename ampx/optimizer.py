@@ -1,0 +1,160 @@
+"""What every wrapped optimizer offers, and the wrapper for frameworks that ask nothing special of it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from .contract import Unscaled
+from .errors import ProtocolError
+from .events import UNCHECKED, StepResult
+from .group import Member
+
+if TYPE_CHECKING:
+    from .backend import Backend
+
+
+class WrappedOptimizer(abc.ABC):
+    """Base of all objects that `wrap_optimizer` returns.
+
+    Attributes:
+        ampx_member: The optimizer's place in the protocol.
+    """
+
+    ampx_member: Member
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale (of loss id 0). Sync: where the scale lives on the device."""
+        self.ampx_member.group.resolve()
+        return float(self.ampx_member.group.states[0].scale)
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last step did; None before the first. Sync: where the scale lives on the device."""
+        self.ampx_member.group.resolve()
+        return self.ampx_member.result
+
+    @abc.abstractmethod
+    def ampx_unscale(self) -> None:
+        """Make the pending gradients true; idempotent until the next step."""
+
+    @abc.abstractmethod
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
+
+    def ampx_before_backward(self, loss_id: int) -> None:
+        """Prepare for a `scale_loss` body; called before its stage is entered. Sync: none."""
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Tidy up after a `scale_loss` body that ended without an exception. Sync: none."""
+
+    def ampx_abandon_backward(self, loss_id: int) -> None:
+        """Undo `ampx_before_backward` after a body that raised. Sync: none."""
+
+
+class GenericOptimizer(WrappedOptimizer):
+    """Delegate to a raw optimizer, stepping it only with true and finite gradients.
+
+    Everything but `step` and `zero_grad` is the raw optimizer's.
+    """
+
+    def __init__(self, backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Wrap; the raw optimizer is not touched."""
+        self.optimizer = optimizer
+        self.ampx_member = member
+        self._backend = backend
+        self._max_grad_norm: float | None = options.get("max_grad_norm")
+        self._max_grad_value: float | None = options.get("max_grad_value")
+        self._unscaled: Unscaled | None = None
+        self._norm: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the raw optimizer."""
+        if name.startswith("__") or "optimizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def _implicit(self) -> bool:
+        return self._backend.capabilities.gradients == "implicit"
+
+    def step(self, grads: Any = None) -> None:
+        """Unscale if not done, check, apply or skip, move the scale.
+
+        Args:
+            grads: The scaled gradients, where the framework's gradients are values.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+
+        Sync: as the backend's `unscale`.
+        """
+        member = self.ampx_member
+        if not member.group.enabled:
+            self._backend.apply(self.optimizer, self._backend.gradients(self.optimizer) if self._implicit else grads)
+            member.result = UNCHECKED
+            return
+        if self._implicit:
+            grads = self._backend.gradients(self.optimizer)
+            if not grads and member.stage == "idle":
+                self._nothing_to_do()
+                return
+        member.check_step()
+        if not grads:
+            self._nothing_to_do()
+            return
+        true, finite = self._unscaled or self._backend.unscale(grads, member.factor)
+        finite = bool(finite)
+        norm = self._norm
+        if finite:
+            if self._max_grad_norm is not None or self._max_grad_value is not None:
+                true, own_norm = self._backend.clip(true, self._max_grad_norm, self._max_grad_value)
+                norm = own_norm if norm is None else norm
+            self._backend.apply(self.optimizer, true)
+        self._unscaled = self._norm = None
+        member.finish(dict.fromkeys(member.factors, finite), None if norm is None else float(norm))
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, pending ones included. Sync: none."""
+        if self._implicit:
+            self._backend.zero_gradients(self.optimizer)
+        if self.ampx_member.stage in ("scaled", "unscaled"):
+            self._unscaled = self._norm = None
+            self.ampx_member.forget()
+
+    def ampx_unscale(self) -> None:
+        """Make the pending gradients true, in place on the parameters."""
+        self._needs_implicit("unscale")
+        if self.ampx_member.stage == "unscaled" or not self.ampx_member.group.enabled:
+            return
+        self.ampx_member.check_step()
+        grads = self._backend.gradients(self.optimizer)
+        if grads:
+            self._unscaled = self._backend.unscale(grads, self.ampx_member.factor)
+        self.ampx_member.stage = "unscaled"
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Clip the true gradients."""
+        self._needs_implicit("clip_grad_norm")
+        self.ampx_unscale()
+        grads = self._unscaled.grads if self._unscaled else self._backend.gradients(self.optimizer)
+        clipped, norm = self._backend.clip(grads, max_norm, None)
+        if self._unscaled is not None:
+            self._unscaled = Unscaled(clipped, self._unscaled.finite)
+            self._norm = norm
+        return norm
+
+    def _needs_implicit(self, call: str) -> None:
+        if not self._implicit:
+            raise ProtocolError(
+                f"{call} was called, but backend {self._backend.name!r} has gradients as values, which only step "
+                f"sees; accepted: wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+            )
+
+    def _nothing_to_do(self) -> None:
+        group = self.ampx_member.group
+        scale = cast("float", group.states[0].scale)
+        skips = cast("int", group.states[0].consecutive_skips)
+        self.ampx_member.forget(StepResult(False, True, scale, scale, skips))

@@ -1,0 +1,100 @@
+"""Dtype names and the (param, compute, output) policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from .errors import UnsupportedDtypeError
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+
+_ALIASES: Final[dict[str, Dtype]] = {
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "f16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "f32": "float32",
+}
+_PRESETS: Final[dict[str, tuple[Dtype, Dtype, Dtype]]] = {
+    "mixed_float16": ("float32", "float16", "float32"),
+    "16-mixed": ("float32", "float16", "float32"),
+    "mixed_bfloat16": ("float32", "bfloat16", "float32"),
+    "bf16-mixed": ("float32", "bfloat16", "float32"),
+    "16-true": ("float16", "float16", "float16"),
+    "bf16-true": ("bfloat16", "bfloat16", "bfloat16"),
+    "32-true": ("float32", "float32", "float32"),
+}
+
+
+def normalise_dtype(dtype: object) -> Dtype:
+    """Give the one spelling of a dtype that ampx uses.
+
+    Args:
+        dtype: `"float16"`, `"bfloat16"`, `"float32"`, a usual alias (`"fp16"`, `"half"`, `"bf16"`,
+            `"fp32"`), or a framework's dtype object whose name ends in one of these (`torch.float16`,
+            `jnp.bfloat16`, `tf.float16`).
+
+    Raises:
+        UnsupportedDtypeError: It is none of these.
+
+    Sync: none.
+    """
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
+    found = _ALIASES.get(str(name).rsplit(".", 1)[-1].strip().lower())
+    if found is None:
+        raise UnsupportedDtypeError(
+            f"dtype={dtype!r} is not a dtype of mixed precision; accepted: 'float16', 'bfloat16', 'float32' "
+            f"(also 'fp16', 'half', 'bf16', 'fp32'), or 'auto' where a choice is offered. Pass one of these."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which dtype the parameters, the computation and the model's outputs have.
+
+    `str(policy)` and `Policy.parse` are inverse to each other.
+    """
+
+    param_dtype: Dtype = "float32"
+    compute_dtype: Dtype = "float32"
+    output_dtype: Dtype = "float32"
+
+    def __str__(self) -> str:
+        """Spell the policy so that `Policy.parse` reads it back."""
+        return f"param={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Read a policy.
+
+        Args:
+            text: `"param=float32,compute=float16,output=float32"`, any dtype alias in it, `p=`, `c=`, `o=`
+                for short, or a preset: `mixed_float16`, `mixed_bfloat16`, `16-mixed`, `bf16-mixed`,
+                `16-true`, `bf16-true`, `32-true`.
+
+        Raises:
+            UnsupportedDtypeError: The text is none of these.
+
+        Sync: none.
+        """
+        preset = _PRESETS.get(text.strip().lower())
+        if preset is not None:
+            return cls(*preset)
+        fields: dict[str, Dtype] = {}
+        for part in text.split(","):
+            key, separator, value = part.partition("=")
+            name = {"p": "param", "c": "compute", "o": "output"}.get(key.strip(), key.strip())
+            if not separator or name not in ("param", "compute", "output"):
+                raise UnsupportedDtypeError(
+                    f"policy {text!r} cannot be read at {part!r}; accepted: 'param=…,compute=…,output=…' or one "
+                    f"of {', '.join(_PRESETS)}. Pass one of these."
+                )
+            fields[f"{name}_dtype"] = normalise_dtype(value)
+        return cls(**fields)

@@ -1,0 +1,275 @@
+"""Find plugins and load backends, lazily and one at a time.
+
+Nothing is discovered when ampx is imported; no framework is imported until it is asked for; a plugin that
+is broken is reported by its name and breaks nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from . import hookspecs
+from .backend import Backend
+from .errors import (
+    AmbiguousFrameworkError,
+    AmpxError,
+    BackendLoadError,
+    DuplicateBackendError,
+    FrameworkNotInstalledError,
+    PluginError,
+    UnknownFrameworkError,
+)
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "ampx"
+DISABLE_VARIABLE = "AMPX_DISABLE_PLUGINS"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a plugin said about one framework.
+
+    Attributes:
+        name: The framework's name.
+        load: Gives the backend.
+        roots: Root modules of the framework's objects.
+        requires: The requirement to install.
+        plugin: Name of the plugin.
+        module: Name of the plugin's module, for messages.
+    """
+
+    name: str
+    load: Callable[[], Backend]
+    roots: tuple[str, ...]
+    requires: str
+    plugin: str
+    module: str
+
+
+class Registry:
+    """Plugins, the frameworks they register, and the backends loaded so far."""
+
+    def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
+        """Remember where to look; nothing is imported yet.
+
+        Args:
+            entry_points: Instead of those of the installed distributions (for tests).
+        """
+        self._entry_points = entry_points
+        self._manager: pluggy.PluginManager | None = None
+        self._registrations: dict[str, Registration] = {}
+        self._backends: dict[str, Backend] = {}
+        self.broken: dict[str, AmpxError] = {}
+
+    @property
+    def manager(self) -> pluggy.PluginManager:
+        """The pluggy manager, after one scan of the entry points."""
+        if self._manager is None:
+            self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+            self._manager.add_hookspecs(hookspecs)
+            self._scan()
+        return self._manager
+
+    def register_plugin(self, plugin: Any, name: str | None = None) -> None:
+        """Register a plugin object (a module, usually) by hand, as entry points do.
+
+        Args:
+            plugin: Holds functions marked with `ampx.hookimpl`.
+            name: Its name; that of the module by default.
+
+        Raises:
+            PluginError: It implements a hook that does not exist, or registering raises.
+            DuplicateBackendError: It claims a framework that another plugin has.
+
+        Sync: none.
+        """
+        manager = self.manager
+        label = name or str(getattr(plugin, "__name__", repr(plugin)))
+        module = str(getattr(plugin, "__name__", type(plugin).__module__))
+        known = {hook for hook in vars(hookspecs) if hook.startswith("ampx_")}
+        misspelt = sorted(hook for hook in _implemented_hooks(plugin) if hook not in known)
+        if misspelt:
+            raise PluginError(
+                f"plugin {label!r} (module {module}) implements {', '.join(misspelt)}, which is no hook of ampx; "
+                f"accepted: {', '.join(sorted(known))}. Correct the name in the plugin."
+            )
+        try:
+            manager.register(plugin, name=label)
+        except pluggy.PluginValidationError as error:
+            manager.unregister(plugin)
+            raise PluginError(
+                f"plugin {label!r} (module {module}) has a hook with wrong arguments: {error}; accepted: "
+                f"ampx_register_backends(register) and ampx_event(event). Correct the plugin."
+            ) from error
+        claimed: list[Registration] = []
+
+        def register(name: str, load: Callable[[], Backend], *, roots: Sequence[str], requires: str) -> None:
+            other = self._registrations.get(name)
+            if other is not None:
+                raise DuplicateBackendError(
+                    f"framework {name!r} is claimed by plugin {label!r} (module {module}) and by plugin "
+                    f"{other.plugin!r} (module {other.module}); accepted: one plugin a framework. Uninstall one, or "
+                    f"set {DISABLE_VARIABLE}={label}."
+                )
+            claimed.append(Registration(name, load, tuple(roots), requires, label, module))
+
+        hook = getattr(plugin, "ampx_register_backends", None)
+        try:
+            if hook is not None:
+                hook(register=register)
+        except Exception as error:
+            manager.unregister(plugin)
+            if isinstance(error, AmpxError):
+                raise
+            raise PluginError(
+                f"plugin {label!r} (module {module}) failed in ampx_register_backends: {error!r}; accepted: calls of "
+                f"register(name, load, roots=…, requires=…). Correct or uninstall the plugin."
+            ) from error
+        self._registrations.update({registration.name: registration for registration in claimed})
+
+    def _scan(self) -> None:
+        entry_points = self._entry_points
+        if entry_points is None:
+            import importlib.metadata  # most of the cost of `import ampx` otherwise
+
+            entry_points = importlib.metadata.entry_points(group=GROUP)
+        blocked = set(filter(None, os.environ.get(DISABLE_VARIABLE, "").split(",")))
+        for entry_point in entry_points:
+            if entry_point.name in blocked:
+                continue
+            try:
+                self.register_plugin(entry_point.load(), entry_point.name)
+            except AmpxError as error:
+                self.broken[entry_point.name] = error
+            except Exception as error:
+                # Whatever a stranger's module raises must not reach those who did not ask for it.
+                broken = PluginError(
+                    f"plugin {entry_point.name!r} ({entry_point.value}) cannot be imported: {error!r}; accepted: a "
+                    f"module that imports without its framework. Correct, update or uninstall it, or set "
+                    f"{DISABLE_VARIABLE}={entry_point.name}."
+                )
+                broken.__cause__ = error
+                self.broken[entry_point.name] = broken
+
+    def names(self) -> list[str]:
+        """List the registered frameworks. Sync: none."""
+        self._ensure()
+        return sorted(self._registrations)
+
+    def registration(self, name: str) -> Registration:
+        """Look a framework up, importing nothing.
+
+        Raises:
+            PluginError: The plugin of that name is broken.
+            DuplicateBackendError: Likewise, by claiming a taken name.
+            UnknownFrameworkError: No plugin has it.
+
+        Sync: none.
+        """
+        self._ensure()
+        found = self._registrations.get(name) if isinstance(name, str) else None
+        if found is not None:
+            return found
+        if isinstance(name, str) and name in self.broken:
+            raise self.broken[name]
+        hint = f" (broken plugins: {', '.join(sorted(self.broken))})" if self.broken else ""
+        raise UnknownFrameworkError(
+            f"framework={name!r} is registered by no plugin; accepted: {', '.join(self.names()) or '(none)'}{hint}. "
+            f"Pass one of these, or install a plugin for it."
+        )
+
+    def load(self, name: str) -> Backend:
+        """Give the backend of a framework, importing the framework where that is new.
+
+        Raises:
+            UnknownFrameworkError: No plugin has it.
+            FrameworkNotInstalledError: The framework is not importable.
+            BackendLoadError: It is there, but loading it failed; the cause is chained.
+
+        Sync: none.
+        """
+        found = self.registration(name)
+        backend = self._backends.get(name)
+        if backend is None:
+            backend = self._backends[name] = _load(found)
+        return backend
+
+    def imported(self) -> list[str]:
+        """List the registered frameworks whose root module is imported already. Sync: none."""
+        self._ensure()
+        return [
+            name
+            for name, found in sorted(self._registrations.items())
+            if any(root in sys.modules for root in found.roots)
+        ]
+
+    def guess(self) -> str:
+        """Name the only registered framework that is imported already.
+
+        Raises:
+            AmbiguousFrameworkError: There is none, or more than one.
+
+        Sync: none.
+        """
+        candidates = self.imported()
+        if len(candidates) == 1:
+            return candidates[0]
+        passed = f"imported are {', '.join(candidates)}" if candidates else "no supported framework is imported"
+        raise AmbiguousFrameworkError(
+            f"framework was not given, and {passed}; accepted: {', '.join(self.names()) or '(none)'}. Name one: "
+            f"ampx.init(framework={(candidates or self.names() or ['torch'])[0]!r})."
+        )
+
+    def _ensure(self) -> None:
+        _ = self.manager
+
+
+def _implemented_hooks(plugin: Any) -> list[str]:
+    marker = f"{hookspecs.PROJECT}_impl"
+    return [name for name in dir(plugin) if hasattr(getattr(plugin, name, None), marker)]
+
+
+def _load(found: Registration) -> Backend:
+    try:
+        backend = found.load()
+    except ImportError as error:
+        if error.name is not None and error.name in found.roots:
+            raise FrameworkNotInstalledError(
+                f"framework={found.name!r} needs {found.requires}, which is not importable: {error}. Install it with "
+                f"`pip install 'ampx[{found.name}]'` (or the framework's own instructions for your GPU).",
+                name=error.name,
+            ) from error
+        raise _load_error(found, error) from error
+    except Exception as error:
+        raise _load_error(found, error) from error
+    if not isinstance(backend, Backend):
+        raise BackendLoadError(
+            f"plugin {found.plugin!r} gave {backend!r} for framework {found.name!r}; accepted: an instance of "
+            f"ampx.Backend. Correct the plugin."
+        )
+    return backend
+
+
+def _load_error(found: Registration, error: BaseException) -> BackendLoadError:
+    return BackendLoadError(
+        f"framework={found.name!r} is installed, but loading it failed: {error!r}. It needs {found.requires}; repair "
+        f"or reinstall it (`ampx doctor` tells more)."
+    )
+
+
+_default: list[Registry] = []
+
+
+def default_registry() -> Registry:
+    """Give the registry of the installed plugins, made on first use. Sync: none."""
+    if not _default:
+        _default.append(Registry())
+    return _default[0]

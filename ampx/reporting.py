@@ -1,0 +1,83 @@
+"""The reporting half of a session: states and events."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .checks import wrapped_optimizers
+from .effective import Effective
+from .events import Event, Listener
+from .group import ScaleGroup
+from .session_state import dump_session, load_session
+
+
+class Reporting:
+    """States and events of one session; `Amp` adds the rest."""
+
+    effective: Effective
+    _groups: list[weakref.ref[ScaleGroup]]
+    _listeners: list[Listener]
+
+    def live_groups(self) -> list[ScaleGroup]:
+        """List the loss scales whose optimizers are alive, in order of wrapping."""
+        groups = [group for reference in self._groups if (group := reference()) is not None]
+        self._groups = [weakref.ref(group) for group in groups]
+        return groups
+
+    def state_dict(self, opt: Any = None) -> dict[str, Any]:
+        """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
+
+        Args:
+            opt: Only that of this optimizer.
+
+        Sync: where the scale lives on the device.
+        """
+        return dump_session(self.effective.framework, self._chosen_groups(opt))
+
+    def load_state_dict(self, state: object, opt: Any = None) -> None:
+        """Take over loss scales, before or after the first step; from any framework.
+
+        Args:
+            state: What `state_dict` or `ampx.import_state` gave.
+            opt: Only that of this optimizer; the state must then hold one.
+
+        Raises:
+            UnknownSchemaError: The state is of another schema.
+            InvalidStateError: A value is missing or not acceptable, or the number of loss scales differs.
+
+        Sync: where the scale lives on the device.
+        """
+        if self.effective.enabled:
+            load_session(state, self._chosen_groups(opt))
+
+    def on_event(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event)` for every event of this session.
+
+        Returns:
+            A function that removes the listener again.
+
+        Sync: none; where the scale lives on the device, events come some steps late instead.
+        """
+        self._listeners.append(listener)
+
+        def remove() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return remove
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to the listeners."""
+        for listener in tuple(self._listeners):
+            listener(event)
+
+    def _chosen_groups(self, opt: Any) -> list[ScaleGroup]:
+        if opt is None:
+            return self.live_groups()
+        found: list[ScaleGroup] = []
+        for one in wrapped_optimizers(opt, "state_dict"):
+            if one.ampx_member.group not in found:
+                found.append(one.ampx_member.group)
+        return found

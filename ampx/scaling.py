@@ -1,0 +1,162 @@
+"""The region behind `scale_loss`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .contract import Loss
+from .errors import (
+    AlreadyScaledError,
+    DetachedLossError,
+    InvalidOptionError,
+    LossDtypeError,
+    LossShapeError,
+    NonFiniteLossError,
+    ProtocolError,
+    UnsupportedByBackendError,
+)
+from .loss_scale import Scalar
+from .optimizer import WrappedOptimizer
+
+if TYPE_CHECKING:
+    from .amp import Amp
+
+
+class ScaleLoss:
+    """Yields the scaled loss; casting is off inside. Entered once."""
+
+    def __init__(self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int) -> None:
+        """Made by `Amp.scale_loss`."""
+        self._amp = amp
+        self._loss = loss
+        self._optimizers = optimizers
+        self._loss_id = loss_id
+        self._region: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> Any:
+        """Check everything, then scale; a call that raises changes nothing."""
+        amp, loss_id, optimizers = self._amp, self._loss_id, self._optimizers
+        if not amp.enabled or not all(one.ampx_member.group.enabled for one in optimizers):
+            self._optimizers = ()
+            return self._loss
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
+            raise InvalidOptionError(f"loss_id={loss_id!r} is not an id; accepted: an integer from 0. Change it.")
+        if loss_id and not amp.backend.capabilities.per_loss_scales:
+            raise UnsupportedByBackendError(
+                f"backend {amp.framework!r} has one loss scale an optimizer; loss_id={loss_id} is not accepted. "
+                f"Leave loss_id out."
+            )
+        for one in optimizers:
+            one.ampx_member.check_enter()
+        _each(self._loss, self._check_loss)
+        scale = self._choose_scale()
+        for one in optimizers:
+            one.ampx_before_backward(loss_id)
+        plan = amp.casting
+        if plan is not None:
+            self._region = amp.backend.autocast(plan, False)
+            self._region.__enter__()
+        try:
+            scaled = _each(self._loss, lambda loss: _mark(amp.scaled, amp.backend.scale(loss, scale)))
+        except BaseException as error:
+            if self._region is not None:
+                self._region.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._loss = None  # the region must not keep the graph alive
+        for one in optimizers:
+            one.ampx_member.enter(scale, loss_id)
+        return scaled
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore casting; note the pending gradients, or after an exception leave the protocol as it was."""
+        if self._region is not None:
+            self._region.__exit__(kind, error, trace)
+        for one in self._optimizers:
+            one.ampx_member.leave(kind is None)
+        for one in self._optimizers:
+            if kind is None:
+                one.ampx_after_backward(self._loss_id)
+            else:
+                one.ampx_abandon_backward(self._loss_id)
+
+    def _choose_scale(self) -> Scalar:
+        """Give the scale that pending gradients carry, or else the smallest current one."""
+        loss_id = self._loss_id
+        members = [one.ampx_member for one in self._optimizers]
+        frozen = [member.factors[loss_id] for member in members if loss_id in member.factors]
+        if not frozen:
+            scales = [member.group.ledger.factor(member.group, loss_id) for member in members]
+            return scales[0] if len(scales) == 1 else self._amp.backend.smallest(scales)
+        if any(scale is not frozen[0] and scale != frozen[0] for scale in frozen):
+            raise ProtocolError(
+                f"scale_loss got optimizers whose pending gradients carry different loss scales ({frozen}); one "
+                f"backward cannot add to both. Step them first, or wrap them as one list so that they share a scale."
+            )
+        return frozen[0]
+
+    def _check_loss(self, loss: Loss) -> None:
+        known = self._amp.scaled.get(id(loss))
+        if known is not None and known() is loss:
+            raise AlreadyScaledError(
+                "scale_loss got a loss that came out of scale_loss; its gradients would be scaled twice. Pass the "
+                "loss that your loss function returned."
+            )
+        check_loss(self._amp, loss)
+
+
+def check_loss(amp: Amp, loss: Loss) -> None:
+    """Raise for a loss that cannot be scaled.
+
+    Raises:
+        LossShapeError, LossDtypeError, DetachedLossError, NonFiniteLossError: See `Amp.scale_loss`.
+
+    Sync: as `Backend.inspect_loss`.
+    """
+    info = amp.backend.inspect_loss(loss, amp.check_nan())
+    if info.elements != 1:
+        raise LossShapeError(
+            f"scale_loss got a loss of {info.elements} elements; accepted: a scalar. Reduce it first, for instance "
+            f"with loss.mean()."
+        )
+    if not info.floating:
+        raise LossDtypeError(
+            f"scale_loss got a loss of dtype {info.dtype}; accepted: a floating dtype. Check what your loss function "
+            f"returns."
+        )
+    if not info.attached:
+        raise DetachedLossError(
+            "scale_loss got a loss that no gradient can flow from (it is detached, or was computed with gradients "
+            "off); accepted: a loss computed from the parameters. Remove detach(), item() or no_grad around it."
+        )
+    if info.nan:
+        raise NonFiniteLossError(
+            "scale_loss got a loss that is NaN before scaling, so no loss scale can help; look at the inputs, the "
+            "learning rate, or the first overflowing module with ampx.trace_overflow(model). "
+            "ampx.init(nan_loss='skip') treats it as an overflow and skips the step instead."
+        )
+
+
+def _each(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to every leaf of a list, tuple or dict, keeping its shape."""
+    if isinstance(tree, dict):
+        return {key: _each(value, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [_each(value, function) for value in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree)
+
+
+def _mark(scaled: dict[int, weakref.ref[Any]], loss: Loss) -> Loss:
+    """Remember a scaled loss for as long as it lives."""
+    key = id(loss)
+    try:
+        scaled[key] = weakref.ref(loss, lambda _: scaled.pop(key, None))
+    except TypeError:
+        return loss  # a value without weak references: scaling it twice goes unnoticed
+    return loss

@@ -1,0 +1,112 @@
+"""The sessions of this process: the only global state of ampx."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .errors import NotInitializedError, ScaleCollapsedWarning
+from .events import Event, ScaleCollapsed
+from .registry import default_registry
+
+if TYPE_CHECKING:
+    from .amp import Amp
+
+_active: dict[str, Amp] = {}
+
+
+def add(session: Amp) -> None:
+    """Make a session the one of its framework."""
+    _active[session.framework] = session
+
+
+def remove(session: Amp) -> None:
+    """Forget a session."""
+    if _active.get(session.framework) is session:
+        del _active[session.framework]
+
+
+def get(framework: str) -> Amp | None:
+    """Give the session of a framework, if there is one."""
+    return _active.get(framework)
+
+
+def all_sessions() -> list[Amp]:
+    """List the active sessions."""
+    return list(_active.values())
+
+
+def only(call: str) -> Amp:
+    """Give the only active session.
+
+    Raises:
+        NotInitializedError: There is none, or several.
+    """
+    if len(_active) == 1:
+        return next(iter(_active.values()))
+    raise _not_initialized(call)
+
+
+def find(call: str, *objects: Any) -> Amp:
+    """Give the session of the framework that these objects belong to, importing nothing.
+
+    Raises:
+        NotInitializedError: No session is active for it.
+    """
+    if len(_active) == 1:
+        return next(iter(_active.values()))
+    found = search(objects)
+    if found is None:
+        raise _not_initialized(call)
+    return found
+
+
+def search(objects: Iterable[Any]) -> Amp | None:
+    """Give the session whose framework owns the first recognised object, looking into containers."""
+    for item in objects:
+        member = getattr(item, "ampx_member", None)
+        if member is not None:
+            return _active.get(member.group.framework)
+        if isinstance(item, (list, tuple)):
+            found = search(item)
+        elif isinstance(item, dict):
+            found = search(item.values())
+        else:
+            found = _owner(item)
+        if found is not None:
+            return found
+    return None
+
+
+def _owner(item: Any) -> Amp | None:
+    modules = {base.__module__.partition(".")[0] for base in type(item).__mro__}
+    for name, session in _active.items():
+        if modules.intersection(default_registry().registration(name).roots):
+            return session
+    return None
+
+
+def emit(framework: str, event: Event) -> None:
+    """Send an event to the framework's session and to the plugins; warn once a collapse."""
+    session = _active.get(framework)
+    if session is not None:
+        session.emit(event)
+    default_registry().manager.hook.ampx_event(event=event)
+    if isinstance(event, ScaleCollapsed):
+        names = ", ".join(event.parameters) or "(the backend cannot tell)"
+        warnings.warn(
+            f"{event.consecutive_skips} steps in a row were skipped on {framework}; the loss scale is "
+            f"{event.next_scale:g}. Gradients that are not finite: {names}. The loss or a layer overflows whatever "
+            f"the scale: look with ampx.trace_overflow(model), lower the learning rate, or use bfloat16.",
+            ScaleCollapsedWarning,
+            stacklevel=2,
+        )
+
+
+def _not_initialized(call: str) -> NotInitializedError:
+    active = ", ".join(sorted(_active)) or "none"
+    return NotInitializedError(
+        f"{call} found no session for what it was given; active sessions: {active}. Call "
+        f"ampx.init(framework=…) first, or, with several sessions, call the method of the one you mean."
+    )

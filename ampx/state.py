@@ -1,0 +1,114 @@
+"""The portable state: plain JSON types under the schema `ampx.loss_scale/1`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, Final
+
+from .errors import AmpxError, InvalidStateError, UnknownSchemaError
+from .loss_scale import FLOAT32_MAX, LossScale, LossScaleState
+
+SCHEMA: Final = "ampx.loss_scale/1"
+_STATE_FIELDS: Final = tuple(field.name for field in fields(LossScaleState))
+GroupState = tuple[LossScale, dict[int, LossScaleState]]
+
+
+def dump_state(framework: str | None, groups: Sequence[GroupState]) -> dict[str, Any]:
+    """Give the portable form of some loss scales.
+
+    Args:
+        framework: Who wrote it, for readers; loading ignores it.
+        groups: Configuration and state by loss id, one pair a group, in order of wrapping.
+
+    Returns:
+        `{"schema": …, "framework": …, "groups": [{"config": {…}, "losses": [{"loss_id": 0, …}]}]}`.
+
+    Sync: none.
+    """
+    return {
+        "schema": SCHEMA,
+        "framework": framework,
+        "groups": [
+            {
+                "config": asdict(config),
+                "losses": [{"loss_id": key, **asdict(states[key])} for key in sorted(states)],
+            }
+            for config, states in groups
+        ],
+    }
+
+
+def parse_state(data: object) -> list[GroupState]:
+    """Read the portable form, checking every value.
+
+    Args:
+        data: What `dump_state` gave, perhaps through JSON.
+
+    Raises:
+        UnknownSchemaError: It is not of schema `ampx.loss_scale/1`.
+        InvalidStateError: A value is missing or not acceptable.
+
+    Sync: none.
+    """
+    if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+        passed = f"schema={data.get('schema')!r}" if isinstance(data, Mapping) else type(data).__name__
+        raise UnknownSchemaError(
+            f"the state has {passed}; accepted: a dict with schema={SCHEMA!r}. Pass what state_dict() returned, or "
+            f"convert a state of another library with ampx.import_state(d)."
+        )
+    groups = data.get("groups")
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise _invalid("groups", groups, "a list with one entry a loss scale")
+    return [_parse_group(group, f"groups[{position}]") for position, group in enumerate(groups)]
+
+
+def _parse_group(group: object, where: str) -> GroupState:
+    if not isinstance(group, Mapping):
+        raise _invalid(where, group, "a dict with 'config' and 'losses'")
+    config_data, losses = group.get("config"), group.get("losses")
+    names = {field.name for field in fields(LossScale)}
+    if not isinstance(config_data, Mapping) or set(config_data) != names:
+        raise _invalid(f"{where}.config", config_data, f"a dict with exactly {', '.join(sorted(names))}")
+    try:
+        config = LossScale(**config_data)
+    except AmpxError as error:
+        raise InvalidStateError(f"the state cannot be loaded: {where}.config: {error}") from error
+    if not isinstance(losses, Sequence) or isinstance(losses, str) or not losses:
+        raise _invalid(f"{where}.losses", losses, "a list with one entry a loss id")
+    states: dict[int, LossScaleState] = {}
+    for position, loss in enumerate(losses):
+        place = f"{where}.losses[{position}]"
+        if not isinstance(loss, Mapping) or not isinstance(loss.get("loss_id"), int):
+            raise _invalid(place, loss, "a dict with an integer 'loss_id'")
+        states[loss["loss_id"]] = parse_loss_state(loss, place)
+    return config, states
+
+
+def parse_loss_state(data: Mapping[str, Any], where: str) -> LossScaleState:
+    """Read one loss scale's four numbers.
+
+    Raises:
+        InvalidStateError: One is missing, of another type, negative, infinite or NaN.
+
+    Sync: none.
+    """
+    missing = [name for name in _STATE_FIELDS if name not in data]
+    if missing:
+        raise _invalid(where, sorted(map(str, data)), f"a dict that also has {', '.join(missing)}")
+    scale = data["scale"]
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not number or not 0 < scale <= FLOAT32_MAX:
+        raise _invalid(f"{where}.scale", scale, "a positive finite float32 number")
+    for name in _STATE_FIELDS[1:]:
+        value = data[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+            raise _invalid(f"{where}.{name}", value, "an integer from 0 to 2**31 - 1")
+    return LossScaleState(float(scale), *(data[name] for name in _STATE_FIELDS[1:]))
+
+
+def _invalid(where: str, value: object, accepted: str) -> InvalidStateError:
+    return InvalidStateError(
+        f"the state cannot be loaded: {where} is {value!r}; accepted: {accepted}. The loss scale is unchanged; "
+        f"pass a state that state_dict() or import_state() returned."
+    )

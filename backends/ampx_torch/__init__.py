@@ -1,0 +1,18 @@
+"""PyTorch backend for ampx."""
+
+from __future__ import annotations
+
+import ampx
+
+
+@ampx.hookimpl
+def ampx_register_backends(register: ampx.Register) -> None:
+    """Register PyTorch."""
+    register("torch", load, roots=("torch",), requires="torch>=2.4")
+
+
+def load() -> ampx.Backend:
+    """Give the backend, importing torch."""
+    from .backend import TorchBackend
+
+    return TorchBackend()
