@@ -1,0 +1,130 @@
+"""The verbs of ampx in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+import ampx
+from ampx.contract import CastPlan, Device, LossInfo, Unscaled
+from ampx.group import Member
+from ampx.policy import Dtype
+
+from . import casting, debug, devices, prepare
+from .gradients import unscale_
+from .losses import inspect_loss, scale_loss
+from .optimizer import AmpOptimizer, make_wrapper
+
+
+class TorchBackend(ampx.Backend):
+    """PyTorch: torch.autocast for casting, torch's own check-and-unscale kernels for loss scaling."""
+
+    name: ClassVar[str] = "torch"
+    capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
+        devices=("cuda", "cpu"),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        levels=frozenset({"O0", "O1", "O2", "O3"}),
+        gradients="implicit",
+        autocast="scoped",
+        op_lists=True,
+        master_weights=True,
+        per_loss_scales=True,
+        closures=True,
+        sparse=True,
+        distributed=True,
+        device_scale=True,
+        names_gradients=True,
+        traces_overflow=True,
+    )
+
+    def device(self, name: str) -> Device:
+        """Describe a device."""
+        return devices.describe(name)
+
+    def is_optimizer(self, candidate: object) -> bool:
+        """Tell whether this is a torch optimizer, not wrapped."""
+        return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, AmpOptimizer)
+
+    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+        """Give a torch.autocast region."""
+        return casting.region(plan, enabled)
+
+    def check_plan(self, plan: CastPlan) -> CastPlan:
+        """Resolve the op lists."""
+        return casting.check_plan(plan)
+
+    def activate(self, plan: CastPlan) -> None:
+        """Switch autocast on for the calling thread, and the op rules for the process."""
+        casting.activate(plan)
+
+    def deactivate(self, plan: CastPlan) -> None:
+        """Undo `activate`."""
+        casting.deactivate(plan)
+
+    def enter_thread(self, plan: CastPlan) -> None:
+        """Switch autocast on in the calling thread: torch keeps the switch by thread."""
+        casting.enter_thread(plan)
+
+    def cast(self, tree: Any, dtype: Dtype) -> Any:
+        """Cast the floating tensors of a tree."""
+        return casting.cast(tree, dtype)
+
+    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
+        """Give the widest dtype among the floating tensors of a tree."""
+        return casting.widest(tree, at_least)
+
+    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
+        """Tell what `scale_loss` has to know about a loss."""
+        return inspect_loss(loss, check_nan)
+
+    def scale(self, loss: Any, scale: Any) -> Any:
+        """Give the loss in float32 times the scale."""
+        return scale_loss(loss, scale)
+
+    def gradients(self, optimizer: Any) -> list[torch.Tensor]:
+        """List the gradients of an optimizer's parameters."""
+        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def zero_gradients(self, optimizer: Any) -> None:
+        """Forget the gradients."""
+        optimizer.zero_grad()
+
+    def unscale(self, grads: Any, scale: Any) -> Unscaled:
+        """Divide gradients by the scale in place and test them, in one pass."""
+        return Unscaled(grads, not unscale_(grads, scale).item())
+
+    def apply(self, optimizer: Any, grads: Any) -> None:
+        """Run the raw optimizer."""
+        optimizer.step()
+
+    def smallest(self, scales: Sequence[Any]) -> Any:
+        """Give the smallest scale; no sync for device scalars."""
+        if not any(isinstance(scale, torch.Tensor) for scale in scales):
+            return min(scales)
+        on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
+        return torch.stack([torch.as_tensor(scale, device=on_device.device) for scale in scales]).amin()
+
+    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
+        """Give a torch optimizer that delegates to the raw one."""
+        return make_wrapper(optimizer, member, options)
+
+    def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
+        """Cast a model and give its optimizer master weights, as the level says."""
+        return prepare.prepare(model, optimizer, plan)
+
+    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+        """List the parameters with non-finite gradients."""
+        return debug.nonfinite_parameters(optimizer, model)
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Watch the outputs of all modules."""
+        return debug.trace_overflow(model)
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`."""
+        from .demo import TorchTrainer  # scikit-learn is needed for the demo only
+
+        return TorchTrainer()
