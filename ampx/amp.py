@@ -46,7 +46,7 @@ class Amp(Casting, Reporting):
         self.plan = plan
         self.level = level
         self._check_nan = {"auto": None, "raise": True, "skip": False}[nan_loss]
-        self._groups: list[weakref.ref[ScaleGroup]] = []
+        self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[Listener] = []
         self._active = True
@@ -116,7 +116,7 @@ class Amp(Casting, Reporting):
         }
         wrapped = [self.backend.wrap_optimizer(one, group.add_member(), settings) for one in optimizers]
         group.index = len(self.live_groups())
-        self._groups.append(weakref.ref(group))
+        self._groups.append((group, [weakref.ref(one) for one in wrapped]))
         for one in optimizers:
             self._remember(one)
         return wrapped if isinstance(opt, (list, tuple)) else wrapped[0]

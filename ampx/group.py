@@ -122,9 +122,8 @@ class ScaleGroup:
             first = min(outcome.finite)
             finite = all(outcome.finite.values())
             after = self.states[first]
-            norm = None if outcome.grad_norm is None else float(outcome.grad_norm)
             outcome.member.result = StepResult(
-                finite, finite, float(outcome.scale), after.scale, after.consecutive_skips, norm
+                finite, finite, float(outcome.scale), after.scale, after.consecutive_skips, outcome.grad_norm
             )
         if self.emit is not None:
             for event in changed:

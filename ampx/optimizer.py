@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from .contract import Unscaled
@@ -33,8 +34,12 @@ class WrappedOptimizer(abc.ABC):
     @property
     def last_step(self) -> StepResult | None:
         """What the last step did; None before the first. Sync: where the scale lives on the device."""
-        self.ampx_member.group.resolve()
-        return self.ampx_member.result
+        member = self.ampx_member
+        member.group.resolve()
+        if member.result is not None and not isinstance(member.result.grad_norm, (float, type(None))):
+            # The norm stays where it was computed until somebody looks: reading it may sync, stepping may not.
+            member.result = replace(member.result, grad_norm=float(member.result.grad_norm))
+        return member.result
 
     @abc.abstractmethod
     def ampx_unscale(self) -> None:

@@ -17,14 +17,14 @@ class Reporting:
     """States and events of one session; `Amp` adds the rest."""
 
     effective: Effective
-    _groups: list[weakref.ref[ScaleGroup]]
+    # A loss scale, and those who use it: it is alive as long as one of them is.
+    _groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]]
     _listeners: list[Listener]
 
     def live_groups(self) -> list[ScaleGroup]:
         """List the loss scales whose optimizers are alive, in order of wrapping."""
-        groups = [group for reference in self._groups if (group := reference()) is not None]
-        self._groups = [weakref.ref(group) for group in groups]
-        return groups
+        self._groups = [entry for entry in self._groups if any(wrapped() is not None for wrapped in entry[1])]
+        return [group for group, _ in self._groups]
 
     def state_dict(self, opt: Any = None) -> dict[str, Any]:
         """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.

@@ -1,0 +1,162 @@
+"""Gradients of an optimizer: collect, unscale and check, clip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+# The reciprocal of a loss scale on a device, kept because scales change rarely.
+_Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
+
+
+class GradientSet:
+    """The gradients behind an optimizer's parameter groups, sorted by device and dtype.
+
+    The sorting is done once and checked cheaply afterwards; only the gradients are looked up in every step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the optimizer; nothing is sorted yet."""
+        self._optimizer = optimizer
+        self._buckets: list[list[torch.nn.Parameter]] = []
+        self._count = -1
+        self._reciprocals: _Reciprocals = {}
+        self._flags: dict[torch.device, torch.Tensor] = {}
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """List the parameters. Sync: none."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def collect(self) -> list[list[torch.Tensor]]:
+        """List the gradients that exist, one list a device and dtype. Sync: none."""
+        count = sum([len(group["params"]) for group in self._optimizer.param_groups])
+        if count != self._count or any(_kind(bucket[0]) != _kind(bucket[-1]) for bucket in self._buckets):
+            self._sort()
+        found = [
+            [gradient for parameter in bucket if (gradient := parameter.grad) is not None] for bucket in self._buckets
+        ]
+        return [gradients for gradients in found if gradients]
+
+    def _sort(self) -> None:
+        buckets: dict[Any, list[torch.nn.Parameter]] = {}
+        parameters = self.parameters()
+        for parameter in parameters:
+            buckets.setdefault(_kind(parameter), []).append(parameter)
+        self._buckets = list(buckets.values())
+        self._count = len(parameters)
+
+    def unscale(self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool) -> list[torch.Tensor]:
+        """Divide gradients by the scale in place and test them for inf and NaN, in one pass.
+
+        Args:
+            gradients: What `collect` gave.
+            scale: Python float, or a float32 scalar tensor on the device.
+            fresh: Give flags that stay as they are; else flags that `finite` resets for the next step.
+
+        Returns:
+            One float32 flag a device: 0 where all gradients were finite.
+
+        Sync: none.
+        """
+        flags: dict[torch.device, torch.Tensor] = {}
+        for bucket in gradients:
+            device = bucket[0].device
+            flag = flags.get(device)
+            if flag is None:
+                flag = flags[device] = self._flag(device, fresh)
+            unscale_into(bucket, flag, self._reciprocal(device, scale))
+        return list(flags.values())
+
+    def finite(self, flags: Sequence[torch.Tensor]) -> bool:
+        """Read flags on the host. Sync: one a device."""
+        overflowed = False
+        for flag in flags:
+            if flag.item():
+                flag.zero_()
+                overflowed = True
+        return not overflowed
+
+    def _flag(self, device: torch.device, fresh: bool) -> torch.Tensor:
+        if fresh:
+            return torch.zeros((), dtype=torch.float32, device=device)
+        flag = self._flags.get(device)
+        if flag is None:
+            flag = self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return flag
+
+    def _reciprocal(self, device: torch.device, scale: Any) -> torch.Tensor:
+        if isinstance(scale, torch.Tensor):
+            # As torch's own scaler: the reciprocal in float64, rounded once.
+            return scale.to(device).double().reciprocal().float()
+        known = self._reciprocals.get(device)
+        if known is None or known[0] != scale:
+            known = (scale, torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
+            self._reciprocals[device] = known
+        return known[1]
+
+
+def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    return parameter.device, parameter.dtype
+
+
+def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> None:
+    """Run torch's own kernel on gradients of one device and dtype, sparse and complex ones included.
+
+    Sync: none.
+    """
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, reciprocal)
+    except (NotImplementedError, RuntimeError):
+        # The kernel knows neither sparse nor complex gradients and refuses before it touches anything; their
+        # values are dense and real when looked at in the right way.
+        plain = [_plain_values(gradient) for gradient in gradients]
+        if all(value is gradient for value, gradient in zip(plain, gradients, strict=True)):
+            raise
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, flag, reciprocal)
+
+
+def _plain_values(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.layout is not torch.strided:
+        gradient = gradient.values() if gradient.layout is not torch.sparse_coo else gradient._values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def unscale_(gradients: Iterable[torch.Tensor], scale: Any) -> torch.Tensor:
+    """Unscale any gradients once; the flag is 0 where all were finite. Sync: none."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(_kind(gradient), []).append(gradient)
+    flags = []
+    for (device, _), bucket in kinds.items():
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        reciprocal = torch.as_tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
+        unscale_into(bucket, flag, reciprocal)
+        flags.append(flag)
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
+
+
+def clip(
+    parameters: Iterable[torch.nn.Parameter], max_norm: float | None, max_value: float | None
+) -> torch.Tensor | None:
+    """Clip true gradients in place by value, then by global L2 norm.
+
+    Args:
+        parameters: Whose gradients are clipped; those without are passed over.
+        max_norm: Bound of the norm, or None.
+        max_value: Bound of every element, or None.
+
+    Returns:
+        The norm before clipping by norm, a float32 scalar tensor; None where `max_norm` is None.
+
+    Sync: none.
+    """
+    parameters = list(parameters)
+    if max_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, max_value)
+    if max_norm is None:
+        return None
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
+    return whole() if whole is not None else norm

@@ -1,0 +1,127 @@
+"""The loss scale on the device: nothing in a step waits for it.
+
+The device moves the scale with torch's own update kernel. The host keeps the finiteness flags of the steps it
+has not looked at yet and replays the state machine over them when someone asks, or when a batch of flags has
+arrived by an asynchronous copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ampx.group import Outcome, ScaleGroup
+from ampx.ledger import Ledger
+from ampx.loss_scale import FLOAT32_MAX, LossScale, LossScaleState, next_state, round_to_float32
+
+# So many unread steps start a copy to the host; events are late by at most twice as many steps.
+BATCH = 32
+
+
+@dataclass
+class _Batch:
+    """Flags on their way to the host."""
+
+    windows: list[list[Outcome]]
+    flags: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+
+class DeviceLedger(Ledger):
+    """Keeps one group's scale on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Choose the device; tensors are made on first use."""
+        self._device = device
+        self._states: dict[int, LossScaleState] = {}
+        self._unread: list[list[Outcome]] = []
+        self._flying: deque[_Batch] = deque()
+
+    def factor(self, group: ScaleGroup, loss_id: int) -> torch.Tensor:
+        """Give the scale: a float32 scalar on the device. Sync: none."""
+        scale: torch.Tensor = self._state(group, loss_id).scale
+        return scale
+
+    def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        """Move the scale on the device; the host learns of it later. Sync: none."""
+        window = list(window)
+        for loss_id in {loss_id for outcome in window for loss_id in outcome.finite}:
+            flags = [outcome.finite[loss_id] for outcome in window if loss_id in outcome.finite]
+            flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+            self._states[loss_id] = _move(group.config, self._state(group, loss_id), flag)
+        self._unread.append(window)
+        self._land(group, wait=False)
+        if len(self._unread) >= BATCH:
+            self._send()
+
+    def resolve(self, group: ScaleGroup) -> None:
+        """Replay all steps on the host. Sync: one where steps are unread."""
+        if self._unread:
+            self._send()
+        self._land(group, wait=True)
+
+    def reload(self, group: ScaleGroup) -> None:
+        """Put the group's states on the device. Sync: none."""
+        self._states = {}
+
+    def _state(self, group: ScaleGroup, loss_id: int) -> LossScaleState:
+        state = self._states.get(loss_id)
+        if state is None:
+            host = group.state_of(loss_id)
+            # torch's kernel grows at equality; one short of the interval is what "at or beyond" means there.
+            tracker = min(host.growth_tracker, group.config.growth_interval - 1)
+            state = self._states[loss_id] = LossScaleState(
+                torch.full((), host.scale, dtype=torch.float32, device=self._device),
+                torch.full((), tracker, dtype=torch.int32, device=self._device),
+                torch.full((), host.hysteresis_tracker, dtype=torch.int32, device=self._device),
+                torch.full((), host.consecutive_skips, dtype=torch.int32, device=self._device),
+            )
+        return state
+
+    def _send(self) -> None:
+        windows, self._unread = self._unread, []
+        flags = torch.stack([flag for window in windows for outcome in window for flag in outcome.finite.values()])
+        arrived = None
+        if self._device.type == "cuda":
+            flags = flags.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(self._device))
+        self._flying.append(_Batch(windows, flags, arrived))
+
+    def _land(self, group: ScaleGroup, wait: bool) -> None:
+        while self._flying:
+            batch = self._flying[0]
+            if batch.arrived is not None:
+                if wait:
+                    batch.arrived.synchronize()
+                elif not batch.arrived.query():
+                    return
+            self._flying.popleft()
+            flags = iter(batch.flags.tolist())
+            for window in batch.windows:
+                for outcome in window:
+                    outcome.finite = {loss_id: not next(flags) for loss_id in outcome.finite}
+                    outcome.scale = group.state_of(min(outcome.finite)).scale
+                group.advance(window)
+
+
+def _move(config: LossScale, state: LossScaleState, flag: torch.Tensor) -> LossScaleState:
+    if not config.dynamic:
+        return state
+    if config.hysteresis > 1 or config.max_scale * config.growth_factor > FLOAT32_MAX:
+        # torch's kernel has no hysteresis and does not grow into infinity, where the specification stops at
+        # max_scale: the specification itself, in a few more kernels.
+        return next_state(config, state, flag == 0, torch.where)
+    torch._amp_update_scale_(
+        state.scale,
+        state.growth_tracker,
+        flag,
+        round_to_float32(config.growth_factor),
+        round_to_float32(config.backoff_factor),
+        config.growth_interval,
+    )
+    state.scale.clamp_(config.min_scale, config.max_scale)
+    return state
