@@ -13,7 +13,7 @@ from .casting import Casting
 from .checks import check_bound, wrapped_optimizers
 from .contract import CastPlan
 from .effective import Effective
-from .errors import AlreadyWrappedError, NotAnOptimizerError, NotWrappedError, ProtocolError
+from .errors import AlreadyWrappedError, InvalidOptionError, NotAnOptimizerError, ProtocolError
 from .events import Listener
 from .group import ScaleGroup
 from .levels import Level
@@ -142,13 +142,12 @@ class Amp(Casting, Reporting):
 
         Sync: none, unless `init(nan_loss="raise")` and the loss lives on an accelerator.
         """
-        optimizers = opt if isinstance(opt, (list, tuple)) else (opt,)
-        for one in optimizers:
-            if not isinstance(one, WrappedOptimizer):
-                raise NotWrappedError(
-                    f"scale_loss got {type(one).__name__}, which wrap_optimizer did not return; accepted: wrapped "
-                    f"optimizers. Call opt = ampx.wrap_optimizer(opt) first and pass its result."
-                )
+        optimizers = wrapped_optimizers(opt, "scale_loss")
+        if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
+            raise InvalidOptionError(
+                f"scale_loss got {len(optimizers)} optimizers, {'one of them twice' if optimizers else 'an empty list'}; "
+                f"accepted: one or several different ones. Pass those whose gradients this backward makes."
+            )
         return ScaleLoss(self, loss, optimizers, loss_id)
 
     def unscale(self, opt: Any) -> None:

@@ -111,11 +111,11 @@ class Backend(abc.ABC):
 
         Required exactly where `capabilities.gradients == "implicit"`. Sync: none.
         """
-        self._refuse("implicit gradients")
+        self.refuse("implicit gradients")
 
     def zero_gradients(self, optimizer: Optimizer) -> None:
         """Forget the gradients that hang on the parameters. Required where they are implicit. Sync: none."""
-        self._refuse("implicit gradients")
+        self.refuse("implicit gradients")
 
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
         """Clip true gradients by value, then by global L2 norm.
@@ -125,7 +125,7 @@ class Backend(abc.ABC):
 
         Sync: none.
         """
-        self._refuse("gradient clipping")
+        self.refuse("gradient clipping")
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check a plan without side effects; the result is what the other verbs receive.
@@ -137,16 +137,16 @@ class Backend(abc.ABC):
         Sync: none.
         """
         if plan.allow or plan.deny:
-            self._refuse("op lists (allow and deny)")
+            self.refuse("op lists (allow and deny)")
         return plan
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process (or thread, where the framework keeps it by thread). Sync: none."""
-        self._refuse("process-wide casting")
+        self.refuse("process-wide casting")
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`: leave the framework as it was. Sync: none."""
-        self._refuse("process-wide casting")
+        self.refuse("process-wide casting")
 
     def enter_thread(self, plan: CastPlan) -> None:
         """Switch casting on in the calling thread, where the framework keeps it by thread. Sync: none."""
@@ -154,7 +154,7 @@ class Backend(abc.ABC):
 
     def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
         """Give the widest dtype among the floating leaves of a tree: float32 if any has it. Sync: none."""
-        self._refuse("promote_function")
+        self.refuse("promote_function")
 
     def smallest(self, scales: Sequence[Scalar]) -> Scalar:
         """Give the smallest of some scales. Sync: none."""
@@ -189,21 +189,22 @@ class Backend(abc.ABC):
 
         Sync: none.
         """
-        self._refuse("prepare (levels O2 and O3)")
+        self.refuse("prepare (levels O2 and O3)")
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
-        self._refuse("naming parameters with non-finite gradients")
+        self.refuse("naming parameters with non-finite gradients")
 
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
         """Give a region whose target tells the first module with a non-finite output. Sync: one a module."""
-        self._refuse("tracing overflow by module")
+        self.refuse("tracing overflow by module")
 
     def demo(self) -> Any:
         """Give the trainer behind `ampx demo`; see `ampx.cli.demo.Trainer`. Sync: none."""
-        self._refuse("ampx demo")
+        self.refuse("ampx demo")
 
-    def _refuse(self, capability: str) -> NoReturn:
+    def refuse(self, capability: str) -> NoReturn:
+        """Raise for a call that needs a capability which is not declared. Sync: none."""
         declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)
         raise UnsupportedByBackendError(
             f"backend {self.name!r} does not support {capability}; it declares: "

@@ -166,7 +166,7 @@ class Member:
         self.factors: dict[int, Scalar] = {}
         self.mixes = False
         self.result: StepResult | None = None
-        self._before: Stage = "idle"
+        self._before: tuple[Stage, dict[int, Scalar]] = ("idle", {})
 
     @property
     def factor(self) -> Scalar:
@@ -175,7 +175,7 @@ class Member:
 
     def enter(self, factor: Scalar, loss_id: int) -> None:
         """Note that a `scale_loss` body starts with this factor; `check_enter` comes first. Sync: none."""
-        self._before = self.stage
+        self._before = (self.stage, dict(self.factors))
         self.stage = "inside"
         self.factors[loss_id] = factor
 
@@ -202,9 +202,10 @@ class Member:
 
     def leave(self, completed: bool) -> None:
         """Note that the body ended; after an exception the stage is what it was before. Sync: none."""
-        self.stage = "scaled" if completed else self._before
-        if self.stage == "idle":
-            self.factors = {}
+        if completed:
+            self.stage = "scaled"
+        else:
+            self.stage, self.factors = self._before
 
     def check_step(self) -> None:
         """Raise unless scaled or unscaled gradients are pending.

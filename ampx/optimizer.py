@@ -93,10 +93,13 @@ class GenericOptimizer(WrappedOptimizer):
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.
+            UnsupportedByBackendError: An argument was passed although gradients hang on the parameters.
 
         Sync: as the backend's `unscale`.
         """
         member = self.ampx_member
+        if self._implicit and grads is not None:
+            self._backend.refuse("arguments of step (closures)")
         if not member.group.enabled:
             self._backend.apply(self.optimizer, self._backend.gradients(self.optimizer) if self._implicit else grads)
             member.result = UNCHECKED
@@ -119,7 +122,11 @@ class GenericOptimizer(WrappedOptimizer):
                 norm = own_norm if norm is None else norm
             self._backend.apply(self.optimizer, true)
         self._unscaled = self._norm = None
-        member.finish(dict.fromkeys(member.factors, finite), None if norm is None else float(norm))
+        member.finish(self.ampx_finite_by_loss(finite), None if norm is None else float(norm))
+
+    def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
+        """Tell which loss ids were finite; a wrapper that keeps several losses apart knows better. Sync: none."""
+        return dict.fromkeys(self.ampx_member.factors, finite)
 
     def zero_grad(self) -> None:
         """Forget the gradients, pending ones included. Sync: none."""
@@ -159,6 +166,7 @@ class GenericOptimizer(WrappedOptimizer):
             )
 
     def _nothing_to_do(self) -> None:
+        self._unscaled = self._norm = None
         group = self.ampx_member.group
         scale = cast("float", group.states[0].scale)
         skips = cast("int", group.states[0].consecutive_skips)
