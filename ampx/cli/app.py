@@ -1,0 +1,96 @@
+"""The commands. Each imports what it needs when it runs, so that `--help` stays quick."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_FRAMEWORK = typer.Option(help="Name of the framework, such as torch.", show_default=False)
+_JSON = typer.Option("--json", help="Print JSON instead of tables.")
+
+app = typer.Typer(
+    help="One mixed-precision training API for every framework.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def run() -> int:
+    """Run the command line; give the exit code."""
+    from ampx.errors import AmpxError, InvalidOptionError, UnknownFrameworkError
+
+    try:
+        result = app(standalone_mode=True)
+    except AmpxError as error:
+        typer.secho(f"ampx: {error}", fg="red", err=True)
+        return 2 if isinstance(error, (UnknownFrameworkError, InvalidOptionError)) else 1
+    return int(result or 0)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"ampx {version('ampx')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Look at a machine, at the backends, and at a model that trains in mixed precision."""
+
+
+@app.command()
+def doctor(
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    time_limit: Annotated[float, typer.Option(min=1, help="Seconds until an import counts as broken.")] = 120.0,
+) -> None:
+    """Tell what this machine can do in mixed precision, and what is broken.
+
+    The exit code is 0 if the framework (without one: any) can train in mixed precision here, else 1.
+    """
+    from rich.console import Console
+
+    from . import doctor as findings
+
+    with Console(stderr=True).status("Importing the frameworks, each in a process of its own …"):
+        report = findings.examine(framework, time_limit)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        from .render import print_doctor
+
+        print_doctor(Console(), report)
+    raise typer.Exit(0 if report["mixed_precision"] else 1)
+
+
+@app.command()
+def backends(
+    as_json: Annotated[bool, _JSON] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
+) -> None:
+    """Show what each backend declares."""
+    from rich.console import Console
+
+    from . import capability_table as table
+
+    with Console(stderr=True).status("Loading the backends, each in a process of its own …"):
+        declared, broken = table.collect()
+    if as_json:
+        typer.echo(json.dumps(table.to_json(declared, broken), indent=2))
+    elif as_markdown:
+        typer.echo(table.to_markdown(declared))
+    else:
+        from .render import print_backends
+
+        print_backends(Console(), declared, broken)

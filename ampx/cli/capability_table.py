@@ -1,0 +1,104 @@
+"""The table of what the backends declare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .frameworks import KNOWN, is_installed
+from .probe import TIME_LIMIT, probe
+
+SCHEMA = "ampx.backends/1"
+BEGIN, END = "<!-- ampx backends -->", "<!-- /ampx backends -->"
+HEADINGS = ("framework", "devices", "dtypes", "levels", "gradients", "casting", "beyond these")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One registered framework.
+
+    Attributes:
+        framework: Its name.
+        requires: The requirement to install.
+        plugin: The plugin that registers it.
+        capabilities: What the backend declares, by field; None where it cannot be loaded.
+        problem: Why it cannot.
+    """
+
+    framework: str
+    requires: str
+    plugin: str
+    capabilities: dict[str, Any] | None
+    problem: str | None = None
+
+
+def collect(time_limit: float = TIME_LIMIT) -> tuple[list[Declared], dict[str, str]]:
+    """Load every registered backend, each in a process of its own.
+
+    Returns:
+        The backends (the known frameworks first), and the broken plugins with their errors.
+
+    Sync: none in this process.
+    """
+    scan = probe("plugins", time_limit=time_limit)
+    broken = dict(scan.get("broken", {}))
+    if "error" in scan:
+        broken["(all)"] = f"looking for plugins failed: {scan['error']}"
+    order = list(KNOWN)
+    registered = sorted(
+        scan.get("registered", ()),
+        key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]),
+    )
+    return [_declared(one, time_limit) for one in registered], broken
+
+
+def _declared(one: dict[str, Any], time_limit: float) -> Declared:
+    missing = [root for root in one["roots"][:1] if not is_installed(root)]
+    if missing:
+        answer: dict[str, Any] = {"error": f"{missing[0]} is not installed"}
+    else:
+        answer = probe("capabilities", one["name"], time_limit=time_limit)
+    return Declared(one["name"], one["requires"], one["plugin"], answer.get("capabilities"), answer.get("error"))
+
+
+def cells(one: Declared) -> tuple[str, ...]:
+    """Give one framework's row: a column for each choice, and the declared abilities together in the last."""
+    declared = one.capabilities
+    if declared is None:
+        return (one.framework, f"unavailable ({one.problem})", *[""] * (len(HEADINGS) - 2))
+    abilities = [name.replace("_", " ") for name, value in declared.items() if value is True]
+    return (
+        one.framework,
+        ", ".join(declared["devices"]),
+        ", ".join(declared["dtypes"]) or "none",
+        ", ".join(declared["levels"]),
+        declared["gradients"],
+        declared["autocast"],
+        ", ".join(abilities) or "nothing",
+    )
+
+
+def to_markdown(declared: list[Declared]) -> str:
+    """Give the table for the README, one line a framework, between its markers."""
+    rows = [HEADINGS, tuple("---" for _ in HEADINGS), *map(cells, declared)]
+    lines = [f"| {' | '.join(cell.replace('|', '/') or ' ' for cell in row)} |" for row in rows]
+    return "\n".join([BEGIN, *lines, END])
+
+
+def to_json(declared: list[Declared], broken: dict[str, str]) -> dict[str, Any]:
+    """Give everything that is declared."""
+    return {
+        "schema": SCHEMA,
+        "backends": [
+            {
+                "framework": one.framework,
+                "requires": one.requires,
+                "plugin": one.plugin,
+                "available": one.capabilities is not None,
+                "problem": one.problem,
+                "capabilities": one.capabilities,
+            }
+            for one in declared
+        ],
+        "broken": broken,
+    }

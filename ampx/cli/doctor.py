@@ -1,0 +1,104 @@
+"""What `ampx doctor` finds out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from ampx.errors import UnknownFrameworkError
+
+from .frameworks import Framework, find_frameworks
+from .machine import describe_machine
+from .probe import TIME_LIMIT, probe
+
+SCHEMA = "ampx.doctor/1"
+
+
+def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str, Any]:
+    """Examine the machine, the plugins and the frameworks.
+
+    Args:
+        only: Name of the one framework to look at; None for all.
+        time_limit: Seconds until the import of a framework counts as broken.
+
+    Returns:
+        The report, of plain JSON types.
+
+    Raises:
+        UnknownFrameworkError: `only` is neither known nor registered.
+
+    Sync: as the frameworks' own questions about their devices.
+    """
+    scan = probe("plugins", time_limit=time_limit)
+    found = _select(find_frameworks(scan.get("registered", ())), only)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        examined = list(pool.map(lambda one: examine_framework(one, time_limit), found))
+    return {
+        "schema": SCHEMA,
+        "ampx": importlib.metadata.version("ampx"),
+        "machine": describe_machine(),
+        "plugins": {
+            "found": scan.get("plugins", []),
+            "broken": scan.get("broken", {}),
+            "error": scan.get("error"),
+        },
+        "frameworks": examined,
+        "mixed_precision": any(one["mixed_precision"] != "none" for one in examined),
+    }
+
+
+def _select(found: list[Framework], only: str | None) -> list[Framework]:
+    chosen = [one for one in found if only in (None, one.name)]
+    if not chosen:
+        raise UnknownFrameworkError(
+            f"framework={only!r} is not known and no plugin registers it; accepted: "
+            f"{', '.join(one.name for one in found)}. Pass one of these, or install a plugin for it."
+        )
+    return chosen
+
+
+def examine_framework(
+    framework: Framework, time_limit: float = TIME_LIMIT, ask: Callable[..., dict[str, Any]] = probe
+) -> dict[str, Any]:
+    """Examine one framework, importing it in a process of its own if it is installed.
+
+    Returns:
+        What `Framework` holds, and `state` (`"ready"`, `"no backend"`, `"broken"`, `"not installed"`), `problem`,
+        `devices`, `absent_devices`, `init`, and `mixed_precision`: `"native"`, `"emulated"` or `"none"`.
+
+    Sync: none in this process.
+    """
+    facts: dict[str, Any] = {**asdict(framework), "version": framework.version}
+    answer: dict[str, Any] = {}
+    if not framework.installed:
+        state = "broken" if framework.version and _holds(framework) else "not installed"
+        answer = {"error": f"the module {framework.module} is missing"} if state == "broken" else {}
+    else:
+        answer = ask("framework", framework.name, framework.module, framework.plugin is not None, time_limit=time_limit)
+        state = "broken" if "error" in answer else "ready" if framework.plugin else "no backend"
+    devices = answer.get("devices", [])
+    facts.update(
+        version=facts["version"] or answer.get("version"),
+        state=state,
+        problem=answer.get("error"),
+        devices=devices,
+        absent_devices=answer.get("absent", {}),
+        init=answer.get("init"),
+        mixed_precision=_precision(devices) if state == "ready" else "none",
+    )
+    return facts
+
+
+def _holds(framework: Framework) -> bool:
+    """Tell whether some distribution says that it holds the framework's module."""
+    owners = importlib.metadata.packages_distributions().get(framework.module, ())
+    return any(owner in framework.versions for owner in owners)
+
+
+def _precision(devices: list[dict[str, Any]]) -> str:
+    if any(device["native"] for device in devices):
+        return "native"
+    return "emulated" if any(device["emulated"] for device in devices) else "none"

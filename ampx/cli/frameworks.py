@@ -1,0 +1,78 @@
+"""Which frameworks there are, and which of them are installed, without importing any."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# What ampx is made for. A plugin's frameworks join them.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "keras", "tf_keras"),
+    "mxnet": ("mxnet",),
+    "paddle": ("paddle",),
+    "jax": ("jax", "optax"),
+}
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One framework as far as it can be known without importing it.
+
+    Attributes:
+        name: What `ampx.init(framework=…)` takes.
+        module: The module to import.
+        installed: The module can be found.
+        versions: Version by distribution, companions (Keras, optax) included.
+        plugin: The plugin that registers a backend for it; None where no backend is installed.
+        requires: What the backend needs.
+    """
+
+    name: str
+    module: str
+    installed: bool
+    versions: dict[str, str]
+    plugin: str | None = None
+    requires: str | None = None
+
+    @property
+    def version(self) -> str | None:
+        """Version of the distribution that holds the module; None where it has none."""
+        return next(iter(self.versions.values()), None)
+
+
+def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framework]:
+    """List the known frameworks and those of plugins, each with what is installed of it.
+
+    Args:
+        registrations: What plugins registered: `name`, `roots`, `plugin`, `requires`.
+
+    Sync: none.
+    """
+    registered = {str(one["name"]): one for one in registrations}
+    distributions = importlib.metadata.packages_distributions()
+    found = []
+    for name in [*KNOWN, *sorted(set(registered) - set(KNOWN))]:
+        one = registered.get(name, {})
+        roots = tuple(one.get("roots", ()))
+        module = KNOWN.get(name, roots or (name,))[0]
+        modules = dict.fromkeys((module, *KNOWN.get(name, ()), *roots))
+        versions = {
+            distribution: importlib.metadata.version(distribution)
+            for each in modules
+            for distribution in sorted(set(distributions.get(each, ())))
+        }
+        found.append(Framework(name, module, is_installed(module), versions, one.get("plugin"), one.get("requires")))
+    return found
+
+
+def is_installed(module: str) -> bool:
+    """Tell whether a module can be found; an empty folder of its name is not one. Sync: none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None

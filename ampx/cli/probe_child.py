@@ -1,0 +1,120 @@
+"""What runs in the child process of `probe`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import ampx
+from ampx.backend import Backend
+from ampx.registry import default_registry
+
+
+def run(question: str, arguments: list[Any]) -> None:
+    """Answer one question and write the answer, in one piece, to the file that comes first in the arguments."""
+    answers: dict[str, Callable[..., dict[str, Any]]] = {
+        "plugins": plugins,
+        "framework": framework,
+        "capabilities": capabilities,
+    }
+    target, *rest = arguments
+    text = json.dumps(answers[question](*rest), default=_plain)
+    unfinished = Path(f"{target}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.rename(target)
+
+
+def plugins() -> dict[str, Any]:
+    """Tell which plugins there are, what they register, and which are broken."""
+    registry = default_registry()
+    found = [registry.registration(name) for name in registry.names()]
+    return {
+        "plugins": sorted(name for name, plugin in registry.manager.list_name_plugin() if plugin is not None),
+        "registered": [
+            {"name": one.name, "roots": one.roots, "requires": one.requires, "plugin": one.plugin, "module": one.module}
+            for one in found
+        ],
+        "broken": {name: str(error) for name, error in registry.broken.items()},
+    }
+
+
+def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
+    """Import a framework and its backend; tell its devices and what `init` would choose."""
+    try:
+        imported = importlib.import_module(module)
+    except BaseException as error:  # SystemExit included: an import must not decide how this process ends
+        return {"error": f"importing {module} raised {_describe(error)}"}
+    answer: dict[str, Any] = {"version": getattr(imported, "__version__", None)}
+    if not has_backend:
+        return answer
+    try:
+        backend = default_registry().load(name)
+        answer["capabilities"] = describe_capabilities(backend)
+        answer["devices"], answer["absent"] = _devices(backend)
+        answer["init"] = _init(name)
+    except Exception as error:
+        answer["error"] = f"its ampx backend failed: {_describe(error)}"
+    return answer
+
+
+def capabilities(name: str) -> dict[str, Any]:
+    """Tell what a backend declares."""
+    try:
+        return {"capabilities": describe_capabilities(default_registry().load(name))}
+    except ampx.AmpxError as error:
+        return {"error": str(error)}
+
+
+def describe_capabilities(backend: Backend) -> dict[str, Any]:
+    """Give the declaration of a backend as plain values, in the order of the fields."""
+    declared = backend.capabilities
+    return {one.name: _plain(getattr(declared, one.name)) for one in fields(declared)}
+
+
+def _devices(backend: Backend) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    present, absent = [], {}
+    for kind in backend.capabilities.devices:
+        try:
+            device = backend.device(kind)
+        except ampx.UnsupportedDeviceError as error:
+            absent[kind] = str(error)
+        else:
+            present.append({**{one.name: getattr(device, one.name) for one in fields(device)}})
+    return present, absent
+
+
+def _init(name: str) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)  # the reason says the same
+        with ampx.init(framework=name) as amp:
+            chosen = amp.effective
+    return {
+        "device": chosen.device,
+        "dtype": chosen.dtype,
+        "level": chosen.level,
+        "dynamic": chosen.loss_scale.dynamic,
+        "init_scale": chosen.loss_scale.init_scale,
+        "reason": chosen.reason,
+    }
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None), list, dict)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, tuple):
+        return list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return dict(value) if hasattr(value, "keys") else str(value)
