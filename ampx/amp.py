@@ -144,9 +144,10 @@ class Amp(Casting, Reporting):
         """
         optimizers = wrapped_optimizers(opt, "scale_loss")
         if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
+            passed = "one of them twice" if optimizers else "an empty list"
             raise InvalidOptionError(
-                f"scale_loss got {len(optimizers)} optimizers, {'one of them twice' if optimizers else 'an empty list'}; "
-                f"accepted: one or several different ones. Pass those whose gradients this backward makes."
+                f"scale_loss got {len(optimizers)} optimizers, {passed}; accepted: one or several different ones. "
+                f"Pass those whose gradients this backward makes."
             )
         return ScaleLoss(self, loss, optimizers, loss_id)
 
