@@ -122,8 +122,9 @@ class ScaleGroup:
             first = min(outcome.finite)
             finite = all(outcome.finite.values())
             after = self.states[first]
+            skips = max(self.states[loss_id].consecutive_skips for loss_id in outcome.finite)
             outcome.member.result = StepResult(
-                finite, finite, float(outcome.scale), after.scale, after.consecutive_skips, outcome.grad_norm
+                finite, finite, float(outcome.scale), after.scale, skips, outcome.grad_norm
             )
         if self.emit is not None:
             for event in changed:

@@ -16,7 +16,8 @@ from ampx.policy import Dtype
 from . import casting, debug, devices, prepare
 from .gradients import unscale_
 from .losses import inspect_loss, scale_loss
-from .optimizer import AmpOptimizer, make_wrapper
+from .optimizer import AmpOptimizer
+from .wrapping import make_wrapper
 
 
 class TorchBackend(ampx.Backend):

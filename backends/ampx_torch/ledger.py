@@ -35,7 +35,7 @@ class DeviceLedger(Ledger):
 
     def __init__(self, device: torch.device) -> None:
         """Choose the device; tensors are made on first use."""
-        self._device = device
+        self.device = device
         self._states: dict[int, LossScaleState] = {}
         self._unread: list[list[Outcome]] = []
         self._flying: deque[_Batch] = deque()
@@ -67,6 +67,12 @@ class DeviceLedger(Ledger):
         """Put the group's states on the device. Sync: none."""
         self._states = {}
 
+    def flag(self, found: bool | torch.Tensor) -> torch.Tensor:
+        """Give a flag on the device; a bool, where the host knows, says whether all was finite. Sync: none."""
+        if isinstance(found, torch.Tensor):
+            return found
+        return torch.full((), float(not found), dtype=torch.float32, device=self.device)
+
     def _state(self, group: ScaleGroup, loss_id: int) -> LossScaleState:
         state = self._states.get(loss_id)
         if state is None:
@@ -74,10 +80,10 @@ class DeviceLedger(Ledger):
             # torch's kernel grows at equality; one short of the interval is what "at or beyond" means there.
             tracker = min(host.growth_tracker, group.config.growth_interval - 1)
             state = self._states[loss_id] = LossScaleState(
-                torch.full((), host.scale, dtype=torch.float32, device=self._device),
-                torch.full((), tracker, dtype=torch.int32, device=self._device),
-                torch.full((), host.hysteresis_tracker, dtype=torch.int32, device=self._device),
-                torch.full((), host.consecutive_skips, dtype=torch.int32, device=self._device),
+                torch.full((), host.scale, dtype=torch.float32, device=self.device),
+                torch.full((), tracker, dtype=torch.int32, device=self.device),
+                torch.full((), host.hysteresis_tracker, dtype=torch.int32, device=self.device),
+                torch.full((), host.consecutive_skips, dtype=torch.int32, device=self.device),
             )
         return state
 
@@ -85,10 +91,10 @@ class DeviceLedger(Ledger):
         windows, self._unread = self._unread, []
         flags = torch.stack([flag for window in windows for outcome in window for flag in outcome.finite.values()])
         arrived = None
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             flags = flags.to("cpu", non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(self._device))
+            arrived.record(torch.cuda.current_stream(self.device))
         self._flying.append(_Batch(windows, flags, arrived))
 
     def _land(self, group: ScaleGroup, wait: bool) -> None:

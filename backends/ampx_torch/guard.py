@@ -1,0 +1,33 @@
+"""Keep the raw optimizer from being stepped by mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampx.errors import RawStepError
+from ampx.group import Member
+
+
+class StepGuard:
+    """A step hook of the raw optimizer that raises while scaled gradients are pending.
+
+    Attributes:
+        open: The wrapper itself is stepping.
+    """
+
+    def __init__(self, member: Member) -> None:
+        """Watch one member."""
+        self._member = member
+        self.open = False
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise unless the wrapper steps or nothing is pending.
+
+        Raises:
+            RawStepError: Scaled gradients would be applied as they are.
+        """
+        if not self.open and self._member.stage in ("inside", "scaled"):
+            raise RawStepError(
+                f"the raw {type(optimizer).__name__} was stepped while scaled gradients are pending; they would be "
+                f"applied as they are. Call step() on the object that ampx.wrap_optimizer returned."
+            )

@@ -1,0 +1,63 @@
+"""Check a raw optimizer and wrap it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ampx.backend import reject_unknown
+from ampx.errors import InvalidOptionError
+from ampx.group import Member
+
+from . import casting
+from .ledger import DeviceLedger
+from .optimizer import AmpOptimizer
+from .refusals import refuse_half
+
+
+def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
+    """Wrap a raw optimizer.
+
+    Raises:
+        InvalidOptionError: An option is unknown or has a value that is not accepted.
+        LowPrecisionParametersError: It holds float16 parameters without master weights, and the level is not O3.
+
+    Sync: none.
+    """
+    reject_unknown("torch", options, ("process_group", "device_scale"))
+    if options["plan"] is not None:
+        casting.check_resolved(options["plan"])
+    if member.group.enabled and options["level"].name != "O3":
+        refuse_half(optimizer.param_groups)
+    on_device = _device_of_scale(optimizer, options.get("device_scale"))
+    ledger = member.group.ledger
+    if on_device is not None and member.group.enabled and len(member.group.members) == 1:
+        member.group.ledger = DeviceLedger(on_device)
+    elif isinstance(ledger, DeviceLedger) and (on_device is None or on_device != ledger.device):
+        raise InvalidOptionError(
+            "wrap_optimizer got a list in which some optimizers are fused on an accelerator and others are not (or "
+            "on another device); they cannot share a scale on the device. Make them alike, or pass device_scale=False."
+        )
+    return AmpOptimizer(optimizer, member, options)
+
+
+def _device_of_scale(optimizer: torch.optim.Optimizer, wanted: object) -> torch.device | None:
+    """Give the device the scale can live on, or None for the host."""
+    if wanted not in (None, True, False):
+        raise InvalidOptionError(
+            f"device_scale={wanted!r} is not a choice; accepted: None (for fused optimizers on an accelerator), True, "
+            f"False. Pass one of these."
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    devices = {parameter.device for parameter in parameters}
+    able = getattr(optimizer, "_step_supports_amp_scaling", False) and len(devices) == 1
+    if wanted and not able:
+        raise InvalidOptionError(
+            "device_scale=True needs a fused optimizer with all parameters on one device; this one is not. Make it "
+            "with fused=True, or leave device_scale out."
+        )
+    if not able or wanted is False or (wanted is None and next(iter(devices)).type == "cpu"):
+        return None
+    return next(iter(devices))
