@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +69,7 @@ def doctor(
     else:
         from .render import print_doctor
 
-        print_doctor(Console(), report)
+        print_doctor(Console(highlight=False), report)
     raise typer.Exit(0 if report["mixed_precision"] else 1)
 
 
@@ -93,4 +92,36 @@ def backends(
     else:
         from .render import print_backends
 
-        print_backends(Console(), declared, broken)
+        print_backends(Console(highlight=False), declared, broken)
+
+
+@app.command()
+def demo(
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where results.json and demo.png go.")] = Path("ampx-demo"),
+    as_json: Annotated[bool, _JSON] = False,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 15,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images a step.")] = 32,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare float32 with this dtype only; may be repeated.", show_default=False),
+    ] = None,
+) -> None:
+    """Train a convolutional network on handwritten digits in float32 and in mixed precision."""
+    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
+    from rich.console import Console
+
+    from . import demo_command
+
+    chosen = demo_command.find_framework(framework)
+    found, results, notes = demo_command.train(chosen, dtype or (), demo_command.parse_seeds(seeds), epochs, batch_size)
+    demo_command.write(out, found)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    from .render import print_demo
+
+    console = Console(highlight=False)
+    print_demo(console, results, notes)
+    console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)

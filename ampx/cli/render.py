@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -9,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .capability_table import HEADINGS, Declared, cells
+from .capability_table import Declared
+from .demo import RunResult, ratio_to_float32
 
 # Facts with a column of their own; a backend's further details are listed below the table.
 _COLUMNS = ("tf32", "fp8", "tensor_cores")
@@ -23,20 +25,26 @@ _STATES = {
 
 def print_backends(console: Console, declared: list[Declared], broken: dict[str, str]) -> None:
     """Print the capability table."""
-    table = _table("Backends", *HEADINGS)
-    for one in declared:
-        if one.capabilities is None:
-            table.add_row(escape(one.framework), "[yellow]unavailable[/]", *["[dim]–[/]"] * (len(HEADINGS) - 2))
-        else:
-            table.add_row(*map(escape, cells(one)))
+    table = _table("Backends", "capability", *(escape(one.framework) for one in declared))
+    names = next((list(one.capabilities) for one in declared if one.capabilities is not None), ["state"])
+    for name in names:
+        table.add_row(name.replace("_", " "), *(_declared(one, name) for one in declared))
     console.print(table)
     for one in declared:
         if one.problem is not None:
             console.print(
                 f"[yellow]{escape(one.framework)} is unavailable:[/] {escape(one.problem)} (needs {one.requires})",
-                highlight=False,
             )
     _print_broken(console, broken)
+
+
+def _declared(one: Declared, name: str) -> str:
+    if one.capabilities is None:
+        return "[yellow]unavailable[/]"
+    value = one.capabilities[name]
+    if isinstance(value, bool):
+        return "[green]yes[/]" if value else "[dim]no[/]"
+    return escape(_value(value))
 
 
 def print_doctor(console: Console, report: dict[str, Any]) -> None:
@@ -46,6 +54,8 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
     ready = [one for one in report["frameworks"] if one["state"] == "ready"]
     if ready:
         console.print(_device_table(ready))
+    for one in ready:
+        _print_details(console, one)
     for one in report["frameworks"]:
         _print_verdict(console, one)
     plugins = report["plugins"]
@@ -65,22 +75,19 @@ def _table(title: str, *headings: str) -> Table:
 
 def _print_machine(console: Console, report: dict[str, Any]) -> None:
     machine = report["machine"]
-    console.print(
-        f"[bold]ampx {report['ampx']}[/] on Python {machine['python']}, {escape(machine['platform'])}", highlight=False
-    )
+    console.print(f"[bold]ampx {report['ampx']}[/] on Python {machine['python']}, {escape(machine['platform'])}")
     instructions = machine["cpu"]["instructions"]
     if instructions is None:
         meaning = "the system does not tell its instructions"
     else:
         found = ", ".join(f"{flag} ({dtype})" for flag, dtype in instructions.items())
         meaning = f"low-precision instructions: {found or 'none'}"
-    console.print(f"CPU: {escape(machine['cpu']['name'])}; {meaning}", highlight=False)
+    console.print(f"CPU: {escape(machine['cpu']['name'])}; {meaning}")
     for gpu in machine["gpus"]:
         cores = ", ".join(gpu["tensor_cores"]) or "none"
         console.print(
             f"GPU: {escape(gpu['name'])}, {gpu['memory']}, compute capability {gpu['compute_capability']}, "
             f"driver {gpu['driver']}; Tensor Cores: {cores}",
-            highlight=False,
         )
     if not machine["gpus"]:
         console.print("GPU: no NVIDIA driver shows one")
@@ -103,24 +110,27 @@ def _framework_table(frameworks: list[dict[str, Any]]) -> Table:
 
 
 def _device_table(frameworks: list[dict[str, Any]]) -> Table:
-    table = _table("Devices", "framework", "device", "float16", "bfloat16", "TF32", "FP8", "Tensor Cores", "details")
+    table = _table("Devices", "framework", "device", "float16", "bfloat16", "TF32", "FP8", "Tensor Cores")
     for one in frameworks:
         for device in one["devices"]:
-            details = device["details"]
-            rest = ", ".join(
-                f"{name.replace('_', ' ')}: {_value(value)}" for name, value in details.items() if name not in _COLUMNS
-            )
             table.add_row(
                 one["name"],
                 device["name"],
                 _how("float16", device),
                 _how("bfloat16", device),
-                *(escape(_value(details.get(name))) for name in _COLUMNS),
-                escape(rest),
+                *(escape(_value(device["details"].get(name))) for name in _COLUMNS),
             )
         for kind in one["absent_devices"]:
-            table.add_row(one["name"], kind, "[dim]absent[/]", *["[dim]–[/]"] * 4, "")
+            table.add_row(one["name"], kind, *["[dim]absent[/]"] * 2, *["[dim]–[/]"] * len(_COLUMNS))
     return table
+
+
+def _print_details(console: Console, one: dict[str, Any]) -> None:
+    for device in one["devices"]:
+        rest = {name: value for name, value in device["details"].items() if name not in _COLUMNS}
+        if rest:
+            facts = "; ".join(f"{name.replace('_', ' ')}: {_value(value)}" for name, value in rest.items())
+            console.print(escape(f"{one['name']} on {device['name']}: {facts}"))
 
 
 def _how(dtype: str, device: dict[str, Any]) -> str:
@@ -143,8 +153,8 @@ def _value(value: Any) -> str:
 
 def _print_verdict(console: Console, one: dict[str, Any]) -> None:
     if one["state"] == "broken":
-        console.print(f"[red]{one['name']} is broken:[/] {escape(one['problem'])}", highlight=False)
-        console.print(f"See it by itself with: python -c 'import {one['module']}'", highlight=False)
+        console.print(f"[red]{one['name']} is broken:[/] {escape(one['problem'])}")
+        console.print(f"See it by itself with: python -c 'import {one['module']}'")
     chosen = one["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"
@@ -152,10 +162,38 @@ def _print_verdict(console: Console, one: dict[str, Any]) -> None:
         console.print(
             f"[bold]ampx.init(framework={one['name']!r})[/] chooses {what} on {chosen['device']}"
             f"{scale if chosen['dtype'] else ''}. Why: {escape(chosen['reason'])}.",
-            highlight=False,
         )
 
 
 def _print_broken(console: Console, broken: dict[str, str]) -> None:
     for name, problem in broken.items():
-        console.print(f"[red]Plugin {escape(name)} is broken:[/] {escape(problem)}", highlight=False)
+        console.print(f"[red]Plugin {escape(name)} is broken:[/] {escape(problem)}")
+
+
+def print_demo(console: Console, results: Sequence[RunResult], notes: Sequence[str]) -> None:
+    """Print the table of `ampx demo`."""
+    table = _table(
+        "Handwritten digits", "run", "accuracy", "loss", "seconds", "steps/s", "× float32", "skipped", "scale"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    several = len({one.seed for one in results}) > 1
+    for one in results:
+        ratio = ratio_to_float32(one, results)
+        table.add_row(
+            one.dtype + (f", seed {one.seed}" if several else ""),
+            f"{one.accuracy:.2%}",
+            f"{one.final_loss:.4f}",
+            f"{one.seconds:.2f}",
+            f"{one.steps_per_second:.0f}",
+            "–" if ratio is None else f"{ratio:.2f}",
+            str(len(one.skipped)),
+            f"{one.final_scale:g}",
+        )
+    console.print(table)
+    console.print(
+        "Speeds are as measured, against float32 of the same seed. Mixed precision pays on large layers; on a network "
+        "as small as this one its casts can cost more than they save."
+    )
+    for note in dict.fromkeys(notes):
+        console.print(f"[yellow]Note:[/] {escape(note)}")

@@ -1,0 +1,235 @@
+"""`ampx demo` without any framework: the runs, what a backend's trainer gives, and the report.
+
+A backend takes part by returning a `Trainer` from `Backend.demo()`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ampx.backend import Backend
+from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError
+from ampx.loss_scale import LossScale
+from ampx.policy import Dtype, normalise_dtype
+
+SCHEMA = "ampx.demo/1"
+TEST_IMAGES = 450  # of 1797
+# The default interval of 2000 finite steps is longer than a run: growth would never be seen.
+DEMO_SCALE = LossScale(growth_interval=200)
+
+
+class Digits(NamedTuple):
+    """Scikit-learn's handwritten digits as NumPy arrays, split for good.
+
+    Attributes:
+        train_images: float32 in [0, 1], shape (1347, 1, 8, 8).
+        train_labels: int64, shape (1347,).
+        test_images: float32, shape (450, 1, 8, 8).
+        test_labels: int64, shape (450,).
+    """
+
+    train_images: Any
+    train_labels: Any
+    test_images: Any
+    test_labels: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        dtype: Compute dtype; float32 runs the same script with `ampx.init(enabled=False)`.
+        seed: Seed of the parameters and of the order of the batches.
+        epochs: Passes over the training images.
+        batch_size: Images a step; an incomplete last batch is left out.
+        overflow_at: Step, counted from 0, whose loss is made infinite before backward; None: never.
+        loss_scale: What `wrap_optimizer` gets; None for the default of the dtype.
+    """
+
+    dtype: Dtype
+    seed: int
+    epochs: int
+    batch_size: int
+    overflow_at: int | None = None
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one run gave; plain types only.
+
+    Attributes:
+        dtype: Compute dtype.
+        seed: The run's seed.
+        device: Where it was computed.
+        native: The device computes the dtype in hardware.
+        reason: Why, as `amp.effective` tells it.
+        accuracy: Share of the test images told right, in [0, 1].
+        final_loss: Mean training loss of the last epoch, unscaled.
+        seconds: Wall-clock time of the steps, without the first, which warms up.
+        steps_per_second: Steps by that time.
+        losses: Training loss by step, unscaled.
+        scales: Loss scale by step, as the step's gradients carried it.
+        skipped: Steps that were skipped, counted from 0.
+        final_scale: Loss scale after the last step.
+    """
+
+    dtype: str
+    seed: int
+    device: str
+    native: bool
+    reason: str
+    accuracy: float
+    final_loss: float
+    seconds: float
+    steps_per_second: float
+    losses: list[float]
+    scales: list[float]
+    skipped: list[int]
+    final_scale: float
+
+
+class Trainer(Protocol):
+    """What a backend gives to `ampx demo`: a small convolutional network and how to train it."""
+
+    def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
+        """Train through the public API of ampx and test.
+
+        Args:
+            data: The digits.
+            run: What to do.
+            on_step: Call it after every step; it is cheap.
+
+        Sync: only what training itself needs, so that the time is honest.
+        """
+
+
+def load_digits() -> Digits:
+    """Give the data set bundled with scikit-learn; nothing is downloaded. Sync: none."""
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    bunch = load()
+    images = (bunch.images[:, None] / 16).astype("float32")
+    train_images, test_images, train_labels, test_labels = train_test_split(
+        images, bunch.target.astype("int64"), test_size=TEST_IMAGES, random_state=0, stratify=bunch.target
+    )
+    return Digits(train_images, train_labels, test_images, test_labels)
+
+
+def choose_dtypes(backend: Backend, asked: Sequence[str] = ()) -> list[Dtype]:
+    """List the dtypes to train in, float32 first.
+
+    Args:
+        backend: The backend.
+        asked: Low-precision dtypes; empty for all that its best device computes, natively or emulated.
+
+    Raises:
+        UnsupportedDtypeError: An asked one cannot be computed here.
+
+    Sync: none.
+    """
+    device = backend.device("auto")
+    can = device.native | device.emulated
+    chosen = dict.fromkeys(normalise_dtype(one) for one in asked)
+    for dtype in chosen:
+        if dtype != "float32" and dtype not in can:
+            raise UnsupportedDtypeError(
+                f"dtype={dtype!r} is not computed by backend {backend.name!r} on {device.name!r}; accepted: "
+                f"{', '.join(sorted(can)) or 'none: only float32'}. Pass one of these, or leave --dtype out."
+            )
+    low = list(chosen) or [dtype for dtype in ("float16", "bfloat16") if dtype in can]
+    return ["float32", *(dtype for dtype in low if dtype != "float32")]
+
+
+def plan_runs(dtypes: Iterable[Dtype], seeds: Iterable[int], epochs: int, batch_size: int, images: int) -> list[Run]:
+    """List the runs: every dtype with every seed, one overflow injected a third of the way through each.
+
+    The float32 run is spared the overflow: with `enabled=False` nothing would keep it out of the weights.
+
+    Raises:
+        InvalidOptionError: There would be no run, or no step.
+
+    Sync: none.
+    """
+    steps = epochs * (images // batch_size) if batch_size > 0 else 0
+    chosen = list(dict.fromkeys(seeds))
+    if steps < 2 or not chosen:
+        raise InvalidOptionError(
+            f"epochs={epochs}, batch size {batch_size} and seeds {chosen} give no run of at least 2 steps; accepted: "
+            f"at least one epoch and one seed, and a batch size from 1 to {images}. Correct these."
+        )
+    return [
+        Run(
+            dtype,
+            seed,
+            epochs,
+            batch_size,
+            overflow_at=None if dtype == "float32" else max(1, steps // 3),
+            loss_scale=DEMO_SCALE if dtype == "float16" else None,
+        )
+        for seed in chosen
+        for dtype in dtypes
+    ]
+
+
+def train_all(
+    trainer: Trainer, data: Digits, runs: Iterable[Run], on_start: Callable[[Run], Callable[[], None]]
+) -> Iterator[tuple[RunResult, list[str]]]:
+    """Train one run after the other.
+
+    Args:
+        trainer: The backend's.
+        data: The digits.
+        runs: What to train.
+        on_start: Called before each run; gives what to call after each of its steps.
+
+    Yields:
+        Each result, and the warnings about its precision.
+
+    Sync: as the trainer.
+    """
+    for run in runs:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PrecisionWarning)
+            result = trainer.train(data, run, on_start(run))
+        yield result, [str(one.message) for one in caught if issubclass(one.category, PrecisionWarning)]
+
+
+def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) -> dict[str, Any]:
+    """Give the machine-readable report."""
+    return {
+        "schema": SCHEMA,
+        "ampx": metadata.version("ampx"),
+        "python": platform.python_version(),
+        "framework": framework,
+        "epochs": runs[0].epochs,
+        "batch_size": runs[0].batch_size,
+        "overflow_at": max((run.overflow_at for run in runs if run.overflow_at is not None), default=None),
+        "runs": [asdict(result) for result in results],
+    }
+
+
+def write(folder: Path, found: dict[str, Any]) -> None:
+    """Write results.json and demo.png. Sync: none."""
+    from .plot import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    draw(found, folder / "demo.png")
+
+
+def ratio_to_float32(result: RunResult, results: Sequence[RunResult]) -> float | None:
+    """Give the speed against the float32 run of the same seed; None where there is none. Sync: none."""
+    for other in results:
+        if other.dtype == "float32" and other.seed == result.seed:
+            return result.steps_per_second / other.steps_per_second
+    return None

@@ -1,0 +1,98 @@
+"""What `ampx demo` does between reading its options and printing its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ampx.errors import AmbiguousFrameworkError, FrameworkNotInstalledError, InvalidOptionError
+from ampx.registry import default_registry
+
+from .demo import Run, RunResult, choose_dtypes, load_digits, plan_runs, report, train_all
+from .demo import write as write
+from .frameworks import is_installed
+
+
+def find_framework(name: str | None) -> str:
+    """Give the framework to use: the one named, or the only one installed that has a backend.
+
+    Raises:
+        FrameworkNotInstalledError: None is.
+        AmbiguousFrameworkError: More than one is.
+
+    Sync: none.
+    """
+    if name is not None:
+        return name
+    registry = default_registry()
+    registered = registry.names()
+    installed = [one for one in registered if is_installed(registry.registration(one).roots[0])]
+    if len(installed) == 1:
+        return installed[0]
+    if not installed:
+        raise FrameworkNotInstalledError(
+            f"no framework was named, and none with a backend is installed; accepted: {', '.join(registered)}. "
+            f"Install one, such as with `pip install 'ampx[torch]'`."
+        )
+    raise AmbiguousFrameworkError(
+        f"no framework was named, and {', '.join(installed)} are installed; accepted: one of them. "
+        f"Say which: ampx demo --framework {installed[0]}."
+    )
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Read `--seeds`.
+
+    Raises:
+        InvalidOptionError: It is no list of whole numbers.
+
+    Sync: none.
+    """
+    try:
+        seeds = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        seeds = []
+    if not seeds or min(seeds) < 0:
+        raise InvalidOptionError(
+            f"--seeds {text!r} is no list of seeds; accepted: whole numbers from 0, separated by commas. "
+            f"Pass for example --seeds 0,1,2."
+        )
+    return seeds
+
+
+def train(
+    framework: str, dtypes: Sequence[str], seeds: Sequence[int], epochs: int, batch_size: int
+) -> tuple[dict[str, Any], list[RunResult], list[str]]:
+    """Train every run under a progress bar.
+
+    Returns:
+        The report, the results, and the warnings about precision.
+
+    Raises:
+        AmpxError: The framework cannot be used, or an option cannot be honoured.
+
+    Sync: as the backend's trainer.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        opening = progress.add_task(f"importing {framework} …", total=None)
+        backend = default_registry().load(framework)
+        trainer = backend.demo()
+        chosen = choose_dtypes(backend, dtypes)
+        data = load_digits()
+        runs = plan_runs(chosen, seeds, epochs, batch_size, len(data.train_images))
+        progress.remove_task(opening)
+
+        def start(run: Run) -> Callable[[], None]:
+            steps = run.epochs * (len(data.train_images) // run.batch_size)
+            task = progress.add_task(f"{run.dtype}, seed {run.seed}", total=steps)
+            return lambda: progress.advance(task)
+
+        results, notes = [], []
+        for result, warned in train_all(trainer, data, runs, start):
+            results.append(result)
+            notes += warned
+    return report(framework, runs, results), results, notes

@@ -1,0 +1,111 @@
+"""The trainer behind `ampx demo --framework torch`: an ordinary training script with three names of ampx."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ampx
+from ampx.cli.demo import Digits, Run, RunResult
+
+LEARNING_RATE = 1e-2
+
+
+def make_network() -> nn.Module:
+    """Give a small convolutional network for images of shape (N, 1, 8, 8)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+class TorchTrainer:
+    """Trains on the best device of this machine."""
+
+    def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
+        """Train and test; see `ampx.cli.demo.Trainer`.
+
+        Sync: two in all, one after the first step and one after the last; none at each step beyond the
+        optimizer's own.
+        """
+        enabled = run.dtype != "float32"
+        with (
+            torch.random.fork_rng(devices=[]),  # all random numbers are drawn on the host
+            ampx.init("torch", dtype=run.dtype if enabled else "auto", enabled=enabled) as amp,
+        ):
+            torch.default_generator.manual_seed(run.seed)
+            return _train(data, run, on_step, amp)
+
+
+def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -> RunResult:
+    device = amp.effective.device
+    images, labels, test_images, test_labels = (torch.as_tensor(part, device=device) for part in data)
+    model = make_network().to(device)
+    optimizer = ampx.wrap_optimizer(torch.optim.AdamW(model.parameters(), LEARNING_RATE), loss_scale=run.loss_scale)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.epochs)
+    init_scale = optimizer.loss_scale
+    events: list[ampx.Event] = []  # they tell the scale's trace without a sync at each step
+    amp.on_event(events.append)
+
+    losses: list[torch.Tensor] = []
+    start = 0.0
+    for _ in range(run.epochs):
+        order = torch.randperm(len(images)).to(device)
+        for batch in order.split(run.batch_size):
+            if len(batch) < run.batch_size:
+                continue
+            loss = functional.cross_entropy(model(images[batch]), labels[batch])
+            losses.append(loss.detach())
+            if len(losses) - 1 == run.overflow_at:
+                loss = loss * math.inf
+            with ampx.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            on_step()
+            if len(losses) == 1:
+                loss.item()  # wait for the device: the first step warms up and is not timed
+                start = time.perf_counter()
+        scheduler.step()
+    trace = torch.stack(losses).float().tolist()
+    seconds = time.perf_counter() - start
+
+    final_scale = optimizer.loss_scale  # sends the events still due
+    model.eval()
+    with torch.no_grad():
+        right = (model(test_images).argmax(1) == test_labels).float().mean().item()
+    last_epoch = trace[-(len(trace) // run.epochs) :]
+    return RunResult(
+        dtype=run.dtype,
+        seed=run.seed,
+        device=device,
+        native=run.dtype == "float32" or amp.effective.native,
+        reason=amp.effective.reason,
+        accuracy=right,
+        final_loss=sum(last_epoch) / len(last_epoch),
+        seconds=seconds,
+        steps_per_second=(len(trace) - 1) / seconds,
+        losses=trace,
+        scales=_scale_trace(init_scale, events, len(trace)),
+        skipped=[event.step - 1 for event in events if isinstance(event, ampx.StepSkipped)],
+        final_scale=final_scale,
+    )
+
+
+def _scale_trace(init_scale: float, events: list[ampx.Event], steps: int) -> list[float]:
+    """Give the loss scale of every step; a change holds from the step after its event's."""
+    changes = {event.step: event.next_scale for event in events if isinstance(event, ampx.ScaleChanged)}
+    trace = [init_scale]
+    for step in range(1, steps):
+        trace.append(changes.get(step, trace[-1]))
+    return trace
