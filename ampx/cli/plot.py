@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 SIZE = (12.0, 5.2)  # inches
 DPI = 125
+_ALARM = "#b30000"
 # Legible to colour-blind readers, and in print by the line style.
 _STYLES = {"float32": ("#4d4d4d", "-"), "float16": ("#0072b2", "-"), "bfloat16": ("#d55e00", "--")}
 
@@ -25,13 +27,16 @@ def draw(found: dict[str, Any], target: Path) -> None:
 
     figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _draw_losses(left, found)
-    _draw_scales(right, found)
-    for axes in (left, right):
-        axes.set_xlabel("step")
+    halves: Any = figure.subfigures(1, 2)
+    left, right = halves
+    losses = left.subplots()
+    _draw_losses(losses, found)
+    panels = _draw_scales(right, found)
+    for axes in (losses, *panels):
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
+    losses.set_xlabel("step")
+    panels[-1].set_xlabel("step")
     figure.suptitle(f"ampx demo: handwritten digits, {found['framework']} on {found['runs'][0]['device']}", fontsize=14)
     figure.savefig(target, format="png")
 
@@ -50,40 +55,63 @@ def _draw_losses(axes: Any, found: dict[str, Any]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_scales(axes: Any, found: dict[str, Any]) -> None:
-    runs = [run for run in found["runs"] if run["dtype"] != "float32"] or found["runs"]
-    first_seed = runs[0]["seed"]
-    for run in (run for run in runs if run["seed"] == first_seed):
-        colour, line = _STYLES[run["dtype"]]
-        axes.step(
-            range(len(run["scales"])),
-            run["scales"],
-            where="post",
-            color=colour,
-            linestyle=line,
-            linewidth=1.8,
-            label=run["dtype"],
-        )
-        skipped = run["skipped"]
-        axes.plot(skipped, [run["scales"][step] for step in skipped], "x", color="#cc0000", markersize=9, mew=2.2)
-    axes.plot([], [], "x", color="#cc0000", markersize=9, mew=2.2, label="skipped step")
-    axes.set_yscale("log", base=2)
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom / 2, top * 2)
+def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
+    """Draw the runs of the first seed, a panel for scales that move and a low one for those that stay."""
+    seed = found["runs"][0]["seed"]
+    runs = [run for run in found["runs"] if run["seed"] == seed]
+    runs = [run for run in runs if run["dtype"] != "float32"] or runs
+    moving = [run for run in runs if len(set(run["scales"])) > 1]
+    still = [run for run in runs if run not in moving]
+    groups = [group for group in (moving, still) if group]
+    heights = [3, 1] if len(groups) == 2 else [1]
+    panels = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
+    for axes, group in zip(panels, groups, strict=True):
+        for run in group:
+            _draw_scale(axes, run)
+        _set_powers(axes, [scale for run in group for scale in run["scales"]])
+        if found["overflow_at"] is not None:
+            axes.axvline(found["overflow_at"], color=_ALARM, linewidth=0.9, linestyle=":", zorder=0)
+        axes.legend(frameon=False, loc="upper left")
+        axes.set_ylabel("loss scale" if axes is panels[0] else "")
+    panels[0].set_title("Loss scale")
     if found["overflow_at"] is not None:
-        axes.axvline(found["overflow_at"], color="#cc0000", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            "overflow\ninjected",
-            (found["overflow_at"], 0.5),
+        panels[0].annotate(
+            "overflow injected",
+            (found["overflow_at"], 0.03),
             xycoords=("data", "axes fraction"),
             xytext=(6, 0),
             textcoords="offset points",
-            color="#cc0000",
-            va="center",
+            color=_ALARM,
         )
-    axes.set_ylabel("loss scale")
-    axes.set_title("Loss scale")
-    axes.legend(frameon=False, loc="center right")
+    return panels
+
+
+def _draw_scale(axes: Any, run: dict[str, Any]) -> None:
+    colour, line = _STYLES[run["dtype"]]
+    steps = range(len(run["scales"]))
+    label = run["dtype"] + (" (static)" if len(set(run["scales"])) == 1 else "")
+    axes.step(steps, run["scales"], where="post", color=colour, linestyle=line, linewidth=1.8, label=label)
+    if run["skipped"]:
+        heights = [run["scales"][step] for step in run["skipped"]]
+        axes.plot(
+            run["skipped"],
+            heights,
+            "x",
+            color=_ALARM,
+            markersize=9,
+            markeredgewidth=2.2,
+            label="skipped step",
+            zorder=3,
+        )
+
+
+def _set_powers(axes: Any, scales: list[float]) -> None:
+    """Label every power of two that occurs, and leave room above for the legend."""
+    low, high = math.floor(math.log2(min(scales))), math.ceil(math.log2(max(scales)))
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([2.0**power for power in range(low, high + 1, max(1, (high - low) // 8))])
+    axes.minorticks_off()
+    axes.set_ylim(2.0 ** (low - 0.6), 2.0 ** (high + max(1.0, (high - low) * 0.5)))
 
 
 def _smooth(values: list[float], window: int) -> list[float]:

@@ -67,7 +67,14 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
@@ -172,9 +179,7 @@ def _print_broken(console: Console, broken: dict[str, str]) -> None:
 
 def print_demo(console: Console, results: Sequence[RunResult], notes: Sequence[str]) -> None:
     """Print the table of `ampx demo`."""
-    table = _table(
-        "Handwritten digits", "run", "accuracy", "loss", "seconds", "steps/s", "× float32", "skipped", "scale"
-    )
+    table = _table("Handwritten digits", "run", "accuracy", "loss", "seconds", "steps/s", "ratio", "skipped", "scale")
     for column in table.columns[1:]:
         column.justify = "right"
     several = len({one.seed for one in results}) > 1
@@ -192,8 +197,8 @@ def print_demo(console: Console, results: Sequence[RunResult], notes: Sequence[s
         )
     console.print(table)
     console.print(
-        "Speeds are as measured, against float32 of the same seed. Mixed precision pays on large layers; on a network "
-        "as small as this one its casts can cost more than they save."
+        "Ratio: steps per second as measured, against float32 of the same seed. Mixed precision pays on large layers; "
+        "on a network as small as this one its casts can cost more than they save."
     )
     for note in dict.fromkeys(notes):
         console.print(f"[yellow]Note:[/] {escape(note)}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -35,8 +37,7 @@ class TorchTrainer:
     def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
         """Train and test; see `ampx.cli.demo.Trainer`.
 
-        Sync: two in all, one after the first step and one after the last; none at each step beyond the
-        optimizer's own.
+        Sync: one after the first step and one after each epoch; none at each step beyond the optimizer's own.
         """
         enabled = run.dtype != "float32"
         with (
@@ -58,7 +59,7 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
     amp.on_event(events.append)
 
     losses: list[torch.Tensor] = []
-    start = 0.0
+    marks: list[tuple[int, float]] = []  # (steps done, time); from the first step on, which warms up
     for _ in range(run.epochs):
         order = torch.randperm(len(images)).to(device)
         for batch in order.split(run.batch_size):
@@ -74,11 +75,11 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
             optimizer.zero_grad()
             on_step()
             if len(losses) == 1:
-                loss.item()  # wait for the device: the first step warms up and is not timed
-                start = time.perf_counter()
+                marks.append(_mark(losses))
         scheduler.step()
+        marks.append(_mark(losses))
     trace = torch.stack(losses).float().tolist()
-    seconds = time.perf_counter() - start
+    speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
 
     final_scale = optimizer.loss_scale  # sends the events still due
     model.eval()
@@ -93,13 +94,18 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
         reason=amp.effective.reason,
         accuracy=right,
         final_loss=sum(last_epoch) / len(last_epoch),
-        seconds=seconds,
-        steps_per_second=(len(trace) - 1) / seconds,
+        seconds=marks[-1][1] - marks[0][1],
+        steps_per_second=statistics.median(speeds),
         losses=trace,
         scales=_scale_trace(init_scale, events, len(trace)),
         skipped=[event.step - 1 for event in events if isinstance(event, ampx.StepSkipped)],
         final_scale=final_scale,
     )
+
+
+def _mark(losses: list[torch.Tensor]) -> tuple[int, float]:
+    losses[-1].item()  # wait for the device
+    return len(losses), time.perf_counter()
 
 
 def _scale_trace(init_scale: float, events: list[ampx.Event], steps: int) -> list[float]:
