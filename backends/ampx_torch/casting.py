@@ -2,91 +2,133 @@
 
 The flags of autocast are kept by thread. ampx sets them with torch's setters and keeps the weight cache off:
 nothing would ever empty it, so that training would go on with the weights of the first step. Inside an
-`autocast` region the cache is on as in torch; an optimizer step empties it.
+`autocast` region the cache is on as in torch, because a weight that is used many times in one forward is then
+cast once. Every optimizer step and every `scale_loss` empties it. Weights that are changed by hand inside a
+region, after they were used and before either of these, need `forget_weights()` or a region of their own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, cast as type_as
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampx.contract import CastPlan
+from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
 
-DTYPES: Final[dict[Dtype, torch.dtype]] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
-_WIDTH: Final[dict[torch.dtype, int]] = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+from . import module_rules, oplists, rules, trees
+from .trees import DTYPES
 
+# Names for callers that cannot afford a region: read the flag, switch off, restore in `finally`.
 is_on = torch.is_autocast_enabled
 switch = torch.set_autocast_enabled
 
 
 class _Thread(threading.local):
-    """What autocast was in this thread before ampx switched it on."""
+    """What a thread's autocast was before ampx, and how often ampx switched it as a whole."""
 
+    device: str = "cpu"
     before: tuple[bool, torch.dtype, bool] | None = None
-    device: str = ""
+    switched: int = 0
 
 
 _thread = _Thread()
-# Counts activations: a region that outlives its session must not switch casting on again.
-_generation = 0
+
+
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Resolve the op lists; see `oplists`. Sync: none."""
-    return plan
+    """Resolve the op lists of a plan.
+
+    Raises:
+        UnsupportedOpError: An entry cannot be honoured.
+
+    Sync: none.
+    """
+    return oplists.resolve(plan)
 
 
-def check_resolved(plan: CastPlan) -> None:
-    """Raise where module-name patterns were given and `prepare` never looked for them. Sync: none."""
+def check_resolved(plan: CastPlan | None) -> None:
+    """Check that `prepare` looked for the modules that only it can find.
+
+    Raises:
+        UnsupportedOpError: There are name patterns, or at O2 and O3 classes, and it did not.
+
+    Sync: none.
+    """
+    if not isinstance(plan, oplists.TorchPlan):
+        return
+    rules_left = plan.patterns if plan.level == "O1" else plan.modules
+    missing = [str(entry) for _, entry in rules_left if entry not in plan.resolved]
+    if missing:
+        raise UnsupportedOpError(
+            f"wrap_optimizer was called while {', '.join(missing)} of allow and deny still wait for a model; accepted: "
+            f"entries that ampx.prepare(model) has looked up. Call it before wrap_optimizer, or remove them."
+        )
+
+
+# -- process and threads ---------------------------------------------------------------------------
 
 
 def activate(plan: CastPlan) -> None:
-    """Switch autocast on for the calling thread and install the op rules for the process. Sync: none."""
-    global _generation
-    _generation += 1
+    """Switch autocast on for the calling thread and put the rules in force for the process. Sync: none."""
+    rules.install(plan)
     enter_thread(plan)
 
 
 def deactivate(plan: CastPlan) -> None:
-    """Take the op rules away and give the calling thread back the autocast it had. Sync: none."""
-    global _generation
-    _generation += 1
+    """Take the rules away and give the calling thread back the autocast it had.
+
+    Other threads that called `enter_thread` keep their flags until they end: torch lets no thread set those of
+    another.
+
+    Sync: none.
+    """
+    rules.uninstall(plan, last=True)
     before, _thread.before = _thread.before, None
-    if before is None:
-        return
-    enabled, dtype, cache = before
-    switch(_thread.device, enabled)
-    torch.set_autocast_dtype(_thread.device, dtype)
-    torch.set_autocast_cache_enabled(cache)
-    torch.clear_autocast_cache()
+    _thread.switched += 1
+    if before is not None:
+        _set_flags(_thread.device, before)
+        torch.clear_autocast_cache()
 
 
 def enter_thread(plan: CastPlan) -> None:
-    """Switch autocast on in the calling thread, the weight cache off. Sync: none."""
-    device = plan.device
+    """Switch autocast on in the calling thread, with the weight cache off. Sync: none."""
+    module_rules.reset_thread()
+    _thread.switched += 1
+    if _thread.before is not None and _thread.device != plan.device:
+        # A thread of an earlier session that casted on another device.
+        _set_flags(_thread.device, _thread.before)
+        _thread.before = None
     if _thread.before is None:
-        _thread.before = (is_on(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        _thread.device = device
-    torch.set_autocast_dtype(device, DTYPES[plan.dtype])
-    torch.set_autocast_cache_enabled(False)
+        _thread.device, _thread.before = plan.device, _flags(plan.device)
+    _set_flags(plan.device, (True, DTYPES[plan.dtype], False))
     torch.clear_autocast_cache()
-    switch(device, True)
+
+
+def _flags(device: str) -> tuple[bool, torch.dtype, bool]:
+    return is_on(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
+
+
+def _set_flags(device: str, flags: tuple[bool, torch.dtype, bool]) -> None:
+    switch(device, flags[0])
+    torch.set_autocast_dtype(device, flags[1])
+    torch.set_autocast_cache_enabled(flags[2])
+
+
+# -- regions ---------------------------------------------------------------------------------------
 
 
 class Off:
-    """Casting off inside; costs two flag reads where it is off already. Entered once at a time."""
+    """Casting off inside. Costs one flag where it is off already. Not to be entered twice at a time."""
 
-    __slots__ = ("_device", "_generation", "_was_on")
+    __slots__ = ("_device", "_switched", "_was_on")
 
     def __init__(self, device: str) -> None:
         """Remember the device type."""
@@ -94,17 +136,48 @@ class Off:
 
     def __enter__(self) -> None:
         """Switch off."""
-        self._generation = _generation
         self._was_on = is_on(self._device)
         if self._was_on:
+            self._switched = _thread.switched
             switch(self._device, False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore."""
-        if self._was_on and self._generation == _generation:
+        """Restore, unless `init` or `shutdown` have decided anew inside; drop casts that backward has used up."""
+        if self._was_on and self._switched == _thread.switched:
             switch(self._device, True)
+            forget_weights()
+
+
+class On:
+    """Casting on inside, with the weight cache. Not to be entered twice at a time."""
+
+    __slots__ = ("_handle", "_plan", "_region", "_switched")
+
+    def __init__(self, plan: CastPlan) -> None:
+        """Remember the plan."""
+        self._plan = plan
+
+    def __enter__(self) -> None:
+        """Switch on, rules included."""
+        rules.install(self._plan)
+        self._switched = _thread.switched
+        self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
+        self._region.__enter__()
+        # Reached by optimizers that are not wrapped, too.
+        self._handle = register_optimizer_step_post_hook(_forget_after_step)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore, unless `init` or `shutdown` have decided anew inside."""
+        self._handle.remove()
+        now = None if self._switched == _thread.switched else _flags(self._plan.device)
+        self._region.__exit__(kind, error, trace)
+        if now is not None:
+            _set_flags(self._plan.device, now)
+        rules.uninstall(self._plan)
 
 
 def off(device: str) -> AbstractContextManager[None]:
@@ -114,49 +187,31 @@ def off(device: str) -> AbstractContextManager[None]:
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
     """Give a region with casting on (and the weight cache on) or off. Sync: none."""
-    if not enabled:
-        return Off(plan.device)
-    return torch.autocast(plan.device, DTYPES[plan.dtype], cache_enabled=True)
+    if torch.compiler.is_dynamo_compiling() and rules.in_force(plan):
+        # The compiler knows torch's region and ignores the cache.
+        return torch.autocast(plan.device, DTYPES[plan.dtype], enabled=enabled)
+    return On(plan) if enabled else Off(plan.device)
 
 
 def forget_weights() -> None:
-    """Drop cached casts of weights that an optimizer has just changed. Sync: none."""
+    """Drop the cached casts of weights; they may have changed. Sync: none."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
 
-def cast(tree: Any, dtype: Dtype | torch.dtype) -> Any:
+def _forget_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    torch.clear_autocast_cache()
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating tensors of a tree; the rest, None included, is returned as it is. Sync: none."""
-    target = dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype]
-    return _cast(tree, target)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        items = {key: _cast(value, dtype) for key, value in tree.items()}
-        return items if type(tree) is dict else type_as("Any", type(tree))(items)
-    if isinstance(tree, (list, tuple)):
-        values = [_cast(value, dtype) for value in tree]
-        return type_as("Any", type(tree))(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
-
-
-def floating(tree: Any) -> Iterator[torch.Tensor]:
-    """Walk over the floating tensors of a tree. Sync: none."""
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from floating(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from floating(value)
+    return trees.cast(tree, DTYPES[dtype])
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Give float32 where a floating tensor of the tree is float32 or wider, else `at_least`. Sync: none."""
-    wide = any(_WIDTH.get(tensor.dtype, 2) > 1 for tensor in floating(tree))
+    wide = any(tensor.dtype not in (torch.float16, torch.bfloat16) for tensor in trees.floating(tree))
     return "float32" if wide else at_least

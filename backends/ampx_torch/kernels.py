@@ -1,0 +1,55 @@
+"""Kernels that honour the rules about operations.
+
+An operation gets a kernel of ours under torch's autocast key, in place of torch's own: it casts the floating
+arguments and calls the operation with autocast out of the way. Being a kernel of the dispatcher it is reached
+from functions, methods and modules alike, and by the compiler.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from .oplists import Kind
+from .trees import cast
+
+_KEYS: Final = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+# These update tensors that their schema does not declare, so only what they normalise may be cast.
+_STATEFUL: Final = ("batch_norm", "instance_norm")
+
+
+def register(device: str, operations: Iterable[tuple[Kind, str]]) -> list[torch.library.Library]:
+    """Replace torch's autocast kernels of some overloads until the libraries are destroyed. Sync: none."""
+    libraries: dict[str, torch.library.Library] = {}
+    with warnings.catch_warnings():
+        # torch says once a process that a kernel is being replaced, which is the purpose.
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for kind, name in operations:
+            space, _, qualified = name.partition("::")
+            if space not in libraries:
+                libraries[space] = torch.library.Library(space, "IMPL", _KEYS[device])
+            operation, _, overload = qualified.rpartition(".")
+            target = getattr(getattr(getattr(torch.ops, space), operation), overload)
+            libraries[space].impl(target, make_kernel(target, kind, device, operation))
+    return list(libraries.values())
+
+
+def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[..., Any]:
+    """Give the kernel that casts the arguments of one overload. Sync: none."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device]))
+    stateful = any(part in name for part in _STATEFUL)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.float32 if kind == "deny" else torch.get_autocast_dtype(device)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            if stateful:
+                return target(cast(args[0], dtype, device), *args[1:], **kwargs)
+            return target(
+                *[cast(one, dtype, device) for one in args],
+                **{key: cast(one, dtype, device) for key, one in kwargs.items()},
+            )
+
+    return kernel

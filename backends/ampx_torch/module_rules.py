@@ -1,0 +1,245 @@
+"""Rules about modules: casting off (deny) or on (allow) while a module's forward runs.
+
+Hooks do it. A rule about a class needs nothing but the session: hooks common to all modules look for it. A rule
+about names needs `prepare`, which puts hooks on the modules it finds; these see keyword arguments too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ampx.contract import CastPlan
+from ampx.errors import UnsupportedOpError
+
+from .oplists import Kind, TorchPlan
+from .trees import cast, floating
+
+# What wrappers put in front of the names of the modules they wrap.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
+
+
+class _Scopes(threading.local):
+    """The ruled modules whose forward runs in this thread, outermost first: (module, kind, autocast before)."""
+
+    stack: tuple[tuple[nn.Module, Kind, bool], ...] = ()
+
+
+class _Rules:
+    """The module rules in force, and what undoes them."""
+
+    def __init__(self) -> None:
+        self.plan: TorchPlan | None = None
+        self.handles: list[Any] = []
+
+
+_scopes = _Scopes()
+_rules = _Rules()
+
+
+def reset_thread() -> None:
+    """Forget scopes that an interrupt left behind in this thread. Sync: none."""
+    _scopes.stack = ()
+
+
+def install(plan: TorchPlan) -> None:
+    """Put the rules in force. Sync: none."""
+    _rules.plan = plan
+    if plan.classes:
+        leave = torch_module.register_module_forward_hook(LeaveAny(), with_kwargs=True, always_call=True)
+        enter: Any = EnterAny()  # torch types a hook as giving nothing
+        _rules.handles += [torch_module.register_module_forward_pre_hook(enter), leave]
+
+
+def uninstall() -> None:
+    """Take all hooks away. Sync: none."""
+    for handle in _rules.handles:
+        handle.remove()
+        # torch 2.13 removes such a hook but not the note about its keyword arguments.
+        torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+    _rules.handles.clear()
+    _rules.plan = None
+
+
+def in_force(kind: Kind, entry: object) -> bool:
+    """Tell whether the session has this rule: hooks travel with copies of a model into other sessions."""
+    plan = _rules.plan
+    return plan is not None and (kind, entry) in plan.modules
+
+
+def class_rule(module: nn.Module, plan: TorchPlan) -> tuple[Kind, Any] | None:
+    """Give the rule about the nearest base class of a module. Sync: none."""
+    for base in type(module).__mro__:
+        for kind, one in plan.classes:
+            if one is base:
+                return kind, one
+    return None
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    rule = module.__dict__.get("_ampx_rule")
+    return rule is not None and in_force(*rule)
+
+
+# -- scopes ----------------------------------------------------------------------------------------
+
+
+def _enter(module: nn.Module, kind: Kind, tensors: Any) -> Any | None:
+    """Begin a scope and give the arguments it computes with, or None where autocast is off anyway."""
+    plan = _rules.plan
+    if plan is None:
+        return None
+    device = plan.device
+    was_on = torch.is_autocast_enabled(device)
+    # Rules are about autocast: where the user switched it off there is none. A denied module around an allowed
+    # one is another matter: the inner rule wins.
+    denied = bool(_scopes.stack) and _scopes.stack[-1][1] == "deny"
+    if not was_on and not (denied and kind == "allow"):
+        return None
+    _scopes.stack = (*_scopes.stack, (module, kind, was_on))
+    torch.set_autocast_enabled(device, kind == "allow")
+    return cast(tensors, _target(kind, device), device)
+
+
+def _leave(module: nn.Module) -> bool:
+    """End the scope of a module, if one was begun; scopes inside it that an interrupt left open go too."""
+    stack, plan = _scopes.stack, _rules.plan
+    for position in range(len(stack) - 1, -1, -1):
+        if stack[position][0] is module:
+            _scopes.stack = stack[:position]
+            if plan is not None:
+                torch.set_autocast_enabled(plan.device, stack[position][2])
+            return True
+    return False
+
+
+def _target(kind: Kind, device: str) -> torch.dtype:
+    return torch.float32 if kind == "deny" else torch.get_autocast_dtype(device)
+
+
+class EnterAny:
+    """Hook before every module's forward: begins the scope of a class rule."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Cast the positional arguments."""
+        plan = _rules.plan
+        rule = None if plan is None or _has_own_hooks(module) else class_rule(module, plan)
+        return None if rule is None else _enter(module, rule[0], args)
+
+
+class LeaveAny:
+    """Hook after every module's forward, also after an exception: ends the scope of a class rule."""
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """Restore; after an exception torch leaves out the keyword arguments."""
+        plan = _rules.plan
+        if plan is None or _has_own_hooks(module):
+            return
+        rule = class_rule(module, plan)
+        if rule is None or not _leave(module) or len(rest) < 2:
+            return
+        target = _target(rule[0], plan.device)
+        if any(cast(one, target, plan.device) is not one for one in floating(rest[0])):
+            raise UnsupportedOpError(
+                f"{rule[0]} names {rule[1].__name__}, which was called with floating tensors as keyword arguments; "
+                f"the hook for classes sees positional ones only, so they were not cast. Pass them by position, or "
+                f"call ampx.prepare(model) before training."
+            )
+
+
+class Enter:
+    """Hook before one module's forward: begins the scope of its rule. Can be copied and pickled."""
+
+    def __init__(self, kind: Kind, entry: Any) -> None:
+        """Remember the rule."""
+        self.kind = kind
+        self.entry = entry
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Cast the arguments."""
+        return _enter(module, self.kind, (args, kwargs)) if in_force(self.kind, self.entry) else None
+
+
+class Leave:
+    """Hook after one module's forward, also after an exception: ends the scope."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Restore."""
+        _leave(module)
+
+
+# -- prepare ---------------------------------------------------------------------------------------
+
+
+def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tuple[Kind, Any]]:
+    """Find the modules that the rules of a plan are about; a name goes before a class.
+
+    Raises:
+        UnsupportedOpError: A pattern matches nothing, two patterns disagree about a module, or an operation's
+            name is a module's name too.
+
+    Sync: none.
+    """
+    if not isinstance(plan, TorchPlan):
+        return {}
+    named = [(plain_name(name), module) for model in models for name, module in model.named_modules() if name]
+    every = [module for model in models for module in model.modules()]
+    found: dict[nn.Module, tuple[Kind, Any]] = {}
+    for module in every:
+        rule = class_rule(module, plan)
+        if rule is not None:
+            found[module] = rule
+    by_name: dict[nn.Module, tuple[Kind, str]] = {}
+    for kind, pattern in plan.patterns:
+        hits = [module for name, module in named if fnmatch.fnmatchcase(name, pattern)]
+        if not hits and pattern not in plan.resolved:
+            raise UnsupportedOpError(
+                f"{kind} got the pattern {pattern!r}, which matches no module of the model; its modules: "
+                f"{', '.join(name for name, _ in named[:8]) or 'none'}{', …' if len(named) > 8 else ''}. Correct it; "
+                f"several models go into one call: ampx.prepare([first, second])."
+            )
+        for module in hits:
+            if by_name.setdefault(module, (kind, pattern))[0] != kind:
+                raise UnsupportedOpError(
+                    f"allow and deny both match the module {plain_name(_name_of(module, named))!r}: by "
+                    f"{by_name[module][1]!r} and {pattern!r}. Make one of them narrower."
+                )
+    _check_names(plan, {name for name, _ in named})
+    return {**found, **by_name}
+
+
+def _name_of(module: nn.Module, named: list[tuple[str, nn.Module]]) -> str:
+    return next(name for name, one in named if one is module)
+
+
+def _check_names(plan: TorchPlan, names: set[str]) -> None:
+    for entry in (*plan.allow, *plan.deny):
+        if isinstance(entry, str) and entry.isidentifier() and entry in names:
+            if any(entry == pattern for _, pattern in plan.patterns):
+                continue
+            raise UnsupportedOpError(
+                f"{entry!r} names an operation of torch and a module of the model. Write 'aten::{entry}' for the "
+                f"operation or 'module:{entry}' for the module."
+            )
+
+
+def plain_name(name: str) -> str:
+    """Give a module's name without what DDP, FSDP and the compiler put in. Sync: none."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def attach(found: dict[nn.Module, tuple[Kind, Any]]) -> None:
+    """Put hooks on modules, in place of those of a former call. Sync: none."""
+    for module, (kind, entry) in found.items():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, (Enter, Leave))]:
+                del hooks[key]
+        module.__dict__["_ampx_rule"] = (kind, entry)
+        module.register_forward_pre_hook(Enter(kind, entry), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Leave(), with_kwargs=True, always_call=True)

@@ -1,0 +1,191 @@
+"""The entries of `allow` and `deny`: what each means, and the kernels that honour those about operations.
+
+Resolving is without side effects. `kernels` honours the rules about operations, `module_rules` those about
+modules, `rules` puts both in force.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ampx.contract import CastPlan
+from ampx.errors import UnsupportedOpError
+
+from .wrappers import PYTHON_WRAPPERS
+
+Kind = Literal["allow", "deny"]
+
+
+@dataclass(frozen=True)
+class TorchPlan(CastPlan):
+    """A plan whose entries are resolved.
+
+    Attributes:
+        operations: (kind, qualified overload such as `aten::softmax.int`).
+        classes: (kind, module class).
+        patterns: (kind, pattern of module names).
+        resolved: The patterns and classes that `prepare` has looked for; grows.
+    """
+
+    operations: tuple[tuple[Kind, str], ...] = ()
+    classes: tuple[tuple[Kind, type[nn.Module]], ...] = ()
+    patterns: tuple[tuple[Kind, str], ...] = ()
+    resolved: set[Any] = field(default_factory=set, compare=False)
+
+    @property
+    def modules(self) -> tuple[tuple[Kind, Any], ...]:
+        """The rules about modules, by class and by name."""
+        return self.classes + self.patterns
+
+
+def resolve(plan: CastPlan) -> CastPlan:
+    """Say what every entry of `allow` and `deny` means.
+
+    Raises:
+        UnsupportedOpError: An entry cannot be honoured, or is in both lists.
+
+    Sync: none.
+    """
+    if isinstance(plan, TorchPlan) or not (plan.allow or plan.deny):
+        return plan
+    operations: dict[str, Kind] = {}
+    classes: dict[type[nn.Module], Kind] = {}
+    patterns: dict[str, Kind] = {}
+    lists: tuple[tuple[Kind, tuple[Any, ...]], ...] = (("allow", plan.allow), ("deny", plan.deny))
+    for kind, entries in lists:
+        for entry in entries:
+            if isinstance(entry, type) and issubclass(entry, nn.Module):
+                _check_class(kind, entry, plan)
+                _add(classes, kind, entry, entry)
+            elif isinstance(entry, str) and not _names_operation(entry):
+                _add(patterns, kind, _pattern(kind, entry), entry)
+            else:
+                if plan.level != "O1":
+                    raise _refused(
+                        kind, entry, f"level {plan.level} casts parameters, not operations", "Use level='O1'"
+                    )
+                for overload in _overloads(kind, entry):
+                    _add(operations, kind, overload, entry)
+    return TorchPlan(
+        **{name: getattr(plan, name) for name in CastPlan.__dataclass_fields__},
+        operations=tuple((kind, name) for name, kind in operations.items()),
+        classes=tuple((kind, one) for one, kind in classes.items()),
+        patterns=tuple((kind, one) for one, kind in patterns.items()),
+    )
+
+
+def _refused(kind: str, entry: object, why: str, remedy: str) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"{kind} got {entry!r}, which cannot be honoured: {why}; accepted: functions and names of torch operations, "
+        f"nn.Module classes, patterns of module names. {remedy}."
+    )
+
+
+def _add(known: dict[Any, Kind], kind: Kind, key: object, entry: object) -> None:
+    if known.setdefault(key, kind) != kind:
+        raise _refused(kind, entry, "it is in allow and in deny", "Leave it in one of them")
+
+
+def _check_class(kind: Kind, entry: type[nn.Module], plan: CastPlan) -> None:
+    if entry is nn.Module:
+        raise _refused(kind, entry, "it is the class of all modules", "Name the classes you mean")
+    if kind == "deny" or plan.level != "O1" or not entry.__module__.startswith("torch.nn.modules."):
+        return
+    # Autocast leaves the modules of these files in float32 or to their inputs, so that "on" would change nothing.
+    if entry.__module__.rpartition(".")[2] in ("normalization", "batchnorm", "instancenorm", "activation", "loss"):
+        if entry is nn.MultiheadAttention:
+            return
+        raise _refused(
+            kind,
+            entry,
+            "autocast has no low-precision rule for it, and its float32 parameters stay what they are",
+            "Allow the function that it calls, such as torch.nn.functional.layer_norm",
+        )
+
+
+def _names_operation(entry: str) -> bool:
+    if entry.startswith("module:"):
+        return False
+    return "::" in entry or (entry.isidentifier() and hasattr(torch.ops.aten, entry))
+
+
+def _pattern(kind: Kind, entry: str) -> str:
+    plain = not entry.startswith("module:")
+    if plain and entry.isidentifier() and (hasattr(torch, entry) or hasattr(nn.functional, entry)):
+        raise _refused(
+            kind,
+            entry,
+            "torch has no operation of this name",
+            f"Pass the function itself, or 'module:{entry}' for a module",
+        )
+    pattern = entry.removeprefix("module:")
+    if not pattern.strip():
+        raise _refused(kind, entry, "it is empty", "Name an operation or modules")
+    return pattern
+
+
+def _overloads(kind: Kind, entry: object) -> list[str]:
+    """Give the qualified names of the overloads that an entry stands for."""
+    if isinstance(entry, torch._ops.OpOverload):
+        found = [entry]
+        if not _castable(entry):
+            found = []
+    else:
+        found = [one for packet in _packets(kind, entry) for one in _all(packet) if _castable(one)]
+    if not found:
+        raise _refused(
+            kind,
+            entry,
+            "it takes no tensor, works in place, or returns a view, so there is nothing to cast",
+            "Leave it out",
+        )
+    return [str(one._schema.name) + (f".{one._overloadname}") for one in found]
+
+
+def _packets(kind: Kind, entry: object) -> list[Any]:
+    if isinstance(entry, torch._ops.OpOverloadPacket):
+        return [entry]
+    if isinstance(entry, str):
+        space, _, name = entry.rpartition("::")
+        names: tuple[str, ...] = (name,)
+        library = getattr(torch.ops, space or "aten")
+    elif isinstance(entry, types.FunctionType):
+        names, library = PYTHON_WRAPPERS.get(entry, ()), torch.ops.aten
+    elif isinstance(entry, (types.BuiltinFunctionType, types.MethodDescriptorType)):
+        names, library = (entry.__name__,), torch.ops.aten
+        if not _is_torch(entry):
+            names = ()
+    elif isinstance(entry, nn.Module):
+        raise _refused(kind, entry, "it is a module, not a class", "Pass its class, or its name in the model")
+    else:
+        raise _refused(kind, entry, f"{type(entry).__name__} is nothing that torch casts", "Remove it")
+    found = [getattr(library, name) for name in names if hasattr(library, name)]
+    if not found:
+        raise _refused(
+            kind,
+            entry,
+            "torch has no single operation behind it",
+            "Annotate it with ampx.float_function or ampx.half_function",
+        )
+    return found
+
+
+def _is_torch(entry: Any) -> bool:
+    owner = getattr(entry, "__objclass__", None) or getattr(entry, "__self__", None)
+    module = getattr(entry, "__module__", None) or getattr(owner, "__module__", None) or ""
+    name = getattr(owner, "__name__", "")
+    return str(module).startswith("torch") or str(name).startswith("torch")
+
+
+def _all(packet: Any) -> list[Any]:
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _castable(overload: Any) -> bool:
+    arguments = overload._schema.arguments
+    return any("Tensor" in str(one.type) for one in arguments) and all(one.alias_info is None for one in arguments)

@@ -1,0 +1,85 @@
+"""The rules in force in this process: those of one session, installed and taken away as a whole."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import torch
+
+from ampx.contract import CastPlan
+
+from . import kernels, module_rules
+from .oplists import TorchPlan
+
+_lock = threading.Lock()
+
+
+class _Installed:
+    """Who wants the rules, and what undoes them."""
+
+    def __init__(self) -> None:
+        self.users: list[TorchPlan] = []
+        self.libraries: list[torch.library.Library] = []
+        self.compiled: tuple[Any, ...] = ()
+        self.tag = ""
+
+
+_installed = _Installed()
+
+
+def install(plan: CastPlan) -> None:
+    """Put the rules of a plan in force, until `uninstall` was called as often. Sync: none."""
+    if not isinstance(plan, TorchPlan):
+        return
+    with _lock:
+        if not _installed.users:
+            module_rules.install(plan)
+            if plan.operations:
+                _tell_compiler(plan.operations)
+                _installed.libraries = kernels.register(plan.device, plan.operations)
+        _installed.users.append(plan)
+
+
+def uninstall(plan: CastPlan, last: bool = False) -> None:
+    """Undo one `install`; with the last, torch's own kernels are back.
+
+    Args:
+        plan: What was installed.
+        last: It will not come back: the compiler need not keep what it traced under it.
+
+    Sync: none.
+    """
+    if not isinstance(plan, TorchPlan):
+        return
+    with _lock:
+        _installed.users.remove(plan)
+        if _installed.users:
+            return
+        module_rules.uninstall()
+        for library in _installed.libraries:
+            library._destroy()
+        _installed.libraries = []
+        if plan.operations:
+            torch.compiler.config.cache_key_tag = _installed.tag
+            if last:
+                _forget_compiled(())
+
+
+def in_force(plan: CastPlan) -> bool:
+    """Tell whether a plan has no rules or has them installed. Sync: none."""
+    return not isinstance(plan, TorchPlan) or plan in _installed.users
+
+
+def _tell_compiler(operations: tuple[Any, ...]) -> None:
+    """Keep the compiler, whose guards and cache on disk know nothing of our kernels, from using other code."""
+    _installed.tag = torch.compiler.config.cache_key_tag
+    torch.compiler.config.cache_key_tag = f"{_installed.tag}ampx:{operations}"
+    _forget_compiled(operations)
+
+
+def _forget_compiled(operations: tuple[Any, ...]) -> None:
+    if operations != _installed.compiled and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    _installed.compiled = operations

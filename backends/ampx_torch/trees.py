@@ -1,0 +1,71 @@
+"""Casting of tensors in tuples, lists and dicts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Final
+
+import torch
+
+from ampx.policy import Dtype
+
+DTYPES: Final[dict[Dtype, torch.dtype]] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+def cast(tree: Any, dtype: torch.dtype, device: str | None = None) -> Any:
+    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is.
+
+    Args:
+        tree: Tensors of any shape and dtype in tuples, named tuples, lists and dicts.
+        dtype: The target; tensors that have it are not copied.
+        device: Cast only what autocast would: tensors of this device type, but not float64.
+
+    Sync: none.
+    """
+    if isinstance(tree, torch.Tensor):
+        if not tree.is_floating_point() or (
+            device is not None and (tree.device.type != device or tree.dtype == torch.float64)
+        ):
+            return tree
+        return tree.to(dtype)
+    if isinstance(tree, Mapping):
+        return _like(tree, {key: cast(value, dtype, device) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        return _like(tree, [cast(value, dtype, device) for value in tree])
+    return tree
+
+
+def _like(tree: Any, values: Any) -> Any:
+    """Give the values in a container of the tree's own type; the tree itself where nothing changed."""
+    kind: Any = type(tree)
+    if not isinstance(values, dict):
+        if all(one is other for one, other in zip(tree, values, strict=True)):
+            return tree
+        return kind(*values) if hasattr(tree, "_fields") else kind(values)
+    changed = {key: value for key, value in values.items() if value is not tree[key]}
+    if not changed:
+        return tree
+    if not isinstance(tree, MutableMapping):
+        return kind(values)
+    copied = copy.copy(tree)
+    for key, value in changed.items():
+        copied[key] = value
+    return copied
+
+
+def floating(tree: Any) -> Iterator[torch.Tensor]:
+    """Walk over the floating tensors of a tree. Sync: none."""
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from floating(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from floating(value)
