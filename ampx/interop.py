@@ -16,15 +16,19 @@ def import_state(data: object) -> dict[str, Any]:
     """Convert a saved loss-scale state of another library.
 
     Read are the dictionaries of apex (`amp.state_dict()`), torch (`GradScaler.state_dict()`), Paddle
-    (`GradScaler.state_dict()`), Keras (`dynamic_scale`, `step_counter`), flax (`DynamicScale`) and DeepSpeed
-    (the loss scaler's part of an optimizer state, or its fields). A state of ampx itself passes through
-    after the same checks. Array values of one element count as numbers.
+    (`GradScaler.state_dict()`), Keras and tf_keras (the optimizer's variables, as a list or by name, path or
+    position), TF1 (`DynamicLossScale`), flax (`DynamicScale`) and DeepSpeed (an optimizer's `state_dict()`, a
+    checkpoint that holds one, or the loss scaler in it). A state of ampx itself passes through after the same
+    checks. Array values of one element count as numbers.
 
     What the dictionary does not hold is taken from the library it comes from: apex, Keras and flax save no
-    factors, and use 2, 0.5 and an interval of 2000.
+    factors, and use 2, 0.5 and an interval of 2000. Bounds are those of `LossScale`, wider where the scale
+    is outside. Training goes on with the scales that the library would have used, with two exceptions for
+    DeepSpeed: a second growth without an overflow in between comes one step later, and hysteresis is
+    refilled by every finite step.
 
     Args:
-        data: The dictionary.
+        data: The dictionary (Keras: or list of variables).
 
     Returns:
         The state in the schema `ampx.loss_scale/1`, for `amp.load_state_dict`.
@@ -35,51 +39,87 @@ def import_state(data: object) -> dict[str, Any]:
 
     Sync: none; a value that lives on a device is copied to the host.
     """
-    if not isinstance(data, Mapping):
-        raise _unknown(f"a {type(data).__name__}")
-    if data.get("schema") == SCHEMA:
+    if isinstance(data, Mapping) and data.get("schema") == SCHEMA:
         parse_state(data)
         return dict(data)
-    for keys, name, read in _READERS:
-        if keys <= data.keys() or (name == "apex" and any(_is_apex_key(key) for key in data)):
-            try:
-                state = dump_state(name, [read(data)])
-                parse_state(state)
-            except InvalidStateError:
-                raise
-            except (AmpxError, TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
-                raise InvalidStateError(
-                    f"the {name} state cannot be read: {error}; accepted: the dictionary as {name} saved it. "
-                    f"The loss scale is unchanged."
-                ) from error
-            return state
-    raise _unknown(f"a dict with the keys {', '.join(sorted(map(repr, data))) or '(none)'}")
+    found = _find(data)
+    if found is None:
+        raise _unknown(data)
+    name, fields, read = found
+    try:
+        state = dump_state(name, [read(fields)])
+        parse_state(state)
+    except InvalidStateError:
+        raise
+    except KeyError as error:
+        raise _unreadable(name, f"{error} is missing") from error
+    except (AmpxError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _unreadable(name, error) from error
+    return state
 
 
-def _unknown(passed: str) -> UnknownSchemaError:
-    return UnknownSchemaError(
-        f"the state is {passed}; accepted: a state of ampx, or a loss-scale dictionary of apex, torch GradScaler, "
-        f"Paddle GradScaler, Keras LossScaleOptimizer, flax DynamicScale or DeepSpeed. Pass that part of the "
-        f"checkpoint."
+def _unreadable(name: str, reason: object) -> InvalidStateError:
+    return InvalidStateError(
+        f"the {name} state cannot be read: {reason}; accepted: the dictionary as {name} saved it. The loss scale is "
+        f"unchanged."
     )
 
 
-def _is_apex_key(key: object) -> bool:
-    return isinstance(key, str) and key.startswith("loss_scaler") and key[len("loss_scaler") :].isdigit()
+def _unknown(data: object) -> UnknownSchemaError:
+    passed = f"a {type(data).__name__}"
+    if isinstance(data, Mapping):
+        keys = ", ".join(map(repr, list(data)[:8]))[:300]
+        passed = f"a dict with the keys {keys or '(none)'}{', …' if len(data) > 8 else ''}"
+    return UnknownSchemaError(
+        f"the state is {passed}; accepted: a state of ampx, or a loss-scale dictionary of apex, torch GradScaler, "
+        f"Paddle GradScaler, Keras LossScaleOptimizer, TF1 DynamicLossScale, flax DynamicScale or DeepSpeed. Pass "
+        f"that part of the checkpoint."
+    )
+
+
+def _find(data: object) -> tuple[str, Fields, Callable[[Fields], GroupState]] | None:
+    """Give the library that saved this, the fields of its loss scale, and how to read them."""
+    for _ in range(4):  # an engine's checkpoint holds an optimizer's, which holds the scaler
+        fields = _fields(data)
+        for key, name, read in _READERS:
+            if key in fields or (name == "apex" and any(map(_is_apex_key, fields))):
+                return name, fields, read
+        inner = next(
+            (fields[key] for key in ("loss_scaler", "optimizer_state_dict", "optimizer") if key in fields), None
+        )
+        if inner is None:
+            return None
+        data = inner if isinstance(inner, Mapping) else getattr(inner, "__dict__", None)
+    return None
+
+
+def _fields(data: object) -> Fields:
+    """Give the fields by the last part of their name; a list of Keras variables is read by their paths."""
+    if isinstance(data, (list, tuple)):
+        data = {getattr(item, "path", None) or getattr(item, "name", None): item for item in data}
+    if not isinstance(data, Mapping):
+        return {}
+    if data.keys() >= {"0", "1", "2", "3"}:  # Keras' store: iteration, learning rate, counter, scale, inner variables
+        return {"step_counter": data["2"], "dynamic_scale": data["3"]}
+    return {key.rsplit("/", 1)[-1].removesuffix(":0"): value for key, value in data.items() if isinstance(key, str)}
+
+
+def _is_apex_key(key: str) -> bool:
+    return key.startswith("loss_scaler") and key[len("loss_scaler") :].isdigit()
 
 
 def _number(value: Any) -> float:
     """Read a Python number or a one-element array of any framework."""
-    if isinstance(value, (str, bool)) or value is None:
-        raise TypeError(f"{value!r} is not a number")
     for _ in range(8):  # lists and arrays of one element, however deep
+        if isinstance(value, (str, bytes, bool)) or value is None:
+            break
         if isinstance(value, (int, float)):
             return value
         if isinstance(value, (list, tuple)):
             (value,) = value
         else:
             value = value.tolist() if callable(getattr(value, "tolist", None)) else float(value)
-    raise TypeError("nested too deeply to be a number")
+    raise TypeError(f"{value!r} is not a number")
 
 
 def _whole(value: Any) -> int:
@@ -89,26 +129,33 @@ def _whole(value: Any) -> int:
     return int(number)
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool) and value not in (0, 1):
+        raise ValueError(f"{value!r} is neither True nor False")
+    return bool(value)
+
+
 def _make(scale: Any, tracker: Any, hysteresis_left: Any = None, **config: Any) -> GroupState:
     value = round_to_float32(_number(scale))
+    if not value > 0:
+        raise ValueError(f"scale {value!r} is not positive")
     # The bounds are widened where the library let the scale leave ours, so that the trace can go on from there.
     default = LossScale()
     bounds = {"min_scale": min(default.min_scale, value), "max_scale": max(default.max_scale, value)}
-    if not value > 0:
-        raise ValueError(f"scale {value!r} is not positive")
-    init = min(max(default.init_scale, bounds["min_scale"]), bounds["max_scale"])
-    made = LossScale(**{"init_scale": init, **bounds, **config})
+    made = LossScale(**{**bounds, **config})
     left = made.hysteresis if hysteresis_left is None else _whole(hysteresis_left)
     return made, {0: LossScaleState(value, _whole(tracker), left, 0)}
 
 
 def _read_apex(data: Fields) -> GroupState:
-    config, states = LossScale(), {}
-    for key in sorted(filter(_is_apex_key, data)):
+    configs, states = [], {}
+    for key in filter(_is_apex_key, data):
         entry = data[key]
         config, state = _make(entry["loss_scale"], entry["unskipped"])
+        configs.append(config)
         states[int(key[len("loss_scaler") :])] = state[0]
-    return config, states
+    lowest, highest = min(one.min_scale for one in configs), max(one.max_scale for one in configs)
+    return LossScale(min_scale=lowest, max_scale=highest), states
 
 
 def _read_torch(data: Fields) -> GroupState:
@@ -131,7 +178,7 @@ def _read_paddle(data: Fields) -> GroupState:
         growth_factor=_number(data["incr_ratio"]),
         backoff_factor=_number(data["decr_ratio"]),
         growth_interval=_whole(data["incr_every_n_steps"]),
-        dynamic=bool(data.get("use_dynamic_loss_scaling", True)),
+        dynamic=_flag(data.get("use_dynamic_loss_scaling", True)),
     )
 
 
@@ -154,27 +201,43 @@ def _read_flax(data: Fields) -> GroupState:
     )
 
 
-def _read_deepspeed(data: Fields) -> GroupState:
-    factor, window = _number(data.get("scale_factor", 2.0)), _whole(data.get("scale_window", 1000))
-    tracker = _whole(data["cur_iter"]) - _whole(data["last_overflow_iter"]) - 1
-    hysteresis = _whole(data.get("delayed_shift", 1))
+def _read_tf1(data: Fields) -> GroupState:
+    factor = _number(data.get("multiplier", 2.0))
     return _make(
-        data["cur_scale"],
-        max(tracker, 0) % window,
-        data.get("cur_hysteresis", hysteresis),
-        hysteresis=hysteresis,
+        data["current_loss_scale"],
+        data["good_steps"],
         growth_factor=factor,
         backoff_factor=1 / factor,
-        growth_interval=window,
-        dynamic=bool(data.get("dynamic_loss_scale", True)),
+        growth_interval=_whole(data.get("increment_period", data.get("dynamic_growth_steps", 2000))),
     )
 
 
-_READERS: Final[tuple[tuple[set[str], str, Callable[[Fields], GroupState]], ...]] = (
-    ({"loss_scaler0"}, "apex", _read_apex),
-    ({"scale", "_growth_tracker"}, "torch", _read_torch),
-    ({"scale", "incr_count"}, "paddle", _read_paddle),
-    ({"dynamic_scale", "step_counter"}, "keras", _read_keras),
-    ({"scale", "fin_steps"}, "flax", _read_flax),
-    ({"cur_scale", "cur_iter"}, "deepspeed", _read_deepspeed),
+def _read_deepspeed(data: Fields) -> GroupState:
+    if not _flag(data.get("dynamic_loss_scale", data.get("dynamic", True))):
+        return _make(data["cur_scale"], 0, dynamic=False)
+    factor, window = _number(data.get("scale_factor", 2.0)), _whole(data.get("scale_window", 1000))
+    # DeepSpeed grows on a finite step that has a positive multiple of `window` finite steps right before it: the
+    # first time after window + 1 finite steps, which is what an overflow is followed by.
+    before = _whole(data["cur_iter"]) - _whole(data["last_overflow_iter"]) - 1
+    left = _whole(data.get("cur_hysteresis", data.get("delayed_shift", 1)))
+    return _make(
+        data["cur_scale"],
+        (before - 1) % window + 1 if before > 0 else before,
+        left,
+        hysteresis=_whole(data.get("delayed_shift", left)),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=window + 1,
+    )
+
+
+# The key that only this library has, its name, and how to read its fields.
+_READERS: Final[tuple[tuple[str, str, Callable[[Fields], GroupState]], ...]] = (
+    ("loss_scaler0", "apex", _read_apex),
+    ("_growth_tracker", "torch", _read_torch),
+    ("incr_count", "paddle", _read_paddle),
+    ("dynamic_scale", "keras", _read_keras),
+    ("current_loss_scale", "tensorflow", _read_tf1),
+    ("fin_steps", "flax", _read_flax),
+    ("cur_scale", "deepspeed", _read_deepspeed),
 )

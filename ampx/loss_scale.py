@@ -6,7 +6,6 @@ Python numbers, on device tensors and inside a traced function.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,7 +95,7 @@ class LossScale:
         """
         if isinstance(value, LossScale):
             return value
-        if value == "dynamic" and isinstance(value, str):
+        if isinstance(value, str) and value == "dynamic":
             return cls()
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return cls.static(value)
@@ -181,7 +180,8 @@ def next_state(config: LossScale, state: LossScaleState, finite: Scalar, where: 
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    # x == x: false for NaN only, and unlike math.isnan at ease with integers too large for a float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
 
 
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:

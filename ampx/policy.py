@@ -91,7 +91,7 @@ class Policy:
         for part in text.split(","):
             key, separator, value = part.partition("=")
             name = {"p": "param", "c": "compute", "o": "output"}.get(key.strip(), key.strip())
-            if not separator or name not in ("param", "compute", "output"):
+            if not separator or name not in ("param", "compute", "output") or f"{name}_dtype" in fields:
                 raise UnsupportedDtypeError(
                     f"policy {text!r} cannot be read at {part!r}; accepted: 'param=…,compute=…,output=…' or one "
                     f"of {', '.join(_PRESETS)}. Pass one of these."

@@ -41,17 +41,20 @@ def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
             f"wrap_optimizer made (a list of optimizers makes one). Wrap the same optimizers before loading, or load "
             f"one with amp.load_state_dict(state, opt)."
         )
+    matching = []
     for group, (config, states) in zip(groups, saved, strict=True):
-        if config.dynamic != group.config.dynamic:
-            now, then = _kind(group.config.dynamic), _kind(config.dynamic)
-            warnings.warn(
-                f"the state of loss scale {group.index} was saved with a {then} loss scale and this run has a {now} "
-                f"one (another dtype or loss_scale); the current loss scale {group.states[0].scale:g} stays.",
-                AmpxWarning,
-                stacklevel=3,
-            )
-        else:
-            group.load(config, states)
+        if config.dynamic == group.config.dynamic:
+            matching.append((group, config, states))
+            continue
+        now, then = _kind(group.config.dynamic), _kind(config.dynamic)
+        warnings.warn(
+            f"the state of loss scale {group.index} was saved with a {then} loss scale and this run has a {now} "
+            f"one (another dtype or loss_scale); the current loss scale {group.states[0].scale:g} stays.",
+            AmpxWarning,
+            stacklevel=3,
+        )
+    for group, config, states in matching:  # only now: a warning may be an error, and then nothing is loaded
+        group.load(config, states)
 
 
 def _kind(dynamic: bool) -> str:

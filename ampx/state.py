@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any, Final
 
 from .errors import AmpxError, InvalidStateError, UnknownSchemaError
-from .loss_scale import FLOAT32_MAX, LossScale, LossScaleState
+from .loss_scale import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
 
 SCHEMA: Final = "ampx.loss_scale/1"
 _STATE_FIELDS: Final = tuple(field.name for field in fields(LossScaleState))
@@ -79,9 +79,12 @@ def _parse_group(group: object, where: str) -> GroupState:
     states: dict[int, LossScaleState] = {}
     for position, loss in enumerate(losses):
         place = f"{where}.losses[{position}]"
-        if not isinstance(loss, Mapping) or not isinstance(loss.get("loss_id"), int):
-            raise _invalid(place, loss, "a dict with an integer 'loss_id'")
-        states[loss["loss_id"]] = parse_loss_state(loss, place)
+        if not isinstance(loss, Mapping):
+            raise _invalid(place, loss, "a dict")
+        loss_id = loss.get("loss_id")
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0 or loss_id in states:
+            raise _invalid(f"{place}.loss_id", loss_id, "an integer from 0 that occurs once")
+        states[loss_id] = parse_loss_state(loss, place)
     return config, states
 
 
@@ -98,13 +101,13 @@ def parse_loss_state(data: Mapping[str, Any], where: str) -> LossScaleState:
         raise _invalid(where, sorted(map(str, data)), f"a dict that also has {', '.join(missing)}")
     scale = data["scale"]
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not number or not 0 < scale <= FLOAT32_MAX:
+    if not number or not FLOAT32_TINY <= scale <= FLOAT32_MAX:
         raise _invalid(f"{where}.scale", scale, "a positive finite float32 number")
     for name in _STATE_FIELDS[1:]:
         value = data[name]
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
             raise _invalid(f"{where}.{name}", value, "an integer from 0 to 2**31 - 1")
-    return LossScaleState(float(scale), *(data[name] for name in _STATE_FIELDS[1:]))
+    return LossScaleState(round_to_float32(scale), *(data[name] for name in _STATE_FIELDS[1:]))
 
 
 def _invalid(where: str, value: object, accepted: str) -> InvalidStateError:
