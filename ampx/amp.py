@@ -45,7 +45,12 @@ class Amp(Casting, Reporting):
         self.effective = effective
         self.plan = plan
         self.level = level
-        self._check_nan = {"auto": None, "raise": True, "skip": False}[nan_loss]
+        # Whether calls do anything. Plain attributes, like the two below: every training step reads them.
+        self.enabled = effective.enabled
+        # The plan for regions and functions; None where nothing is cast.
+        self.casting = plan if effective.enabled else None
+        # Whether a loss is tested for NaN: yes, no, or (None) where that is free.
+        self.check_nan: bool | None = {"auto": None, "raise": True, "skip": False}[nan_loss]
         self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[Listener] = []
@@ -57,16 +62,6 @@ class Amp(Casting, Reporting):
     def framework(self) -> str:
         """Name of the framework."""
         return self.backend.name
-
-    @property
-    def enabled(self) -> bool:
-        """Whether calls do anything."""
-        return self.effective.enabled
-
-    @property
-    def casting(self) -> CastPlan | None:
-        """The plan for regions and functions; None where nothing is cast."""
-        return self.plan if self.enabled and self._active else None
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -211,6 +206,7 @@ class Amp(Casting, Reporting):
         for group in self.live_groups():
             group.resolve()
         self._active = False
+        self.casting = None
         sessions.remove(self)
         if self.plan is not None and self.enabled and self.effective.process_wide:
             self.backend.deactivate(self.plan)
@@ -226,10 +222,6 @@ class Amp(Casting, Reporting):
         self.shutdown()
 
     # -- checks ------------------------------------------------------------------------------------
-
-    def check_nan(self) -> bool | None:
-        """Tell whether a loss is tested for NaN: yes, no, or (None) where that is free."""
-        return self._check_nan
 
     def _check_active(self) -> None:
         if not self._active:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,17 +12,13 @@ from .effective import Effective
 from .policy import Dtype, normalise_dtype
 
 
-class Casting(abc.ABC):
+class Casting:
     """Regions, annotated functions and prepared models of one session; `Amp` adds the rest."""
 
     backend: Backend
     plan: CastPlan | None
     effective: Effective
-
-    @property
-    @abc.abstractmethod
-    def casting(self) -> CastPlan | None:
-        """The plan for regions and functions; None where nothing is cast."""
+    casting: CastPlan | None
 
     def prepare(self, model: Any, opt: Any = None) -> Any:
         """Do to a model what the level needs (O2, O3) and resolve name patterns of the op lists.

@@ -99,7 +99,10 @@ class ScaleGroup:
         """Take one member's step (None: it had nothing to step); settle when no member is pending."""
         if outcome is not None:
             self.window.append(outcome)
-        if self.window and all(member.stage == "idle" for member in self.members):
+        for member in self.members:
+            if member.stage != "idle":
+                return
+        if self.window:
             window, self.window = self.window, []
             self.ledger.settle(self, window)
 
@@ -113,18 +116,20 @@ class ScaleGroup:
         """
         self.steps += 1
         changed: list[Event] = []
-        for loss_id in sorted({loss_id for outcome in window for loss_id in outcome.finite}):
-            finite = all(outcome.finite.get(loss_id, True) for outcome in window)
+        found: dict[int, bool] = {}
+        for outcome in window:
+            for loss_id, finite in outcome.finite.items():
+                found[loss_id] = finite and found.get(loss_id, True)
+        for loss_id, finite in found.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
             changed += self._events(loss_id, before, after, finite)
         for outcome in window:
-            first = min(outcome.finite)
-            finite = all(outcome.finite.values())
-            after = self.states[first]
-            skips = max(self.states[loss_id].consecutive_skips for loss_id in outcome.finite)
+            states = [self.states[loss_id] for loss_id in outcome.finite]
+            finite = False not in outcome.finite.values()
+            skips = max([state.consecutive_skips for state in states])
             outcome.member.result = StepResult(
-                finite, finite, float(outcome.scale), after.scale, skips, outcome.grad_norm
+                finite, finite, float(outcome.scale), states[0].scale, skips, outcome.grad_norm
             )
         if self.emit is not None:
             for event in changed:

@@ -25,9 +25,14 @@ from .optimizer import WrappedOptimizer
 if TYPE_CHECKING:
     from .amp import Amp
 
+_REMEMBERED = 64
+
 
 class ScaleLoss:
     """Yields the scaled loss; casting is off inside. Entered once."""
+
+    # Made in every training step: no instance dictionary, and no work that a plain tensor does not need.
+    __slots__ = ("_amp", "_loss", "_loss_id", "_optimizers", "_region")
 
     def __init__(self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int) -> None:
         """Made by `Amp.scale_loss`."""
@@ -40,16 +45,11 @@ class ScaleLoss:
     def __enter__(self) -> Any:
         """Check everything, then scale; a call that raises changes nothing."""
         amp, loss_id, optimizers = self._amp, self._loss_id, self._optimizers
-        if not amp.enabled or not all(one.ampx_member.group.enabled for one in optimizers):
+        if not amp.enabled or False in [one.ampx_member.group.enabled for one in optimizers]:
             self._optimizers = ()
             return self._loss
-        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
-            raise InvalidOptionError(f"loss_id={loss_id!r} is not an id; accepted: an integer from 0. Change it.")
-        if loss_id and not amp.backend.capabilities.per_loss_scales:
-            raise UnsupportedByBackendError(
-                f"backend {amp.framework!r} has one loss scale an optimizer; loss_id={loss_id} is not accepted. "
-                f"Leave loss_id out."
-            )
+        if loss_id != 0 or type(loss_id) is not int:
+            self._check_loss_id()
         for one in optimizers:
             one.ampx_member.check_enter()
         _each(self._loss, self._check_loss)
@@ -100,6 +100,16 @@ class ScaleLoss:
             )
         return frozen[0]
 
+    def _check_loss_id(self) -> None:
+        loss_id = self._loss_id
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
+            raise InvalidOptionError(f"loss_id={loss_id!r} is not an id; accepted: an integer from 0. Change it.")
+        if loss_id and not self._amp.backend.capabilities.per_loss_scales:
+            raise UnsupportedByBackendError(
+                f"backend {self._amp.framework!r} has one loss scale an optimizer; loss_id={loss_id} is not accepted. "
+                f"Leave loss_id out."
+            )
+
     def _check_loss(self, loss: Loss) -> None:
         known = self._amp.scaled.get(id(loss))
         if known is not None and known() is loss:
@@ -118,7 +128,7 @@ def check_loss(amp: Amp, loss: Loss) -> None:
 
     Sync: as `Backend.inspect_loss`.
     """
-    info = amp.backend.inspect_loss(loss, amp.check_nan())
+    info = amp.backend.inspect_loss(loss, amp.check_nan)
     if info.elements != 1:
         raise LossShapeError(
             f"scale_loss got a loss of {info.elements} elements; accepted: a scalar. Reduce it first, for instance "
@@ -154,9 +164,12 @@ def _each(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def _mark(scaled: dict[int, weakref.ref[Any]], loss: Loss) -> Loss:
     """Remember a scaled loss for as long as it lives."""
-    key = id(loss)
     try:
-        scaled[key] = weakref.ref(loss, lambda _: scaled.pop(key, None))
+        scaled[id(loss)] = weakref.ref(loss)
     except TypeError:
         return loss  # a value without weak references: scaling it twice goes unnoticed
+    if len(scaled) > _REMEMBERED:
+        # Sweeping now and then costs less than a callback for every loss.
+        for key in [key for key, reference in scaled.items() if reference() is None]:
+            del scaled[key]
     return loss

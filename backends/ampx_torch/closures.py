@@ -43,10 +43,11 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
 
     def check() -> None:
         nonlocal counted
-        if not owner.has_gradients():
+        gradients = owner.ready_gradients()
+        if not gradients:
             return
         loss_ids.update(dict.fromkeys(member.factors, True))
-        owner.check_and_unscale()
+        owner.check_and_unscale(gradients)
         counted = True
         if not owner.checked_finite():
             raise _Overflow

@@ -69,6 +69,15 @@ class GradientSet:
             unscale_into(bucket, flag, self._reciprocal(device, scale))
         return list(flags.values())
 
+    def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Give one flag for several (or for none: nothing overflowed). Sync: none."""
+        if len(flags) == 1:
+            return flags[0]
+        if not flags:
+            parameters = self.parameters()
+            return torch.zeros((), device=parameters[0].device if parameters else None)
+        return torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
+
     def finite(self, flags: Sequence[torch.Tensor]) -> bool:
         """Read flags on the host. Sync: one a device."""
         overflowed = False

@@ -27,9 +27,9 @@ class LossMixer:
         self._loss_id: int | None = None
         self.reevaluating = False
 
-    def pending(self) -> tuple[int, ...]:
-        """Give the loss id whose gradients are scaled at the moment, where that is not the only one."""
-        return () if self._loss_id is None else (self._loss_id,)
+    def current_loss_id(self) -> int:
+        """Give the loss id whose gradients are scaled at the moment."""
+        return next(iter(self._owner.ampx_member.factors)) if self._loss_id is None else self._loss_id
 
     def before(self, loss_id: int) -> None:
         """Put true gradients aside where the coming ones would not go with them."""

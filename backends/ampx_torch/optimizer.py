@@ -97,46 +97,55 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.has_gradients():
-            self.check_and_unscale()
+        gradients = self.ready_gradients()
+        if gradients or (self._process_group is not None and member.stage != "idle"):
+            self.check_and_unscale(gradients)
             self._finish()
         else:
             self._step_without_gradients()
         return loss
 
-    def has_gradients(self) -> bool:
-        """Tell whether a counted step can follow; raise where gradients were never scaled."""
-        if self.masters is not None and self.ampx_member.stage == "scaled":
+    def ready_gradients(self) -> list[list[torch.Tensor]]:
+        """List the gradients that a step would apply, by device and dtype; raise where they were never scaled."""
+        stage = self.ampx_member.stage
+        if stage == "scaled" and self.masters is not None:
             self.masters.pull_gradients()
         gradients = self.gradients.collect()
-        if not gradients:
-            return False
-        if self.ampx_member.stage == "idle" and not any(one.any() for bucket in gradients for one in bucket):
+        if stage == "inside" or (stage == "idle" and any(bool(one.any()) for bucket in gradients for one in bucket)):
+            self.ampx_member.check_step()
+        if stage == "idle":
             # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
-            return False
-        self.ampx_member.check_step()
-        return True
+            return []
+        return gradients
 
-    def check_and_unscale(self) -> None:
-        """Make pending scaled gradients true and note their finiteness; nothing where that is done."""
+    def check_and_unscale(self, gradients: list[list[torch.Tensor]] | None = None) -> None:
+        """Make pending scaled gradients true and note their finiteness; nothing where that is done.
+
+        Args:
+            gradients: What `ready_gradients` gave; looked up where it is None.
+        """
         member = self.ampx_member
         if member.stage != "scaled":
             return
-        if self.masters is not None:
-            self.masters.pull_gradients()
+        if gradients is None:
+            gradients = self.ready_gradients()
         on_device = isinstance(member.group.ledger, DeviceLedger)
-        (loss_id,) = self.mixer.pending() or tuple(member.factors)[:1]
-        gradients = self.gradients.collect()
+        loss_id = self.mixer.current_loss_id()
         flags = self.gradients.unscale(gradients, member.factors[loss_id], fresh=on_device)
         if self._process_group is not None:
-            for flag in flags:
-                torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
-        finite: Any = flags[0] if on_device and flags else self.gradients.finite(flags)
+            flags = [self._agree(flags)]
+        finite: Any = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
         if loss_id in self._checked:
             earlier = self._checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self._checked[loss_id] = finite
         member.stage = "unscaled"
+
+    def _agree(self, flags: list[torch.Tensor]) -> torch.Tensor:
+        """Make all processes of the group see an overflow that one of them has; one flag travels."""
+        flag = self.gradients.combine(flags)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
+        return flag
 
     def clip_gradients(self) -> None:
         """Clip the true gradients as `wrap_optimizer` was asked to."""
@@ -150,8 +159,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         checked, self._checked = self._checked, {}
         if isinstance(self.ampx_member.group.ledger, DeviceLedger):
             self.clip_gradients()
-            flags = list(checked.values())
-            self._run_fused(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
+            self._run_fused(self.gradients.combine(list(checked.values())))
         elif all(checked.values()):
             self.clip_gradients()
             self.run_raw()

@@ -1,0 +1,82 @@
+"""Time two ways of doing the same, in turn, and describe the ratio."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What the pairs say: medians in seconds, the median ratio A/B and where the middle half of the ratios lies."""
+
+    median_a: float
+    median_b: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    pairs: int
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def paired(
+    a: Callable[[], object],
+    b: Callable[[], object],
+    *,
+    pairs: int,
+    repeat: int = 1,
+    warmup: int = 5,
+    before_a: Callable[[], object] | None = None,
+    before_b: Callable[[], object] | None = None,
+) -> Ratio:
+    """Time `a` and `b` in turn; the order changes from pair to pair, so that a drift favours neither.
+
+    Args:
+        a: The one under test.
+        b: What it is compared with.
+        pairs: Number of pairs.
+        repeat: Calls in one timing, for short calls.
+        warmup: Pairs that do not count.
+        before_a: Runs before each timing of `a`, not timed.
+        before_b: Likewise for `b`.
+    """
+    times_a: list[float] = []
+    times_b: list[float] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(warmup + pairs):
+            order = [(a, before_a, times_a), (b, before_b, times_b)]
+            for function, before, times in order if number % 2 else reversed(order):
+                if before is not None:
+                    before()
+                start = time.perf_counter()
+                for _ in range(repeat):
+                    function()
+                elapsed = (time.perf_counter() - start) / repeat
+                if number >= warmup:
+                    times.append(elapsed)
+    finally:
+        gc.enable()
+    ratios = sorted(x / y for x, y in zip(times_a, times_b, strict=True))
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return Ratio(
+        statistics.median(times_a), statistics.median(times_b), statistics.median(ratios), low, high, len(ratios)
+    )
+
+
+def machine() -> dict[str, object]:
+    """Describe the machine in the terms that matter for a timing."""
+    name = ""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        name = platform.processor()
+    return {"processor": name, "system": platform.platform(), "python": platform.python_version()}

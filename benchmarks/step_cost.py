@@ -1,0 +1,125 @@
+"""What one training step costs through ampx, against the hand-written native recipe, in PyTorch.
+
+Native: `with torch.autocast(...)` around the forward, `GradScaler.scale/step/update`. ampx: `init`,
+`wrap_optimizer`, `scale_loss`. Same model, same data, same dtype, dynamic loss scale in both; the losses are
+compared first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from _paired import Ratio, paired
+from torch import nn
+
+import ampx
+
+WORKLOADS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    # name: model, input shape, pairs
+    "mlp 32-64-64-10, batch 32": (
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
+        (32, 32),
+        400,
+    ),
+    "mlp 40 layers of 64, batch 64": (
+        lambda: nn.Sequential(*[m for _ in range(40) for m in (nn.Linear(64, 64), nn.ReLU())], nn.Linear(64, 10)),
+        (64, 64),
+        100,
+    ),
+    "mlp 1024-4096-1024-10, batch 256": (
+        lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+        (256, 1024),
+        24,
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+}
+
+
+def measure(workload: str, optimizer: str, dtype: str, quick: bool) -> Ratio:
+    """Time one workload with one optimizer.
+
+    Raises:
+        AssertionError: The two recipes do not train alike, so that a ratio would mean nothing.
+    """
+    make_model, shape, pairs = WORKLOADS[workload]
+    torch.manual_seed(0)
+    model = make_model()
+    native_model = copy.deepcopy(model)
+    x, y = torch.randn(*shape), torch.randint(0, 10, (shape[0],))
+    loss_fn = nn.CrossEntropyLoss()
+    amp = ampx.init("torch", device="cpu", dtype=dtype, loss_scale="dynamic")
+    opt = amp.wrap_optimizer(OPTIMIZERS[optimizer](list(model.parameters())))
+    native_opt = OPTIMIZERS[optimizer](list(native_model.parameters()))
+    scaler = torch.amp.GradScaler("cpu")
+    native_dtype = getattr(torch, dtype)
+
+    def through_ampx() -> torch.Tensor:
+        opt.zero_grad()
+        loss = loss_fn(model(x), y)
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step()
+        return loss
+
+    def native() -> torch.Tensor:
+        native_opt.zero_grad()
+        with torch.autocast("cpu", dtype=native_dtype):
+            loss = loss_fn(native_model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(native_opt)
+        scaler.update()
+        return loss
+
+    def casting(on: bool) -> Callable[[], None]:
+        def switch() -> None:
+            torch.set_autocast_enabled("cpu", on)
+            torch.set_autocast_cache_enabled(not on)
+
+        return switch
+
+    on, off = casting(True), casting(False)
+    for _ in range(3):
+        on()
+        ours = through_ampx().item()
+        off()
+        theirs = native().item()
+        assert abs(ours - theirs) <= 1e-3 * abs(theirs), (ours, theirs)
+    result = paired(
+        through_ampx, native, pairs=max(pairs // (4 if quick else 1), 8), before_a=on, before_b=off, warmup=4
+    )
+    on()
+    amp.shutdown()
+    return result
+
+
+def run(quick: bool) -> list[dict[str, object]]:
+    """Measure every workload with every optimizer."""
+    dtype = "float16" if "float16" in _native_dtypes() else "bfloat16"
+    rows: list[dict[str, object]] = []
+    for workload in WORKLOADS:
+        for optimizer in OPTIMIZERS:
+            ratio = measure(workload, optimizer, dtype, quick)
+            rows.append({"workload": workload, "optimizer": optimizer, "dtype": dtype, **ratio.to_json()})
+    return rows
+
+
+def _native_dtypes() -> frozenset[str]:
+    with ampx.init("torch", device="cpu", dtype="float32") as amp:
+        return frozenset(amp.backend.device("cpu").native)
+
+
+if __name__ == "__main__":
+    import sys
+
+    torch.set_num_threads(1)
+    for row in run("--quick" in sys.argv):
+        print(
+            f"{row['workload']:36} {row['optimizer']:12} {row['dtype']} ampx {row['median_a'] * 1e6:9.0f} us  native "
+            f"{row['median_b'] * 1e6:9.0f} us  ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+        )
