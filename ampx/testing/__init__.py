@@ -1,0 +1,38 @@
+"""The conformance kit: prove that a backend does what ampx promises.
+
+```python
+from ampx.testing import BackendSuite, Harness, PluginSuite
+
+
+class MyHarness(Harness):
+    framework = "mine"
+    plugin = "ampx_mine"
+    ...  # the abstract methods: what only tests need
+
+
+class TestBackend(BackendSuite):
+    harness = MyHarness
+
+
+class TestPlugin(PluginSuite):
+    plugin, framework, modules = "ampx_mine", "mine", ("mine",)
+```
+
+Importing this package imports pytest and hypothesis. It registers no pytest plugin.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite(
+    "ampx.testing.kit",
+    "ampx.testing.bench",
+    "ampx.testing.checks",
+    "ampx.testing.refusals",
+)
+
+from .bench import Bench as Bench  # noqa: E402  (asserts are rewritten only in modules imported after this)
+from .harness import Harness as Harness  # noqa: E402
+from .kit.plugins import PluginSuite as PluginSuite  # noqa: E402
+from .suite import BackendSuite as BackendSuite  # noqa: E402

@@ -1,0 +1,112 @@
+"""What all kit tests share: a fresh session for every test, and selection by capability."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+
+import ampx
+from ampx.amp import Amp
+from ampx.registry import default_registry
+
+from .bench import Bench
+from .harness import Harness
+
+
+class KitTests:
+    """Base of the kit's test classes.
+
+    Attributes:
+        harness: The harness's class.
+        hypothesis: How many random cases are tried; repeatable, so that a failure is not a coincidence.
+    """
+
+    harness: ClassVar[type[Harness]]
+    hypothesis: ClassVar[settings] = settings(max_examples=40, deadline=None, database=None, derandomize=True)
+
+    def setup_method(self) -> None:
+        """Make a harness and register its plugin where no entry point did."""
+        ampx.shutdown()
+        self.subject = self.harness()
+        name = self.subject.framework
+        if name not in default_registry().names() and name not in default_registry().broken:
+            ampx.register_plugin(importlib.import_module(self.subject.plugin))
+        self.backend = default_registry().load(name)
+        self.outside = self.subject.casting()
+
+    def teardown_method(self) -> None:
+        """End the session."""
+        ampx.shutdown()
+
+    def start(self, loss_scale: object = None, **options: Any) -> Amp:
+        """Start a session with casting at O1 where the backend has it; the loss scale is dynamic by default."""
+        casts = self.declares("casting")
+        return ampx.init(
+            self.subject.framework,
+            **{
+                "dtype": self.subject.dtype if casts else "float32",
+                "level": "O1" if casts else "O0",
+                "device": self.subject.device,
+                "loss_scale": ampx.LossScale() if loss_scale is None else loss_scale,
+                **options,
+            },
+        )
+
+    def bench(self, amp: Amp, momentum: bool = False, **options: Any) -> Bench:
+        """Wrap an optimizer over two parameters."""
+        return Bench(self.subject, momentum).wrap(amp, **options)
+
+    def group(self, amp: Amp) -> tuple[Bench, Bench]:
+        """Wrap two optimizers as one list."""
+        a, b = Bench(self.subject), Bench(self.subject)
+        first, second = amp.wrap_optimizer([a.raw, b.raw])
+        return a.join(amp, first), b.join(amp, second)
+
+    def plain(self, momentum: bool = False) -> Bench:
+        """Make an optimizer like that of `bench`, but without ampx."""
+        return Bench(self.subject, momentum)
+
+    def declares(self, ability: str) -> bool:
+        """Tell whether the backend declares an ability: a field of `Capabilities`, or one of the words below."""
+        can = self.backend.capabilities
+        derived = {
+            "implicit gradients": can.gradients == "implicit",
+            "explicit gradients": can.gradients == "explicit",
+            "casting": "O1" in can.levels and bool(can.dtypes),
+            "regions": can.autocast == "scoped",
+            "clipping": self.subject.clips,
+            "clip_grad_norm": self.subject.clips and can.gradients == "implicit",
+            "promotion": self.subject.promotes,
+            "prepare": bool({"O2", "O3"} & can.levels),
+        }
+        return derived[ability] if ability in derived else bool(getattr(can, ability))
+
+
+def requires(ability: str) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Run a test where the ability is declared; where it is not, check that the call is refused.
+
+    No test is skipped for a capability: an ability that is not declared is tested for its refusal instead. Where
+    there is nothing that could be refused, the skip says so.
+    """
+
+    def decorate(test: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(test)
+        def selected(self: KitTests) -> None:
+            if self.declares(ability):
+                test(self)
+                return
+            from .refusals import REFUSALS  # a cycle at import time: refusals use the base class
+
+            refusal = REFUSALS.get(ability)
+            if refusal is None:
+                pytest.skip(f"backend {self.backend.name!r} does not declare {ability}: there is no call to refuse")
+            refusal(self)
+
+        return selected
+
+    return decorate

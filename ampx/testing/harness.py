@@ -1,0 +1,144 @@
+"""What a backend's author fills in: the things that only tests need."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ampx.optimizer import WrappedOptimizer
+from ampx.policy import Dtype
+
+# Numbers of tensors, one list a tensor; None where a parameter has no gradient.
+Numbers = list[list[float]]
+Chosen = Sequence[Sequence[float]]
+
+
+class Harness(abc.ABC):
+    """One framework as the kit sees it. Abstract here, final in tests; a fresh instance serves every test.
+
+    Attributes:
+        framework: What `ampx.init(framework=…)` takes.
+        plugin: Import name of the plugin's module.
+        clips: The backend clips gradients. False: the kit wants a refusal.
+        promotes: The backend has `widest`. False: the kit wants a refusal.
+        dtype: Compute dtype of the tests. The loss scale is given explicitly, so any will do.
+        device: Device of the tests.
+    """
+
+    framework: ClassVar[str]
+    plugin: ClassVar[str]
+    clips: ClassVar[bool] = True
+    promotes: ClassVar[bool] = True
+    dtype: ClassVar[Dtype] = "float16"
+    device: ClassVar[str] = "auto"
+
+    @abc.abstractmethod
+    def tensor(self, values: Sequence[float], dtype: str) -> Any:
+        """Make a vector. `dtype` is "float32", "float16", "bfloat16", "int64" or "bool"."""
+
+    @abc.abstractmethod
+    def dtype_of(self, tensor: Any) -> str:
+        """Name a tensor's dtype, as in `tensor`."""
+
+    @abc.abstractmethod
+    def numbers(self, tensor: Any) -> list[float]:
+        """Read a tensor of any dtype as a flat list."""
+
+    @abc.abstractmethod
+    def parameter(self, values: Sequence[float]) -> Any:
+        """Make a trainable float32 vector."""
+
+    @abc.abstractmethod
+    def optimizer(self, parameters: list[Any], momentum: bool) -> Any:
+        """Make a raw optimizer: gradient descent with learning rate 0.5; with momentum it must have state."""
+
+    @abc.abstractmethod
+    def optimizer_state(self, raw: Any) -> Any:
+        """Read a raw optimizer's state (momentum, counters) as something that `==` compares."""
+
+    @abc.abstractmethod
+    def loss(self, parameters: list[Any], gradients: Chosen) -> Any:
+        """Compute a scalar float32 loss with a finite value and these derivatives, inf and NaN included.
+
+        It must be a loss of the framework, made of operations on the parameters: the framework multiplies the
+        derivatives by whatever the loss is multiplied with. A sum of the parameters with a custom backward will do.
+        """
+
+    @abc.abstractmethod
+    def backward(self, scaled: Any, parameters: list[Any]) -> list[Any] | None:
+        """Run backward on a scaled loss; give the gradients where they are values, else None."""
+
+    @abc.abstractmethod
+    def gradients(self, parameters: list[Any]) -> list[list[float] | None]:
+        """Read the gradients that hang on parameters; None without. Called where gradients are implicit."""
+
+    @abc.abstractmethod
+    def casting(self) -> Any:
+        """Read the framework's casting switch (on or off, dtype) as something that `==` compares."""
+
+    @abc.abstractmethod
+    def computes_in(self) -> str:
+        """Name the dtype in which an operation of the framework's allow list computes float32 inputs now."""
+
+    # What follows suits most frameworks.
+
+    def step(self, opt: Any, gradients: list[Any] | None) -> None:
+        """Step an optimizer, wrapped or raw."""
+        if gradients is None:
+            opt.step()
+        else:
+            opt.step(gradients)
+
+    def plain_step(self, raw: Any, gradients: list[Any] | None) -> None:
+        """Step a raw optimizer, without ampx."""
+        self.step(raw, gradients)
+
+    def zero_grad(self, opt: Any) -> None:
+        """Forget gradients that hang on parameters."""
+        opt.zero_grad()
+
+    def step_closure(self, opt: Any, closure: Any) -> Any:
+        """Step with a closure."""
+        return opt.step(closure)
+
+    def add(self, a: list[Any], b: list[Any]) -> list[Any]:
+        """Add gradients that are values."""
+        return [x + y for x, y in zip(a, b, strict=True)]
+
+    def nan_loss(self, parameters: list[Any]) -> Any:
+        """Compute a loss that is NaN and attached."""
+        return self.loss(parameters, [[1.0] * len(self.numbers(one)) for one in parameters]) * math.nan
+
+    def wide_loss(self, parameters: list[Any]) -> Any:
+        """Compute a "loss" of two elements."""
+        return parameters[0] * 2.0
+
+    def operation(self) -> Any:
+        """Name an operation that casting computes in low precision, for `deny`; the one of `computes_in`."""
+        raise NotImplementedError(f"{type(self).__name__}.operation: wanted because op_lists is declared")
+
+    def overflowing(self) -> tuple[Any, Any, str]:
+        """Give a model, a function that runs it, and the name of the first module whose output overflows."""
+        raise NotImplementedError(f"{type(self).__name__}.overflowing: wanted because traces_overflow is declared")
+
+    def model(self) -> Any:
+        """Make a small float32 model without normalization, for `prepare`."""
+        raise NotImplementedError(f"{type(self).__name__}.model: wanted because levels O2 or O3 are declared")
+
+    def parameters_of(self, model: Any) -> list[Any]:
+        """List a model's parameters."""
+        return list(model.parameters())
+
+    def surroundings(self) -> Any:
+        """Read what neither loading nor using a backend may change: default dtype, random state."""
+        return None
+
+    def last_step(self, opt: WrappedOptimizer) -> Any:
+        """Read what the last step did."""
+        return opt.last_step
+
+    def loss_scale(self, opt: WrappedOptimizer) -> float:
+        """Read the current loss scale."""
+        return opt.loss_scale

@@ -1,0 +1,1 @@
+"""The kit's tests by subject; `ampx.testing.BackendSuite` and `PluginSuite` gather them."""

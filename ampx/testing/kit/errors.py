@@ -1,0 +1,265 @@
+"""Mistakes are refused with their own error, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import ampx
+from ampx.testing.base import KitTests, requires
+from ampx.testing.bench import FINITE, OVERFLOW, Bench
+from ampx.testing.checks import refused
+
+
+class OptimizerErrorTests(KitTests):
+    """Mistakes about optimizers."""
+
+    def test_wrapping_twice_is_refused(self) -> None:
+        """The wrapped one again, the raw one again, and one twice in a list."""
+        amp = self.start()
+        bench, fresh = self.bench(amp), self.plain()
+        for wrong in (bench.opt, bench.raw, [fresh.raw, fresh.raw], [fresh.raw, bench.opt]):
+            with refused(ampx.AlreadyWrappedError, passed="wrapped already", accepted="unscaled twice", advice="Use"):
+                amp.wrap_optimizer(wrong)
+        assert len(amp.state_dict()["groups"]) == 1
+        assert bench.train().applied
+        assert fresh.wrap(amp).train().applied
+
+    def test_wrapping_something_else_is_refused(self) -> None:
+        """No optimizer of the framework, no wrapping."""
+        amp = self.start()
+        for wrong in (object(), None, self.subject.parameter([1.0]), "sgd"):
+            with refused(ampx.NotAnOptimizerError, passed=type(wrong).__name__, accepted="list of them", advice="Pass"):
+                amp.wrap_optimizer(wrong)
+        assert amp.state_dict()["groups"] == []
+
+    def test_unknown_or_absurd_options_are_refused(self) -> None:
+        """Options of `wrap_optimizer` and `init` are checked before anything happens."""
+        amp = self.start()
+        bench = self.plain()
+        for options, passed in (
+            ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+            ({"max_grad_norm": 0}, "max_grad_norm=0"),
+            ({"max_grad_value": "1"}, "max_grad_value='1'"),
+            ({"loss_scale": "fast"}, "loss_scale='fast'"),
+            ({"loss_scale": -2.0}, "init_scale=-2.0"),
+            ({"colour": "red"}, "colour"),
+        ):
+            with refused(ampx.InvalidOptionError, passed=passed, accepted="accepted: ", advice=""):
+                amp.wrap_optimizer(bench.raw, **options)
+        assert amp.state_dict()["groups"] == []
+        assert bench.wrap(amp).train().applied
+
+    def test_absurd_settings_leave_the_session_alone(self) -> None:
+        """`init` refuses what it cannot do, and the former session goes on."""
+        bench = self.bench(self.start())
+        casting = self.subject.casting()
+        wrong: tuple[tuple[type[Exception], dict[str, Any], str], ...] = (
+            (ampx.UnsupportedLevelError, {"level": "O9"}, "level='O9'"),
+            (ampx.UnsupportedDtypeError, {"dtype": "int8"}, "dtype='int8'"),
+            (ampx.UnsupportedDeviceError, {"device": "abacus"}, "device='abacus'"),
+            (ampx.InvalidOptionError, {"on_unsupported": "cry"}, "on_unsupported='cry'"),
+            (ampx.InvalidOptionError, {"nan_loss": "maybe"}, "nan_loss='maybe'"),
+            (ampx.InvalidOptionError, {"loss_scale": 0.0}, "init_scale=0.0"),
+        )
+        for error, options, passed in wrong:
+            with refused(error, passed=passed, accepted="accepted: ", advice=""):
+                self.start(**options)
+        assert ampx.current(self.subject.framework) is bench.amp
+        assert self.subject.casting() == casting
+        assert bench.train().applied
+
+    def test_calls_without_a_session_say_so(self) -> None:
+        """Every module-level call that needs `init` names it."""
+        bench = self.plain()
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: ampx.wrap_optimizer(bench.raw),
+            lambda: ampx.scale_loss(bench.loss(), bench.raw),
+            lambda: ampx.unscale(bench.raw),
+            lambda: ampx.clip_grad_norm(bench.raw, 1.0),
+            lambda: ampx.autocast().__enter__(),
+            ampx.state_dict,
+            lambda: ampx.load_state_dict({}),
+            lambda: ampx.on_event(print),
+            ampx.current,
+        )
+        for call in calls:
+            with refused(ampx.NotInitializedError, passed="no session", accepted="active sessions", advice="ampx.init"):
+                call()
+
+    def test_a_session_that_was_shut_down_wraps_nothing(self) -> None:
+        """`wrap_optimizer` on an ended session is refused."""
+        amp = self.start()
+        amp.shutdown()
+        with refused(ampx.ProtocolError, passed="was shut down", accepted="an active session", advice="Call"):
+            amp.wrap_optimizer(self.plain().raw)
+
+
+class ProtocolErrorTests(KitTests):
+    """Calls in an order that would corrupt training."""
+
+    def test_scaling_for_a_raw_optimizer_is_refused(self) -> None:
+        """`scale_loss` needs what `wrap_optimizer` returned; so do the other calls."""
+        amp = self.start()
+        bench = self.plain()
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: amp.scale_loss(bench.loss(), bench.raw),
+            lambda: amp.unscale(bench.raw),
+            lambda: amp.clip_grad_norm(bench.raw, 1.0),
+            lambda: amp.gate(object(), bench.raw),
+            lambda: amp.state_dict(bench.raw),
+        )
+        for call in calls:
+            with refused(ampx.NotWrappedError, passed="did not return", accepted="wrapped", advice="wrap_optimizer"):
+                call()
+
+    def test_scaling_for_no_optimizer_or_one_twice_is_refused(self) -> None:
+        """An empty list, or the same optimizer twice, is a mistake."""
+        amp = self.start()
+        bench = self.bench(amp)
+        for wrong, passed in (([], "an empty list"), ([bench.opt, bench.opt], "twice")):
+            with refused(ampx.InvalidOptionError, passed=passed, accepted="different ones", advice="Pass"):
+                amp.scale_loss(bench.loss(), wrong)
+        assert bench.train().applied
+
+    def test_stepping_unscaled_gradients_is_refused(self) -> None:
+        """Gradients that never went through `scale_loss` are not divided; nothing moves."""
+        bench = self.bench(self.start(), momentum=True)
+        bench.train()
+        before, saved = bench.snapshot(), bench.saved()
+        bench.receive(self.subject.backward(bench.loss(), bench.parameters))
+        with refused(ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="Call backward"):
+            bench.step()
+        assert bench.snapshot() == before
+        assert bench.saved() == saved
+
+    def test_stepping_twice_is_refused(self) -> None:
+        """The gradients of a window are applied once."""
+        bench = self.bench(self.start())
+        bench.accumulate()
+        pending = bench.pending
+        bench.step(forget=False)
+        before = bench.snapshot()
+        bench.pending = pending
+        with refused(ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="Call backward"):
+            bench.step()
+        assert bench.snapshot() == before
+
+    def test_nesting_is_refused(self) -> None:
+        """No second body for the same optimizer, and no step, inside a body; the body goes on."""
+        amp = self.start()
+        bench, plain = self.bench(amp), self.plain()
+        before = bench.snapshot()
+        with amp.scale_loss(bench.loss(), bench.opt) as scaled:
+            with refused(ampx.NestedScaleError, passed="entered again", accepted="scaled twice", advice="Leave"):
+                amp.scale_loss(bench.loss(), bench.opt).__enter__()
+            bench.receive(self.subject.backward(scaled, bench.parameters))
+            pending = bench.pending
+            with refused(ampx.NestedScaleError, passed="inside a scale_loss body", accepted="", advice="Call"):
+                bench.step(forget=False)
+            bench.pending = pending
+            assert bench.snapshot() == before
+        assert bench.step().applied
+        plain.train_plainly(FINITE)
+        assert bench.values() == plain.values()
+
+    @requires("implicit gradients")
+    def test_true_and_scaled_gradients_are_never_added(self) -> None:
+        """After `unscale`, `scale_loss` is refused, unless the backend keeps the two apart and adds them rightly."""
+        amp = self.start()
+        bench, plain = self.bench(amp), self.plain()
+        bench.accumulate()
+        amp.unscale(bench.opt)
+        if bench.opt.ampx_member.mixes:
+            bench.accumulate()
+            plain.train_plainly(FINITE, FINITE)
+        else:
+            with refused(ampx.ProtocolError, passed="after unscale", accepted="would be added", advice="Call"):
+                bench.accumulate()
+            plain.train_plainly(FINITE)
+        assert bench.step().applied
+        assert bench.values() == plain.values()
+
+    @requires("implicit gradients")
+    def test_unscaling_nothing_is_refused(self) -> None:
+        """`unscale` needs a `scale_loss` since the last step."""
+        amp = self.start()
+        bench = self.bench(amp)
+        self.subject.backward(bench.loss(), bench.parameters)
+        with refused(ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="Call"):
+            amp.unscale(bench.opt)
+        assert self.subject.gradients(bench.parameters) == [list(slopes) for slopes in FINITE]
+
+    def test_an_exception_in_the_body_leaves_no_trace(self) -> None:
+        """Before the first backward: no gradients are pending. In a window: the earlier ones are, at their scale."""
+        amp = self.start()
+        bench, plain = self.bench(amp), self.plain()
+        self._fail(bench)
+        self._is_idle(bench)
+        bench.accumulate(FINITE)
+        self._fail(bench)
+        assert bench.step().applied
+        plain.train_plainly(FINITE)
+        assert bench.values() == plain.values()
+        assert not bench.train(OVERFLOW).applied
+
+    def _fail(self, bench: Bench) -> None:
+        inside = self.subject.casting()
+        with pytest.raises(KeyError, match="body"), bench.amp.scale_loss(bench.loss(), bench.opt):
+            raise KeyError("body")
+        assert self.subject.casting() == inside
+
+    def _is_idle(self, bench: Bench) -> None:
+        bench.receive(self.subject.backward(bench.loss(), bench.parameters))
+        with pytest.raises(ampx.NotScaledError):
+            bench.step()
+        if self.declares("implicit gradients"):
+            self.subject.zero_grad(bench.opt)
+
+
+class LossErrorTests(KitTests):
+    """Losses that cannot be scaled."""
+
+    def test_losses_that_cannot_be_scaled_are_refused(self) -> None:
+        """Not a scalar, not floating, detached, no tensor, NaN: each its own error, and training goes on."""
+        amp = self.start()
+        bench, tensor, casting = self.bench(amp), self.subject.tensor, self.subject.casting()
+        wrong: tuple[tuple[type[Exception], Any, str, str, str], ...] = (
+            (ampx.LossShapeError, self.subject.wide_loss(bench.parameters), "of 2 elements", "a scalar", "Reduce"),
+            (ampx.LossDtypeError, tensor([1], "int64"), "int", "floating", ""),
+            (ampx.LossDtypeError, tensor([True], "bool"), "bool", "floating", ""),
+            (ampx.LossDtypeError, "loss", "str", "accepted: ", ""),
+            (ampx.LossDtypeError, None, "None", "accepted: ", ""),
+            (ampx.DetachedLossError, tensor([1.0], "float32"), "detached", "from the parameters", "Remove"),
+            (ampx.NonFiniteLossError, self.subject.nan_loss(bench.parameters), "NaN", "nan_loss='skip'", "look at"),
+        )
+        for error, loss, passed, accepted, advice in wrong:
+            for given in (loss, [bench.loss(), loss]):
+                with refused(error, passed=passed, accepted=accepted, advice=advice):
+                    amp.scale_loss(given, bench.opt).__enter__()
+                assert self.subject.casting() == casting
+        assert bench.train().applied
+
+    def test_scaling_twice_is_refused(self) -> None:
+        """A loss that came out of `scale_loss` does not go in again, for any optimizer."""
+        amp = self.start()
+        a, b = self.bench(amp), self.bench(amp)
+        with amp.scale_loss(a.loss(), a.opt) as scaled:
+            a.receive(self.subject.backward(scaled, a.parameters))
+        for bench in (a, b):
+            with refused(ampx.AlreadyScaledError, passed="came out of scale_loss", accepted="twice", advice="Pass"):
+                amp.scale_loss(scaled, bench.opt).__enter__()
+        assert a.step().applied
+
+    def test_a_nan_loss_is_skipped_on_request(self) -> None:
+        """`nan_loss="skip"` makes it an overflow like any other."""
+        amp = self.start(nan_loss="skip")
+        bench = self.bench(amp)
+        before = bench.snapshot()
+        with amp.scale_loss(self.subject.nan_loss(bench.parameters), bench.opt) as scaled:
+            bench.receive(self.subject.backward(scaled, bench.parameters))
+        result = bench.step()
+        assert (result.applied, result.next_scale) == (False, 2.0**15)
+        assert bench.snapshot() == before

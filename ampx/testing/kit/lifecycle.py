@@ -1,0 +1,160 @@
+"""Sessions begin, replace each other and end; a backend is what it declares."""
+
+from __future__ import annotations
+
+import pytest
+
+import ampx
+from ampx.contract import Device
+from ampx.testing.base import KitTests, requires
+from ampx.testing.bench import FINITE, OVERFLOW
+from ampx.testing.checks import refused
+
+
+class SessionTests(KitTests):
+    """`init`, `enabled`, `shutdown`."""
+
+    def test_a_disabled_session_is_transparent(self) -> None:
+        """The script runs as if ampx were not there, casting included."""
+        amp = self.start(enabled=False)
+        bench, plain = self.bench(amp, momentum=True), self.plain(momentum=True)
+        assert self.subject.casting() == self.outside
+        assert not amp.enabled
+        with amp.autocast():
+            assert self.subject.casting() == self.outside
+        for slopes in (FINITE, FINITE):
+            loss = bench.loss(slopes)
+            with amp.scale_loss(loss, bench.opt) as scaled:
+                assert scaled is loss
+                bench.receive(self.subject.backward(scaled, bench.parameters))
+            assert bench.step() == ampx.StepResult(True, None, 1.0, 1.0, 0, None)
+            plain.train_plainly(slopes)
+        assert bench.snapshot() == plain.snapshot()
+        assert amp.half_function(self.subject.dtype_of)(self.subject.tensor([1.0], "float32")) == "float32"
+
+    def test_a_second_init_replaces_the_first(self) -> None:
+        """The former session's casting is gone, module-level calls mean the new one, optimizers go on."""
+        first = self.start(ampx.LossScale(init_scale=4.0))
+        bench = self.bench(first)
+        second = self.start(ampx.LossScale(init_scale=32.0), process_wide=False)
+        assert ampx.current(self.subject.framework) is second
+        assert self.subject.casting() == self.outside
+        assert self.bench(second).scale == 32.0
+        assert bench.train() == ampx.StepResult(True, True, 4.0, 4.0, 0, None)
+        first.shutdown()
+        assert ampx.current(self.subject.framework) is second
+
+    def test_shutdown_restores_the_framework(self) -> None:
+        """However the session ends: by call, by call again, by leaving its block, by an exception in it."""
+        before = self.subject.surroundings()
+        amp = self.start()
+        bench = self.bench(amp)
+        bench.train()
+        amp.shutdown()
+        amp.shutdown()
+        assert self.subject.casting() == self.outside
+        with self.start():
+            pass
+        assert self.subject.casting() == self.outside
+        with pytest.raises(KeyError), self.start():
+            raise KeyError("block")
+        assert self.subject.casting() == self.outside
+        assert self.subject.surroundings() == before
+        with pytest.raises(ampx.NotInitializedError):
+            ampx.current()
+
+    def test_wrapped_optimizers_outlive_their_session(self) -> None:
+        """After `shutdown` a wrapped optimizer still unscales, skips and moves its scale."""
+        amp = self.start()
+        bench, plain = self.bench(amp), self.plain()
+        amp.shutdown()
+        assert bench.train().applied
+        plain.train_plainly(FINITE)
+        assert not bench.train(OVERFLOW).applied
+        assert bench.values() == plain.values()
+        assert bench.scale == 2.0**15
+
+    def test_the_session_tells_what_it_does(self) -> None:
+        """`effective` agrees with what was asked for, and with the framework."""
+        amp = self.start(ampx.LossScale(init_scale=2.0))
+        effective, device = amp.effective, self.backend.device(self.subject.device)
+        casts = self.declares("casting")
+        assert (effective.framework, effective.device) == (self.subject.framework, device.name)
+        assert effective.dtype == (self.subject.dtype if casts else None)
+        assert effective.loss_scale == ampx.LossScale(init_scale=2.0)
+        assert effective.policy.compute_dtype == (self.subject.dtype if casts else "float32")
+        assert effective.reason
+        assert amp.framework == self.backend.name
+
+
+class CapabilityTests(KitTests):
+    """What is declared is there; what is not is refused."""
+
+    def test_the_backend_describes_itself(self) -> None:
+        """Its name is the registered one, and its devices compute no dtype that is not declared."""
+        can = self.backend.capabilities
+        assert self.backend.name == self.subject.framework
+        assert isinstance(can, ampx.Capabilities)
+        assert "O0" in can.levels
+        assert can.devices
+        device = self.backend.device(self.subject.device)
+        assert isinstance(device, Device)
+        assert device.native | device.emulated <= can.dtypes
+        assert device.preferred is None or device.preferred in device.native
+        assert self.backend.device(device.name).name == device.name
+
+    def test_only_raw_optimizers_are_optimizers(self) -> None:
+        """Asked of raw ones, wrapped ones and other things, `is_optimizer` answers yes, no, no."""
+        bench = self.bench(self.start())
+        found = [self.backend.is_optimizer(one) for one in (bench.raw, bench.opt, object(), None)]
+        assert found == [True, False, False, False]
+
+    def test_levels_that_are_not_declared_are_refused(self) -> None:
+        """`init` names those that are."""
+        for level in sorted({"O0", "O1", "O2", "O3"} - self.backend.capabilities.levels):
+            with refused(ampx.UnsupportedByBackendError, passed=f"level='{level}'", accepted="O0", advice="Choose"):
+                self.start(level=level)
+        for level in sorted(self.backend.capabilities.levels):
+            assert self.start(level=level).effective.level == level
+
+    def test_dtypes_that_the_device_lacks_are_refused(self) -> None:
+        """By an error, or on request by a warning and what the device can do."""
+        if not self.declares("casting"):
+            pytest.skip("the backend casts nothing: there is no dtype to refuse")
+        device = self.backend.device(self.subject.device)
+        for dtype in sorted({"float16", "bfloat16"} - device.native - device.emulated):
+            with refused(
+                ampx.UnsupportedDtypeError, passed=f"dtype='{dtype}'", accepted="supported: ", advice="Choose"
+            ):
+                self.start(dtype=dtype)
+            with pytest.warns(ampx.PrecisionWarning, match="falling back"):
+                assert self.start(dtype=dtype, on_unsupported="warn").effective.dtype == device.preferred
+        assert self.subject.dtype in device.native | device.emulated
+
+    @requires("closures")
+    def test_closures_step(self) -> None:
+        """`opt.step(closure)` runs the closure, with the loss scaled inside it, once."""
+        amp = self.start()
+        bench, plain, calls = self.bench(amp), self.plain(), []
+
+        def closure() -> object:
+            calls.append(1)
+            self.subject.zero_grad(bench.opt)
+            loss = bench.loss()
+            with amp.scale_loss(loss, bench.opt) as scaled:
+                self.subject.backward(scaled, bench.parameters)
+            return loss
+
+        self.subject.step_closure(bench.opt, closure)
+        plain.train_plainly(FINITE)
+        assert bench.values() == plain.values()
+        assert len(calls) == 1
+
+    @requires("prepare")
+    def test_prepare_gives_the_parameters_their_dtype(self) -> None:
+        """At O3 every parameter has the compute dtype; at O0 and O1 the model stays as it is."""
+        for level in sorted(self.backend.capabilities.levels & {"O0", "O1", "O3"}):
+            amp = self.start(level=level)
+            prepared = amp.prepare(self.subject.model())
+            dtypes = {self.subject.dtype_of(parameter) for parameter in self.subject.parameters_of(prepared)}
+            assert dtypes == {self.subject.dtype if level == "O3" else "float32"}

@@ -1,0 +1,113 @@
+"""For every optional ability, the call that must raise where the ability is not declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+
+import ampx
+from ampx import debug
+
+from .base import KitTests
+from .bench import FINITE
+from .checks import refused
+
+
+def _not_supported(suite: KitTests, call: Callable[[], Any]) -> None:
+    """Expect a refusal that names the backend and its declared abilities."""
+    with refused(ampx.UnsupportedByBackendError, passed=repr(suite.backend.name), accepted="", advice="Leave"):
+        call()
+
+
+def _explicit_only(suite: KitTests, call: Callable[[Any], Any]) -> None:
+    """Expect that a call on gradients which only `step` sees is a protocol error, and changes nothing."""
+    bench = suite.bench(suite.start())
+    bench.accumulate()
+    with refused(ampx.ProtocolError, passed="gradients as values", accepted="max_grad_norm", advice="Pass it there"):
+        call(bench.opt)
+    assert bench.step().applied
+
+
+def _clipping(suite: KitTests) -> None:
+    bench = suite.bench(suite.start(), max_grad_norm=1.0)
+    bench.accumulate()
+    _not_supported(suite, bench.step)
+
+
+def _clip_grad_norm(suite: KitTests) -> None:
+    if suite.declares("implicit gradients"):
+        bench = suite.bench(suite.start())
+        bench.accumulate()
+        _not_supported(suite, lambda: ampx.clip_grad_norm(bench.opt, 1.0))
+    else:
+        _explicit_only(suite, lambda opt: ampx.clip_grad_norm(opt, 1.0))
+
+
+def _per_loss_scales(suite: KitTests) -> None:
+    bench = suite.bench(suite.start())
+    before = bench.saved()
+    _not_supported(suite, lambda: bench.accumulate(loss_id=1))
+    assert bench.saved() == before
+    assert bench.train().applied
+
+
+def _op_lists(suite: KitTests) -> None:
+    for option in ("allow", "deny"):
+        _not_supported(suite, lambda option=option: suite.start(**{option: ["anything"]}))  # type: ignore[misc]
+    assert suite.subject.casting() == suite.outside
+
+
+def _names_gradients(suite: KitTests) -> None:
+    bench = suite.bench(suite.start())
+    bench.train()
+    _not_supported(suite, lambda: debug.nonfinite_parameters(bench.opt))
+
+
+def _traces_overflow(suite: KitTests) -> None:
+    suite.start()
+    _not_supported(suite, lambda: ampx.trace_overflow(suite.subject.parameter([1.0])))
+
+
+def _promotion(suite: KitTests) -> None:
+    suite.start()
+    function = ampx.promote_function(lambda value: value)
+    _not_supported(suite, lambda: function(suite.subject.tensor([1.0], "float32")))
+
+
+def _closures(suite: KitTests) -> None:
+    if suite.declares("explicit gradients"):
+        pytest.skip("gradients are values: the argument of step is the gradients, so there is no closure to refuse")
+    bench = suite.bench(suite.start())
+    bench.accumulate()
+    before = bench.snapshot()
+    _not_supported(suite, lambda: suite.subject.step_closure(bench.opt, lambda: bench.loss(FINITE)))
+    assert bench.snapshot() == before
+
+
+def _casting(suite: KitTests) -> None:
+    with pytest.raises(ampx.UnsupportedByBackendError):
+        suite.start(level="O1")
+
+
+def _prepare(suite: KitTests) -> None:
+    for level in sorted({"O2", "O3"} - suite.backend.capabilities.levels):
+        with refused(ampx.UnsupportedByBackendError, passed=f"level='{level}'", accepted="O0", advice="Choose"):
+            suite.start(level=level)
+    assert suite.subject.casting() == suite.outside
+
+
+REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
+    "casting": _casting,
+    "clip_grad_norm": _clip_grad_norm,
+    "clipping": _clipping,
+    "closures": _closures,
+    "implicit gradients": lambda suite: _explicit_only(suite, ampx.unscale),
+    "names_gradients": _names_gradients,
+    "op_lists": _op_lists,
+    "per_loss_scales": _per_loss_scales,
+    "prepare": _prepare,
+    "promotion": _promotion,
+    "traces_overflow": _traces_overflow,
+}

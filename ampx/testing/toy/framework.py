@@ -1,0 +1,211 @@
+"""A tensor framework in pure Python: vectors, reverse-mode differentiation, autocast, two optimizers.
+
+It stands for any real framework in the conformance kit. Every stored number is rounded to its dtype, so
+overflow, underflow and lost bits are genuine. It knows nothing of ampx.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+Number = float | int | bool
+Pullback = Callable[[tuple[Number, ...]], tuple[Number, ...]]
+FLOATING: Final = ("float16", "bfloat16", "float32")
+
+
+def round_to(value: Number, dtype: str) -> Number:
+    """Give the nearest number that the dtype can hold; inf beyond its largest."""
+    if dtype == "int64":
+        return int(value)
+    if dtype == "bool":
+        return bool(value)
+    if not math.isfinite(value):
+        return float(value)
+    try:
+        if dtype == "float16":
+            return float(struct.unpack("e", struct.pack("e", value))[0])
+        single = struct.pack("f", value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    if dtype == "float32":
+        return float(struct.unpack("f", single)[0])
+    (bits,) = struct.unpack("I", single)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # to nearest, ties to even
+    return float(struct.unpack("f", struct.pack("I", bits))[0])
+
+
+@dataclass(frozen=True)
+class CastingState:
+    """What the autocast switch says; `dtype=None` is off."""
+
+    dtype: str | None = None
+    allow: frozenset[str] = frozenset({"product"})
+    deny: frozenset[str] = frozenset({"total"})
+
+
+_casting = [CastingState()]
+
+
+def casting_state() -> CastingState:
+    """Tell how operations are cast now."""
+    return _casting[0]
+
+
+def set_casting(state: CastingState) -> None:
+    """Switch casting for the process."""
+    _casting[0] = state
+
+
+@contextmanager
+def autocast(state: CastingState) -> Iterator[None]:
+    """Switch casting for a region."""
+    before = _casting[0]
+    _casting[0] = state
+    try:
+        yield
+    finally:
+        _casting[0] = before
+
+
+class Tensor:
+    """A vector of one dtype that remembers how it was computed."""
+
+    def __init__(
+        self,
+        data: Sequence[Number],
+        dtype: str = "float32",
+        parents: Sequence[tuple[Tensor, Pullback]] = (),
+        parameter: bool = False,
+    ) -> None:
+        self.data = tuple(round_to(value, dtype) for value in data)
+        self.dtype = dtype
+        self.parents = tuple(parents)
+        self.parameter = parameter
+        self.grad: Tensor | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether a gradient can flow back from here."""
+        return self.parameter or any(parent.attached for parent, _ in self.parents)
+
+    def to(self, dtype: str) -> Tensor:
+        """Cast; gradients flow through."""
+        return self if dtype == self.dtype else Tensor(self.data, dtype, [(self, lambda upstream: upstream)])
+
+    def __mul__(self, factor: float) -> Tensor:
+        """Multiply by a number."""
+        scaled = [value * factor for value in self.data]
+        return Tensor(scaled, self.dtype, [(self, lambda upstream: tuple(value * factor for value in upstream))])
+
+    def __add__(self, other: Tensor) -> Tensor:
+        """Add elementwise, in the wider dtype."""
+        dtype = self.dtype if self.dtype == other.dtype else "float32"
+        summed = [a + b for a, b in zip(self.data, other.data, strict=True)]
+        return Tensor(summed, dtype, [(self, lambda upstream: upstream), (other, lambda upstream: upstream)])
+
+    def backward(self) -> None:
+        """Add to the gradients of all parameters that this scalar depends on."""
+        for tensor, gradient in _differentiate(self):
+            if tensor.parameter:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+
+def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Give the gradients of a scalar as values; None for a parameter that takes no part."""
+    found = {id(tensor): gradient for tensor, gradient in _differentiate(loss)}
+    return [found.get(id(parameter)) for parameter in parameters]
+
+
+def _differentiate(loss: Tensor) -> list[tuple[Tensor, Tensor]]:
+    order: list[Tensor] = []
+    seen: set[int] = set()
+
+    def visit(tensor: Tensor) -> None:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            for parent, _ in tensor.parents:
+                visit(parent)
+            order.append(tensor)
+
+    visit(loss)
+    found: dict[int, Tensor] = {id(loss): Tensor([1.0] * len(loss.data), loss.dtype)}
+    for tensor in reversed(order):
+        for parent, pullback in tensor.parents:
+            # The next line rounds to the parent's dtype: a float16 loss makes its gradients overflow there.
+            arriving = Tensor(pullback(found[id(tensor)].data), parent.dtype)
+            known = found.get(id(parent))
+            found[id(parent)] = arriving if known is None else known + arriving
+    return [(tensor, found[id(tensor)]) for tensor in order]
+
+
+def _cast_for(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    state = casting_state()
+    if state.dtype is None or (name not in state.allow and name not in state.deny):
+        return list(tensors)
+    dtype = "float32" if name in state.deny else state.dtype
+    return [tensor.to(dtype) if tensor.dtype in FLOATING else tensor for tensor in tensors]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply elementwise; on the framework's own allow list."""
+    x, y = _cast_for("product", [a, b])
+    left, right = x.data, y.data
+    return Tensor(
+        [p * q for p, q in zip(left, right, strict=True)],
+        x.dtype if x.dtype == y.dtype else "float32",
+        [
+            (x, lambda upstream: tuple(u * q for u, q in zip(upstream, right, strict=True))),
+            (y, lambda upstream: tuple(u * p for u, p in zip(upstream, left, strict=True))),
+        ],
+    )
+
+
+def total(a: Tensor) -> Tensor:
+    """Sum the elements; on the framework's own deny list."""
+    (x,) = _cast_for("total", [a])
+    count = len(x.data)
+    return Tensor([sum(x.data)], x.dtype, [(x, lambda upstream: upstream * count)])
+
+
+def pull(parameters: Sequence[Tensor], chosen: Sequence[Sequence[float]]) -> Tensor:
+    """Give the sum of the parameters, with derivatives of the caller's choice (inf and NaN too)."""
+    parents: list[tuple[Tensor, Pullback]] = []
+    for parameter, slopes in zip(parameters, chosen, strict=True):
+        parents.append((parameter, lambda upstream, slopes=slopes: tuple(upstream[0] * slope for slope in slopes)))
+    return Tensor([sum(sum(parameter.data) for parameter in parameters)], "float32", parents)
+
+
+class Optimizer:
+    """Gradient descent, with momentum and a step counter where asked for."""
+
+    def __init__(self, parameters: Sequence[Tensor], lr: float, momentum: float = 0.0) -> None:
+        self.parameters = list(parameters)
+        self.lr = lr
+        self.momentum = momentum
+        self.steps = 0
+        self.buffers: list[Tensor | None] = [None] * len(self.parameters)
+
+    def update(self, grads: Sequence[Tensor | None]) -> None:
+        """Move the parameters by gradients given as values."""
+        self.steps += 1
+        for position, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if grad is None:
+                continue
+            before = self.buffers[position]
+            move = grad if before is None or not self.momentum else before * self.momentum + grad
+            self.buffers[position] = move if self.momentum else None
+            parameter.data = (Tensor(parameter.data) + move * -self.lr).data
+
+    def step(self) -> None:
+        """Move the parameters by the gradients that hang on them."""
+        self.update([parameter.grad for parameter in self.parameters])
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that hang on the parameters."""
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,81 @@
+"""The two toy harnesses: all that the kit asks of an author."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ampx.testing.harness import Chosen, Harness
+
+from . import framework as toy
+from .framework import Optimizer, Tensor
+
+
+class ImplicitToyHarness(Harness):
+    """The toy framework used like PyTorch."""
+
+    framework: ClassVar[str] = "toy"
+    plugin: ClassVar[str] = "ampx.testing.toy.plugin"
+
+    def tensor(self, values: Sequence[float], dtype: str) -> Tensor:
+        """Make a vector."""
+        return Tensor(values, dtype)
+
+    def dtype_of(self, tensor: Tensor) -> str:
+        """Name a dtype."""
+        return tensor.dtype
+
+    def numbers(self, tensor: Tensor) -> list[float]:
+        """Read a tensor."""
+        return list(tensor.data)
+
+    def parameter(self, values: Sequence[float]) -> Tensor:
+        """Make a parameter."""
+        return Tensor(values, parameter=True)
+
+    def optimizer(self, parameters: list[Tensor], momentum: bool) -> Optimizer:
+        """Make a raw optimizer."""
+        return Optimizer(parameters, lr=0.5, momentum=0.5 if momentum else 0.0)
+
+    def optimizer_state(self, raw: Optimizer) -> Any:
+        """Read counters and momentum."""
+        return raw.steps, [None if buffer is None else buffer.data for buffer in raw.buffers]
+
+    def loss(self, parameters: list[Tensor], gradients: Chosen) -> Tensor:
+        """Compute a loss with chosen derivatives."""
+        return toy.pull(parameters, gradients)
+
+    def backward(self, scaled: Tensor, parameters: list[Tensor]) -> list[Tensor] | None:
+        """Run backward."""
+        scaled.backward()
+        return None
+
+    def gradients(self, parameters: list[Tensor]) -> list[list[float] | None]:
+        """Read gradients."""
+        return [None if parameter.grad is None else list(parameter.grad.data) for parameter in parameters]
+
+    def casting(self) -> Any:
+        """Read the switch."""
+        return toy.casting_state()
+
+    def computes_in(self) -> str:
+        """Compute a product."""
+        return toy.product(Tensor([2.0]), Tensor([3.0])).dtype
+
+    def operation(self) -> Any:
+        """Name the product."""
+        return "product"
+
+
+class ExplicitToyHarness(ImplicitToyHarness):
+    """The toy framework used like JAX."""
+
+    framework: ClassVar[str] = "toy-explicit"
+
+    def backward(self, scaled: Tensor, parameters: list[Tensor]) -> list[Any] | None:
+        """Compute gradients as values."""
+        return toy.gradients(scaled, parameters)
+
+    def plain_step(self, raw: Optimizer, gradients: list[Any] | None) -> None:
+        """Call the framework's own verb."""
+        raw.update(gradients or [])

@@ -1,0 +1,26 @@
+"""The toy's plugin; imports no framework, as every plugin. Nothing registers it but the kit."""
+
+from __future__ import annotations
+
+import ampx
+
+
+@ampx.hookimpl
+def ampx_register_backends(register: ampx.Register) -> None:
+    """Register both variants of the toy framework."""
+    register("toy", load_implicit, roots=("ampx",), requires="ampx")
+    register("toy-explicit", load_explicit, roots=("ampx",), requires="ampx")
+
+
+def load_implicit() -> ampx.Backend:
+    """Give the backend whose gradients hang on the parameters."""
+    from .implicit import ImplicitToy
+
+    return ImplicitToy()
+
+
+def load_explicit() -> ampx.Backend:
+    """Give the backend whose gradients are values."""
+    from .explicit import ExplicitToy
+
+    return ExplicitToy()

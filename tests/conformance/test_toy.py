@@ -1,0 +1,16 @@
+"""The kit passes on the toy framework, in both variants."""
+
+from ampx.testing import BackendSuite, PluginSuite
+from ampx.testing.toy.harness import ExplicitToyHarness, ImplicitToyHarness
+
+
+class TestImplicit(BackendSuite):
+    harness = ImplicitToyHarness
+
+
+class TestExplicit(BackendSuite):
+    harness = ExplicitToyHarness
+
+
+class TestPlugin(PluginSuite):
+    plugin, framework, modules = "ampx.testing.toy.plugin", "toy", ("ampx.testing.toy.framework",)
