@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
 
 import torch
+
+# Of every tensor: whether it is finite, and its largest finite magnitude, both left on the device.
+_Inputs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,54 +64,85 @@ class OverflowTrace:
 def trace_overflow(model: torch.nn.Module) -> Iterator[OverflowTrace]:
     """Watch the outputs of all modules until the first that is not finite.
 
+    Compiled parts of the model run uncompiled inside (torch 2.6 and later), so that their modules are seen too.
+
     Sync: one a module call, until something is found.
     """
     trace = OverflowTrace()
     names = {module: name for name, module in model.named_modules()}
+    # What each running call of a module received; looked at before the module can change it in place.
+    received: dict[torch.nn.Module, list[_Inputs]] = {module: [] for module in names}
 
-    def look(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if trace.first is not None:
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if trace.first is None:
+            received[module].append(_describe((args, kwargs)))
+
+    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = received[module].pop() if received[module] else None
+        if trace.first is not None or inputs is None:
             return
         for tensor in _floating(output):
-            nonfinite = int((~torch.isfinite(tensor)).sum())
+            nonfinite = int(_count_nonfinite(tensor))
             if nonfinite:
-                tensors = list(_floating(inputs))
-                finite = all(bool(torch.isfinite(one).all()) for one in tensors)
-                largest = max((_largest(one) for one in tensors), default=0.0)
                 trace.first = Overflow(
                     names[module],
                     type(module).__name__,
                     str(tensor.dtype).rpartition(".")[2],
                     nonfinite,
                     tensor.numel(),
-                    finite,
-                    largest,
+                    all(bool(finite) for finite, _ in inputs),
+                    max((float(largest) for _, largest in inputs), default=0.0),
                 )
                 return
 
-    handles = [module.register_forward_hook(look) for module in names]
-    try:
+    with ExitStack() as stack:
+        for module in names:
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            # At the front: a hook of the user's may replace the output, and it is the module's own that counts.
+            stack.callback(module.register_forward_hook(after, with_kwargs=True, prepend=True).remove)
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _describe(tree: Any) -> _Inputs:
+    """Note for every floating tensor whether it is finite, and its largest finite magnitude. Sync: none."""
+    found = []
+    for tensor in _floating(tree):
+        values = _values(tensor)
+        finite = torch.isfinite(values)
+        magnitudes = torch.where(finite, values.abs(), 0)
+        found.append((finite.all(), magnitudes.amax() if values.numel() else torch.zeros(())))
+    return found
 
 
 def _floating(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         if tree.is_floating_point() or tree.is_complex():
             yield tree.detach()
-    elif isinstance(tree, dict):
+    elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _floating(value)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from _floating(value)
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _floating(getattr(tree, field.name))
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the stored elements; of a sharded tensor (DTensor) this process's part. Sync: none."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    if tensor.layout is not torch.strided:
+        return tensor.values()
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
+
+
+def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
+    return (~torch.isfinite(_values(tensor))).sum()
 
 
 def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[tuple[str, int, int]]:
@@ -117,27 +152,21 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
         optimizer: The wrapped optimizer.
         model: Where names come from; else those the optimizer was made with, else positions.
 
-    Sync: one.
+    Of sharded gradients (FSDP2) every process lists what its own shard holds.
+
+    Sync: one a device.
     """
     named = [
         (name, parameter.grad)
         for name, parameter in name_parameters(optimizer.param_groups, model, optimizer.masters)
         if parameter.grad is not None
     ]
-    if not named:
-        return []
-    counts = torch.stack([_count_nonfinite(gradient).to("cpu", non_blocking=True) for _, gradient in named])
-    if any(gradient.is_cuda for _, gradient in named):
-        torch.cuda.synchronize()
-    return [
-        (name, count, gradient.numel()) for (name, gradient), count in zip(named, counts.tolist(), strict=True) if count
-    ]
-
-
-def _count_nonfinite(gradient: torch.Tensor) -> torch.Tensor:
-    values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-    local = getattr(values, "to_local", None)  # a sharded gradient (DTensor): this process's part
-    return (~torch.isfinite(local() if local is not None else values)).sum()
+    counts: dict[torch.device, list[torch.Tensor]] = {}
+    for _, gradient in named:
+        counts.setdefault(gradient.device, []).append(_count_nonfinite(gradient))
+    read = {device: iter(torch.stack(found).tolist()) for device, found in counts.items()}
+    listed = [(name, next(read[gradient.device]), gradient.numel()) for name, gradient in named]
+    return [entry for entry in listed if entry[1]]
 
 
 def name_parameters(
@@ -146,7 +175,7 @@ def name_parameters(
     """Pair the parameters of an optimizer with names: the model's, the optimizer's own, or positions."""
     names: dict[int, str] = {}
     if model is not None:
-        names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         if masters is not None:
             names |= {id(master): names[id(own)] for own, master in masters.pairs if id(own) in names}
     found = []

@@ -166,6 +166,13 @@ def clip(
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
         return None
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    total_norm = getattr(torch.nn.utils, "get_total_norm", None)  # torch 2.6 and later
+    if total_norm is None:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    else:
+        norm = total_norm([gradient for parameter in parameters if (gradient := parameter.grad) is not None])
+        # A norm that is not finite belongs to a step that is skipped; multiplied by it, every gradient would look
+        # like a culprit.
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=0.0))
     whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
     return whole() if whole is not None else norm
