@@ -114,6 +114,7 @@ def demo(
 
     from . import demo_command
 
+    demo_command.make_folder(out)
     chosen = demo_command.find_framework(framework)
     found, results, notes = demo_command.train(chosen, dtype or (), demo_command.parse_seeds(seeds), epochs, batch_size)
     demo_command.write(out, found)

@@ -219,10 +219,9 @@ def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) ->
 
 
 def write(folder: Path, found: dict[str, Any]) -> None:
-    """Write results.json and demo.png. Sync: none."""
+    """Write results.json and demo.png to a folder that exists. Sync: none."""
     from .plot import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found, folder / "demo.png")
 

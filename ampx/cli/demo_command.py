@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -43,6 +44,23 @@ def find_framework(name: str | None) -> str:
     )
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder for the results, before anything is computed for it.
+
+    Raises:
+        InvalidOptionError: That is not possible.
+
+    Sync: none.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidOptionError(
+            f"--out {str(folder)!r} cannot be made: {error.strerror}; accepted: a folder that you may write to. "
+            f"Pass another."
+        ) from error
+
+
 def parse_seeds(text: str) -> list[int]:
     """Read `--seeds`.
 
@@ -77,7 +95,8 @@ def train(
     Sync: as the backend's trainer.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True, highlight=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         opening = progress.add_task(f"importing {framework} …", total=None)
         backend = default_registry().load(framework)
         trainer = backend.demo()
@@ -87,6 +106,8 @@ def train(
         progress.remove_task(opening)
 
         def start(run: Run) -> Callable[[], None]:
+            if not console.is_terminal:
+                console.print(f"training in {run.dtype}, seed {run.seed} …")
             steps = run.epochs * (len(data.train_images) // run.batch_size)
             task = progress.add_task(f"{run.dtype}, seed {run.seed}", total=steps)
             return lambda: progress.advance(task)

@@ -1,0 +1,54 @@
+"""Run the installed command, with chosen modules and plugins put in front of the real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+class Command:
+    """The `ampx` script of this environment.
+
+    Attributes:
+        folder: Modules and distributions put here come first on the path of the command.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, *arguments: str, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        script = Path(sys.executable).with_name("ampx")
+        done = subprocess.run(
+            [str(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "PYTHONPATH": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1", **environment},
+            cwd=self.folder,
+            check=False,
+        )
+        assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done
+
+    def add_module(self, name: str, text: str) -> None:
+        """Put a package in front of everything installed."""
+        package = self.folder / name
+        package.mkdir()
+        (package / "__init__.py").write_text(text, encoding="utf-8")
+
+    def add_plugin(self, name: str, module: str) -> None:
+        """Put a distribution on the path that declares an entry point of the group `ampx`."""
+        info = self.folder / f"{name}_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[ampx]\n{name} = {module}\n", encoding="utf-8")
+
+
+@pytest.fixture
+def ampx_command(tmp_path: Path) -> Command:
+    return Command(tmp_path)

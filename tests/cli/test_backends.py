@@ -1,0 +1,87 @@
+"""`ampx backends` shows what is declared, and the README says the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import ampx
+from ampx.cli.capability_table import BEGIN, END
+
+README = Path(__file__).parents[2] / "README.md"
+GHOST = """
+import ampx
+
+@ampx.hookimpl
+def ampx_register_backends(register):
+    register("ghost", None, roots=("ghost_framework",), requires="ghost-framework>=1")
+"""
+
+
+def table_lines(markdown):
+    return markdown[markdown.index(BEGIN) : markdown.index(END)].splitlines()[1:]
+
+
+def test_json_holds_every_declared_capability(ampx_command):
+    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    from ampx.testing.toy.implicit import ImplicitToy
+
+    report = json.loads(ampx_command("backends", "--json").stdout)
+    assert report["schema"] == "ampx.backends/1"
+    (toy,) = (one for one in report["backends"] if one["framework"] == "toy")
+    assert toy["available"]
+    declared = dataclasses.asdict(ImplicitToy.capabilities)
+    assert list(toy["capabilities"]) == list(declared)
+    for name, value in declared.items():
+        expected = sorted(value) if isinstance(value, frozenset) else list(value) if isinstance(value, tuple) else value
+        assert toy["capabilities"][name] == expected
+
+
+def test_table_has_a_column_for_each_framework_and_a_row_for_each_capability(ampx_command):
+    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    text = ampx_command("backends").stdout
+    assert "toy-explicit" in text
+    for field in dataclasses.fields(ampx.Capabilities):
+        assert field.name.replace("_", " ") in text
+
+
+def test_registered_framework_that_is_not_installed_is_unavailable_with_the_reason(ampx_command):
+    ampx_command.add_plugin("ghost", "ghost_plugin")
+    ampx_command.add_module("ghost_plugin", GHOST)
+    assert "ghost is unavailable: ghost_framework is not installed" in ampx_command("backends").stdout
+    markdown = ampx_command("backends", "--markdown").stdout
+    assert "| ghost | unavailable (ghost_framework is not installed) |" in markdown
+    (ghost,) = (
+        one for one in json.loads(ampx_command("backends", "--json").stdout)["backends"] if one["framework"] == "ghost"
+    )
+    assert (ghost["available"], ghost["problem"]) == (False, "ghost_framework is not installed")
+
+
+def test_framework_that_crashes_is_unavailable_and_the_others_are_shown(ampx_command):
+    ampx_command.add_plugin("ghost", "ghost_plugin")
+    ampx_command.add_module("ghost_plugin", GHOST.replace("None", "lambda: __import__('ghost_framework')"))
+    ampx_command.add_module("ghost_framework", "import os; os._exit(9)")
+    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    markdown = ampx_command("backends", "--markdown").stdout
+    assert "| ghost | unavailable (the import ended the interpreter with exit code 9) |" in markdown
+    assert "| toy | cpu |" in markdown
+
+
+def test_broken_plugin_is_named(ampx_command):
+    ampx_command.add_plugin("shaky", "shaky_plugin")
+    ampx_command.add_module("shaky_plugin", "raise RuntimeError('the plugin is shaky')")
+    assert "Plugin shaky is broken" in ampx_command("backends").stdout
+
+
+def test_readme_shows_the_generated_table(ampx_command):
+    """Frameworks do not coexist, so each environment checks the lines of the frameworks that it has."""
+    readme = README.read_text(encoding="utf-8") if README.exists() else ""
+    if BEGIN not in readme or END not in readme:
+        pytest.fail(f"README.md has no table between {BEGIN} and {END}: paste what `ampx backends --markdown` prints.")
+    generated, shown = table_lines(ampx_command("backends", "--markdown").stdout), table_lines(readme)
+    missing = [line for line in generated if line not in shown and "| unavailable (" not in line]
+    assert not missing, f"README.md lacks these lines; update it from `ampx backends --markdown`: {missing}"
+    assert not any("| unavailable (" in line for line in shown), "README.md shows a framework as unavailable"

@@ -1,0 +1,74 @@
+"""The command as a whole: help, version, missing extras."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import pytest
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_version_is_that_of_the_distribution(ampx_command):
+    assert ampx_command("--version").stdout.strip() == f"ampx {metadata.version('ampx')}"
+
+
+def test_help_names_every_command(ampx_command):
+    text = ampx_command("--help").stdout
+    assert all(name in text for name in ("doctor", "backends", "demo"))
+
+
+def test_help_comes_within_half_a_second(ampx_command):
+    """The budget holds for a quiet machine; on shared CI machines the median may take four times as long."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        ampx_command("--help")
+        seconds.append(time.perf_counter() - start)
+    assert statistics.median(seconds) < (2.0 if os.environ.get("CI") else 0.5)
+
+
+def test_help_imports_neither_framework_nor_plotting():
+    done = run_python(
+        "import sys; sys.argv = ['ampx', '--help']\n"
+        "from ampx.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'sklearn', 'ampx_torch'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "arguments"),
+    [
+        ("typer", "cli", []),
+        ("rich", "cli", ["backends"]),
+        ("sklearn", "demo", ["demo"]),
+        ("matplotlib", "demo", ["demo"]),
+    ],
+)
+def test_missing_extra_is_named_without_a_traceback(module, extra, arguments, tmp_path):
+    out = ["--out", str(tmp_path)] if arguments == ["demo"] else []
+    done = run_python(
+        f"import sys; sys.modules[{module!r}] = None; sys.argv = {['ampx', *arguments, *out]!r}\n"
+        "from ampx.cli import main\n"
+        "sys.exit(main())"
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1] == (
+        f"ampx: this command needs {module}, which is not installed. Install it with `pip install 'ampx[{extra}]'`."
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_command_is_a_usage_error(ampx_command):
+    assert "No such command" in ampx_command("dem", code=2).stderr

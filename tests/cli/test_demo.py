@@ -1,0 +1,164 @@
+"""`ampx demo`: its runs, its files, its errors. That it trains well is tested beside the backends."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+import ampx
+from ampx.cli import demo, plot
+from ampx.cli.demo import Run, RunResult
+
+
+def make_result(dtype="float16", seed=0, **changes):
+    values = {
+        "dtype": dtype,
+        "seed": seed,
+        "device": "cpu",
+        "native": True,
+        "reason": "the test says so",
+        "accuracy": 0.98,
+        "final_loss": 0.1,
+        "seconds": 2.0,
+        "steps_per_second": 100.0,
+        "losses": [2.0, 1.0, 0.5, 0.1],
+        "scales": [1.0] * 4 if dtype != "float16" else [65536.0, 65536.0, 32768.0, 32768.0],
+        "skipped": [] if dtype == "float32" else [1],
+        "final_scale": 1.0,
+    }
+    return RunResult(**{**values, **changes})
+
+
+class Backend:
+    name = "fake"
+
+    def __init__(self, native=("bfloat16",), emulated=("float16",)):
+        self._device = ampx.Device("cpu", frozenset(native), frozenset(emulated))
+
+    def device(self, name):
+        return self._device
+
+
+def png_size(path: Path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert data[12:16] == b"IHDR"
+    assert data[-8:-4] == b"IEND"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_digits_are_split_for_good_and_by_class():
+    pytest.importorskip("sklearn")
+    data = demo.load_digits()
+    assert data.train_images.shape == (1347, 1, 8, 8)
+    assert data.test_images.shape == (450, 1, 8, 8)
+    assert data.train_images.dtype == data.test_images.dtype == "float32"
+    assert (data.train_images.min(), data.train_images.max()) == (0, 1)
+    assert all(abs((data.test_labels == digit).sum() - 45) <= 2 for digit in range(10))
+    assert (demo.load_digits().test_labels == data.test_labels).all()
+
+
+def test_all_dtypes_of_the_device_are_compared_with_float32():
+    assert demo.choose_dtypes(Backend()) == ["float32", "float16", "bfloat16"]
+    assert demo.choose_dtypes(Backend(emulated=())) == ["float32", "bfloat16"]
+    assert demo.choose_dtypes(Backend(), ["bf16"]) == ["float32", "bfloat16"]
+    assert demo.choose_dtypes(Backend(), ["float32"]) == ["float32"]
+
+
+def test_dtype_that_the_device_lacks_is_refused():
+    with pytest.raises(ampx.UnsupportedDtypeError, match="accepted: bfloat16"):
+        demo.choose_dtypes(Backend(emulated=()), ["float16"])
+
+
+def test_every_mixed_run_gets_one_overflow_and_float32_none():
+    runs = demo.plan_runs(["float32", "float16", "bfloat16"], [0, 1, 1], epochs=2, batch_size=10, images=105)
+    assert [(run.dtype, run.seed) for run in runs] == [
+        (dtype, seed) for seed in (0, 1) for dtype in ("float32", "float16", "bfloat16")
+    ]
+    assert {run.overflow_at for run in runs if run.dtype == "float32"} == {None}
+    assert {run.overflow_at for run in runs if run.dtype != "float32"} == {8}
+
+
+@pytest.mark.parametrize(("seeds", "epochs", "batch_size"), [([], 1, 10), ([0], 0, 10), ([0], 1, 0), ([0], 1, 106)])
+def test_runs_without_steps_are_refused(seeds, epochs, batch_size):
+    with pytest.raises(ampx.InvalidOptionError, match="accepted: at least one epoch"):
+        demo.plan_runs(["float32"], seeds, epochs, batch_size, images=105)
+
+
+def test_precision_warnings_become_notes_and_others_pass():
+    import warnings
+
+    class Trainer:
+        def train(self, data, run, on_step):
+            warnings.warn("float16 is emulated", ampx.PrecisionWarning, stacklevel=2)
+            on_step()
+            return make_result()
+
+    steps = []
+    run = Run("float16", 0, 1, 10)
+    ((result, notes),) = demo.train_all(Trainer(), None, [run], lambda run: lambda: steps.append(run.dtype))
+    assert (result.dtype, notes, steps) == ("float16", ["float16 is emulated"], ["float16"])
+
+
+def test_ratio_is_to_the_float32_run_of_the_same_seed():
+    runs = [make_result("float32", 0, steps_per_second=100.0), make_result("float32", 1, steps_per_second=50.0)]
+    mixed = make_result("float16", 1, steps_per_second=200.0)
+    assert demo.ratio_to_float32(mixed, [*runs, mixed]) == 4.0
+    assert demo.ratio_to_float32(mixed, [mixed]) is None
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float16", "bfloat16"), ("float32", "bfloat16"), ("float32",)])
+def test_picture_is_a_png_of_the_right_size(dtypes, tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = demo.plan_runs(dtypes, [0], epochs=4, batch_size=10, images=10)
+    found = demo.report("fake", runs, [make_result(dtype) for dtype in dtypes])
+    demo.write(tmp_path, found)
+    assert png_size(tmp_path / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
+    assert json.loads((tmp_path / "results.json").read_text()) == found
+
+
+def test_demo_prints_what_it_writes(ampx_command, tmp_path):
+    pytest.importorskip("torch")
+    out = tmp_path / "out"
+    done = ampx_command("demo", "--framework", "torch", "--epochs", "1", "--json", "--out", str(out))
+    found = json.loads(done.stdout)
+    assert json.loads((out / "results.json").read_text()) == found
+    assert png_size(out / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
+    assert found["schema"] == "ampx.demo/1"
+    assert [run["dtype"] for run in found["runs"]][0] == "float32"
+    for run in found["runs"]:
+        assert len(run["losses"]) == len(run["scales"]) == 1347 // 32
+        assert (found["overflow_at"] in run["skipped"]) == (run["dtype"] != "float32")
+        assert 0 < run["accuracy"] <= 1
+
+
+def test_demo_prints_one_row_a_run_and_says_where_the_picture_is(ampx_command, tmp_path):
+    pytest.importorskip("torch")
+    arguments = ("--epochs", "1", "--dtype", "bfloat16", "--seeds", "3,4", "--out", str(tmp_path / "out"))
+    text = ampx_command("demo", "--framework", "torch", *arguments).stdout
+    for run in ("float32, seed 3", "bfloat16, seed 3", "float32, seed 4", "bfloat16, seed 4"):
+        assert text.count(run) == 1
+    assert str(tmp_path / "out" / "demo.png") in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--framework", "nope"], "framework='nope' is registered by no plugin"),
+        (["--seeds", "one"], "--seeds 'one' is no list of seeds"),
+        (["--seeds=-1"], "--seeds '-1' is no list of seeds"),
+        (["--epochs", "0"], "Invalid value for '--epochs'"),
+        (["--out", "taken/inside"], "cannot be made"),
+    ],
+)
+def test_wrong_option_is_a_usage_error_told_before_training(ampx_command, arguments, message):
+    (ampx_command.folder / "taken").write_text("a file, not a folder")
+    assert message in ampx_command("demo", *arguments, code=2).stderr
+
+
+def test_backend_without_a_trainer_says_so(ampx_command):
+    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    assert "does not support ampx demo" in ampx_command("demo", "--framework", "toy", code=1).stderr

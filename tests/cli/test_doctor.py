@@ -1,0 +1,158 @@
+"""`ampx doctor` tells the truth about what is there, and survives what is broken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ampx.cli.machine import describe_cpu, tensor_core_dtypes
+
+WITHOUT_TORCH = {"AMPX_DISABLE_PLUGINS": "torch"}
+
+
+def examine(ampx_command, *arguments, code=None, **environment):
+    return json.loads(ampx_command("doctor", "--json", *arguments, code=code, **environment).stdout)
+
+
+def only(report):
+    (framework,) = report["frameworks"]
+    return framework
+
+
+def test_report_has_every_known_framework_and_every_fact(ampx_command):
+    report = examine(ampx_command)
+    assert report["schema"] == "ampx.doctor/1"
+    assert {one["name"] for one in report["frameworks"]} >= {"torch", "tensorflow", "mxnet", "paddle", "jax"}
+    assert set(report) == {"schema", "ampx", "machine", "plugins", "frameworks", "mixed_precision"}
+    assert set(report["machine"]) == {"python", "executable", "platform", "cpu", "gpus"}
+    for one in report["frameworks"]:
+        assert one["state"] in {"ready", "no backend", "broken", "not installed"}
+        assert (one["problem"] is None) == (one["state"] != "broken")
+
+
+def test_torch_facts_are_those_of_the_backend(ampx_command):
+    torch = pytest.importorskip("torch")
+    report = examine(ampx_command, "--framework", "torch", code=0)
+    found = only(report)
+    assert found["state"] == "ready"
+    assert found["version"] == torch.__version__
+    assert found["mixed_precision"] in {"native", "emulated"}
+    assert {device["name"] for device in found["devices"]} | set(found["absent_devices"]) == {"cpu", "cuda"}
+    assert ("cuda" in found["absent_devices"]) == (not torch.cuda.is_available())
+    assert found["init"]["reason"]
+
+
+def test_plugin_framework_that_computes_low_precision_gives_exit_code_0(ampx_command):
+    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    report = examine(ampx_command, "--framework", "toy", code=0)
+    found = only(report)
+    assert (found["state"], found["mixed_precision"]) == ("ready", "native")
+    assert found["init"]["dtype"] == "float16"
+    assert report["plugins"]["found"].count("toy") == 1
+
+
+def test_framework_that_is_not_installed_gives_exit_code_1(ampx_command):
+    ampx_command.add_plugin("ghost", "ghost_plugin")
+    ampx_command.add_module(
+        "ghost_plugin",
+        "import ampx\n"
+        "@ampx.hookimpl\n"
+        "def ampx_register_backends(register):\n"
+        "    register('ghost', None, roots=('ghost_framework',), requires='ghost-framework>=1')\n",
+    )
+    report = examine(ampx_command, "--framework", "ghost", code=1)
+    assert only(report)["state"] == "not installed"
+    assert report["mixed_precision"] is False
+
+
+def test_installed_framework_without_backend_is_listed_as_such(ampx_command):
+    ampx_command.add_module("mxnet", "__version__ = '1.9.1'")
+    found = only(examine(ampx_command, "--framework", "mxnet", code=1))
+    assert (found["state"], found["version"]) == ("no backend", "1.9.1")
+    text = ampx_command("doctor", "--framework", "mxnet", code=1).stdout
+    assert "no ampx backend installed" in text
+
+
+def test_empty_folder_of_a_framework_name_is_not_an_installation(ampx_command):
+    (ampx_command.folder / "mxnet").mkdir()
+    assert only(examine(ampx_command, "--framework", "mxnet"))["state"] == "not installed"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (
+            "raise ImportError('libcudart.so.9 is missing')",
+            "importing mxnet raised ImportError: libcudart.so.9 is missing",
+        ),
+        ("raise SystemExit(7)", "importing mxnet raised SystemExit: 7"),
+        ("import os; os._exit(3)", "the import ended the interpreter with exit code 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the import crashed with SIGSEGV"),
+        (
+            "import sys, os; print('noise'); sys.stderr.write('first\\nlast words\\n'); sys.stderr.flush(); os.abort()",
+            "the import crashed with SIGABRT: last words",
+        ),
+    ],
+)
+def test_framework_whose_import_fails_is_broken_and_doctor_survives(ampx_command, body, problem):
+    ampx_command.add_module("mxnet", body)
+    found = only(examine(ampx_command, "--framework", "mxnet", code=1))
+    assert (found["state"], found["problem"]) == ("broken", problem)
+
+
+def test_framework_whose_import_hangs_is_broken_after_the_time_limit(ampx_command):
+    ampx_command.add_module("mxnet", "import time; time.sleep(600)")
+    found = only(examine(ampx_command, "--framework", "mxnet", "--time-limit", "3", code=1))
+    assert (found["state"], found["problem"]) == ("broken", "no answer within 3 s; the process was ended")
+
+
+def test_broken_plugin_is_named_with_its_error(ampx_command):
+    ampx_command.add_plugin("shaky", "shaky_plugin")
+    ampx_command.add_module("shaky_plugin", "raise RuntimeError('the plugin is shaky')")
+    broken = examine(ampx_command, "--framework", "mxnet")["plugins"]["broken"]
+    assert list(broken) == ["shaky"]
+    assert "the plugin is shaky" in broken["shaky"]
+    text = ampx_command("doctor", "--framework", "mxnet", code=1).stdout
+    assert "Plugin shaky is broken" in text
+    assert "the plugin is shaky" in text
+
+
+def test_plugin_that_kills_the_interpreter_leaves_doctor_alive(ampx_command):
+    ampx_command.add_plugin("deadly", "deadly_plugin")
+    ampx_command.add_module("deadly_plugin", "import os; os._exit(5)")
+    report = examine(ampx_command, "--framework", "mxnet", code=1)
+    assert "exit code 5" in report["plugins"]["error"]
+
+
+def test_unknown_framework_is_a_usage_error(ampx_command):
+    assert "framework='nope' is not known" in ampx_command("doctor", "--framework", "nope", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [
+        ("6.1", []),
+        ("7.0", ["float16"]),
+        ("7.5", ["float16"]),
+        ("8.0", ["float16", "bfloat16", "TF32"]),
+        ("8.6", ["float16", "bfloat16", "TF32"]),
+        ("8.9", ["float16", "bfloat16", "TF32", "FP8"]),
+        ("9.0", ["float16", "bfloat16", "TF32", "FP8"]),
+        ("[N/A]", []),
+    ],
+)
+def test_tensor_core_dtypes_follow_the_compute_capability(capability, dtypes):
+    assert tensor_core_dtypes(capability) == dtypes
+
+
+def test_cpu_instructions_are_read_from_the_first_processor(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text(
+        "model name\t: Some CPU\nflags\t\t: fpu amx_bf16 avx512_fp16\n\nmodel name\t: Other\nflags\t: fpu\n"
+    )
+    assert describe_cpu(info) == {
+        "name": "Some CPU",
+        "instructions": {"avx512_fp16": "float16", "amx_bf16": "bfloat16 (AMX)"},
+    }
+    assert describe_cpu(tmp_path / "none")["instructions"] is None
