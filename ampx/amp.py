@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import sessions
 from .backend import Backend
 from .casting import Casting
-from .checks import check_bound, wrapped_optimizers
+from .checks import check_bound, one_wrapped_optimizer, wrapped_optimizers
 from .contract import CastPlan
 from .effective import Effective
 from .errors import AlreadyWrappedError, InvalidOptionError, NotAnOptimizerError, ProtocolError
@@ -23,7 +23,7 @@ from .reporting import Reporting
 from .scaling import ScaleLoss
 
 if TYPE_CHECKING:
-    from .gate import Gate
+    from .gating import Gate
 
 
 class Amp(Casting, Reporting):
@@ -173,8 +173,7 @@ class Amp(Casting, Reporting):
         Sync: at most one.
         """
         check_bound("max_norm", max_norm)
-        (one,) = wrapped_optimizers(opt, "clip_grad_norm")
-        return one.ampx_clip_grad_norm(max_norm)
+        return one_wrapped_optimizer(opt, "clip_grad_norm").ampx_clip_grad_norm(max_norm)
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
         """Give a scheduler whose `step` runs only when the optimizer's last step was applied.
@@ -185,7 +184,7 @@ class Amp(Casting, Reporting):
 
         Sync: one per step where the scale lives on the device, else none.
         """
-        from .gate import Gate
+        from .gating import Gate
 
         return Gate(scheduler, wrapped_optimizers(opt, "gate"))
 

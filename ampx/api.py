@@ -14,7 +14,7 @@ from .contract import CastPlan, Device
 from .effective import Effective
 from .errors import InvalidOptionError, PrecisionWarning, UnsupportedByBackendError, UnsupportedDtypeError
 from .events import Listener
-from .gate import Gate
+from .gating import Gate
 from .levels import Level, OptLevel, find_level
 from .loss_scale import LossScale
 from .policy import Dtype, normalise_dtype

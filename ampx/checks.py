@@ -24,6 +24,21 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
     return optimizers
 
 
+def one_wrapped_optimizer(opt: Any, call: str) -> WrappedOptimizer:
+    """Give the wrapped optimizer of an argument that takes one.
+
+    Raises:
+        NotWrappedError: It is not wrapped.
+        InvalidOptionError: It is a list of none or several.
+    """
+    optimizers = wrapped_optimizers(opt, call)
+    if len(optimizers) != 1:
+        raise InvalidOptionError(
+            f"{call} got a list of {len(optimizers)} optimizers; accepted: one optimizer. Call it for each."
+        )
+    return optimizers[0]
+
+
 def check_bound(name: str, bound: object) -> None:
     """Raise unless a bound is None or a positive number.
 

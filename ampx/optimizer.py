@@ -81,6 +81,14 @@ class GenericOptimizer(WrappedOptimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the raw optimizer what is its own (`opt.lr = 0.1`), where setting it here would change nothing."""
+        own = name.startswith(("_", "ampx_")) or "optimizer" not in self.__dict__ or hasattr(type(self), name)
+        if own or name in self.__dict__ or not hasattr(self.optimizer, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
     @property
     def _implicit(self) -> bool:
         return self._backend.capabilities.gradients == "implicit"
@@ -100,29 +108,34 @@ class GenericOptimizer(WrappedOptimizer):
         member = self.ampx_member
         if self._implicit and grads is not None:
             self._backend.refuse("arguments of step (closures)")
-        if not member.group.enabled:
-            self._backend.apply(self.optimizer, self._backend.gradients(self.optimizer) if self._implicit else grads)
-            member.result = UNCHECKED
-            return
         if self._implicit:
             grads = self._backend.gradients(self.optimizer)
-            if not grads and member.stage == "idle":
-                self._nothing_to_do()
-                return
-        member.check_step()
-        if not grads:
+        if not member.group.enabled:
+            self._update(grads if self._unscaled is None else self._unscaled.grads)
+            self._unscaled = self._norm = None
+            member.result = UNCHECKED
+            return
+        if not (self._implicit and _is_empty(grads) and member.stage == "idle"):
+            member.check_step()
+        if _is_empty(grads):
             self._nothing_to_do()
             return
-        true, finite = self._unscaled or self._backend.unscale(grads, member.factor)
-        finite = bool(finite)
-        norm = self._norm
+        if self._unscaled is None:
+            self._unscaled = self._backend.unscale(grads, 1.0 if member.stage == "unscaled" else member.factor)
+            member.stage = "unscaled"  # should the update fail, a second try must not divide again
+        finite = bool(self._unscaled.finite)
         if finite:
-            if self._max_grad_norm is not None or self._max_grad_value is not None:
-                true, own_norm = self._backend.clip(true, self._max_grad_norm, self._max_grad_value)
-                norm = own_norm if norm is None else norm
-            self._backend.apply(self.optimizer, true)
+            self._update(self._unscaled.grads)
+        norm = self._norm
         self._unscaled = self._norm = None
         member.finish(self.ampx_finite_by_loss(finite), None if norm is None else float(norm))
+
+    def _update(self, grads: Any) -> None:
+        """Clip true, finite gradients as asked and apply them."""
+        if self._max_grad_norm is not None or self._max_grad_value is not None:
+            grads, norm = self._backend.clip(grads, self._max_grad_norm, self._max_grad_value)
+            self._norm = norm if self._norm is None else self._norm
+        self._backend.apply(self.optimizer, grads)
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Tell which loss ids were finite; a wrapper that keeps several losses apart knows better. Sync: none."""
@@ -132,8 +145,8 @@ class GenericOptimizer(WrappedOptimizer):
         """Forget the gradients, pending ones included. Sync: none."""
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
+        self._unscaled = self._norm = None
         if self.ampx_member.stage in ("scaled", "unscaled"):
-            self._unscaled = self._norm = None
             self.ampx_member.forget()
 
     def ampx_unscale(self) -> None:
@@ -143,7 +156,7 @@ class GenericOptimizer(WrappedOptimizer):
             return
         self.ampx_member.check_step()
         grads = self._backend.gradients(self.optimizer)
-        if grads:
+        if not _is_empty(grads):
             self._unscaled = self._backend.unscale(grads, self.ampx_member.factor)
         self.ampx_member.stage = "unscaled"
 
@@ -151,10 +164,10 @@ class GenericOptimizer(WrappedOptimizer):
         """Clip the true gradients."""
         self._needs_implicit("clip_grad_norm")
         self.ampx_unscale()
-        grads = self._unscaled.grads if self._unscaled else self._backend.gradients(self.optimizer)
+        grads, finite = self._unscaled or (self._backend.gradients(self.optimizer), True)
         clipped, norm = self._backend.clip(grads, max_norm, None)
-        if self._unscaled is not None:
-            self._unscaled = Unscaled(clipped, self._unscaled.finite)
+        if not _is_empty(grads):
+            self._unscaled = Unscaled(clipped, finite)
             self._norm = norm
         return norm
 
@@ -171,3 +184,8 @@ class GenericOptimizer(WrappedOptimizer):
         scale = cast("float", group.states[0].scale)
         skips = cast("int", group.states[0].consecutive_skips)
         self.ampx_member.forget(StepResult(False, True, scale, scale, skips))
+
+
+def _is_empty(grads: Any) -> bool:
+    # An array of several elements has no truth value, so only containers are asked.
+    return grads is None or (isinstance(grads, (list, tuple, dict)) and not grads)

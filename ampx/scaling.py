@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .amp import Amp
 
 _REMEMBERED = 64
+_ENTERED = object()  # stands in for a loss that was scaled already
 
 
 class ScaleLoss:
@@ -45,6 +46,11 @@ class ScaleLoss:
     def __enter__(self) -> Any:
         """Check everything, then scale; a call that raises changes nothing."""
         amp, loss_id, optimizers = self._amp, self._loss_id, self._optimizers
+        if self._loss is _ENTERED:
+            raise ProtocolError(
+                "a scale_loss region was entered a second time; accepted: once, for one backward. Call scale_loss "
+                "again with the next loss."
+            )
         if not amp.enabled or False in [one.ampx_member.group.enabled for one in optimizers]:
             self._optimizers = ()
             return self._loss
@@ -52,21 +58,29 @@ class ScaleLoss:
             self._check_loss_id()
         for one in optimizers:
             one.ampx_member.check_enter()
+        if isinstance(self._loss, (list, tuple, dict)):
+            _check_not_empty(self._loss)
         _each(self._loss, self._check_loss)
         scale = self._choose_scale()
-        for one in optimizers:
-            one.ampx_before_backward(loss_id)
-        plan = amp.casting
-        if plan is not None:
-            self._region = amp.backend.autocast(plan, False)
-            self._region.__enter__()
+        prepared = []
         try:
+            for one in optimizers:
+                one.ampx_before_backward(loss_id)
+                prepared.append(one)
+            plan = amp.casting
+            if plan is not None:
+                region = amp.backend.autocast(plan, False)
+                region.__enter__()
+                self._region = region
             scaled = _each(self._loss, lambda loss: _mark(amp.scaled, amp.backend.scale(loss, scale)))
         except BaseException as error:
-            if self._region is not None:
-                self._region.__exit__(type(error), error, error.__traceback__)
+            region, self._region = self._region, None
+            if region is not None:
+                region.__exit__(type(error), error, error.__traceback__)
+            for one in prepared:
+                one.ampx_abandon_backward(loss_id)
             raise
-        self._loss = None  # the region must not keep the graph alive
+        self._loss = _ENTERED  # the region must not keep the graph alive
         for one in optimizers:
             one.ampx_member.enter(scale, loss_id)
         return scaled
@@ -75,10 +89,12 @@ class ScaleLoss:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore casting; note the pending gradients, or after an exception leave the protocol as it was."""
-        if self._region is not None:
-            self._region.__exit__(kind, error, trace)
-        for one in self._optimizers:
-            one.ampx_member.leave(kind is None)
+        try:
+            if self._region is not None:
+                self._region.__exit__(kind, error, trace)
+        finally:
+            for one in self._optimizers:
+                one.ampx_member.leave(kind is None)
         for one in self._optimizers:
             if kind is None:
                 one.ampx_after_backward(self._loss_id)
@@ -149,6 +165,16 @@ def check_loss(amp: Amp, loss: Loss) -> None:
             "scale_loss got a loss that is NaN before scaling, so no loss scale can help; look at the inputs, the "
             "learning rate, or the first overflowing module with ampx.trace_overflow(model). "
             "ampx.init(nan_loss='skip') treats it as an overflow and skips the step instead."
+        )
+
+
+def _check_not_empty(losses: Any) -> None:
+    leaves: list[Any] = []
+    _each(losses, leaves.append)
+    if not leaves:
+        raise LossShapeError(
+            f"scale_loss got {losses!r}, which holds no loss; accepted: a scalar, or a list, tuple or dict of scalars. "
+            f"Pass what your loss function returned."
         )
 
 

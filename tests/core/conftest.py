@@ -102,7 +102,7 @@ class FakeBackend(ampx.Backend):
     def inspect_loss(self, loss, check_nan):
         if not isinstance(loss, self.framework.Loss):
             raise ampx.LossDtypeError(f"scale_loss got {type(loss).__name__}; accepted: a Loss. Pass one.")
-        nan = math.isnan(loss.value) if check_nan or check_nan is None else None
+        nan = loss.value != loss.value if check_nan or check_nan is None else None
         return ampx.LossInfo(loss.elements, loss.dtype, loss.dtype.startswith(("f", "b")), loss.attached, nan)
 
     def scale(self, loss, scale):

@@ -1,0 +1,606 @@
+"""The order of calls: what is counted, what is divided, what is refused, and what an exception leaves behind."""
+
+import copy
+import gc
+import math
+import pickle
+import threading
+
+import pytest
+
+import ampx
+
+INF = math.inf
+
+
+@pytest.fixture
+def amp(alpha):
+    return ampx.init("alpha", loss_scale=ampx.LossScale(init_scale=1024.0, growth_interval=3))
+
+
+@pytest.fixture
+def trainer(amp, alpha, make_trainer):
+    return make_trainer(alpha)
+
+
+def stand(trainer):
+    member = trainer.opt.ampx_member
+    return (
+        member.stage,
+        dict(member.factors),
+        trainer.param.value,
+        trainer.raw.updates,
+        ampx.state_dict(trainer.opt),
+    )
+
+
+# -- steps ----------------------------------------------------------------------------------------------
+
+
+def test_a_step_applies_the_true_gradient(trainer):
+    result = trainer.step(0.5)
+    assert trainer.param.value == -0.5
+    assert result == ampx.StepResult(True, True, 1024.0, 1024.0, 0, None)
+
+
+@pytest.mark.parametrize("gradient", [INF, -INF, math.nan])
+def test_a_skipped_step_touches_nothing_but_the_scale(trainer, gradient):
+    trainer.step(2.0)
+    result = trainer.step(gradient)
+    assert (trainer.param.value, trainer.raw.updates) == (-2.0, 1)
+    assert result == ampx.StepResult(False, False, 1024.0, 512.0, 1, None)
+
+
+def test_the_scale_moves_only_after_the_step_that_decides_it(trainer):
+    scales = []
+    for gradient in (1.0, 1.0, 1.0, INF, 1.0):
+        result = trainer.step(gradient)
+        scales.append((result.scale, result.next_scale))
+    assert scales == [(1024, 1024), (1024, 1024), (1024, 2048), (2048, 1024), (1024, 1024)]
+
+
+def test_an_overflow_inside_an_accumulation_window_drops_the_window(trainer):
+    for gradient in (1.0, INF, 1.0):
+        trainer.backward(gradient)
+    trainer.opt.step()
+    assert not trainer.opt.last_step.applied
+    assert (trainer.param.value, trainer.opt.loss_scale) == (0.0, 512.0)
+
+
+def test_accumulated_gradients_share_a_scale_and_count_once(trainer):
+    for _ in range(4):
+        trainer.backward(0.25)
+    trainer.opt.step()
+    assert trainer.param.value == -1.0
+    assert ampx.state_dict(trainer.opt)["groups"][0]["losses"][0]["growth_tracker"] == 1
+
+
+def test_a_step_without_scale_loss_is_refused(trainer):
+    trainer.param.grad = 1.0
+    before = stand(trainer)
+    with pytest.raises(ampx.NotScaledError):
+        trainer.opt.step()
+    assert stand(trainer) == before
+
+
+def test_a_second_step_on_the_same_gradients_is_refused(trainer):
+    trainer.backward()
+    trainer.opt.step()
+    before = stand(trainer)
+    with pytest.raises(ampx.NotScaledError):
+        trainer.opt.step()
+    assert stand(trainer) == before
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_step_without_gradients_is_not_counted(trainer, scaled):
+    if scaled:
+        trainer.backward()
+        trainer.param.grad = None
+    before = ampx.state_dict()
+    trainer.opt.step()
+    assert trainer.opt.last_step == ampx.StepResult(False, True, 1024.0, 1024.0, 0)
+    assert (ampx.state_dict(), trainer.opt.ampx_member.stage) == (before, "idle")
+
+
+def test_zero_grad_forgets_pending_gradients(trainer):
+    trainer.backward(INF)
+    trainer.opt.zero_grad()
+    assert trainer.opt.loss_scale == 1024.0
+    trainer.param.grad = 1.0
+    with pytest.raises(ampx.NotScaledError):
+        trainer.opt.step()
+
+
+def test_zero_grad_inside_the_body_keeps_the_scale_of_what_follows(trainer, alpha):
+    with ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt) as scaled:
+        trainer.opt.zero_grad()
+        scaled.backward()
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+def test_a_failing_framework_step_can_be_tried_again_without_dividing_twice(trainer, alpha):
+    trainer.backward(2.0)
+    alpha.fails_to_apply = True
+    before = ampx.state_dict()
+    with pytest.raises(RuntimeError, match="the framework failed"):
+        trainer.opt.step()
+    assert ampx.state_dict() == before
+    alpha.fails_to_apply = False
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+# -- unscale and clip -----------------------------------------------------------------------------------
+
+
+def test_unscale_is_idempotent_until_the_step(trainer):
+    trainer.backward(2.0)
+    ampx.unscale(trainer.opt)
+    ampx.unscale([trainer.opt])
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+def test_scale_loss_after_unscale_is_refused(trainer):
+    trainer.backward(2.0)
+    ampx.unscale(trainer.opt)
+    before = stand(trainer)
+    with pytest.raises(ampx.ProtocolError, match="after unscale"):
+        trainer.backward(2.0)
+    assert stand(trainer) == before
+
+
+@pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 1.0)])
+def test_unscale_without_scale_loss_is_refused(trainer, call):
+    trainer.param.grad = 4.0
+    with pytest.raises(ampx.NotScaledError):
+        call(trainer.opt)
+    assert trainer.opt.ampx_member.stage == "idle"
+
+
+def test_clip_grad_norm_returns_the_true_norm_and_the_step_applies_the_clipped(trainer):
+    trainer.backward(8.0)
+    assert ampx.clip_grad_norm(trainer.opt, 2.0) == 8.0
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+    assert trainer.opt.last_step.grad_norm == 8.0
+
+
+def test_max_grad_norm_and_value_clip_true_gradients(amp, alpha, make_trainer):
+    by_norm = make_trainer(alpha, max_grad_norm=2.0)
+    assert by_norm.step(8.0).grad_norm == 8.0
+    by_value = make_trainer(alpha, max_grad_value=3.0)
+    by_value.step(-8.0)
+    assert (by_norm.param.value, by_value.param.value) == (-2.0, 3.0)
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, math.nan, "1", True])
+def test_a_bound_that_is_none_is_refused(trainer, bound):
+    trainer.backward()
+    before = stand(trainer)
+    with pytest.raises(ampx.InvalidOptionError, match="max_norm"):
+        ampx.clip_grad_norm(trainer.opt, bound)
+    assert stand(trainer) == before
+
+
+def test_clip_grad_norm_takes_one_optimizer(amp, alpha, make_trainer):
+    with pytest.raises(ampx.InvalidOptionError, match="one optimizer"):
+        ampx.clip_grad_norm([make_trainer(alpha).opt, make_trainer(alpha).opt], 1.0)
+
+
+@pytest.mark.parametrize("call", ["unscale", "clip_grad_norm", "gate", "scale_loss", "state_dict"])
+def test_a_raw_optimizer_is_refused_by_every_call(trainer, alpha, call):
+    raw = alpha.Sgd()
+    calls = {
+        "unscale": lambda: ampx.unscale(raw),
+        "clip_grad_norm": lambda: ampx.clip_grad_norm(raw, 1.0),
+        "gate": lambda: ampx.gate(object(), raw),
+        "scale_loss": lambda: ampx.scale_loss(alpha.Loss(), raw),
+        "state_dict": lambda: ampx.state_dict(raw),
+    }
+    with pytest.raises(ampx.NotWrappedError, match=call):
+        calls[call]()
+
+
+# -- scale_loss -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"elements": 2}, ampx.LossShapeError),
+        ({"elements": 0}, ampx.LossShapeError),
+        ({"dtype": "int64"}, ampx.LossDtypeError),
+        ({"attached": False}, ampx.DetachedLossError),
+        ({"value": math.nan}, ampx.NonFiniteLossError),
+    ],
+)
+def test_a_loss_that_cannot_be_scaled_is_refused(trainer, alpha, options, error):
+    before = stand(trainer)
+    for loss in (alpha.Loss(**options), [alpha.Loss(), alpha.Loss(**options)], {"a": (alpha.Loss(**options),)}):
+        with pytest.raises(error) as caught, ampx.scale_loss(loss, trainer.opt):
+            pytest.fail("the body ran")
+        assert type(caught.value) is error
+        assert stand(trainer) == before
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, "loss", [], {}, [[]]])
+def test_what_is_no_loss_is_refused(trainer, loss):
+    before = stand(trainer)
+    with pytest.raises(ampx.LossError), ampx.scale_loss(loss, trainer.opt):
+        pytest.fail("the body ran")
+    assert stand(trainer) == before
+
+
+def test_no_optimizer_at_all_is_refused(trainer, alpha):
+    with pytest.raises(ampx.InvalidOptionError, match="empty list"), ampx.current().scale_loss(alpha.Loss(), []):
+        pytest.fail("the body ran")
+
+
+def test_a_scaled_loss_is_not_scaled_again(trainer, alpha):
+    with ampx.scale_loss(alpha.Loss((trainer.param, 1.0)), trainer.opt) as scaled:
+        scaled.backward()
+    trainer.opt.step()
+    before = stand(trainer)
+    with pytest.raises(ampx.AlreadyScaledError), ampx.scale_loss(scaled, trainer.opt):
+        pytest.fail("the body ran")
+    assert stand(trainer) == before
+
+
+def test_scaled_losses_are_not_kept_alive_and_not_remembered_for_ever(amp, trainer):
+    for _ in range(300):
+        trainer.step()
+    gc.collect()
+    assert [reference() for reference in amp.scaled.values() if reference() is not None] == []
+    assert len(amp.scaled) < 100
+
+
+def test_lists_and_dicts_of_losses_keep_their_shape(trainer, alpha):
+    losses = {"a": alpha.Loss((trainer.param, 1.0)), "b": [alpha.Loss((trainer.param, 2.0))]}
+    with ampx.scale_loss(losses, trainer.opt) as scaled:
+        assert list(scaled) == ["a", "b"]
+        scaled["a"].backward()
+        scaled["b"][0].backward()
+    trainer.opt.step()
+    assert trainer.param.value == -3.0
+
+
+def test_the_loss_is_scaled_in_float32_with_casting_off(trainer, alpha):
+    assert alpha.casting == "float16"
+    with ampx.scale_loss(alpha.Loss(dtype="float16"), trainer.opt) as scaled:
+        assert (scaled.dtype, scaled.factor, alpha.casting) == ("float32", 1024.0, None)
+    assert alpha.casting == "float16"
+
+
+def test_a_nested_scale_loss_is_refused_and_the_outer_goes_on(trainer, alpha):
+    with ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt) as scaled:
+        with pytest.raises(ampx.NestedScaleError), ampx.scale_loss(alpha.Loss(), trainer.opt):
+            pytest.fail("the body ran")
+        with pytest.raises(ampx.NestedScaleError):
+            trainer.opt.step()
+        scaled.backward()
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+def test_the_same_region_is_not_entered_twice(trainer, alpha):
+    region = ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt)
+    with region as scaled:
+        scaled.backward()
+    with pytest.raises(ampx.ProtocolError, match="once"), region:
+        pytest.fail("the body ran")
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+def test_an_exception_in_the_body_leaves_the_protocol_as_it_was(trainer, alpha):
+    before = stand(trainer)
+    with pytest.raises(KeyError), ampx.scale_loss(alpha.Loss(), trainer.opt):
+        raise KeyError("mine")
+    assert stand(trainer) == before
+    assert alpha.casting == "float16"
+    assert trainer.step(2.0).applied
+
+
+def test_an_exception_in_a_later_body_keeps_what_was_accumulated(trainer, alpha):
+    trainer.backward(2.0)
+    before = stand(trainer)
+    with pytest.raises(KeyError), ampx.scale_loss(alpha.Loss(), trainer.opt, loss_id=3):
+        raise KeyError("mine")
+    assert stand(trainer)[:2] == before[:2]
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+    # the loss whose backward never came is not counted as finite
+    counted = {loss["loss_id"]: loss["growth_tracker"] for loss in ampx.state_dict()["groups"][0]["losses"]}
+    assert counted[0] == 1
+    assert counted.get(3, 0) == 0
+
+
+def test_an_exception_while_scaling_leaves_the_protocol_as_it_was(trainer, alpha):
+    calls = []
+    trainer.opt.__class__ = type(
+        "Watched",
+        (type(trainer.opt),),
+        {
+            "ampx_before_backward": lambda self, loss_id: calls.append("before"),
+            "ampx_abandon_backward": lambda self, loss_id: calls.append("abandon"),
+            "ampx_after_backward": lambda self, loss_id: calls.append("after"),
+        },
+    )
+    before = stand(trainer)
+    with pytest.raises(RuntimeError, match="scaling failed"):
+        ampx.scale_loss(alpha.Loss(value="broken", dtype="float32"), trainer.opt).__enter__()
+    assert stand(trainer) == before
+    assert alpha.casting == "float16"
+    assert calls == ["before", "abandon"]
+    trainer.step()
+    assert calls == ["before", "abandon", "before", "after"]
+
+
+def test_preparation_that_fails_for_one_optimizer_is_undone_for_the_others(amp, alpha, make_trainer):
+    calls = []
+    first, second = make_trainer(alpha), make_trainer(alpha)
+
+    def prepare(self, loss_id):
+        if self is second.opt:
+            raise RuntimeError("not me")
+        calls.append("before")
+
+    hooks = {"ampx_before_backward": prepare, "ampx_abandon_backward": lambda self, loss_id: calls.append("abandon")}
+    for one in (first, second):
+        one.opt.__class__ = type("Watched", (type(one.opt),), hooks)
+    with pytest.raises(RuntimeError, match="not me"):
+        ampx.scale_loss(alpha.Loss(), [first.opt, second.opt]).__enter__()
+    assert calls == ["before", "abandon"]
+    assert first.opt.ampx_member.stage == second.opt.ampx_member.stage == "idle"
+
+
+def test_an_optimizer_listed_twice_is_refused(trainer, alpha):
+    before = stand(trainer)
+    with pytest.raises(ampx.InvalidOptionError, match="twice"):
+        ampx.scale_loss(alpha.Loss(), [trainer.opt, trainer.opt])
+    assert stand(trainer) == before
+
+
+@pytest.mark.parametrize("loss_id", [-1, 1.0, "0", True, None])
+def test_a_loss_id_is_an_integer_from_zero(trainer, alpha, loss_id):
+    with pytest.raises(ampx.InvalidOptionError, match="loss_id"):
+        ampx.scale_loss(alpha.Loss(), trainer.opt, loss_id=loss_id).__enter__()
+
+
+def test_every_loss_id_has_its_own_scale(trainer, alpha):
+    trainer.backward(INF, loss_id=1)
+    trainer.opt.step()
+    trainer.opt.zero_grad()
+    scales = {loss["loss_id"]: loss["scale"] for loss in ampx.state_dict()["groups"][0]["losses"]}
+    assert scales == {0: 1024.0, 1: 512.0}
+
+
+def test_a_second_loss_id_needs_the_capability(make_framework, make_trainer):
+    gamma = make_framework("gamma", per_loss_scales=False)
+    ampx.init("gamma")
+    trainer = make_trainer(gamma)
+    with pytest.raises(ampx.UnsupportedByBackendError):
+        trainer.backward(loss_id=1)
+    assert trainer.step().applied
+
+
+# -- groups ---------------------------------------------------------------------------------------------
+
+
+class Pair:
+    def __init__(self, alpha):
+        self.alpha = alpha
+        self.params = [alpha.Param(0.0), alpha.Param(0.0)]
+        self.first, self.second = ampx.wrap_optimizer([alpha.Sgd(param) for param in self.params])
+        self.both = [self.first, self.second]
+
+    def backward(self, one, other, opts=None):
+        terms = list(zip(self.params, (one, other), strict=True))
+        with ampx.scale_loss(self.alpha.Loss(*terms), opts or self.both) as scaled:
+            scaled.backward()
+
+
+@pytest.fixture
+def pair(amp, alpha):
+    return Pair(alpha)
+
+
+def test_a_group_moves_its_scale_once_after_its_last_member(pair):
+    pair.backward(INF, 3.0)
+    pair.first.step()
+    assert pair.second.loss_scale == 1024.0
+    pair.second.step()
+    assert pair.first.loss_scale == pair.second.loss_scale == 512.0
+    # the second member's gradients were fine and divided by the scale they carry
+    assert [param.value for param in pair.params] == [0.0, -3.0]
+    assert (pair.first.last_step.applied, pair.second.last_step.applied) == (False, True)
+    assert pair.first.last_step.next_scale == pair.second.last_step.next_scale == 512.0
+    assert ampx.state_dict()["groups"][0]["losses"][0]["consecutive_skips"] == 1
+
+
+def test_a_member_without_gradients_does_not_hold_the_group_up(pair):
+    pair.backward(INF, 1.0)
+    pair.first.step()
+    pair.second.zero_grad()
+    assert pair.first.loss_scale == 512.0
+
+
+def test_a_member_that_was_not_scaled_does_not_hold_the_group_up(pair):
+    with ampx.scale_loss(pair.alpha.Loss((pair.params[0], INF)), pair.first) as scaled:
+        scaled.backward()
+    pair.first.step()
+    assert pair.second.loss_scale == 512.0
+
+
+def test_the_scale_of_a_group_is_frozen_while_a_member_is_pending(pair):
+    pair.backward(INF, 1.0)
+    pair.first.step()
+    pair.first.zero_grad()
+    # first starts its next window before second stepped: both still carry the same scale
+    with ampx.scale_loss(pair.alpha.Loss((pair.params[0], 5.0)), pair.first) as scaled:
+        assert scaled.factor == 1024.0
+        scaled.backward()
+    pair.second.step()
+    assert pair.first.loss_scale == 1024.0
+    pair.first.step()
+    assert pair.first.loss_scale == 512.0
+    assert [param.value for param in pair.params] == [-5.0, -1.0]
+
+
+def test_optimizers_with_different_scales_are_served_by_the_smallest(amp, alpha, make_trainer):
+    small, large = make_trainer(alpha, loss_scale=64), make_trainer(alpha, loss_scale=256)
+    loss = alpha.Loss((small.param, 1.0), (large.param, 2.0))
+    with ampx.scale_loss(loss, [large.opt, small.opt]) as scaled:
+        assert scaled.factor == 64.0
+        scaled.backward()
+    small.opt.step()
+    large.opt.step()
+    assert (small.param.value, large.param.value) == (-1.0, -2.0)
+
+
+def test_pending_gradients_of_different_scales_cannot_share_a_backward(amp, alpha, make_trainer):
+    small, large = make_trainer(alpha, loss_scale=64), make_trainer(alpha, loss_scale=256)
+    small.backward()
+    large.backward()
+    before = stand(small), stand(large)
+    with pytest.raises(ampx.ProtocolError, match="different loss scales"):
+        ampx.scale_loss(alpha.Loss(), [small.opt, large.opt]).__enter__()
+    assert (stand(small), stand(large)) == before
+
+
+def test_each_optimizer_owns_its_scale(amp, alpha, make_trainer):
+    # One scaler for both, updated between their steps, would give the second a wrong factor.
+    first, second = make_trainer(alpha), make_trainer(alpha)
+    first.backward(INF)
+    second.backward(4.0)
+    first.opt.step()
+    second.opt.step()
+    assert second.param.value == -4.0
+    assert (first.opt.loss_scale, second.opt.loss_scale) == (512.0, 1024.0)
+
+
+# -- copies, threads, the end --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["idle", "scaled", "unscaled"])
+def test_a_deep_copy_steps_on_its_own(trainer, alpha, stage):
+    trainer.step(INF)
+    if stage != "idle":
+        trainer.backward(2.0)
+    if stage == "unscaled":
+        ampx.unscale(trainer.opt)
+    twin = copy.deepcopy(trainer.opt)
+    (param,) = twin.optimizer.params
+    if stage == "idle":
+        with ampx.scale_loss(alpha.Loss((param, 2.0)), twin) as scaled:
+            scaled.backward()
+    twin.step()
+    assert (param.value, trainer.param.value) == (-2.0, 0.0)
+    assert twin.loss_scale == 512.0
+    assert trainer.opt.ampx_member.stage == stage
+    assert trainer.opt.ampx_member.group is not twin.ampx_member.group
+
+
+def test_a_group_survives_pickling_with_its_state(amp, trainer):
+    trainer.step(INF)
+    trainer.backward()
+    member = pickle.loads(pickle.dumps(trainer.opt.ampx_member))
+    assert (member.stage, member.factor) == ("scaled", 512.0)
+    assert member.group.states == trainer.opt.ampx_member.group.states
+    member.finish({0: False})
+    assert member.group.states[0].scale == 256.0
+    assert trainer.opt.loss_scale == 512.0
+
+
+def test_attributes_reach_the_raw_optimizer_in_both_directions(trainer):
+    trainer.opt.lr = 0.5
+    assert (trainer.raw.lr, trainer.opt.lr) == (0.5, 0.5)
+    trainer.step(2.0)
+    assert trainer.param.value == -1.0
+    with pytest.raises(AttributeError):
+        trainer.opt.loss_scale = 3.0
+    with pytest.raises(AttributeError):
+        _ = trainer.opt.no_such_attribute
+
+
+def test_shutdown_lets_wrapped_optimizers_go_on(amp, trainer, alpha):
+    trainer.backward(2.0)
+    amp.shutdown()
+    assert alpha.casting is None
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+    amp.shutdown()
+    with pytest.raises(ampx.NotInitializedError):
+        trainer.backward()
+
+
+def test_threads_train_their_own_optimizers(amp, alpha, make_trainer):
+    trainers = [make_trainer(alpha) for _ in range(4)]
+    failures = []
+
+    def train(trainer, gradient):
+        try:
+            for _ in range(50):
+                trainer.step(gradient)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train, args=(one, 2.0**-place)) for place, one in enumerate(trainers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert [one.param.value for one in trainers] == [-50.0, -25.0, -12.5, -6.25]
+
+
+# -- disabled and explicit ----------------------------------------------------------------------------
+
+
+def test_disabled_is_the_raw_optimizer(alpha, make_trainer):
+    ampx.init("alpha", enabled=False)
+    trainer = make_trainer(alpha)
+    loss = alpha.Loss((trainer.param, 2.0))
+    with ampx.scale_loss(loss, trainer.opt) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    ampx.unscale(trainer.opt)
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+    assert trainer.opt.last_step == ampx.StepResult(True, None, 1.0, 1.0, 0)
+
+
+def test_disabled_still_clips(alpha, make_trainer):
+    ampx.init("alpha", enabled=False)
+    bounded, called = make_trainer(alpha, max_grad_norm=2.0), make_trainer(alpha)
+    bounded.step(8.0)
+    called.backward(8.0)
+    assert ampx.clip_grad_norm(called.opt, 2.0) == 8.0
+    called.opt.step()
+    assert (bounded.param.value, called.param.value) == (-2.0, -2.0)
+    called.opt.zero_grad()
+    called.step(1.0)
+    assert called.param.value == -3.0
+
+
+class Vector(list):
+    """Gradients as one value whose truth is ambiguous, as an array's is."""
+
+    def __bool__(self):
+        raise ValueError("the truth value of an array is ambiguous")
+
+
+def test_explicit_gradients_are_given_to_step(make_framework, make_trainer):
+    delta = make_framework("delta", gradients="explicit")
+    ampx.init("delta", loss_scale=ampx.LossScale(init_scale=8))
+    trainer = make_trainer(delta)
+    trainer.backward(2.0)
+    trainer.opt.step((trainer.param.grad,))
+    assert trainer.param.value == -2.0
+    with pytest.raises(ampx.NotScaledError):
+        trainer.opt.step([16.0])
+    with pytest.raises(ampx.ProtocolError, match="gradients as values"):
+        ampx.unscale(trainer.opt)
