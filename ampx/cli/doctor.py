@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from ampx.errors import UnknownFrameworkError
+from ampx.registry import DISABLE_VARIABLE
 
 from .frameworks import Framework, find_frameworks
 from .machine import describe_machine
@@ -42,6 +44,7 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
         "machine": describe_machine(),
         "plugins": {
             "found": scan.get("plugins", []),
+            "disabled": sorted(filter(None, os.environ.get(DISABLE_VARIABLE, "").split(","))),
             "broken": scan.get("broken", {}),
             "error": scan.get("error"),
         },

@@ -60,6 +60,8 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
         _print_verdict(console, one)
     plugins = report["plugins"]
     console.print(f"Plugins: {escape(', '.join(plugins['found'])) or 'none found'}")
+    if plugins["disabled"]:
+        console.print(f"Switched off by AMPX_DISABLE_PLUGINS: {escape(', '.join(plugins['disabled']))}")
     if plugins["error"]:
         console.print(f"[red]Looking for plugins failed:[/] {escape(plugins['error'])}")
         console.print("Switch plugins off with AMPX_DISABLE_PLUGINS=name,… to find the one that does it.")

@@ -128,7 +128,7 @@ def test_demo_prints_what_it_writes(ampx_command, tmp_path):
     assert json.loads((out / "results.json").read_text()) == found
     assert png_size(out / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
     assert found["schema"] == "ampx.demo/1"
-    assert [run["dtype"] for run in found["runs"]][0] == "float32"
+    assert found["runs"][0]["dtype"] == "float32"
     for run in found["runs"]:
         assert len(run["losses"]) == len(run["scales"]) == 1347 // 32
         assert (found["overflow_at"] in run["skipped"]) == (run["dtype"] != "float32")

@@ -8,8 +8,6 @@ import pytest
 
 from ampx.cli.machine import describe_cpu, tensor_core_dtypes
 
-WITHOUT_TORCH = {"AMPX_DISABLE_PLUGINS": "torch"}
-
 
 def examine(ampx_command, *arguments, code=None, **environment):
     return json.loads(ampx_command("doctor", "--json", *arguments, code=code, **environment).stdout)
@@ -123,6 +121,12 @@ def test_plugin_that_kills_the_interpreter_leaves_doctor_alive(ampx_command):
     ampx_command.add_module("deadly_plugin", "import os; os._exit(5)")
     report = examine(ampx_command, "--framework", "mxnet", code=1)
     assert "exit code 5" in report["plugins"]["error"]
+
+
+def test_disabled_plugin_is_named(ampx_command):
+    arguments = ("doctor", "--framework", "torch")
+    text = ampx_command(*arguments, code=1, AMPX_DISABLE_PLUGINS="torch").stdout
+    assert "Switched off by AMPX_DISABLE_PLUGINS: torch" in text
 
 
 def test_unknown_framework_is_a_usage_error(ampx_command):

@@ -79,7 +79,7 @@ def test_training_leaves_torch_as_it_was():
     data = demo.Digits(data.train_images[:64], data.train_labels[:64], data.test_images, data.test_labels)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    (run,) = demo.plan_runs(["bfloat16"], [0], 1, 32, 64)
-    Registry().load("torch").demo().train(data, run, lambda: None)
+    runs = demo.plan_runs(["bfloat16"], [0], 1, 32, 64)
+    assert len(list(demo.train_all(Registry().load("torch").demo(), data, runs, lambda run: lambda: None))) == 1
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.is_autocast_enabled("cpu")
