@@ -72,7 +72,7 @@ def _traces_overflow(suite: KitTests) -> None:
 
 def _promotion(suite: KitTests) -> None:
     suite.start()
-    function = ampx.promote_function(lambda value: value)
+    function = ampx.promote_function(suite.subject.dtype_of)
     _not_supported(suite, lambda: function(suite.subject.tensor([1.0], "float32")))
 
 

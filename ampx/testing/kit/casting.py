@@ -38,7 +38,7 @@ class CastTests(KitTests):
         third = self.subject.tensor([1 / 3], "float32")
         for dtype, rounded in (("float16", 0.333251953125), ("bfloat16", 0.333984375)):
             if dtype in self.backend.capabilities.dtypes:
-                low = self.backend.cast(third, dtype)  # type: ignore[arg-type]
+                low = self.backend.cast(third, dtype)
                 assert self.subject.dtype_of(low) == dtype
                 assert self.subject.numbers(low) == [rounded]
                 wide = self.backend.cast([low], "float32")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -91,21 +92,23 @@ class EventTests(KitTests):
     def test_events_tell_skips_changes_and_collapse(self) -> None:
         """Exactly the events of the specification, in order, with every field."""
         amp = self.start()
-        self.bench(amp)
+        other = self.bench(amp)
         seen: list[ampx.Event] = []
         amp.on_event(seen.append)
         bench = self.bench(amp, loss_scale=CONFIG)
         assert self._run(bench, PATTERN) == 0
         assert [self._told(event) for event in seen] == self._expected(PATTERN)
+        assert other.scale == 2.0**16
 
     def test_the_third_skip_in_a_row_collapses_once(self) -> None:
         """`ScaleCollapsed` comes at the limit, not after it, with one warning; a finite step arms it again."""
         amp = self.start()
-        self.bench(amp)
+        other = self.bench(amp)
         seen: list[ampx.Event] = []
         amp.on_event(seen.append)
         bench, pattern = self.bench(amp, loss_scale=CONFIG), (1, 1, 1, 1, 1, 0, 1, 1, 1)
         assert self._run(bench, pattern) == 2
+        assert other.scale == 2.0**16
         assert [self._told(event) for event in seen] == self._expected(pattern)
 
     def test_removed_listeners_hear_nothing(self) -> None:
@@ -124,7 +127,8 @@ class EventTests(KitTests):
 
     def test_plugins_receive_the_same_events(self) -> None:
         """The hook `ampx_event` hears what listeners hear."""
-        watcher, seen = Watcher(), []
+        watcher = Watcher()
+        seen: list[ampx.Event] = []
         ampx.register_plugin(watcher, "kit-watcher")
         try:
             amp = self.start(ampx.LossScale(growth_interval=3))
@@ -175,8 +179,6 @@ class EventTests(KitTests):
 
     def _run(self, bench: Bench, pattern: tuple[int, ...]) -> int:
         """Train over a pattern; count the warnings of a collapse."""
-        import warnings
-
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             bench.trace(pattern)

@@ -123,8 +123,9 @@ class StateTests(KitTests):
 
     def test_dynamic_and_static_are_not_mixed_up(self) -> None:
         """A state saved with a dynamic scale leaves a static one as it is, and says so; and the other way round."""
-        states = [self._saved(UNUSUAL), self.bench(self.start(loss_scale=3.0)).amp.state_dict()]
-        for scale, state in ((7.0, states[0]), (ampx.LossScale(init_scale=7.0), states[1])):
+        static = self.bench(self.start(loss_scale=3.0))
+        states = self._saved(UNUSUAL), static.amp.state_dict()
+        for scale, state in zip((7.0, ampx.LossScale(init_scale=7.0)), states, strict=True):
             bench = self.bench(self.start(loss_scale=scale))
             with pytest.warns(ampx.AmpxWarning, match="the current loss scale 7 stays"):
                 bench.amp.load_state_dict(state)

@@ -174,9 +174,11 @@ def total(a: Tensor) -> Tensor:
 
 def pull(parameters: Sequence[Tensor], chosen: Sequence[Sequence[float]]) -> Tensor:
     """Give the sum of the parameters, with derivatives of the caller's choice (inf and NaN too)."""
-    parents: list[tuple[Tensor, Pullback]] = []
-    for parameter, slopes in zip(parameters, chosen, strict=True):
-        parents.append((parameter, lambda upstream, slopes=slopes: tuple(upstream[0] * slope for slope in slopes)))
+
+    def along(slopes: Sequence[float]) -> Pullback:
+        return lambda upstream: tuple(upstream[0] * slope for slope in slopes)
+
+    parents = [(parameter, along(slopes)) for parameter, slopes in zip(parameters, chosen, strict=True)]
     return Tensor([sum(sum(parameter.data) for parameter in parameters)], "float32", parents)
 
 

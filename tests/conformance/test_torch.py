@@ -1,0 +1,97 @@
+"""The kit on PyTorch."""
+
+from typing import Any, ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from ampx.testing import BackendSuite, Harness, PluginSuite  # noqa: E402
+
+
+class Pull(torch.autograd.Function):
+    """The sum of a parameter, with derivatives of the caller's choice."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, slopes: Any) -> Any:
+        ctx.save_for_backward(slopes)
+        return parameter.detach().sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:
+        return upstream * ctx.saved_tensors[0], None
+
+
+class TorchHarness(Harness):
+    framework, plugin, device = "torch", "ampx_torch", "cpu"
+    dtype: ClassVar[Any] = "bfloat16"  # every CPU that torch runs on computes it, at least by emulation
+
+    def tensor(self, values, dtype):
+        return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
+
+    def dtype_of(self, tensor):
+        return str(tensor.dtype).removeprefix("torch.")
+
+    def numbers(self, tensor):
+        return tensor.detach().flatten().tolist()
+
+    def parameter(self, values):
+        return torch.nn.Parameter(torch.tensor(values, device=self.device))
+
+    def optimizer(self, parameters, momentum):
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.5 if momentum else 0.0)
+
+    def optimizer_state(self, raw):
+        return [
+            None if (buffer := raw.state[p].get("momentum_buffer")) is None else buffer.tolist()
+            for group in raw.param_groups
+            for p in group["params"]
+            if p in raw.state
+        ]
+
+    def loss(self, parameters, gradients):
+        pairs = zip(parameters, gradients, strict=True)
+        return sum(Pull.apply(p, torch.tensor(slopes, device=self.device)) for p, slopes in pairs)
+
+    def backward(self, scaled, parameters):
+        scaled.backward()
+
+    def gradients(self, parameters):
+        return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    def casting(self):
+        kinds = ("cpu", "cuda")
+        state = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        return state, torch.is_autocast_cache_enabled()
+
+    def computes_in(self):
+        return self.dtype_of(torch.ones(2, 2, device=self.device) @ torch.ones(2, 2, device=self.device))
+
+    def operation(self):
+        return torch.matmul
+
+    def model(self):
+        return torch.nn.Linear(2, 2)
+
+    def overflowing(self):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        torch.nn.init.constant_(model[1].weight, float("inf"))
+        return model, lambda: model(torch.ones(1, 1)), "1"
+
+    def surroundings(self):
+        return torch.get_default_dtype(), torch.get_rng_state().tolist(), torch.is_grad_enabled()
+
+
+class TestTorch(BackendSuite):
+    harness = TorchHarness
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestTorchOnCuda(BackendSuite):
+    class harness(TorchHarness):  # noqa: N801  (the attribute that the suite reads)
+        dtype, device = "float16", "cuda"
+
+
+class TestTorchPlugin(PluginSuite):
+    plugin, framework, modules = "ampx_torch", "torch", ("torch",)
