@@ -8,50 +8,22 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from . import hookspecs
 from .backend import Backend
-from .errors import (
-    AmbiguousFrameworkError,
-    AmpxError,
-    BackendLoadError,
-    DuplicateBackendError,
-    FrameworkNotInstalledError,
-    PluginError,
-    UnknownFrameworkError,
-)
+from .errors import AmbiguousFrameworkError, AmpxError, DuplicateBackendError, PluginError, UnknownFrameworkError
+from .loading import Registration, check_registration, implemented_hooks, load_backend
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "ampx"
 DISABLE_VARIABLE = "AMPX_DISABLE_PLUGINS"
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a plugin said about one framework.
-
-    Attributes:
-        name: The framework's name.
-        load: Gives the backend.
-        roots: Root modules of the framework's objects.
-        requires: The requirement to install.
-        plugin: Name of the plugin.
-        module: Name of the plugin's module, for messages.
-    """
-
-    name: str
-    load: Callable[[], Backend]
-    roots: tuple[str, ...]
-    requires: str
-    plugin: str
-    module: str
 
 
 class Registry:
@@ -68,15 +40,18 @@ class Registry:
         self._registrations: dict[str, Registration] = {}
         self._backends: dict[str, Backend] = {}
         self.broken: dict[str, AmpxError] = {}
+        # The scan imports plugins, which may ask this registry something; other threads wait until it is done.
+        self._scanning = threading.RLock()
 
     @property
     def manager(self) -> pluggy.PluginManager:
         """The pluggy manager, after one scan of the entry points."""
-        if self._manager is None:
-            self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-            self._manager.add_hookspecs(hookspecs)
-            self._scan()
-        return self._manager
+        with self._scanning:
+            if self._manager is None:
+                self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+                self._manager.add_hookspecs(hookspecs)
+                self._scan()
+            return self._manager
 
     def register_plugin(self, plugin: Any, name: str | None = None) -> None:
         """Register a plugin object (a module, usually) by hand, as entry points do.
@@ -95,16 +70,22 @@ class Registry:
         label = name or str(getattr(plugin, "__name__", repr(plugin)))
         module = str(getattr(plugin, "__name__", type(plugin).__module__))
         known = {hook for hook in vars(hookspecs) if hook.startswith("ampx_")}
-        misspelt = sorted(hook for hook in _implemented_hooks(plugin) if hook not in known)
+        misspelt = sorted(hook for hook in implemented_hooks(plugin) if hook not in known)
         if misspelt:
             raise PluginError(
                 f"plugin {label!r} (module {module}) implements {', '.join(misspelt)}, which is no hook of ampx; "
                 f"accepted: {', '.join(sorted(known))}. Correct the name in the plugin."
             )
+        if manager.has_plugin(label) or manager.is_registered(plugin):
+            raise PluginError(
+                f"plugin {label!r} (module {module}) is registered already; accepted: each plugin once, under a "
+                f"name of its own. Remove one registration."
+            )
         try:
             manager.register(plugin, name=label)
         except pluggy.PluginValidationError as error:
-            manager.unregister(plugin)
+            if manager.is_registered(plugin):
+                manager.unregister(plugin)
             raise PluginError(
                 f"plugin {label!r} (module {module}) has a hook with wrong arguments: {error}; accepted: "
                 f"ampx_register_backends(register) and ampx_event(event). Correct the plugin."
@@ -112,7 +93,8 @@ class Registry:
         claimed: list[Registration] = []
 
         def register(name: str, load: Callable[[], Backend], *, roots: Sequence[str], requires: str) -> None:
-            other = self._registrations.get(name)
+            check_registration(name, load, roots, requires)
+            other = next((one for one in (*claimed, *self._registrations.values()) if one.name == name), None)
             if other is not None:
                 raise DuplicateBackendError(
                     f"framework {name!r} is claimed by plugin {label!r} (module {module}) and by plugin "
@@ -125,7 +107,7 @@ class Registry:
         try:
             if hook is not None:
                 hook(register=register)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             manager.unregister(plugin)
             if isinstance(error, AmpxError):
                 raise
@@ -141,15 +123,18 @@ class Registry:
             import importlib.metadata  # most of the cost of `import ampx` otherwise
 
             entry_points = importlib.metadata.entry_points(group=GROUP)
-        blocked = set(filter(None, os.environ.get(DISABLE_VARIABLE, "").split(",")))
+        blocked = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",")}
         for entry_point in entry_points:
             if entry_point.name in blocked:
                 continue
+            label = entry_point.name
+            if self.manager.has_plugin(label):  # another distribution uses the same name for its entry point
+                label = f"{entry_point.name} ({entry_point.value})"
             try:
-                self.register_plugin(entry_point.load(), entry_point.name)
+                self.register_plugin(entry_point.load(), label)
             except AmpxError as error:
-                self.broken[entry_point.name] = error
-            except Exception as error:
+                self.broken[label] = error
+            except (Exception, SystemExit) as error:
                 # Whatever a stranger's module raises must not reach those who did not ask for it.
                 broken = PluginError(
                     f"plugin {entry_point.name!r} ({entry_point.value}) cannot be imported: {error!r}; accepted: a "
@@ -157,7 +142,7 @@ class Registry:
                     f"{DISABLE_VARIABLE}={entry_point.name}."
                 )
                 broken.__cause__ = error
-                self.broken[entry_point.name] = broken
+                self.broken[label] = broken
 
     def names(self) -> list[str]:
         """List the registered frameworks. Sync: none."""
@@ -199,7 +184,7 @@ class Registry:
         found = self.registration(name)
         backend = self._backends.get(name)
         if backend is None:
-            backend = self._backends[name] = _load(found)
+            backend = self._backends[name] = load_backend(found)
         return backend
 
     def imported(self) -> list[str]:
@@ -208,7 +193,7 @@ class Registry:
         return [
             name
             for name, found in sorted(self._registrations.items())
-            if any(root in sys.modules for root in found.roots)
+            if any(sys.modules.get(root) is not None for root in found.roots)
         ]
 
     def guess(self) -> str:
@@ -230,39 +215,6 @@ class Registry:
 
     def _ensure(self) -> None:
         _ = self.manager
-
-
-def _implemented_hooks(plugin: Any) -> list[str]:
-    marker = f"{hookspecs.PROJECT}_impl"
-    return [name for name in dir(plugin) if hasattr(getattr(plugin, name, None), marker)]
-
-
-def _load(found: Registration) -> Backend:
-    try:
-        backend = found.load()
-    except ImportError as error:
-        if error.name is not None and error.name in found.roots:
-            raise FrameworkNotInstalledError(
-                f"framework={found.name!r} needs {found.requires}, which is not importable: {error}. Install it with "
-                f"`pip install 'ampx[{found.name}]'` (or the framework's own instructions for your GPU).",
-                name=error.name,
-            ) from error
-        raise _load_error(found, error) from error
-    except Exception as error:
-        raise _load_error(found, error) from error
-    if not isinstance(backend, Backend):
-        raise BackendLoadError(
-            f"plugin {found.plugin!r} gave {backend!r} for framework {found.name!r}; accepted: an instance of "
-            f"ampx.Backend. Correct the plugin."
-        )
-    return backend
-
-
-def _load_error(found: Registration, error: BaseException) -> BackendLoadError:
-    return BackendLoadError(
-        f"framework={found.name!r} is installed, but loading it failed: {error!r}. It needs {found.requires}; repair "
-        f"or reinstall it (`ampx doctor` tells more)."
-    )
 
 
 _default: list[Registry] = []

@@ -74,9 +74,9 @@ class ScaleLoss:
                 self._region = region
             scaled = _each(self._loss, lambda loss: _mark(amp.scaled, amp.backend.scale(loss, scale)))
         except BaseException as error:
-            region, self._region = self._region, None
-            if region is not None:
-                region.__exit__(type(error), error, error.__traceback__)
+            if self._region is not None:
+                self._region.__exit__(type(error), error, error.__traceback__)
+                self._region = None
             for one in prepared:
                 one.ampx_abandon_backward(loss_id)
             raise
