@@ -18,71 +18,98 @@ if TYPE_CHECKING:
 
 
 class LossMixer:
-    """Keeps apart what carries different scales, for one optimizer."""
+    """Keeps apart what carries different scales, for one optimizer.
 
-    def __init__(self, owner: AmpOptimizer) -> None:
-        """Serve one wrapped optimizer; a weak link would not outlive it anyway."""
-        self._owner = owner
+    The optimizer is handed to every call: a link to it would make a cycle, and parameters would wait for the
+    garbage collector.
+
+    Attributes:
+        evaluating: The optimizer evaluates its closure as often as it likes.
+        loss_id: The loss whose gradients were scaled last, once there are several; else None.
+    """
+
+    def __init__(self) -> None:
+        """Start with one loss."""
+        self.evaluating = False
+        self.loss_id: int | None = None
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._loss_id: int | None = None
-        self.reevaluating = False
+        self._new_evaluation = False
 
-    def current_loss_id(self) -> int:
-        """Give the loss id whose gradients are scaled at the moment."""
-        return next(iter(self._owner.ampx_member.factors)) if self._loss_id is None else self._loss_id
+    def begin_evaluation(self) -> None:
+        """Note that the closure is about to run: its gradients have nothing to do with earlier ones."""
+        self._new_evaluation = True
 
-    def before(self, loss_id: int) -> None:
+    def before(self, owner: AmpOptimizer, loss_id: int) -> None:
         """Put true gradients aside where the coming ones would not go with them."""
-        owner, member = self._owner, self._owner.ampx_member
-        if self.reevaluating:
-            self._expect_no_gradients()
-            return
-        if not member.mixes:
+        member = owner.ampx_member
+        if self._new_evaluation:
+            self._new_evaluation = False
+            _expect_no_gradients(owner)
+            self._forget_losses()
+            owner.restart()
+        if self.loss_id is None:
             if not member.factors or loss_id in member.factors:
                 return
+            if not owner.collect():  # they were cleared behind the wrapper's back, by model.zero_grad()
+                member.factors.clear()
+                return
+            owner.check_and_unscale()
             member.mixes = True
-            self._loss_id = next(iter(member.factors))
-        owner.check_and_unscale()
-        self._loss_id = loss_id
+        self.loss_id = loss_id
         for parameter in owner.gradients.parameters():
             if parameter.grad is not None:
-                self._aside.append((parameter, parameter.grad))
-                parameter.grad = None
+                # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
+                self._aside.append((parameter, parameter.grad.clone()))
+        _drop_gradients(owner)
 
-    def after(self, loss_id: int) -> None:
+    def after(self, owner: AmpOptimizer) -> None:
         """Make the new gradients true and add those put aside."""
-        if self._owner.ampx_member.mixes and not self.reevaluating:
-            self._owner.check_and_unscale()
+        if self.loss_id is not None:
+            owner.check_and_unscale()
             self._bring_back()
 
-    def abandon(self) -> None:
+    def abandon(self, owner: AmpOptimizer) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
-        if self._owner.ampx_member.mixes and not self.reevaluating:
-            for parameter in self._owner.gradients.parameters():
-                parameter.grad = None
+        if self.loss_id is not None:
+            _drop_gradients(owner)
             self._bring_back()
 
-    def reset(self) -> None:
-        """Start afresh after a step."""
-        self._loss_id = None
+    def drop_aside(self) -> None:
+        """Forget gradients put aside: the user cleared all gradients inside a `scale_loss` body."""
         self._aside = []
-        self._owner.ampx_member.mixes = self.reevaluating
+
+    def reset(self, owner: AmpOptimizer) -> None:
+        """Start afresh after a step."""
+        self._forget_losses()
+        owner.ampx_member.mixes = self.evaluating
+
+    def _forget_losses(self) -> None:
+        self.loss_id = None
+        self._aside = []
 
     def _bring_back(self) -> None:
         aside, self._aside = self._aside, []
-        for parameter, gradient in aside:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                # In place, so that gradients which are views of a communication buffer stay so.
-                parameter.grad.add_(gradient)
+        with torch.no_grad():
+            for parameter, gradient in aside:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    # In place, so that gradients which are views of a communication buffer stay so.
+                    parameter.grad.add_(gradient)
 
-    def _expect_no_gradients(self) -> None:
-        """Within an optimizer that evaluates its closure again, old gradients are true and new ones scaled."""
-        if self._owner.ampx_member.stage != "unscaled":
-            return
-        if any(p.grad is not None and bool(p.grad.any()) for p in self._owner.gradients.parameters()):
-            raise ProtocolError(
-                "the closure called scale_loss without clearing the gradients of its former evaluation; true and "
-                "scaled gradients would be added. Call opt.zero_grad() first in the closure."
-            )
+
+def _drop_gradients(owner: AmpOptimizer) -> None:
+    for parameter in owner.gradients.parameters():
+        parameter.grad = None
+    if owner.masters is not None:
+        for parameter in owner.masters.model_parameters():
+            parameter.grad = None
+
+
+def _expect_no_gradients(owner: AmpOptimizer) -> None:
+    """Raise where gradients of an earlier evaluation are left: they are true, and the new ones scaled."""
+    if any(bool(gradient.any()) for bucket in owner.gradients.collect() for gradient in bucket):
+        raise ProtocolError(
+            "the closure called scale_loss without clearing the gradients of its former evaluation; true and "
+            "scaled gradients would be added. Call opt.zero_grad() first in the closure."
+        )
