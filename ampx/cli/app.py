@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +25,9 @@ def run() -> int:
     """Run the command line; give the exit code."""
     from ampx.errors import AmpxError, InvalidOptionError, UnknownFrameworkError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, no traceback
     try:
         result = app(standalone_mode=True)
     except AmpxError as error:
@@ -33,9 +38,9 @@ def run() -> int:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from .version import own_version
 
-        typer.echo(f"ampx {version('ampx')}")
+        typer.echo(f"ampx {own_version()}")
         raise typer.Exit
 
 

@@ -15,6 +15,7 @@ from ampx.registry import DISABLE_VARIABLE
 from .frameworks import Framework, find_frameworks
 from .machine import describe_machine
 from .probe import TIME_LIMIT, probe
+from .version import own_version
 
 SCHEMA = "ampx.doctor/1"
 
@@ -40,7 +41,7 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
         examined = list(pool.map(lambda one: examine_framework(one, time_limit), found))
     return {
         "schema": SCHEMA,
-        "ampx": importlib.metadata.version("ampx"),
+        "ampx": own_version(),
         "machine": describe_machine(),
         "plugins": {
             "found": scan.get("plugins", []),

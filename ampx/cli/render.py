@@ -32,9 +32,7 @@ def print_backends(console: Console, declared: list[Declared], broken: dict[str,
     console.print(table)
     for one in declared:
         if one.problem is not None:
-            console.print(
-                f"[yellow]{escape(one.framework)} is unavailable:[/] {escape(one.problem)} (needs {one.requires})",
-            )
+            console.print(f"[yellow]{escape(one.framework)} is unavailable:[/] {escape(one.problem)}")
     _print_broken(console, broken)
 
 
@@ -167,10 +165,10 @@ def _print_verdict(console: Console, one: dict[str, Any]) -> None:
     chosen = one["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"
-        scale = f", loss scale {'dynamic' if chosen['dynamic'] else 'static'} from {chosen['init_scale']:g}"
+        scale = f"{'dynamic loss scale from' if chosen['dynamic'] else 'static loss scale'} {chosen['init_scale']:g}"
         console.print(
             f"[bold]ampx.init(framework={one['name']!r})[/] chooses {what} on {chosen['device']}"
-            f"{scale if chosen['dtype'] else ''}. Why: {escape(chosen['reason'])}.",
+            f"{f', {scale}' if chosen['dtype'] else ''}. Why: {escape(chosen['reason'].rstrip('.'))}.",
         )
 
 

@@ -70,5 +70,10 @@ def test_missing_extra_is_named_without_a_traceback(module, extra, arguments, tm
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("command", ["backends", "doctor"])
+def test_terminal_without_unicode_gets_a_table_too(ampx_command, command):
+    assert "torch" in ampx_command(command, PYTHONIOENCODING="ascii", code=None).stdout
+
+
 def test_unknown_command_is_a_usage_error(ampx_command):
     assert "No such command" in ampx_command("dem", code=2).stderr
