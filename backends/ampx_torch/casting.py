@@ -180,6 +180,30 @@ class On:
         rules.uninstall(self._plan)
 
 
+class Traced:
+    """A region inside a compiled function: only flags, which the compiler knows; it ignores the weight cache."""
+
+    def __init__(self, plan: CastPlan, enabled: bool) -> None:
+        """Remember the plan."""
+        self._device = plan.device
+        self._wanted = (enabled, DTYPES[plan.dtype])
+
+    def __enter__(self) -> None:
+        """Switch."""
+        self._before = is_on(self._device), torch.get_autocast_dtype(self._device)
+        self._set(self._wanted)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore."""
+        self._set(self._before)
+
+    def _set(self, flags: tuple[bool, torch.dtype]) -> None:
+        switch(self._device, flags[0])
+        torch.set_autocast_dtype(self._device, flags[1])
+
+
 def off(device: str) -> AbstractContextManager[None]:
     """Give a region with casting off. Sync: none."""
     return Off(device)
@@ -188,8 +212,7 @@ def off(device: str) -> AbstractContextManager[None]:
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
     """Give a region with casting on (and the weight cache on) or off. Sync: none."""
     if torch.compiler.is_dynamo_compiling() and rules.in_force(plan):
-        # The compiler knows torch's region and ignores the cache.
-        return torch.autocast(plan.device, DTYPES[plan.dtype], enabled=enabled)
+        return Traced(plan, enabled)
     return On(plan) if enabled else Off(plan.device)
 
 

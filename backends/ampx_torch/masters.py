@@ -1,14 +1,135 @@
-"""float32 master weights behind a low-precision model."""
+"""Float32 master weights: what the optimizer updates while the model computes with low-precision copies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import nn
+
+from ampx.errors import UnsupportedByBackendError
 
 
 class MasterWeights:
-    """The pairs of low-precision parameters and their float32 copies; being written."""
+    """The masters of one raw optimizer. Travels with copies and pickles of (model, wrapped optimizer).
+
+    Attributes:
+        pairs: (the model's parameter, its float32 master), every parameter once.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Keep the pairs."""
+        self.pairs = list(pairs)
+
+    def model_parameters(self) -> list[nn.Parameter]:
+        """List the model's parameters that have masters. Sync: none."""
+        return [own for own, _ in self.pairs]
+
+    def has_gradients(self) -> bool:
+        """Tell whether any of the model's parameters has a gradient. Sync: none."""
+        return any(own.grad is not None for own, _ in self.pairs)
+
+    def pull_gradients(self) -> None:
+        """Give the masters the model's gradients in float32, in place of what they had.
+
+        The model's own gradients stay: they are summed up by further backwards and dropped by `zero_grad`.
+        Pulling twice is pulling once; pull before unscaling, which changes the masters' gradients only.
+
+        Sync: none.
+        """
+        targets, sources = [], []
+        for own, master in self.pairs:
+            if own.grad is None:
+                master.grad = None
+            elif master.grad is None or own.grad.is_sparse or master.grad.is_sparse:
+                master.grad = own.grad.to(torch.float32, copy=True)
+            else:
+                targets.append(master.grad)
+                sources.append(own.grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def push_weights(self) -> None:
+        """Round the masters into the model's parameters. Sync: none."""
+        with torch.no_grad():
+            if self.pairs:
+                owns, masters = zip(*self.pairs, strict=True)
+                torch._foreach_copy_(owns, masters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the model's parameters and of the masters. Sync: none."""
+        for pair in self.pairs:
+            for parameter in pair:
+                if set_to_none or parameter.grad is None:
+                    parameter.grad = None
+                else:
+                    parameter.grad = parameter.grad.detach().zero_()
 
 
 def of(optimizer: Any) -> MasterWeights | None:
-    """Give the master weights of a raw optimizer, if `prepare` made any. Sync: none."""
-    return getattr(optimizer, "ampx_masters", None)
+    """Give the master weights of a raw optimizer, if `prepare` made any.
+
+    Copies of a raw optimizer lose them: copy the wrapped one.
+
+    Sync: none.
+    """
+    found = vars(optimizer).get("ampx_masters")
+    return found if isinstance(found, MasterWeights) else None
+
+
+def check_movable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for an optimizer whose parameters cannot be replaced by masters.
+
+    Raises:
+        UnsupportedByBackendError: It keeps its own references to parameters, as LBFGS does.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedByBackendError(
+            "prepare got LBFGS, which evaluates the model between its own updates, so that master weights would be "
+            "one evaluation late; supported: optimizers that update once a step. Use level='O1' with it."
+        )
+
+
+def give(
+    optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[nn.Parameter, nn.Parameter]
+) -> list[MasterWeights]:
+    """Point optimizers at masters, in place: groups, options and names stay, state moves along.
+
+    Args:
+        optimizers: Raw optimizers.
+        masters: The float32 master of every low-precision parameter.
+
+    Returns:
+        The master weights of each optimizer, also to be found by `of`.
+
+    Sync: none.
+    """
+    return [_give(optimizer, masters) for optimizer in optimizers]
+
+
+def _give(optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]) -> MasterWeights:
+    pairs = []
+    for group in optimizer.param_groups:
+        for index, own in enumerate(group["params"]):
+            master = masters.get(own)
+            if master is None:
+                continue
+            group["params"][index] = master
+            pairs.append((own, master))
+            if own in optimizer.state:
+                optimizer.state[master] = _in_float32(optimizer.state.pop(own))
+    found = MasterWeights(pairs)
+    optimizer.ampx_masters = found  # type: ignore[attr-defined]
+    return found
+
+
+def _in_float32(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: value.to(torch.float32)
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        else value
+        for key, value in state.items()
+    }

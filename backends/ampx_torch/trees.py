@@ -17,13 +17,14 @@ DTYPES: Final[dict[Dtype, torch.dtype]] = {
 }
 
 
-def cast(tree: Any, dtype: torch.dtype, device: str | None = None) -> Any:
+def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[torch.dtype, ...] | None = None) -> Any:
     """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is.
 
     Args:
         tree: Tensors of any shape and dtype in tuples, named tuples, lists and dicts.
         dtype: The target; tensors that have it are not copied.
         device: Cast only what autocast would: tensors of this device type, but not float64.
+        only: Cast only tensors of these dtypes.
 
     Sync: none.
     """
@@ -32,11 +33,11 @@ def cast(tree: Any, dtype: torch.dtype, device: str | None = None) -> Any:
             device is not None and (tree.device.type != device or tree.dtype == torch.float64)
         ):
             return tree
-        return tree.to(dtype)
+        return tree.to(dtype) if only is None or tree.dtype in only else tree
     if isinstance(tree, Mapping):
-        return _like(tree, {key: cast(value, dtype, device) for key, value in tree.items()})
+        return _like(tree, {key: cast(value, dtype, device, only) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):
-        return _like(tree, [cast(value, dtype, device) for value in tree])
+        return _like(tree, [cast(value, dtype, device, only) for value in tree])
     return tree
 
 

@@ -1,0 +1,112 @@
+"""Casting in threads: torch keeps the switch by thread."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import ampx
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    ampx.shutdown()
+
+
+def product_dtype():
+    x = torch.ones(2, 2)
+    return (x @ x).dtype
+
+
+def in_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_native_autocast_is_off_in_new_threads():
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        assert in_thread(product_dtype) == torch.float32
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+def test_enter_thread_switches_casting_on_in_a_new_thread():
+    ampx.init("torch", dtype="bfloat16", device="cpu")
+    assert in_thread(lambda: (ampx.enter_thread(), product_dtype())[1]) == torch.bfloat16
+
+
+def test_enter_thread_initializes_a_pool():
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
+    with ThreadPoolExecutor(2, initializer=amp.enter_thread) as pool:
+        assert [pool.submit(product_dtype).result() for _ in range(4)] == [torch.bfloat16] * 4
+
+
+def test_enter_thread_keeps_the_weight_cache_off():
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
+    linear, x = nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+
+    def stale():
+        amp.enter_thread()
+        first = linear(x)
+        linear.weight.data += 1
+        return torch.equal(first, linear(x))
+
+    assert not in_thread(stale)
+
+
+def test_a_region_works_in_a_thread_that_did_not_enter():
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
+
+    def both():
+        with amp.autocast():
+            inside = product_dtype()
+        return inside, product_dtype()
+
+    assert in_thread(both) == (torch.bfloat16, torch.float32)
+
+
+def test_shutdown_in_the_main_thread_leaves_a_region_of_another_thread_to_restore_itself():
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu")
+    entered, stopped = threading.Event(), threading.Event()
+
+    def worker():
+        with amp.autocast():
+            entered.set()
+            stopped.wait(10)
+        return torch.is_autocast_enabled("cpu")
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(worker)
+        entered.wait(10)
+        amp.shutdown()
+        stopped.set()
+        assert future.result() is False
+
+
+def test_module_rules_do_not_reach_into_other_threads():
+    class Waits(nn.Module):
+        def forward(self, x):
+            started.set()
+            finished.wait(10)
+            return x @ x
+
+    started, finished = threading.Event(), threading.Event()
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu", deny=[Waits])
+
+    def denied():
+        amp.enter_thread()
+        return Waits()(torch.ones(2, 2)).dtype
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(denied)
+        started.wait(10)
+        assert product_dtype() == torch.bfloat16
+        finished.set()
+        assert future.result() == torch.float32
