@@ -53,7 +53,7 @@ class Amp(Casting, Reporting):
         self.check_nan: bool | None = {"auto": None, "raise": True, "skip": False}[nan_loss]
         self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._listeners: list[Listener] = []
+        self._listeners: list[list[Listener]] = []
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, weakref.ref[Any]] = {}
@@ -96,10 +96,19 @@ class Amp(Casting, Reporting):
         """
         self._check_active()
         optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
+        if not optimizers:
+            raise NotAnOptimizerError(
+                "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
+            )
         for position, one in enumerate(optimizers):
             self._check_raw(one, optimizers[:position])
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
             check_bound(name, bound)
+        if reserved := options.keys() & {"plan", "level"}:
+            raise InvalidOptionError(
+                f"wrap_optimizer got {', '.join(sorted(reserved))}, which init decides; accepted: loss_scale, "
+                f"max_grad_norm, max_grad_value and what the backend adds. Pass it to ampx.init."
+            )
         config = self.effective.loss_scale if loss_scale is None else LossScale.parse(loss_scale)
         group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
         settings = {
@@ -191,9 +200,12 @@ class Amp(Casting, Reporting):
     # -- life --------------------------------------------------------------------------------------
 
     def activate(self) -> None:
-        """Switch process-wide casting on, as `init` does."""
+        """Become the framework's session and switch process-wide casting on, as `init` does."""
         if self.plan is not None and self.enabled and self.effective.process_wide:
             self.backend.activate(self.plan)
+        self._active = True
+        self.casting = self.plan if self.enabled else None
+        sessions.add(self)
 
     def shutdown(self) -> None:
         """Leave the framework as it was before `init`. Wrapped optimizers go on working; repeated calls do nothing.
@@ -202,13 +214,15 @@ class Amp(Casting, Reporting):
         """
         if not self._active:
             return
-        for group in self.live_groups():
-            group.resolve()
-        self._active = False
-        self.casting = None
-        sessions.remove(self)
-        if self.plan is not None and self.enabled and self.effective.process_wide:
-            self.backend.deactivate(self.plan)
+        try:
+            for group in self.live_groups():
+                group.resolve()
+        finally:  # a listener may raise; the framework is restored all the same
+            self._active = False
+            self.casting = None
+            sessions.remove(self)
+            if self.plan is not None and self.enabled and self.effective.process_wide:
+                self.backend.deactivate(self.plan)
 
     def __enter__(self) -> Amp:
         """Give the session itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -22,19 +23,24 @@ class Region:
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         """Remember how to make the framework's region; it is made on entry, for the session of that moment."""
         self._make = make
-        self._entered: list[AbstractContextManager[Any]] = []
+        # By thread, because frameworks keep their switch by thread: each leaves what it entered itself.
+        self._entered: dict[int, list[AbstractContextManager[Any]]] = {}
 
     def __enter__(self) -> None:
         """Enter a fresh region of the framework."""
         region = self._make()
         region.__enter__()
-        self._entered.append(region)
+        self._entered.setdefault(threading.get_ident(), []).append(region)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore what was before."""
-        self._entered.pop().__exit__(kind, error, trace)
+        thread = threading.get_ident()
+        region = self._entered[thread].pop()
+        if not self._entered[thread]:
+            del self._entered[thread]
+        region.__exit__(kind, error, trace)
 
     def __call__(self, function: Function) -> Function:
         """Run a function inside the region."""

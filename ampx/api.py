@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from . import annotate, sessions
@@ -68,10 +69,13 @@ def init(
     Sync: none.
     """
     found_level = find_level(level)
-    wanted = None if dtype == "auto" else normalise_dtype(dtype)
-    scale = None if loss_scale == "auto" else LossScale.parse(loss_scale)
+    wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
+    scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)
+    allowed, denied = _entries("allow", allow), _entries("deny", deny)
     _check_choice("on_unsupported", on_unsupported, ("raise", "warn"))
     _check_choice("nan_loss", nan_loss, ("auto", "raise", "skip"))
+    _check_choice("process_wide", process_wide, (True, False))
+    _check_choice("enabled", enabled, (True, False))
     registry = default_registry()
     backend = registry.load(registry.guess() if framework is None else framework)
     if found_level.name not in backend.capabilities.levels:
@@ -84,9 +88,7 @@ def init(
     casts = chosen not in (None, "float32") and found_level.name != "O0" and enabled
     plan = None
     if casts and chosen is not None:
-        plan = backend.check_plan(
-            CastPlan(target.name, chosen, found_level.name, _entries("allow", allow), _entries("deny", deny))
-        )
+        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied))
     effective = Effective(
         framework=backend.name,
         device=target.name,
@@ -100,11 +102,7 @@ def init(
         reason=reason,
     )
     session = Amp(backend, plan, found_level, effective, nan_loss)
-    former = sessions.get(backend.name)
-    if former is not None:
-        former.shutdown()
-    session.activate()
-    sessions.add(session)
+    sessions.replace(session)
     return session
 
 
@@ -147,7 +145,7 @@ def _entries(name: str, entries: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def _check_choice(name: str, value: object, accepted: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, accepted: tuple[object, ...]) -> None:
     if value not in accepted:
         raise InvalidOptionError(
             f"{name}={value!r} is not a choice; accepted: {', '.join(map(repr, accepted))}. Pass one of these."
@@ -166,8 +164,7 @@ def current(framework: str | None = None) -> Amp:
 
     Sync: none.
     """
-    found = None if framework is None else sessions.get(framework)
-    return found or sessions.only("current")
+    return sessions.only("current", framework)
 
 
 def wrap_optimizer(opt: Any, **options: Any) -> Any:
@@ -271,9 +268,10 @@ def trace_overflow(model: Any) -> Any:
 
 def shutdown(framework: str | None = None) -> None:
     """End the session of a framework, or all sessions: each framework is left as it was before `init`."""
-    for session in sessions.all_sessions():
-        if framework is None or session.framework == framework:
-            session.shutdown()
+    with ExitStack() as stack:  # all are shut down, whatever one of them raises
+        for session in sessions.all_sessions():
+            if framework is None or session.framework == framework:
+                stack.callback(session.shutdown)
 
 
 def backends() -> dict[str, str]:

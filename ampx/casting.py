@@ -9,6 +9,7 @@ from . import annotate
 from .backend import Backend
 from .contract import CastPlan
 from .effective import Effective
+from .errors import UnsupportedDtypeError
 from .policy import Dtype, normalise_dtype
 
 
@@ -59,8 +60,17 @@ class Casting:
         plan = self.casting
         if plan is None:
             return nullcontext()
-        if dtype is not None and dtype != plan.dtype:
-            plan = self.backend.check_plan(CastPlan(plan.device, dtype, plan.level))
+        if dtype == "float32":
+            enabled = False
+        elif dtype is not None and dtype != plan.dtype:
+            device = self.backend.device(plan.device)
+            supported = device.native | device.emulated
+            if dtype not in supported:
+                raise UnsupportedDtypeError(
+                    f"autocast(dtype={dtype!r}) is not supported by backend {self.backend.name!r} on {plan.device!r}; "
+                    f"supported: {', '.join(sorted(supported))}. Choose one of these."
+                )
+            plan = self.backend.check_plan(CastPlan(plan.device, dtype, plan.level, plan.allow, plan.deny))
         return self.backend.autocast(plan, enabled)
 
     def enter_thread(self) -> None:

@@ -6,7 +6,7 @@ group its own `Ledger`; the bookkeeping stays the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -115,7 +115,7 @@ class ScaleGroup:
         Sync: none.
         """
         self.steps += 1
-        changed: list[Event] = []
+        moves: list[tuple[int, LossScaleState, LossScaleState, bool]] = []
         found: dict[int, bool] = {}
         for outcome in window:
             for loss_id, finite in outcome.finite.items():
@@ -123,7 +123,8 @@ class ScaleGroup:
         for loss_id, finite in found.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
-            changed += self._events(loss_id, before, after, finite)
+            if not finite or after.scale != before.scale:
+                moves.append((loss_id, before, after, finite))
         for outcome in window:
             states = [self.states[loss_id] for loss_id in outcome.finite]
             finite = False not in outcome.finite.values()
@@ -131,22 +132,24 @@ class ScaleGroup:
             outcome.member.result = StepResult(
                 finite, finite, float(outcome.scale), states[0].scale, skips, outcome.grad_norm
             )
+        # Last, because listeners may look at everything above, call back, or raise.
         if self.emit is not None:
-            for event in changed:
-                self.emit(self.framework, event)
+            steps = self.steps
+            for loss_id, before, after, finite in moves:
+                told = (self.framework, self.index, loss_id, steps)
+                for event in self._events(told, before, after, finite):
+                    self.emit(self.framework, event)
 
-    def _events(self, loss_id: int, before: LossScaleState, after: LossScaleState, finite: bool) -> list[Event]:
-        if finite and after.scale == before.scale:
-            return []
-        told = (self.framework, self.index, loss_id, self.steps)
+    def _events(
+        self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
+    ) -> Iterator[Event]:
         numbers = (before.scale, after.scale, after.consecutive_skips)
-        events: list[Event] = [] if finite else [StepSkipped(*told, *numbers)]
+        if not finite:
+            yield StepSkipped(*told, *numbers)
         if after.scale != before.scale:
-            events.append(ScaleChanged(*told, *numbers))
-        if after.consecutive_skips == self.config.max_consecutive_skips:
-            names = self.culprits() if self.culprits is not None else ()
-            events.append(ScaleCollapsed(*told, *numbers, names))
-        return events
+            yield ScaleChanged(*told, *numbers)
+        if after.consecutive_skips == self.config.max_consecutive_skips and not finite:
+            yield ScaleCollapsed(*told, *numbers, self.culprits() if self.culprits is not None else ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""

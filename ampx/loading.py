@@ -48,8 +48,8 @@ def check_registration(name: object, load: object, roots: object, requires: obje
     texts = isinstance(name, str) and isinstance(requires, str)
     if not (listed and roots and texts and callable(load)):
         raise PluginError(
-            f"a plugin called register({name!r}, {load!r}, roots={roots!r}, requires={requires!r}); accepted: a name, a "
-            f"function without arguments, a tuple of root module names, and a requirement. Correct the plugin."
+            f"a plugin called register({name!r}, {load!r}, roots={roots!r}, requires={requires!r}); accepted: a name, "
+            f"a function without arguments, a tuple of root module names, and a requirement. Correct the plugin."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from .checks import wrapped_optimizers
 from .effective import Effective
+from .errors import InvalidOptionError
 from .events import Event, Listener
 from .group import ScaleGroup
 from .session_state import dump_session, load_session
@@ -19,12 +20,15 @@ class Reporting:
     effective: Effective
     # A loss scale, and those who use it: it is alive as long as one of them is.
     _groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]]
-    _listeners: list[Listener]
+    _listeners: list[list[Listener]]
 
     def live_groups(self) -> list[ScaleGroup]:
         """List the loss scales whose optimizers are alive, in order of wrapping."""
         self._groups = [entry for entry in self._groups if any(wrapped() is not None for wrapped in entry[1])]
-        return [group for group, _ in self._groups]
+        groups = [group for group, _ in self._groups]
+        for position, group in enumerate(groups):
+            group.index = position
+        return groups
 
     def state_dict(self, opt: Any = None) -> dict[str, Any]:
         """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
@@ -58,19 +62,26 @@ class Reporting:
         Returns:
             A function that removes the listener again.
 
+        Raises:
+            InvalidOptionError: It cannot be called.
+
         Sync: none; where the scale lives on the device, events come some steps late instead.
         """
-        self._listeners.append(listener)
+        if not callable(listener):
+            raise InvalidOptionError(
+                f"on_event got the listener {listener!r}; accepted: a function of one event. Pass one."
+            )
+        entry = [listener]  # an identity of its own: a listener may be registered twice
+        self._listeners.append(entry)
 
         def remove() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            self._listeners[:] = [one for one in self._listeners if one is not entry]
 
         return remove
 
     def emit(self, event: Event) -> None:
         """Hand an event to the listeners."""
-        for listener in tuple(self._listeners):
+        for (listener,) in tuple(self._listeners):
             listener(event)
 
     def _chosen_groups(self, opt: Any) -> list[ScaleGroup]:

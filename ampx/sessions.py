@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 _active: dict[str, Amp] = {}
 
 
+def replace(session: Amp) -> None:
+    """Make a session the one of its framework; the former one is shut down, and stays if that fails."""
+    former = _active.get(session.framework)
+    try:
+        if former is not None:
+            former.shutdown()
+        session.activate()
+    except BaseException:
+        if former is not None:
+            former.activate()
+        raise
+
+
 def add(session: Amp) -> None:
     """Make a session the one of its framework."""
     _active[session.framework] = session
@@ -37,15 +50,18 @@ def all_sessions() -> list[Amp]:
     return list(_active.values())
 
 
-def only(call: str) -> Amp:
-    """Give the only active session.
+def only(call: str, framework: str | None = None) -> Amp:
+    """Give the only active session, or that of a framework.
 
     Raises:
         NotInitializedError: There is none, or several.
     """
-    if len(_active) == 1:
-        return next(iter(_active.values()))
-    raise _not_initialized(call)
+    found = _active.get(framework) if framework is not None else None
+    if framework is None and len(_active) == 1:
+        found = next(iter(_active.values()))
+    if found is None:
+        raise _not_initialized(call)
+    return found
 
 
 def find(call: str, *objects: Any) -> Amp:
@@ -54,9 +70,14 @@ def find(call: str, *objects: Any) -> Amp:
     Raises:
         NotInitializedError: No session is active for it.
     """
+    found: Amp | None
     if len(_active) == 1:
-        return next(iter(_active.values()))
-    found = search(objects)
+        found = next(iter(_active.values()))
+        member = getattr(objects[0], "ampx_member", None)
+        if member is not None and member.group.framework != found.framework:
+            found = None
+    else:
+        found = search(objects)
     if found is None:
         raise _not_initialized(call)
     return found

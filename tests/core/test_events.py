@@ -1,0 +1,188 @@
+"""Results, events, the warning of a collapsed scale, and the gate."""
+
+import math
+import types
+import warnings
+
+import pytest
+
+import ampx
+
+INF = math.inf
+
+
+@pytest.fixture
+def trainer(alpha, make_trainer):
+    ampx.init("alpha", loss_scale=ampx.LossScale(init_scale=8, growth_interval=2, max_consecutive_skips=3))
+    return make_trainer(alpha)
+
+
+def test_events_tell_steps_and_scales(trainer):
+    seen = []
+    remove = ampx.on_event(seen.append)
+    for gradient in (1.0, 1.0, INF, 1.0):
+        trainer.step(gradient)
+    common = {"framework": "alpha", "group": 0, "loss_id": 0}
+    assert seen == [
+        ampx.ScaleChanged(**common, step=2, scale=8.0, next_scale=16.0, consecutive_skips=0),
+        ampx.StepSkipped(**common, step=3, scale=16.0, next_scale=8.0, consecutive_skips=1),
+        ampx.ScaleChanged(**common, step=3, scale=16.0, next_scale=8.0, consecutive_skips=1),
+    ]
+    remove()
+    remove()
+    trainer.step(INF)
+    assert len(seen) == 3
+
+
+def test_removing_one_registration_twice_leaves_the_other(trainer):
+    seen = []
+    remove = ampx.on_event(seen.append)
+    ampx.on_event(seen.append)
+    remove()
+    remove()
+    trainer.step(INF)
+    assert [type(event) for event in seen] == [ampx.StepSkipped, ampx.ScaleChanged]
+
+
+@pytest.mark.parametrize("listener", [None, "print", 3])
+def test_a_listener_must_be_callable(trainer, listener):
+    with pytest.raises(ampx.InvalidOptionError, match="listener"):
+        ampx.on_event(listener)
+
+
+def test_a_skip_at_the_lowest_scale_is_told_without_a_change(alpha, make_trainer):
+    ampx.init("alpha", loss_scale=4)
+    trainer, seen = make_trainer(alpha), []
+    ampx.on_event(seen.append)
+    trainer.step(INF)
+    assert seen == [ampx.StepSkipped("alpha", 0, 0, 1, 4.0, 4.0, 1)]
+
+
+def test_the_plugin_hook_receives_the_same_events(trainer):
+    heard, seen = [], []
+
+    @ampx.hookimpl
+    def ampx_event(event):
+        heard.append(event)
+
+    plugin = types.ModuleType("listening")
+    plugin.ampx_event = ampx_event
+    ampx.register_plugin(plugin)
+    ampx.on_event(seen.append)
+    trainer.step(INF)
+    assert heard == seen
+    assert len(heard) == 2
+
+
+def test_a_collapse_is_told_once_with_one_warning_that_names_the_parameters(trainer):
+    seen = []
+    ampx.on_event(seen.append)
+    trainer.opt.ampx_member.group.culprits = lambda: ("layer.weight",)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(7):
+            trainer.step(INF)
+    collapsed = [event for event in seen if isinstance(event, ampx.ScaleCollapsed)]
+    assert [(event.step, event.consecutive_skips, event.parameters) for event in collapsed] == [
+        (3, 3, ("layer.weight",))
+    ]
+    assert [warning.category for warning in caught] == [ampx.ScaleCollapsedWarning]
+    assert "layer.weight" in str(caught[0].message)
+    trainer.step(1.0)
+    trainer.step(INF)
+    trainer.step(INF)
+    with pytest.warns(ampx.ScaleCollapsedWarning):  # a new row of skips is a new collapse
+        trainer.step(INF)
+
+
+@pytest.mark.parametrize("gradient", [1.0, INF])
+def test_state_and_result_are_complete_before_a_listener_runs(trainer, gradient):
+    looked = []
+
+    def look(event):
+        looked.append((trainer.opt.loss_scale, trainer.opt.last_step.next_scale, trainer.opt.ampx_member.stage))
+        raise KeyError("mine")
+
+    trainer.step(1.0)
+    remove = ampx.on_event(look)
+    trainer.backward(gradient)
+    with pytest.raises(KeyError):
+        trainer.opt.step()
+    scale = 16.0 if gradient == 1.0 else 4.0
+    assert looked == [(scale, scale, "idle")]
+    remove()
+    trainer.opt.zero_grad()
+    assert trainer.step(1.0).scale == scale
+
+
+def test_a_listener_may_call_back(trainer, alpha):
+    saved = ampx.state_dict()
+
+    def reload(event):
+        ampx.load_state_dict(saved)
+
+    ampx.on_event(reload)
+    trainer.step(INF)
+    assert trainer.opt.loss_scale == 8.0
+
+
+def test_naming_the_parameters_may_fail_without_harm(trainer):
+    def fail():
+        raise RuntimeError("cannot tell")
+
+    trainer.opt.ampx_member.group.culprits = fail
+    trainer.step(INF)
+    trainer.step(INF)
+    trainer.backward(INF)
+    with pytest.raises(RuntimeError, match="cannot tell"):
+        trainer.opt.step()
+    assert trainer.opt.loss_scale == trainer.opt.last_step.next_scale == 1.0  # 8, 4, 2, 1
+    assert trainer.opt.last_step.consecutive_skips == 3
+
+
+# -- the gate -------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    def __init__(self):
+        self.steps = []
+        self.last_lr = 0.5
+
+    def step(self, *args, **kwargs):
+        self.steps.append((args, kwargs))
+
+
+def test_the_gate_opens_only_after_applied_steps(trainer):
+    scheduler = Scheduler()
+    gate = ampx.gate(scheduler, trainer.opt)
+    assert gate.step() is False  # before the first step
+    trainer.step(1.0)
+    assert gate.step(3, metric=4) is True
+    trainer.step(INF)
+    assert gate.step() is False
+    trainer.opt.step()  # no gradients
+    assert gate.step() is False
+    trainer.step(1.0)
+    assert gate.step() is True
+    assert scheduler.steps == [((3,), {"metric": 4}), ((), {})]
+    assert gate.last_lr == 0.5
+    with pytest.raises(AttributeError):
+        _ = gate.no_such_thing
+
+
+def test_the_gate_waits_for_all_its_optimizers(trainer, alpha, make_trainer):
+    other, scheduler = make_trainer(alpha), Scheduler()
+    gate = ampx.gate(scheduler, [trainer.opt, other.opt])
+    trainer.step(1.0)
+    other.step(INF)
+    assert gate.step() is False
+    other.step(1.0)
+    assert gate.step() is True
+
+
+def test_the_gate_is_open_when_disabled(alpha, make_trainer):
+    ampx.init("alpha", enabled=False)
+    trainer, scheduler = make_trainer(alpha), Scheduler()
+    gate = ampx.gate(scheduler, trainer.opt)
+    trainer.step(INF)
+    assert gate.step() is True

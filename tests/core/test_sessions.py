@@ -1,0 +1,451 @@
+"""Sessions: what init chooses and refuses, which session a call finds, and what shutdown restores."""
+
+import gc
+import math
+import sys
+import threading
+import types
+
+import pytest
+
+import ampx
+from ampx import sessions
+
+INF = math.inf
+
+
+# -- init -------------------------------------------------------------------------------------------------
+
+
+def test_init_switches_casting_on_and_shutdown_off(alpha):
+    with ampx.init("alpha") as amp:
+        assert alpha.casting == "float16"
+        assert ampx.current() is amp is ampx.current("alpha")
+    assert alpha.casting is None
+    with pytest.raises(ampx.NotInitializedError):
+        ampx.current()
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "dynamic", "casting"),
+    [
+        ({}, "float16", True, "float16"),
+        ({"dtype": "bf16"}, "bfloat16", False, "bfloat16"),
+        ({"dtype": "half", "loss_scale": 128}, "float16", False, "float16"),
+        ({"dtype": "bfloat16", "loss_scale": "dynamic"}, "bfloat16", True, "bfloat16"),
+        ({"device": "chip"}, "bfloat16", False, "bfloat16"),
+        ({"level": "O0"}, None, False, None),
+        ({"dtype": "float32"}, None, False, None),
+        ({"level": "O0", "dtype": "float16"}, None, False, None),
+        ({"enabled": False}, None, False, None),
+        ({"process_wide": False}, "float16", True, None),
+    ],
+)
+def test_what_init_chooses(alpha, options, dtype, dynamic, casting):
+    amp = ampx.init("alpha", **options)
+    assert (amp.effective.dtype, amp.effective.loss_scale.dynamic, alpha.casting) == (dtype, dynamic, casting)
+    assert amp.effective.policy.compute_dtype == (dtype or "float32")
+    assert amp.effective.reason
+    ampx.shutdown()
+    assert alpha.casting is None
+
+
+def test_auto_without_hardware_is_off_with_one_warning(alpha):
+    with pytest.warns(ampx.PrecisionWarning, match="off on slow: it has no hardware") as caught:
+        amp = ampx.init("alpha", device="slow")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert (amp.effective.dtype, alpha.casting) == (None, None)
+
+
+def test_an_emulated_dtype_is_used_with_one_warning(alpha):
+    with pytest.warns(ampx.PrecisionWarning, match="emulated and slow") as caught:
+        amp = ampx.init("alpha", device="slow", dtype="bfloat16")
+    assert len(caught) == 1
+    assert (amp.effective.dtype, amp.effective.native) == ("bfloat16", False)
+
+
+def test_an_unsupported_dtype_falls_back_only_when_asked(alpha):
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"'float16'.*supported: bfloat16"):
+        ampx.init("alpha", device="chip", dtype="float16")
+    with pytest.warns(ampx.PrecisionWarning, match="falling back to bfloat16"):
+        amp = ampx.init("alpha", device="chip", dtype="float16", on_unsupported="warn")
+    assert amp.effective.dtype == "bfloat16"
+    with pytest.warns(ampx.PrecisionWarning, match="falling back to float32"):
+        amp = ampx.init("alpha", device="old", dtype="float16", on_unsupported="warn")
+    assert amp.effective.dtype is None
+
+
+class Odd:
+    """Compares like a numpy dtype: with what it does not know, it raises."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __eq__(self, other):
+        raise TypeError(f"{other!r} not understood")
+
+    __hash__ = None
+
+
+def test_a_dtype_object_that_cannot_be_compared_with_text_is_read(alpha):
+    assert ampx.init("alpha", dtype=Odd("bfloat16")).effective.dtype == "bfloat16"
+    with pytest.raises(ampx.InvalidOptionError):
+        ampx.init("alpha", loss_scale=Odd("auto"))
+
+
+FAILURES = [
+    ({"framework": "gamma"}, ampx.UnknownFrameworkError),
+    ({"framework": 5}, ampx.UnknownFrameworkError),
+    ({"framework": None}, ampx.AmbiguousFrameworkError),
+    ({"dtype": "float64"}, ampx.UnsupportedDtypeError),
+    ({"dtype": None}, ampx.UnsupportedDtypeError),
+    ({"dtype": "float16", "device": "chip"}, ampx.UnsupportedDtypeError),
+    ({"level": "O9"}, ampx.UnsupportedLevelError),
+    ({"level": "O2"}, ampx.UnsupportedByBackendError),
+    ({"device": "tpu"}, ampx.UnsupportedDeviceError),
+    ({"loss_scale": "static"}, ampx.InvalidOptionError),
+    ({"loss_scale": -1}, ampx.InvalidOptionError),
+    ({"loss_scale": True}, ampx.InvalidOptionError),
+    ({"loss_scale": None}, ampx.InvalidOptionError),
+    ({"on_unsupported": "ignore"}, ampx.InvalidOptionError),
+    ({"nan_loss": "ignore"}, ampx.InvalidOptionError),
+    ({"allow": "matmul"}, ampx.InvalidOptionError),
+    ({"deny": 3}, ampx.InvalidOptionError),
+    ({"allow": "matmul", "enabled": False}, ampx.InvalidOptionError),
+    ({"deny": ["nonsense"]}, ampx.UnsupportedOpError),
+    ({"enabled": "False"}, ampx.InvalidOptionError),
+    ({"process_wide": "no"}, ampx.InvalidOptionError),
+]
+
+
+@pytest.mark.parametrize(("options", "error"), FAILURES, ids=lambda value: str(value)[:50])
+def test_a_refused_init_leaves_the_former_session(alpha, make_trainer, options, error):
+    former = ampx.init("alpha", dtype="bfloat16", loss_scale="dynamic")
+    trainer = make_trainer(alpha)
+    with pytest.raises(error) as caught:
+        ampx.init(**{"framework": "alpha", **options})
+    assert type(caught.value) is error
+    assert ampx.current() is former
+    assert alpha.casting == "bfloat16"
+    assert trainer.step(2.0).applied
+
+
+def test_a_framework_that_refuses_to_be_activated_leaves_the_former_session(alpha, make_trainer):
+    former = ampx.init("alpha", dtype="bfloat16", process_wide=False)
+    alpha.refuses_activation = True
+    with pytest.raises(RuntimeError, match="said no"):
+        ampx.init("alpha")
+    assert ampx.current() is former
+    assert make_trainer(alpha).step(2.0).applied
+    with former.autocast():
+        assert alpha.casting == "bfloat16"
+    former.shutdown()
+    assert sessions.all_sessions() == []
+
+
+def test_init_again_replaces_the_former_cleanly(alpha, make_trainer):
+    former = ampx.init("alpha")
+    old = make_trainer(alpha)
+    later = ampx.init("alpha", dtype="bfloat16", loss_scale=4)
+    assert (ampx.current(), alpha.casting) == (later, "bfloat16")
+    with pytest.raises(ampx.ProtocolError, match="shut down"):
+        former.wrap_optimizer(alpha.Sgd())
+    assert old.step(2.0).applied
+    former.shutdown()  # of a session long gone: nothing happens to the present one
+    assert (ampx.current(), alpha.casting) == (later, "bfloat16")
+
+
+def test_an_option_list_may_be_a_generator(alpha):
+    amp = ampx.init("alpha", allow=(name for name in ("matmul", "conv")))
+    assert amp.plan.allow == ("matmul", "conv")
+
+
+def test_the_imported_framework_is_guessed(alpha, beta, monkeypatch):
+    monkeypatch.setitem(sys.modules, "beta", types.ModuleType("beta"))
+    assert ampx.init().framework == "beta"
+
+
+# -- wrap_optimizer ---------------------------------------------------------------------------------------
+
+
+def test_what_is_no_optimizer_is_refused(alpha, beta):
+    ampx.init("alpha")
+    for wrong in (None, "sgd", beta.Sgd(), object(), [alpha.Sgd(), None], []):
+        with pytest.raises(ampx.NotAnOptimizerError):
+            ampx.wrap_optimizer(wrong)
+    assert ampx.state_dict()["groups"] == []
+
+
+def test_wrapping_twice_is_refused(alpha, make_trainer):
+    ampx.init("alpha")
+    trainer = make_trainer(alpha)
+    fresh = alpha.Sgd()
+    for again in (trainer.opt, trainer.raw, [trainer.raw], [fresh, fresh], [fresh, trainer.opt]):
+        with pytest.raises(ampx.AlreadyWrappedError):
+            ampx.wrap_optimizer(again)
+    assert ampx.wrap_optimizer(fresh).optimizer is fresh
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_scale": "static"},
+        {"loss_scale": 0},
+        {"max_grad_norm": 0},
+        {"max_grad_value": "1"},
+        {"process_group": None},
+        {"max_grad_nrom": 1.0},
+        {"plan": None},
+        {"level": None},
+    ],
+)
+def test_an_unknown_or_absurd_option_is_refused(alpha, options):
+    amp = ampx.init("alpha")
+    raw = alpha.Sgd()
+    with pytest.raises(ampx.InvalidOptionError):
+        ampx.wrap_optimizer(raw, **options)
+    assert amp.live_groups() == []
+    assert amp.wrap_optimizer(raw).optimizer is raw
+
+
+def test_dead_optimizers_leave_the_state_and_the_positions_of_the_others_fit(alpha, make_trainer):
+    amp = ampx.init("alpha")
+    seen = []
+    ampx.on_event(seen.append)
+    first, second = make_trainer(alpha), make_trainer(alpha, loss_scale=ampx.LossScale(init_scale=8))
+    del first
+    gc.collect()
+    third = make_trainer(alpha, loss_scale=ampx.LossScale(init_scale=4))
+    assert [group["config"]["init_scale"] for group in amp.state_dict()["groups"]] == [8, 4]
+    second.step(INF)
+    third.step(INF)
+    assert [event.group for event in seen if isinstance(event, ampx.StepSkipped)] == [0, 1]
+
+
+# -- which session ----------------------------------------------------------------------------------------
+
+
+def test_two_frameworks_train_side_by_side_by_the_same_functions(alpha, beta, make_trainer):
+    there, here = ampx.init("alpha", loss_scale=8), ampx.init("beta", loss_scale=16)
+    one, other = make_trainer(alpha), make_trainer(beta)
+    assert (one.step(2.0).scale, other.step(3.0).scale) == (8.0, 16.0)
+    assert (one.param.value, other.param.value) == (-2.0, -3.0)
+    assert ampx.state_dict(other.opt)["framework"] == "beta"
+    assert ampx.wrap_optimizer([beta.Sgd()])[0].ampx_member.group.framework == "beta"
+    with pytest.raises(ampx.NotInitializedError, match="alpha, beta"):
+        ampx.state_dict()
+    assert ampx.current("alpha") is there
+    ampx.shutdown("alpha")
+    assert sessions.all_sessions() == [here]
+    assert (alpha.casting, beta.casting) == (None, "float16")
+
+
+def test_the_only_session_is_not_taken_for_another_frameworks(alpha, beta, make_trainer):
+    ampx.init("alpha")
+    one = make_trainer(alpha)
+    ampx.shutdown()
+    ampx.init("beta")
+    with pytest.raises(ampx.NotInitializedError, match="active sessions: beta"):
+        one.backward()
+    with pytest.raises(ampx.NotInitializedError):
+        ampx.current("alpha")
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: [x], lambda x: (1, x), lambda x: {"a": None, "b": [x]}, lambda x: [[], {}, x]]
+)
+def test_objects_are_recognised_inside_containers_without_importing(alpha, beta, wrap):
+    ampx.init("alpha")
+    session = ampx.init("beta")
+    before = set(sys.modules)
+    assert sessions.find("test", wrap(beta.Param(0.0))) is session
+    assert set(sys.modules) == before
+
+
+def test_subclasses_belong_to_the_framework_of_their_base(alpha, beta):
+    class Mine(beta.Sgd):
+        pass
+
+    ampx.init("alpha")
+    session = ampx.init("beta")
+    assert sessions.find("test", Mine()) is session
+
+
+def test_what_belongs_to_nobody_is_refused_with_two_sessions(alpha, beta):
+    ampx.init("alpha")
+    ampx.init("beta")
+    for stranger in (object(), 3, [], {"a": 1}, None):
+        with pytest.raises(ampx.NotInitializedError, match="test found no session"):
+            sessions.find("test", stranger)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ampx.wrap_optimizer(object()),
+        lambda: ampx.scale_loss(1.0, object()),
+        lambda: ampx.unscale(object()),
+        lambda: ampx.clip_grad_norm(object(), 1.0),
+        lambda: ampx.gate(object(), object()),
+        lambda: ampx.prepare(object()),
+        lambda: ampx.state_dict(),
+        lambda: ampx.load_state_dict({}),
+        lambda: ampx.on_event(print),
+        lambda: ampx.trace_overflow(object()),
+        lambda: ampx.autocast().__enter__(),
+        ampx.current,
+    ],
+)
+def test_before_init_every_call_says_so(call):
+    with pytest.raises(ampx.NotInitializedError, match=r"ampx\.init"):
+        call()
+
+
+def test_shutdown_of_all_reaches_everyone_even_when_one_fails(alpha, beta, monkeypatch):
+    ampx.init("alpha")
+    ampx.init("beta")
+
+    def fail(self, plan):
+        raise RuntimeError("stuck")
+
+    monkeypatch.setattr(alpha.Backend, "deactivate", fail)
+    with pytest.raises(RuntimeError, match="stuck"):
+        ampx.shutdown()
+    assert beta.casting is None
+    assert sessions.all_sessions() == []
+
+
+def test_shutdown_restores_the_framework_even_when_a_listener_fails(alpha, make_trainer, monkeypatch):
+    amp = ampx.init("alpha")
+    trainer = make_trainer(alpha)
+    group = trainer.opt.ampx_member.group
+    monkeypatch.setattr(type(group), "resolve", lambda self: 1 / 0)  # events still due reach a listener that raises
+    with pytest.raises(ZeroDivisionError):
+        amp.shutdown()
+    assert alpha.casting is None
+    assert sessions.all_sessions() == []
+
+
+# -- casting ----------------------------------------------------------------------------------------------
+
+
+def test_regions_nest_and_restore(alpha):
+    ampx.init("alpha")
+    region = ampx.autocast(enabled=False)
+    with region:
+        assert alpha.casting is None
+        with ampx.autocast(), region:
+            assert alpha.casting is None
+        assert alpha.casting is None
+    seen = []
+    with pytest.raises(ZeroDivisionError), ampx.autocast(dtype="bf16"):
+        seen.append(1 / (alpha.casting != "bfloat16"))
+    assert seen == []
+    assert alpha.casting == "float16"
+
+
+def test_a_region_with_another_dtype_keeps_the_op_lists(alpha):
+    ampx.init("alpha", allow=["matmul"], deny=["exp"])
+    with ampx.autocast(dtype="bfloat16"):
+        pass
+    assert (alpha.plans[-1].dtype, alpha.plans[-1].allow, alpha.plans[-1].deny) == ("bfloat16", ("matmul",), ("exp",))
+
+
+@pytest.mark.parametrize("dtype", ["float64", 16])
+def test_a_region_refuses_an_unknown_dtype_at_once(alpha, dtype):
+    ampx.init("alpha")
+    with pytest.raises(ampx.UnsupportedDtypeError):
+        ampx.autocast(dtype=dtype)
+
+
+def test_a_region_refuses_a_dtype_the_device_cannot_compute(alpha):
+    ampx.init("alpha", device="chip")
+    with pytest.raises(ampx.UnsupportedDtypeError, match="supported: bfloat16"), ampx.autocast(dtype="float16"):
+        pytest.fail("the body ran")
+    with ampx.autocast(dtype="float32"):
+        assert alpha.casting is None
+    assert alpha.casting == "bfloat16"
+
+
+def test_one_region_object_serves_several_threads(alpha):
+    log = []
+
+    class Watched:
+        def __enter__(self):
+            self.thread = threading.get_ident()
+
+        def __exit__(self, *_):
+            log.append(self.thread == threading.get_ident())
+
+    from ampx.annotate import Region
+
+    region, entered, leave = Region(Watched), threading.Event(), threading.Event()
+
+    def other():
+        with region:
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with region:
+        thread.start()
+        entered.wait(10)
+    leave.set()
+    thread.join()
+    assert log == [True, True]
+
+
+def test_decorated_functions_run_inside_the_region_of_the_moment(alpha):
+    @ampx.autocast(enabled=False)
+    def look():
+        """Documented."""
+        return alpha.casting
+
+    ampx.init("alpha")
+    assert (look(), alpha.casting, look.__doc__) == (None, "float16", "Documented.")
+
+
+def test_annotated_functions_cast_their_arguments_with_casting_off(alpha):
+    def look(*args, **kwargs):
+        return args, kwargs, alpha.casting
+
+    floating, half, promote = ampx.float_function(look), ampx.half_function(look), ampx.promote_function(look)
+    assert half("x", 1, key="y") == (("x", 1), {"key": "y"}, None)  # without a session: as it is
+    ampx.init("alpha")
+    assert floating("x", 1, key="y") == (("x:float32", 1), {"key": "y:float32"}, None)
+    assert half("x") == (("x:float16",), {}, None)
+    assert promote("x") == (("x:float16",), {}, None)
+    assert promote("x", "float32") == (("x:float32", "float32:float32"), {}, None)
+    assert half.__wrapped__ is look
+    assert alpha.casting == "float16"
+    ampx.shutdown()
+    assert half("x") == (("x",), {}, None)
+
+
+def test_after_shutdown_the_sessions_regions_do_nothing(alpha):
+    amp = ampx.init("alpha")
+    amp.shutdown()
+    with amp.autocast():
+        assert alpha.casting is None
+    amp.enter_thread()
+    assert alpha.casting is None
+    assert amp.half_function(lambda x: x)("x") == "x"
+
+
+def test_enter_thread_switches_on_only_process_wide_sessions(alpha, beta):
+    ampx.init("alpha")
+    ampx.init("beta", process_wide=False)
+    alpha.casting = beta.casting = None  # what a new thread sees
+    ampx.enter_thread()
+    assert (alpha.casting, beta.casting) == ("float16", None)
+
+
+def test_prepare_without_casting_returns_what_it_was_given(alpha):
+    amp = ampx.init("alpha", level="O0")
+    model, opt = object(), object()
+    assert amp.prepare(model) is model
+    assert amp.prepare(model, opt) == (model, opt)
+    ampx.init("alpha")
+    with pytest.raises(ampx.UnsupportedByBackendError, match="prepare"):
+        ampx.prepare(model)
