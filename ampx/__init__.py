@@ -20,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import debug as debug
     from .amp import Amp as Amp
     from .api import autocast as autocast
     from .api import backends as backends
