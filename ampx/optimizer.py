@@ -49,6 +49,9 @@ class WrappedOptimizer(abc.ABC):
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
 
+    def ampx_notice_cleared(self) -> None:
+        """Forget pending gradients that were cleared behind the wrapper's back, by the model say. Sync: none."""
+
     def ampx_before_backward(self, loss_id: int) -> None:
         """Prepare for a `scale_loss` body; called before its stage is entered. Sync: none."""
 

@@ -57,6 +57,8 @@ class ScaleLoss:
         if loss_id != 0 or type(loss_id) is not int:
             self._check_loss_id()
         for one in optimizers:
+            if one.ampx_member.stage == "unscaled":
+                one.ampx_notice_cleared()
             one.ampx_member.check_enter()
         if isinstance(self._loss, (list, tuple, dict)):
             _check_not_empty(self._loss)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampx.errors import UnsupportedByBackendError
+
 from . import casting
 
 if TYPE_CHECKING:
-    from .optimizer import AmpOptimizer
+    from .stepping import Stepping
 
 
 class _Overflow(Exception):  # noqa: N818 - never seen outside this module
@@ -23,7 +25,7 @@ def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
+def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
     """Step a raw optimizer that evaluates its closure as often as it likes.
 
     Every evaluation's gradients are made true before the optimizer sees them. When one overflows (or the closure
@@ -32,28 +34,36 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
     Returns:
         What the raw optimizer returned; the loss of the overflowing evaluation where the step was skipped.
 
+    Raises:
+        UnsupportedByBackendError: The optimizer holds master weights.
+        ProtocolError: The closure did not clear the gradients of its former evaluation.
+
     Sync: one a device and evaluation.
     """
+    if owner.masters is not None:
+        raise UnsupportedByBackendError(
+            f"step got a closure for {type(owner.optimizer).__name__} with master weights; it may change the masters "
+            f"between evaluations, which the model would not see. Use level='O1' with this optimizer."
+        )
     member, mixer = owner.ampx_member, owner.mixer
     device_type = owner.device_type or "cpu"
     was_on = owner.device_type is not None and torch.is_autocast_enabled(device_type)
     losses: list[Any] = []
-    loss_ids: dict[int, bool] = {}
-    counted = False
+    finite: dict[int, bool] = {}
 
     def check() -> None:
-        nonlocal counted
-        gradients = owner.ready_gradients()
-        if not gradients:
+        if not owner.pending_gradients():
             return
-        loss_ids.update(dict.fromkeys(member.factors, True))
-        owner.check_and_unscale(gradients)
-        counted = True
-        if not owner.checked_finite():
+        owner.check_and_unscale()
+        for loss_id, found in owner.take_checked().items():
+            finite[loss_id] = finite.get(loss_id, True) and found
+        if not all(finite.values()):
             raise _Overflow
         owner.clip_gradients()
 
     def evaluate() -> Any:
+        casting.forget_weights()  # the optimizer may have moved the weights since the last evaluation
+        mixer.begin_evaluation()
         # The raw optimizer runs with casting off; the user's closure runs as the user called step.
         if was_on:
             casting.switch(device_type, True)
@@ -67,42 +77,54 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
         return losses[-1]
 
     before = _Snapshot(owner)
-    mixer.reevaluating = member.mixes = True
+    mixer.evaluating = member.mixes = True
     try:
-        if member.stage == "scaled":  # SAM and its like get their first gradients before the step
+        if member.stage != "idle":  # SAM and its like get their first gradients before the step
             check()
         result = owner.run_raw(evaluate)
-        finite = True
     except _Overflow:
         before.restore()
-        result, finite = losses[-1] if losses else None, False
-        owner.optimizer._opt_called = True  # type: ignore[attr-defined]
+        result = losses[-1] if losses else None
+        owner.note_skip()
     except BaseException:
         before.restore()
-        mixer.reevaluating = False
+        mixer.evaluating = False
         owner.forget()
         raise
-    mixer.reevaluating = False
-    if counted:
+    mixer.evaluating = False
+    if finite:
         if not member.factors:
-            member.factors = dict.fromkeys(loss_ids, member.group.ledger.factor(member.group, min(loss_ids)))
-        owner.close_step(dict.fromkeys(loss_ids, finite))
+            member.factors = {loss_id: member.group.ledger.factor(member.group, loss_id) for loss_id in finite}
+        owner.close_step(finite)
     else:
         owner.forget()
     return result
 
 
 class _Snapshot:
-    """Parameters and state of an optimizer before a step."""
+    """Parameters, options and state of an optimizer before a step."""
 
-    def __init__(self, owner: AmpOptimizer) -> None:
-        self._optimizer = owner.optimizer
+    def __init__(self, owner: Stepping) -> None:
+        optimizer = self._optimizer = owner.optimizer
         self._weights = [(p, p.detach().clone()) for p in owner.gradients.parameters()]
-        self._state = {key: copy.deepcopy(value) for key, value in owner.optimizer.state.items()}
+        self._options = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._state = {key: copy.deepcopy(value, _history(optimizer)) for key, value in optimizer.state.items()}
 
     def restore(self) -> None:
         with torch.no_grad():
             for parameter, value in self._weights:
                 parameter.copy_(value)
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update(options)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
+
+
+def _history(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """Give a memo that spares LBFGS's history, 2 × `history_size` copies of the parameters never written again."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return {}
+    states = optimizer.state.values()
+    return {id(one): one for state in states for name in ("old_dirs", "old_stps") for one in state.get(name, ())}

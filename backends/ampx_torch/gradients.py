@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
+
+from .refusals import refuse_half
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
 _Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
@@ -17,11 +20,17 @@ class GradientSet:
     The sorting is done once and checked cheaply afterwards; only the gradients are looked up in every step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the optimizer; nothing is sorted yet."""
+    def __init__(self, optimizer: torch.optim.Optimizer, accepts_half: bool) -> None:
+        """Remember the optimizer; nothing is sorted yet.
+
+        Args:
+            optimizer: The raw optimizer.
+            accepts_half: float16 parameters are welcome.
+        """
         self._optimizer = optimizer
+        self._accepts_half = accepts_half
+        self._parameters: list[torch.nn.Parameter] = []
         self._buckets: list[list[torch.nn.Parameter]] = []
-        self._count = -1
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
 
@@ -31,21 +40,21 @@ class GradientSet:
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, one list a device and dtype. Sync: none."""
-        count = sum([len(group["params"]) for group in self._optimizer.param_groups])
-        if count != self._count or any(_kind(bucket[0]) != _kind(bucket[-1]) for bucket in self._buckets):
-            self._sort()
+        parameters, known = self.parameters(), self._parameters
+        same = len(parameters) == len(known) and all(map(is_, parameters, known))
+        if not same or any(_kind(bucket[0]) != _kind(bucket[-1]) for bucket in self._buckets):
+            self._sort(parameters)
         found = [
             [gradient for parameter in bucket if (gradient := parameter.grad) is not None] for bucket in self._buckets
         ]
         return [gradients for gradients in found if gradients]
 
-    def _sort(self) -> None:
+    def _sort(self, parameters: list[torch.nn.Parameter]) -> None:
         buckets: dict[Any, list[torch.nn.Parameter]] = {}
-        parameters = self.parameters()
         for parameter in parameters:
             buckets.setdefault(_kind(parameter), []).append(parameter)
         self._buckets = list(buckets.values())
-        self._count = len(parameters)
+        self._parameters = parameters
 
     def unscale(self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass.
@@ -58,8 +67,13 @@ class GradientSet:
         Returns:
             One float32 flag a device: 0 where all gradients were finite.
 
+        Raises:
+            LowPrecisionParametersError: A float16 parameter came in after `wrap_optimizer`.
+
         Sync: none.
         """
+        if not self._accepts_half and any(bucket[0].dtype is torch.float16 for bucket in gradients):
+            refuse_half(self._optimizer.param_groups)
         flags: dict[torch.device, torch.Tensor] = {}
         for bucket in gradients:
             device = bucket[0].device
@@ -97,8 +111,9 @@ class GradientSet:
 
     def _reciprocal(self, device: torch.device, scale: Any) -> torch.Tensor:
         if isinstance(scale, torch.Tensor):
-            # As torch's own scaler: the reciprocal in float64, rounded once.
-            return scale.to(device).double().reciprocal().float()
+            # The same bits as torch's detour over float64: a float64 quotient of float32 numbers rounds to the
+            # correctly rounded float32 quotient.
+            return scale.to(device).reciprocal()
         known = self._reciprocals.get(device)
         if known is None or known[0] != scale:
             known = (scale, torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
@@ -143,11 +158,18 @@ def unscale_(gradients: Iterable[torch.Tensor], scale: Any) -> torch.Tensor:
         reciprocal = torch.as_tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
         unscale_into(bucket, flag, reciprocal)
         flags.append(flag)
+    return any_flag(flags)
+
+
+def any_flag(flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Give a flag that is set where one of some is, on the first one's device. Sync: none."""
+    if len(flags) == 1:
+        return flags[0]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
 
 
 def clip(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float | None, max_value: float | None
+    parameters: Iterable[torch.nn.Parameter], max_norm: float | None, max_value: float | None, overflow: Any = None
 ) -> torch.Tensor | None:
     """Clip true gradients in place by value, then by global L2 norm.
 
@@ -155,6 +177,8 @@ def clip(
         parameters: Whose gradients are clipped; those without are passed over.
         max_norm: Bound of the norm, or None.
         max_value: Bound of every element, or None.
+        overflow: Tells that the gradients are not finite: the norm is taken, but they stay as they are (dividing
+            by it would make all of them NaN). True, or a flag on the device; None where they are finite.
 
     Returns:
         The norm before clipping by norm, a float32 scalar tensor; None where `max_norm` is None.
@@ -166,13 +190,12 @@ def clip(
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
         return None
-    total_norm = getattr(torch.nn.utils, "get_total_norm", None)  # torch 2.6 and later
-    if total_norm is None:
+    if overflow is None:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     else:
-        norm = total_norm([gradient for parameter in parameters if (gradient := parameter.grad) is not None])
-        # A norm that is not finite belongs to a step that is skipped; multiplied by it, every gradient would look
-        # like a culprit.
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=0.0))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if overflow is not True:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(overflow == 0, norm, 0.0))
     whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
     return whole() if whole is not None else norm

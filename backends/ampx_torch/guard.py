@@ -9,7 +9,7 @@ from ampx.group import Member
 
 
 class StepGuard:
-    """A step hook of the raw optimizer that raises while scaled gradients are pending.
+    """A step hook of the raw optimizer that raises while gradients of `scale_loss` are pending.
 
     Attributes:
         open: The wrapper itself is stepping.
@@ -24,10 +24,10 @@ class StepGuard:
         """Raise unless the wrapper steps or nothing is pending.
 
         Raises:
-            RawStepError: Scaled gradients would be applied as they are.
+            RawStepError: Gradients would be applied scaled, or without having been checked.
         """
-        if not self.open and self._member.stage in ("inside", "scaled"):
+        if not self.open and self._member.stage != "idle":
             raise RawStepError(
-                f"the raw {type(optimizer).__name__} was stepped while scaled gradients are pending; they would be "
-                f"applied as they are. Call step() on the object that ampx.wrap_optimizer returned."
+                f"the raw {type(optimizer).__name__} was stepped while gradients of scale_loss are pending; they would "
+                f"be applied scaled or unchecked. Call step() on the object that ampx.wrap_optimizer returned."
             )

@@ -37,6 +37,8 @@ class DeviceLedger(Ledger):
         """Choose the device; tensors are made on first use."""
         self.device = device
         self._states: dict[int, LossScaleState] = {}
+        # Losses whose scale moves by the specification itself, in a few kernels more than torch's own.
+        self._exact: set[int] = set()
         self._unread: list[list[Outcome]] = []
         self._flying: deque[_Batch] = deque()
 
@@ -51,7 +53,7 @@ class DeviceLedger(Ledger):
         for loss_id in {loss_id for outcome in window for loss_id in outcome.finite}:
             flags = [outcome.finite[loss_id] for outcome in window if loss_id in outcome.finite]
             flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-            self._states[loss_id] = _move(group.config, self._state(group, loss_id), flag)
+            self._states[loss_id] = _move(group.config, self._state(group, loss_id), flag, loss_id in self._exact)
         self._unread.append(window)
         self._land(group, wait=False)
         if len(self._unread) >= BATCH:
@@ -66,6 +68,7 @@ class DeviceLedger(Ledger):
     def reload(self, group: ScaleGroup) -> None:
         """Put the group's states on the device. Sync: none."""
         self._states = {}
+        self._exact = set()
 
     def flag(self, found: bool | torch.Tensor) -> torch.Tensor:
         """Give a flag on the device; a bool, where the host knows, says whether all was finite. Sync: none."""
@@ -77,6 +80,8 @@ class DeviceLedger(Ledger):
         state = self._states.get(loss_id)
         if state is None:
             host = group.state_of(loss_id)
+            if _needs_specification(group.config, host.scale):
+                self._exact.add(loss_id)
             # torch's kernel grows at equality; one short of the interval is what "at or beyond" means there.
             tracker = min(host.growth_tracker, group.config.growth_interval - 1)
             state = self._states[loss_id] = LossScaleState(
@@ -114,12 +119,10 @@ class DeviceLedger(Ledger):
                 group.advance(window)
 
 
-def _move(config: LossScale, state: LossScaleState, flag: torch.Tensor) -> LossScaleState:
+def _move(config: LossScale, state: LossScaleState, flag: torch.Tensor, exact: bool) -> LossScaleState:
     if not config.dynamic:
         return state
-    if config.hysteresis > 1 or config.max_scale * config.growth_factor > FLOAT32_MAX:
-        # torch's kernel has no hysteresis and does not grow into infinity, where the specification stops at
-        # max_scale: the specification itself, in a few more kernels.
+    if exact:
         return next_state(config, state, flag == 0, torch.where)
     torch._amp_update_scale_(
         state.scale,
@@ -131,3 +134,13 @@ def _move(config: LossScale, state: LossScaleState, flag: torch.Tensor) -> LossS
     )
     state.scale.clamp_(config.min_scale, config.max_scale)
     return state
+
+
+def _needs_specification(config: LossScale, scale: float) -> bool:
+    """Tell what torch's kernel and a clamp cannot do.
+
+    The kernel has no hysteresis and does not grow into infinity, where the specification stops at max_scale; a
+    clamp would move a loaded scale that is out of bounds before its time.
+    """
+    out_of_bounds = not config.min_scale <= scale <= config.max_scale
+    return config.hysteresis > 1 or out_of_bounds or config.max_scale * config.growth_factor > FLOAT32_MAX

@@ -44,12 +44,13 @@ def scale_loss(loss: torch.Tensor, scale: Any) -> torch.Tensor:
 
     Args:
         loss: Floating tensor of one element.
-        scale: Python float, or a float32 scalar tensor on the loss's device.
+        scale: Python float, or a float32 scalar tensor.
 
-    Sync: none.
+    Sync: none, unless the scale is on an accelerator and the loss is not.
     """
     if loss.dtype is torch.float16 or loss.dtype is torch.bfloat16:
         loss = loss.float()
     if isinstance(scale, torch.Tensor) and scale.device != loss.device:
-        scale = scale.to(device=loss.device, non_blocking=True)
+        # A copy to the host must be waited for: nobody else would before the product is taken.
+        scale = scale.to(device=loss.device, non_blocking=loss.device.type != "cpu")
     return loss * scale

@@ -14,7 +14,7 @@ import torch
 from ampx.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from .optimizer import AmpOptimizer
+    from .stepping import Stepping
 
 
 class LossMixer:
@@ -39,7 +39,7 @@ class LossMixer:
         """Note that the closure is about to run: its gradients have nothing to do with earlier ones."""
         self._new_evaluation = True
 
-    def before(self, owner: AmpOptimizer, loss_id: int) -> None:
+    def before(self, owner: Stepping, loss_id: int) -> None:
         """Put true gradients aside where the coming ones would not go with them."""
         member = owner.ampx_member
         if self._new_evaluation:
@@ -62,13 +62,13 @@ class LossMixer:
                 self._aside.append((parameter, parameter.grad.clone()))
         _drop_gradients(owner)
 
-    def after(self, owner: AmpOptimizer) -> None:
+    def after(self, owner: Stepping) -> None:
         """Make the new gradients true and add those put aside."""
         if self.loss_id is not None:
             owner.check_and_unscale()
             self._bring_back()
 
-    def abandon(self, owner: AmpOptimizer) -> None:
+    def abandon(self, owner: Stepping) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
         if self.loss_id is not None:
             _drop_gradients(owner)
@@ -78,7 +78,7 @@ class LossMixer:
         """Forget gradients put aside: the user cleared all gradients inside a `scale_loss` body."""
         self._aside = []
 
-    def reset(self, owner: AmpOptimizer) -> None:
+    def reset(self, owner: Stepping) -> None:
         """Start afresh after a step."""
         self._forget_losses()
         owner.ampx_member.mixes = self.evaluating
@@ -98,7 +98,7 @@ class LossMixer:
                     parameter.grad.add_(gradient)
 
 
-def _drop_gradients(owner: AmpOptimizer) -> None:
+def _drop_gradients(owner: Stepping) -> None:
     for parameter in owner.gradients.parameters():
         parameter.grad = None
     if owner.masters is not None:
@@ -106,7 +106,7 @@ def _drop_gradients(owner: AmpOptimizer) -> None:
             parameter.grad = None
 
 
-def _expect_no_gradients(owner: AmpOptimizer) -> None:
+def _expect_no_gradients(owner: Stepping) -> None:
     """Raise where gradients of an earlier evaluation are left: they are true, and the new ones scaled."""
     if any(bool(gradient.any()) for bucket in owner.gradients.collect() for gradient in bucket):
         raise ProtocolError(

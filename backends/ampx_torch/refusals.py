@@ -23,9 +23,10 @@ def refuse_half(groups: list[dict[str, Any]]) -> None:
         if parameter.dtype is torch.float16 and parameter.requires_grad
     ]
     if found:
+        names = ", ".join(found[:5]) + (", …" if found[5:] else "")
         raise LowPrecisionParametersError(
-            f"the optimizer holds {len(found)} float16 parameters ({', '.join(found[:5])}{', …' if found[5:] else ''}); "
-            f"updates smaller than their precision would be lost. Keep the parameters in float32 (remove .half(); "
+            f"the optimizer holds {len(found)} float16 parameters ({names}); updates smaller than their "
+            f"precision would be lost. Keep the parameters in float32 (remove .half(); "
             f"autocast computes in float16 all the same), or use ampx.init(level='O2') and "
             f"model, opt = ampx.prepare(model, opt)."
         )

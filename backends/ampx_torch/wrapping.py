@@ -10,6 +10,7 @@ import torch
 from ampx.backend import reject_unknown
 from ampx.errors import InvalidOptionError
 from ampx.group import Member
+from ampx.ledger import HOST_LEDGER
 
 from . import casting
 from .ledger import DeviceLedger
@@ -31,15 +32,19 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
         casting.check_resolved(options["plan"])
     if member.group.enabled and options["level"].name != "O3":
         refuse_half(optimizer.param_groups)
-    on_device = _device_of_scale(optimizer, options.get("device_scale"))
-    ledger = member.group.ledger
-    if on_device is not None and member.group.enabled and len(member.group.members) == 1:
-        member.group.ledger = DeviceLedger(on_device)
-    elif isinstance(ledger, DeviceLedger) and (on_device is None or on_device != ledger.device):
-        raise InvalidOptionError(
-            "wrap_optimizer got a list in which some optimizers are fused on an accelerator and others are not (or "
-            "on another device); they cannot share a scale on the device. Make them alike, or pass device_scale=False."
-        )
+    wanted = options.get("device_scale")
+    device = _device_of_scale(optimizer, wanted)
+    group = member.group
+    if group.enabled:
+        if len(group.members) == 1:
+            group.ledger = HOST_LEDGER if device is None else DeviceLedger(device)
+        elif isinstance(group.ledger, DeviceLedger) and group.ledger.device != device:
+            if wanted:
+                raise InvalidOptionError(
+                    "device_scale=True got optimizers on several devices; they cannot share a scale on a device. "
+                    "Leave device_scale out, or wrap them one by one."
+                )
+            group.ledger = HOST_LEDGER
     return AmpOptimizer(optimizer, member, options)
 
 

@@ -1,0 +1,230 @@
+"""The step of a wrapped optimizer: unscale, check, clip, apply or skip, move the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ampx.events import UNCHECKED, StepResult
+from ampx.optimizer import WrappedOptimizer
+
+from . import casting
+from .closures import evaluates_once, step_with_closure
+from .delegation import DelegatingOptimizer
+from .gradients import GradientSet, any_flag, clip
+from .guard import StepGuard
+from .ledger import DeviceLedger
+from .losses_by_id import LossMixer
+from .masters import MasterWeights
+
+
+class Stepping(WrappedOptimizer, DelegatingOptimizer):
+    """The half of a wrapped optimizer that steps; `AmpOptimizer` adds how it is made, copied and seen by torch.
+
+    Attributes:
+        masters: Float32 copies of low-precision parameters (O2), or None.
+        device_type: Where casting is switched off for the raw optimizer; None where nothing is cast.
+        gradients: The gradients behind the parameter groups.
+        mixer: Keeps losses with scales of their own apart.
+    """
+
+    masters: MasterWeights | None
+    device_type: str | None
+    gradients: GradientSet
+    mixer: LossMixer
+    _max_norm: float | None
+    _max_value: float | None
+    _process_group: Any
+    _casting_off: AbstractContextManager[Any]
+    _guard: StepGuard
+    # Finiteness by loss id of gradients that are true already: bools, or flags on the device.
+    _checked: dict[int, Any]
+    _norm: Any
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the loss scale lives on the device."""
+        return isinstance(self.ampx_member.group.ledger, DeviceLedger)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Unscale if not done, check, apply or skip, move the loss scale.
+
+        Args:
+            closure: As torch's optimizers take it; it calls backward inside `scale_loss`. Optimizers that
+                evaluate it several times (LBFGS) are put back as they were when an evaluation overflows.
+
+        Returns:
+            What the closure returned first; None without one.
+
+        Raises:
+            NotScaledError: There are gradients, but no `scale_loss` came since the last step.
+
+        Sync: one a device, as torch's GradScaler; none where the scale lives on the device (fused optimizers on
+        an accelerator).
+        """
+        member = self.ampx_member
+        if not member.group.enabled:
+            loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            member.result = UNCHECKED
+            return loss
+        if closure is not None and not evaluates_once(self.optimizer):
+            return step_with_closure(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = self.pending_gradients()
+        if gradients:
+            self.check_and_unscale(gradients)
+            self._finish()
+        else:
+            self._step_without_gradients()
+        return loss
+
+    def collect(self) -> list[list[torch.Tensor]]:
+        """List the gradients that exist, pulled from a low-precision model where there is one."""
+        if self.masters is not None and self.ampx_member.stage in ("inside", "scaled"):
+            self.masters.pull_gradients()
+        return self.gradients.collect()
+
+    def pending_gradients(self) -> list[list[torch.Tensor]]:
+        """List the gradients that a counted step can use; raise where they were never scaled."""
+        member = self.ampx_member
+        gradients = self.collect()
+        if member.stage == "idle":
+            # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
+            if any(one.any() for bucket in gradients for one in bucket):
+                member.check_step()
+            return []
+        if member.stage == "inside":
+            member.check_step()
+        return gradients
+
+    def check_and_unscale(self, gradients: list[list[torch.Tensor]] | None = None) -> None:
+        """Make pending scaled gradients true and note their finiteness; nothing where that is done.
+
+        Args:
+            gradients: What `collect` gave, where the caller has it.
+        """
+        member = self.ampx_member
+        if member.stage != "scaled":
+            return
+        if gradients is None:
+            gradients = self.collect()
+        ledger = member.group.ledger
+        loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
+        flags = self.gradients.unscale(gradients, member.factors[loss_id], fresh=self.on_device)
+        if self._process_group is not None:
+            for flag in flags:
+                torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
+        finite: Any
+        if isinstance(ledger, DeviceLedger):
+            finite = any_flag(flags) if flags else ledger.flag(True)
+        else:
+            finite = self.gradients.finite(flags)
+        if loss_id in self._checked:
+            earlier = self._checked[loss_id]
+            finite = torch.maximum(earlier, finite) if self.on_device else earlier and finite
+        self._checked[loss_id] = finite
+        member.stage = "unscaled"
+
+    def clip_gradients(self) -> None:
+        """Clip the true gradients as `wrap_optimizer` was asked to."""
+        if self._max_norm is not None or self._max_value is not None:
+            self._clip(self._max_norm, self._max_value)
+
+    def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
+        """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
+        overflow: Any = any_flag(list(self._checked.values())) if self.on_device and self._checked else None
+        if not self.on_device and not all(self._checked.values()):
+            max_value, overflow = None, True
+        norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
+        self._norm = norm if self._norm is None else self._norm
+        return norm
+
+    def _finish(self) -> None:
+        """Apply or skip with the finiteness found, then close the step."""
+        if self.on_device:
+            self.clip_gradients()
+            self._run_fused(any_flag(list(self._checked.values())))
+        elif all(self._checked.values()):
+            self.clip_gradients()
+            self.run_raw()
+        else:
+            self.note_skip()
+        checked, self._checked = self._checked, {}
+        self.close_step(checked)
+
+    def note_skip(self) -> None:
+        """Keep a scheduler made on the raw optimizer from warning that it saw no step: skipping is no mistake."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def run_raw(self, *args: Any) -> Any:
+        """Run the raw optimizer's step with casting off, and drop weight copies that are stale after it."""
+        self._guard.open = True
+        try:
+            with self._casting_off:
+                result = self.optimizer.step(*args)
+        finally:
+            self._guard.open = False
+        if self.masters is not None:
+            self.masters.push_weights()
+        casting.forget_weights()
+        return result
+
+    def _run_fused(self, flag: torch.Tensor) -> None:
+        """Run a fused optimizer, whose kernel leaves everything as it is where the flag is set."""
+        raw: Any = self.optimizer
+        raw.grad_scale, raw.found_inf = None, flag
+        try:
+            self.run_raw()
+        finally:
+            del raw.grad_scale, raw.found_inf
+
+    def close_step(self, checked: dict[int, Any]) -> None:
+        """Note the step's outcome and move the loss scale."""
+        norm, self._norm = self._norm, None
+        self.mixer.reset(self)
+        ledger = self.ampx_member.group.ledger
+        if isinstance(ledger, DeviceLedger):
+            checked = {loss_id: ledger.flag(found) for loss_id, found in checked.items()}
+        self.ampx_member.finish(checked, norm)
+
+    def _step_without_gradients(self) -> None:
+        """Step the raw optimizer, which has nothing to do or only zeros to apply, without counting the step."""
+        self.run_raw()
+        group = self.ampx_member.group
+        group.resolve()
+        state = group.states[0]
+        applied = bool(self.gradients.collect())
+        self._reset()
+        self.ampx_member.forget(StepResult(applied, True, state.scale, state.scale, state.consecutive_skips))
+
+    def forget(self) -> None:
+        """Drop pending gradients without counting a step."""
+        self._reset()
+        self.ampx_member.forget()
+
+    def restart(self) -> None:
+        """Forget pending gradients that another evaluation replaces, within one step."""
+        self._checked = {}
+        self.ampx_member.stage = "idle"
+        self.ampx_member.factors = {}
+
+    def take_checked(self) -> dict[int, bool]:
+        """Give and forget the finiteness found so far, by loss id. Sync: where the scale is on the device."""
+        checked, self._checked = self._checked, {}
+        if self.on_device:
+            return {loss_id: not bool(flag) for loss_id, flag in checked.items()}
+        return checked
+
+    def _reset(self) -> None:
+        self._checked = {}
+        self._norm = None
+        self.mixer.reset(self)
+
+    # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
+    step.hooked = True  # type: ignore[attr-defined]
