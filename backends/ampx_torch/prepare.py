@@ -177,7 +177,6 @@ def _tell(wrapper: Any, given: masters.MasterWeights) -> None:
     """Tell an optimizer that was wrapped before that its parameters are others now."""
     if hasattr(wrapper, "ampx_member"):
         wrapper.masters = given
-        wrapper.gradients = type(wrapper.gradients)(wrapper.optimizer)
 
 
 def _guard_checkpoints(
