@@ -1,0 +1,82 @@
+"""Kill -9 at a random step, start again: the run ends as one that was never interrupted, to the last bit."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+SCRIPT = pathlib.Path(__file__).with_name("resume_script.py")
+STEPS, CHECKPOINT_EVERY = 48, 5
+
+
+def run_to_the_end(folder, place):
+    """Run the script; gives the first step it took and what it wrote at the end."""
+    command = [sys.executable, str(SCRIPT), str(folder), place]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    return int(done.stdout.split()[0]), torch.load(folder / "result.pt", weights_only=True)
+
+
+def kill_after(step, seconds, folder, place):
+    """Run the script and kill it some time after it finished a step: in the checkpoint or in the next step."""
+    command = [sys.executable, str(SCRIPT), str(folder), place]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) as process:
+        for line in process.stdout:
+            process.stdin.write("\n")
+            if int(line) == step:
+                time.sleep(seconds)
+                process.kill()
+                break
+        process.stdout.read()
+    assert process.returncode == -signal.SIGKILL
+
+
+def assert_identical(one, other, where="result"):
+    """Compare nested containers; tensors by their bits."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, where
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_identical(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for position, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_identical(left, right, f"{where}[{position}]")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_killed_run_resumes_bit_identically(place, tmp_path):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")  # shown when the test fails
+    chance = random.Random(seed)
+    step = chance.randrange(CHECKPOINT_EVERY, STEPS - 1)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    first, expected = run_to_the_end(whole, place)
+    assert first == 0
+    kill_after(step, chance.uniform(0.0, 0.004), killed, place)
+    assert not (killed / "result.pt").exists()
+    first, resumed = run_to_the_end(killed, place)
+    assert first in (step // CHECKPOINT_EVERY * CHECKPOINT_EVERY, (step + 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
+    assert_identical(resumed, expected)
+
+    # The run was worth interrupting: it skipped, grew and backed off, and trained.
+    scales = [(old, new) for _, old, new in expected["events"]]
+    assert any(new > old for old, new in scales)
+    assert any(new < old for old, new in scales)
+    assert [entry[0] for entry in expected["trace"]] == list(range(STEPS))
+    (loss,) = json.loads(expected["amp"])["groups"][0]["losses"]
+    assert loss["growth_tracker"] > 0
+    assert expected["optimizer"]["state"][0]["step"] < STEPS
