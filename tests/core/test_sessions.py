@@ -396,6 +396,31 @@ def test_one_region_object_serves_several_threads(alpha):
     assert log == [True, True]
 
 
+def test_regions_left_in_another_order_leave_what_they_entered():
+    from ampx.annotate import Region
+
+    log = []
+
+    class Watched:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            log.append(f"+{self.name}")
+
+        def __exit__(self, *_):
+            log.append(f"-{self.name}")
+
+    one, other = Region(lambda: Watched("one")), Region(lambda: Watched("other"))
+    one.__enter__()
+    other.__enter__()
+    one.__enter__()
+    one.__exit__(None, None, None)
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert log == ["+one", "+other", "+one", "-one", "-one", "-other"]
+
+
 def test_decorated_functions_run_inside_the_region_of_the_moment(alpha):
     @ampx.autocast(enabled=False)
     def look():
