@@ -27,7 +27,7 @@ class KitTests:
     """
 
     harness: ClassVar[type[Harness]]
-    hypothesis: ClassVar[settings] = settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    hypothesis: ClassVar[settings] = settings(max_examples=100, deadline=None, database=None, derandomize=True)
 
     def setup_method(self) -> None:
         """Make a harness and register its plugin where no entry point did."""

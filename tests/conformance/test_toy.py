@@ -1,7 +1,7 @@
-"""The kit passes on the toy framework, in both variants."""
+"""The kit passes on the toy framework, in all variants."""
 
 from ampx.testing import BackendSuite, PluginSuite
-from ampx.testing.toy.harness import ExplicitToyHarness, ImplicitToyHarness
+from ampx.testing.toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
 
 
 class TestImplicit(BackendSuite):
@@ -10,6 +10,10 @@ class TestImplicit(BackendSuite):
 
 class TestExplicit(BackendSuite):
     harness = ExplicitToyHarness
+
+
+class TestBare(BackendSuite):
+    harness = BareToyHarness
 
 
 class TestPlugin(PluginSuite):

@@ -1,4 +1,4 @@
-"""A minimal backend: gradients are values, and nothing optional is declared."""
+"""Backends whose gradients are values: one that casts and clips, and one with the abstract verbs only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import ampx
+from ampx.contract import Device
 
 from .framework import Optimizer, Tensor
 from .verbs import ToyVerbs
@@ -25,3 +26,20 @@ class ExplicitToy(ToyVerbs):
     def apply(self, optimizer: Optimizer, grads: Sequence[Tensor | None]) -> None:
         """Run the framework's update."""
         optimizer.update(grads)
+
+
+class BareToy(ExplicitToy):
+    """Loss scaling and nothing else."""
+
+    name: ClassVar[str] = "toy-bare"
+    capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(gradients="explicit")
+
+    def device(self, name: str) -> Device:
+        """Describe a device that computes float32."""
+        return Device(super().device(name).name, reason="this toy casts nothing")
+
+    def clip(
+        self, grads: Sequence[Tensor | None], max_norm: float | None, max_value: float | None
+    ) -> tuple[list[Tensor | None], float | None]:
+        """Refuse."""
+        self.refuse("gradient clipping")

@@ -1,4 +1,4 @@
-"""The two toy harnesses: all that the kit asks of an author."""
+"""The toy harnesses: all that the kit asks of an author."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class ExplicitToyHarness(ImplicitToyHarness):
     """The toy framework used like JAX."""
 
     framework: ClassVar[str] = "toy-explicit"
+    promotes: ClassVar[bool] = False
 
     def backward(self, scaled: Tensor, parameters: list[Tensor]) -> list[Any] | None:
         """Compute gradients as values."""
@@ -79,3 +80,10 @@ class ExplicitToyHarness(ImplicitToyHarness):
     def plain_step(self, raw: Optimizer, gradients: list[Any] | None) -> None:
         """Call the framework's own verb."""
         raw.update(gradients or [])
+
+
+class BareToyHarness(ExplicitToyHarness):
+    """The toy framework with loss scaling and nothing else."""
+
+    framework: ClassVar[str] = "toy-bare"
+    clips: ClassVar[bool] = False

@@ -11,6 +11,7 @@ from ampx.backend import reject_unknown
 from ampx.contract import CastPlan, Unscaled
 from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
+from ampx.policy import Dtype
 
 from .framework import Optimizer, Tensor
 from .verbs import ToyVerbs
@@ -40,6 +41,15 @@ class ImplicitToy(ToyVerbs):
                     f"{entry!r} is no operation of the toy; accepted: {', '.join(OPERATIONS)}. Pass one of these."
                 )
         return plan
+
+    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
+        """Give float32 if any floating tensor of the tree has it."""
+        if isinstance(tree, dict):
+            return self.widest(list(tree.values()), at_least)
+        if isinstance(tree, (list, tuple)):
+            found = {self.widest(value, at_least) for value in tree}
+            return "float32" if "float32" in found else at_least
+        return "float32" if isinstance(tree, Tensor) and tree.dtype == "float32" else at_least
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor | None]:
         """List the gradients; empty where no parameter has one."""

@@ -7,9 +7,10 @@ import ampx
 
 @ampx.hookimpl
 def ampx_register_backends(register: ampx.Register) -> None:
-    """Register both variants of the toy framework."""
+    """Register the variants of the toy framework."""
     register("toy", load_implicit, roots=("ampx",), requires="ampx")
     register("toy-explicit", load_explicit, roots=("ampx",), requires="ampx")
+    register("toy-bare", load_bare, roots=("ampx",), requires="ampx")
 
 
 def load_implicit() -> ampx.Backend:
@@ -24,3 +25,10 @@ def load_explicit() -> ampx.Backend:
     from .explicit import ExplicitToy
 
     return ExplicitToy()
+
+
+def load_bare() -> ampx.Backend:
+    """Give the backend that only scales losses."""
+    from .explicit import BareToy
+
+    return BareToy()

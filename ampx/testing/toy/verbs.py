@@ -60,15 +60,6 @@ class ToyVerbs(ampx.Backend):
             return type(tree)(self.cast(value, dtype) for value in tree)
         return tree.to(dtype) if isinstance(tree, Tensor) and tree.dtype in FLOATING else tree
 
-    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give float32 if any floating tensor of the tree has it."""
-        if isinstance(tree, dict):
-            return self.widest(list(tree.values()), at_least)
-        if isinstance(tree, (list, tuple)):
-            found = {self.widest(value, at_least) for value in tree}
-            return "float32" if "float32" in found else at_least
-        return "float32" if isinstance(tree, Tensor) and tree.dtype == "float32" else at_least
-
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
         """Tell about a loss."""
         if not isinstance(loss, Tensor):

@@ -1,0 +1,205 @@
+"""Toys with one mistake each. Every one must be rejected by the kit, and every kit test must reject one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Final
+
+import ampx
+from ampx import sessions
+from ampx.amp import Amp
+from ampx.backend import reject_unknown
+from ampx.contract import LossInfo
+from ampx.group import Member
+from ampx.loss_scale import LossScale
+from ampx.optimizer import GenericOptimizer
+from ampx.scaling import ScaleLoss
+
+from . import framework
+from .explicit import BareToy, ExplicitToy
+from .framework import FLOATING
+from .implicit import ImplicitToy, ToyOptimizer
+from .mutation import (
+    DiesWithItsSession,
+    ForgetsTracker,
+    HalfToy,
+    Late,
+    MarksEverySecondLoss,
+    Mutant,
+    ReportsNumbers,
+    SharesOneScale,
+    blind,
+    cast_everything,
+    configured,
+    counts_skips,
+    forgets_overflow,
+    leaky,
+    ledger,
+    never_skips,
+    own_group,
+    patched,
+    quiet,
+    spoiled,
+    unscales_again,
+    verbs,
+    wrapper,
+)
+from .verbs import casting_of
+
+
+def _wrap_simply(self: ImplicitToy, optimizer: Any, member: Member, options: Any) -> GenericOptimizer:
+    reject_unknown(self.name, options, ())
+    return GenericOptimizer(self, optimizer, member, options)
+
+
+def _drop_loss_id(true: Any, self: Amp, loss: Any, opt: Any, loss_id: object = 0) -> Any:
+    return true(self, loss, opt)
+
+
+class Eager:
+    """A gate that is always open."""
+
+    def __init__(self, gate: Any) -> None:
+        self.gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        """Look everything up on the true gate."""
+        return getattr(self.gate, name)
+
+    def step(self, *args: Any) -> bool:
+        """Step whatever happened."""
+        self.gate.scheduler.step(*args)
+        return True
+
+
+def _mute(amp: Amp) -> Amp:
+    amp.effective = replace(amp.effective, reason="")
+    return amp
+
+
+def _tell_listeners(name: str, event: ampx.Event) -> None:
+    session = sessions.get(name)
+    if session is not None:
+        session.emit(event)
+
+
+def _tell_twice(name: str, event: ampx.Event) -> None:
+    sessions.emit(name, event)
+    sessions.emit(name, event)
+
+
+Toy = ImplicitToy
+MUTANTS: Final[list[Mutant]] = [
+    # Harnesses that prove nothing.
+    blind("DeafHarness", loss=lambda self, p, g: framework.pull(p, [[0.0] * len(slopes) for slopes in g])),
+    blind("SlowHarness", optimizer=lambda self, p, momentum: framework.Optimizer(p, 0.25, momentum / 2)),
+    # Scaling and unscaling.
+    verbs("NeverUnscales", unscale=lambda self, grads, scale: Toy.unscale(self, grads, 1.0)),
+    verbs("UnscalesTwice", unscale=lambda self, grads, scale: Toy.unscale(self, grads, scale * scale)),
+    verbs("AlwaysFinite", unscale=lambda self, grads, scale: Toy.unscale(self, grads, scale)._replace(finite=True)),
+    verbs("NeverFinite", unscale=lambda self, grads, scale: Toy.unscale(self, grads, scale)._replace(finite=False)),
+    verbs("NeverScales", scale=lambda self, loss, scale: loss.to("float32") * 1.0),
+    verbs("ScalesInTheLossDtype", scale=lambda self, loss, scale: loss * scale),
+    verbs("TakesTheLargestScale", smallest=lambda self, scales: max(scales)),
+    Mutant("MarksEverySecondLoss", MarksEverySecondLoss),
+    wrapper("NeverSkips", step=never_skips),
+    wrapper("CountsSkips", step=counts_skips),
+    wrapper("UnscalesAgain", ampx_unscale=unscales_again),
+    wrapper("ForgetsOverflow", ampx_unscale=forgets_overflow),
+    # Clipping.
+    verbs("IgnoresClipping", clip=lambda self, grads, max_norm, max_value: (grads, None)),
+    spoiled("TellsEveryNorm", lambda made: made.__dict__.update(_max_grad_norm=made._max_grad_norm or 1e30)),
+    # The scale's trace.
+    ledger("LateUpdate", Late),
+    configured("IgnoresHysteresis", hysteresis=1),
+    configured("IgnoresMaxScale", max_scale=2.0**100),
+    configured("IgnoresMinScale", min_scale=2.0**-100),
+    configured("MovesStaticScales", dynamic=True),
+    configured("NeverBacksOff", backoff_factor=1.0),
+    configured("GrowsAtOnce", growth_interval=1),
+    configured("CollapsesAtOnce", max_consecutive_skips=1),
+    spoiled("IgnoresOwnLossScale", lambda made: made.ampx_member.group.load(LossScale(), {})),
+    # Windows, groups, losses.
+    verbs("KeepsGradients", zero_gradients=lambda self, optimizer: None),
+    verbs("InventsGradients", gradients=lambda self, optimizer: [p.grad for p in optimizer.parameters]),
+    wrapper("OverwritesGradients", ampx_before_backward=lambda self, loss_id: self.optimizer.zero_grad()),
+    wrapper("ForgetsFactors", ampx_after_backward=lambda self, loss_id: self.ampx_member.factors.clear()),
+    spoiled("OwnScaleForEveryMember", own_group),
+    Mutant("SharesOneScale", SharesOneScale),
+    verbs("OneScaleForAllLosses", wrap_optimizer=_wrap_simply),
+    wrapper("KeepsFailedBodies", ampx_abandon_backward=lambda self, loss_id: None),
+    # Reports.
+    ledger("ReportsNumbers", ReportsNumbers),
+    spoiled("SendsNoEvents", lambda made: setattr(made.ampx_member.group, "emit", None)),
+    spoiled("NamesNobody", lambda made: setattr(made.ampx_member.group, "culprits", None)),
+    verbs("FindsNothing", nonfinite_parameters=lambda self, optimizer, model: []),
+    verbs("TracesNothing", trace_overflow=lambda self, model: nullcontext()),
+    ledger("ForgetsTracker", ForgetsTracker),
+    # The protocol.
+    spoiled("StepsAnyGradients", lambda made: setattr(made.ampx_member, "check_step", lambda: None)),
+    spoiled("NestsAnything", lambda made: setattr(made.ampx_member, "check_enter", lambda: None)),
+    patched("AlwaysCompletes", Member, "leave", lambda true, self, completed: true(self, True)),
+    wrapper("IgnoresArguments", step=lambda self, grads=None: ToyOptimizer.step(self)),
+    verbs("AcceptsAnyOptimizer", is_optimizer=lambda self, candidate: True),
+    verbs("AcceptsAnyOption", wrap_optimizer=lambda self, *args: ToyOptimizer(self, *args)),
+    verbs("AcceptsAnyLoss", inspect_loss=lambda self, loss, check_nan: LossInfo(1, "float32", True, True, False)),
+    verbs("AlwaysChecksNan", inspect_loss=lambda self, loss, check_nan: Toy.inspect_loss(self, loss, True)),
+    # Casting.
+    verbs("CastsIntegers", cast=cast_everything),
+    verbs("NeverCasts", cast=lambda self, tree, dtype: tree),
+    verbs("CastsToFloat16", cast=lambda self, tree, dtype: Toy.cast(self, tree, "float16")),
+    verbs(
+        "ComputesInFloat16",
+        autocast=lambda self, plan, enabled: Toy.autocast(self, replace(plan, dtype="float16"), enabled),
+    ),
+    verbs("LeaksAutocast", autocast=lambda self, plan, enabled: leaky(casting_of(plan, enabled), lambda failed: True)),
+    verbs(
+        "DoesNotRestoreOnException",
+        autocast=lambda self, plan, enabled: leaky(casting_of(plan, enabled), lambda failed: failed),
+    ),
+    verbs("AlwaysCasts", autocast=lambda self, plan, enabled: Toy.autocast(self, plan, True)),
+    verbs("NeverActivates", activate=lambda self, plan: None),
+    verbs("NeverDeactivates", deactivate=lambda self, plan: None),
+    verbs("PromotesNothing", widest=lambda self, tree, at_least: at_least),
+    verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
+    # Sessions and capabilities.
+    Mutant("DiesWithItsSession", DiesWithItsSession),
+    verbs("RenamesDevices", device=lambda self, name: replace(Toy.device(self, name), name=f"{name}!")),
+    verbs("KnowsEveryDevice", device=lambda self, name: Toy.device(self, "cpu")),
+    verbs("OverstatesDevices", device=lambda self, name: replace(Toy.device(self, name), native=frozenset(FLOATING))),
+    verbs("WantsEverything", device=lambda self, name: replace(Toy.device(self, name), preferred="float32")),
+    # Backends that do what they do not declare.
+    verbs("QuietOpLists", ExplicitToy, check_plan=lambda self, plan: plan),
+    verbs("QuietNames", ExplicitToy, nonfinite_parameters=lambda self, optimizer, model: []),
+    verbs("QuietPromotion", ExplicitToy, widest=lambda self, tree, at_least: at_least),
+    verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
+    # Mistakes of the core.
+    patched("SwallowsWrapErrors", Amp, "wrap_optimizer", quiet),
+    patched("SwallowsScaleErrors", Amp, "scale_loss", quiet),
+    patched("SwallowsLossErrors", ScaleLoss, "__enter__", quiet),
+    patched("SwallowsUnscaleErrors", Amp, "unscale", quiet),
+    patched("SwallowsLoadErrors", Amp, "load_state_dict", quiet),
+    patched("SwallowsInitErrors", ampx, "init", quiet),
+    patched("SwallowsInitErrorsOfBare", ampx, "init", quiet, BareToy),
+    patched("SwallowsInitErrorsOfHalf", ampx, "init", quiet, HalfToy),
+    patched("SwallowsUnscaleErrorsOfExplicit", Amp, "unscale", quiet, ExplicitToy),
+    patched("SwallowsClipErrorsOfExplicit", Amp, "clip_grad_norm", quiet, ExplicitToy),
+    patched("AnswersWithoutSession", ampx, "state_dict", quiet),
+    patched("IgnoresLossId", Amp, "scale_loss", lambda true, self, loss, opt, **_: true(self, loss, opt)),
+    patched(
+        "IgnoresLossIdOfExplicit",
+        Amp,
+        "scale_loss",
+        lambda true, self, loss, opt, **_: true(self, loss, opt),
+        ExplicitToy,
+    ),
+    patched("StepsEagerly", Amp, "gate", lambda true, self, scheduler, opt: Eager(true(self, scheduler, opt))),
+    patched("KeepsListeners", Amp, "on_event", lambda true, *args: true(*args) and (lambda: None)),
+    patched("LoadsNothing", Amp, "load_state_dict", lambda true, *args: None),
+    patched("IgnoresEnabled", ampx, "init", lambda true, *args, **given: true(*args, **{**given, "enabled": True})),
+    patched("IgnoresLossScale", ampx, "init", lambda true, *args, **given: true(*args, **{**given, "loss_scale": 1.0})),
+    patched("ExplainsNothing", ampx, "init", lambda true, *args, **given: _mute(true(*args, **given))),
+    spoiled("TellsNoPlugins", lambda made: setattr(made.ampx_member.group, "emit", _tell_listeners)),
+    spoiled("TellsTwice", lambda made: setattr(made.ampx_member.group, "emit", _tell_twice)),
+]

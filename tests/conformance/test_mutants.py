@@ -1,0 +1,110 @@
+"""The kit can fail: every mutant is rejected, and every kit test, refusal and plugin test rejects a mutant."""
+
+import functools
+import sys
+
+import pytest
+
+from ampx.testing import BackendSuite, PluginSuite
+from ampx.testing.judging import suite_for
+from ampx.testing.refusals import REFUSALS
+from ampx.testing.runner import judge, list_tests
+from ampx.testing.toy import framework
+from ampx.testing.toy.explicit import BareToy, ExplicitToy
+from ampx.testing.toy.mutants import MUTANTS
+from ampx.testing.toy.mutation import HalfToy, verbs
+
+ABILITIES = sorted(REFUSALS)
+
+
+def verdict(mutant, test):
+    suite = suite_for(mutant)
+    try:
+        return judge(suite, test, mutant.patches())
+    finally:
+        framework.set_casting(framework.CastingState())
+
+
+@functools.cache
+def rejections(mutant):
+    return {test for test in list_tests(BackendSuite) if verdict(mutant, test) == "failed"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_is_rejected(mutant):
+    assert rejections(mutant)
+
+
+@pytest.mark.parametrize("test", list_tests(BackendSuite))
+def test_every_kit_test_rejects_a_mutant(test):
+    assert [mutant.name for mutant in MUTANTS if test in rejections(mutant)]
+
+
+@pytest.mark.parametrize("ability", ABILITIES)
+def test_every_refusal_rejects_a_mutant(ability):
+    def refusal(suite):
+        if suite.declares(ability):
+            pytest.skip("declared")
+        REFUSALS[ability](suite)
+
+    assert [mutant.name for mutant in MUTANTS if verdict(mutant, refusal) == "failed"]
+
+
+@pytest.mark.parametrize("base", [None, HalfToy, ExplicitToy, BareToy])
+def test_what_is_no_mutant_is_not_rejected(base):
+    assert not rejections(verbs(f"Sound{base.__name__}", base) if base else verbs("Sound"))
+
+
+HOOK = """
+import ampx
+@ampx.hookimpl
+def ampx_register_backends(register):
+    register({name!r}, load, roots={roots}, requires="ampx")
+def load():
+    from ampx.testing.toy.implicit import ImplicitToy
+    return ImplicitToy()
+"""
+SOUND = HOOK.format(name="toy", roots=("ampx",))
+PLUGINS = {
+    "heavy": "import ampx.testing.toy.framework\n" + SOUND,
+    "silent": "import ampx\n@ampx.hookimpl\ndef ampx_register_backends(register): pass\n",
+    "noisy": "import os\nos.environ['KIT_NOISE'] = '1'\n" + SOUND,
+    "reseeding": SOUND.replace("    return", "    import random\n    random.seed(1)\n    return"),
+    "misnamed": HOOK.format(name="toys", roots=("ampx",)),
+    "rootless": HOOK.format(name="toy", roots=()),
+    "unmarked": SOUND.replace("@ampx.hookimpl", ""),
+    "misspelt": SOUND + "@ampx.hookimpl\ndef ampx_events(event): pass\n",
+    "empty": SOUND.replace("return ImplicitToy()", "return ImplicitToy"),
+}
+
+
+@pytest.fixture(scope="module")
+def plugin_verdicts(tmp_path_factory):
+    """Names of the plugin tests that each plugin fails."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("plugins")
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.syspath_prepend(folder)
+        for name, text in {"sound": SOUND, **PLUGINS}.items():
+            module = f"kit_plugin_{name}"
+            (folder / f"{module}.py").write_text(text)
+            attributes = {"plugin": module, "framework": "toy", "modules": ("ampx.testing.toy.framework",)}
+            suite = type(name, (PluginSuite,), attributes)
+            found[name] = {test for test in list_tests(suite) if judge(suite, test) == "failed"}
+            sys.modules.pop(module, None)
+    return found
+
+
+def test_a_sound_plugin_is_not_rejected(plugin_verdicts):
+    assert not plugin_verdicts["sound"]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_every_bad_plugin_is_rejected(plugin_verdicts, plugin):
+    assert plugin_verdicts[plugin]
+
+
+@pytest.mark.parametrize("test", list_tests(PluginSuite))
+def test_every_plugin_test_rejects_a_bad_plugin(plugin_verdicts, test):
+    assert [plugin for plugin, failed in plugin_verdicts.items() if test in failed]
