@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +12,7 @@ from .refusals import refuse_half
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
 _Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
+_HAS_TOTAL_NORM: Final = hasattr(torch.nn.utils, "get_total_norm")  # torch 2.6 and later
 
 
 class GradientSet:
@@ -85,12 +86,10 @@ class GradientSet:
 
     def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
         """Give one flag for several (or for none: nothing overflowed). Sync: none."""
-        if len(flags) == 1:
-            return flags[0]
-        if not flags:
-            parameters = self.parameters()
-            return torch.zeros((), device=parameters[0].device if parameters else None)
-        return torch.stack([flag.to(flags[0].device, non_blocking=True) for flag in flags]).amax()
+        if flags:
+            return any_flag(flags)
+        parameters = self.parameters()
+        return torch.zeros((), device=parameters[0].device if parameters else None)
 
     def finite(self, flags: Sequence[torch.Tensor]) -> bool:
         """Read flags on the host. Sync: one a device."""
@@ -190,11 +189,10 @@ def clip(
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
         return None
-    if overflow is None:
+    if overflow is None or not _HAS_TOTAL_NORM:
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     else:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
         if overflow is not True:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(overflow == 0, norm, 0.0))
     whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for

@@ -14,7 +14,7 @@ from ampx.optimizer import WrappedOptimizer
 from . import casting
 from .closures import evaluates_once, step_with_closure
 from .delegation import DelegatingOptimizer
-from .gradients import GradientSet, any_flag, clip
+from .gradients import GradientSet, clip
 from .guard import StepGuard
 from .ledger import DeviceLedger
 from .losses_by_id import LossMixer
@@ -77,7 +77,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = self.pending_gradients()
-        if gradients:
+        if gradients or (self._process_group is not None and member.stage != "idle"):
             self.check_and_unscale(gradients)
             self._finish()
         else:
@@ -114,22 +114,22 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             return
         if gradients is None:
             gradients = self.collect()
-        ledger = member.group.ledger
         loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
         flags = self.gradients.unscale(gradients, member.factors[loss_id], fresh=self.on_device)
         if self._process_group is not None:
-            for flag in flags:
-                torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
-        finite: Any
-        if isinstance(ledger, DeviceLedger):
-            finite = any_flag(flags) if flags else ledger.flag(True)
-        else:
-            finite = self.gradients.finite(flags)
+            flags = [self._agree(flags)]
+        finite: Any = self.gradients.combine(flags) if self.on_device else self.gradients.finite(flags)
         if loss_id in self._checked:
             earlier = self._checked[loss_id]
             finite = torch.maximum(earlier, finite) if self.on_device else earlier and finite
         self._checked[loss_id] = finite
         member.stage = "unscaled"
+
+    def _agree(self, flags: list[torch.Tensor]) -> torch.Tensor:
+        """Make all processes of the group see an overflow that one of them has; one flag travels."""
+        flag = self.gradients.combine(flags)
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
+        return flag
 
     def clip_gradients(self) -> None:
         """Clip the true gradients as `wrap_optimizer` was asked to."""
@@ -138,7 +138,9 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
         """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
-        overflow: Any = any_flag(list(self._checked.values())) if self.on_device and self._checked else None
+        overflow: Any = (
+            self.gradients.combine(list(self._checked.values())) if self.on_device and self._checked else None
+        )
         if not self.on_device and not all(self._checked.values()):
             max_value, overflow = None, True
         norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
@@ -149,7 +151,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         """Apply or skip with the finiteness found, then close the step."""
         if self.on_device:
             self.clip_gradients()
-            self._run_fused(any_flag(list(self._checked.values())))
+            self._run_fused(self.gradients.combine(list(self._checked.values())))
         elif all(self._checked.values()):
             self.clip_gradients()
             self.run_raw()

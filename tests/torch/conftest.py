@@ -1,0 +1,48 @@
+"""Every test starts without a session and leaves none; torch computes on one thread, so that sums are the same."""
+
+import ampx
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _no_session():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    ampx.shutdown()
+    yield
+    ampx.shutdown()
+
+
+@pytest.fixture
+def amp():
+    """A session that scales losses dynamically and casts nothing by itself, cheap on any CPU."""
+    return ampx.init("torch", dtype="bfloat16", loss_scale="dynamic", process_wide=False)
+
+
+@pytest.fixture
+def backward():
+    """Scale a loss and run its backward."""
+
+    def run(loss, opt, **options):
+        with ampx.scale_loss(loss, opt, **options) as scaled:
+            scaled.backward()
+
+    return run
+
+
+@pytest.fixture
+def same():
+    """Compare two trees of tensors bit for bit."""
+
+    def compare(left, right):
+        if isinstance(left, torch.Tensor):
+            left, right = (one.to_dense() if one.layout is not torch.strided else one for one in (left, right))
+            return left.dtype == right.dtype and torch.equal(left, right)
+        if isinstance(left, dict):
+            return left.keys() == right.keys() and all(compare(left[key], right[key]) for key in left)
+        if isinstance(left, (list, tuple)):
+            return len(left) == len(right) and all(map(compare, left, right))
+        return left == right
+
+    return compare
