@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import hypothesis
 import pytest
-from hypothesis import settings
 
 import ampx
 from ampx.amp import Amp
@@ -27,7 +28,9 @@ class KitTests:
     """
 
     harness: ClassVar[type[Harness]]
-    hypothesis: ClassVar[settings] = settings(max_examples=100, deadline=None, database=None, derandomize=True)
+    hypothesis: ClassVar[hypothesis.settings] = hypothesis.settings(
+        max_examples=100, deadline=None, database=None, derandomize=True
+    )
 
     def setup_method(self) -> None:
         """Make a harness and register its plugin where no entry point did."""
@@ -46,16 +49,16 @@ class KitTests:
     def start(self, loss_scale: object = None, **options: Any) -> Amp:
         """Start a session with casting at O1 where the backend has it; the loss scale is dynamic by default."""
         casts = self.declares("casting")
-        return ampx.init(
-            self.subject.framework,
-            **{
-                "dtype": self.subject.dtype if casts else "float32",
-                "level": "O1" if casts else "O0",
-                "device": self.subject.device,
-                "loss_scale": ampx.LossScale() if loss_scale is None else loss_scale,
-                **options,
-            },
-        )
+        settings = {
+            "dtype": self.subject.dtype if casts else "float32",
+            "level": "O1" if casts else "O0",
+            "device": self.subject.device,
+            "loss_scale": ampx.LossScale() if loss_scale is None else loss_scale,
+            **options,
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* emulated", ampx.PrecisionWarning)  # slow hardware is no defect
+            return ampx.init(self.subject.framework, **settings)
 
     def bench(self, amp: Amp, momentum: bool = False, **options: Any) -> Bench:
         """Wrap an optimizer over two parameters."""

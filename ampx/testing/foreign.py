@@ -45,6 +45,11 @@ FOREIGN: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
         {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 5},
         _state(1024.0, 4),
     ),
+    "tensorflow": (
+        {"current_loss_scale": 128.0, "good_steps": 1, "increment_period": 3, "multiplier": 4.0},
+        {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3},
+        _state(128.0, 1),
+    ),
     # flax grows one finite step late.
     "flax": (
         {"scale": 256.0, "fin_steps": 2, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2},

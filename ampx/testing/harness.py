@@ -124,7 +124,7 @@ class Harness(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}.overflowing: wanted because traces_overflow is declared")
 
     def model(self) -> Any:
-        """Make a small float32 model without normalization, for `prepare`."""
+        """Make a small float32 model for `prepare`: no normalization, parameters between -1 and 1."""
         raise NotImplementedError(f"{type(self).__name__}.model: wanted because levels O2 or O3 are declared")
 
     def parameters_of(self, model: Any) -> list[Any]:

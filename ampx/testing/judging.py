@@ -34,7 +34,7 @@ def suite_for(mutant: Mutant, **attributes: Any) -> type[BackendSuite]:
         ampx.register_plugin(_Plugin(name, backend), name)
     harness = type(f"{mutant.name}Harness", (mutant.harness,), {"framework": name})
     few = settings(
-        max_examples=30,
+        max_examples=15,
         deadline=None,
         database=None,
         derandomize=True,

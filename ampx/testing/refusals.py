@@ -111,6 +111,7 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "clipping": _clipping,
     "closures": _closures,
     "implicit gradients": lambda suite: _explicit_only(suite, ampx.unscale),
+    "master_weights": _prepare,
     "names_gradients": _names_gradients,
     "op_lists": _op_lists,
     "per_loss_scales": _per_loss_scales,

@@ -15,7 +15,7 @@ class Pull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Any, slopes: Any) -> Any:
         ctx.save_for_backward(slopes)
-        return parameter.detach().sum()
+        return parameter.detach().float().sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
@@ -24,7 +24,7 @@ class Pull(torch.autograd.Function):
 
 class TorchHarness(Harness):
     framework, plugin, device = "torch", "ampx_torch", "cpu"
-    dtype: ClassVar[Any] = "bfloat16"  # every CPU that torch runs on computes it, at least by emulation
+    dtype: ClassVar[Any] = "bfloat16"
 
     def tensor(self, values, dtype):
         return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
@@ -51,7 +51,7 @@ class TorchHarness(Harness):
 
     def loss(self, parameters, gradients):
         pairs = zip(parameters, gradients, strict=True)
-        return sum(Pull.apply(p, torch.tensor(slopes, device=self.device)) for p, slopes in pairs)
+        return sum(Pull.apply(p, torch.tensor(slopes, device=self.device).reshape(p.shape)) for p, slopes in pairs)
 
     def backward(self, scaled, parameters):
         scaled.backward()
@@ -71,28 +71,36 @@ class TorchHarness(Harness):
         return torch.matmul
 
     def model(self):
-        return torch.nn.Linear(2, 2)
+        return torch.nn.Linear(2, 2).to(self.device)
 
     def overflowing(self):
-        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)).to(self.device)
         torch.nn.init.constant_(model[1].weight, float("inf"))
-        return model, lambda: model(torch.ones(1, 1)), "1"
+        return model, lambda: model(torch.ones(1, 1, device=self.device)), "1"
 
     def surroundings(self):
         return torch.get_default_dtype(), torch.get_rng_state().tolist(), torch.is_grad_enabled()
 
 
-class TestTorch(BackendSuite):
+class Float16Harness(TorchHarness):
+    dtype = "float16"
+
+
+class TestBfloat16(BackendSuite):
     harness = TorchHarness
+
+
+class TestFloat16(BackendSuite):
+    harness = Float16Harness
 
 
 if torch.cuda.is_available():
 
-    class CudaHarness(TorchHarness):
-        dtype, device = "float16", "cuda"
+    class CudaHarness(Float16Harness):
+        device = "cuda"
 
     @pytest.mark.gpu
-    class TestTorchOnCuda(BackendSuite):
+    class TestOnCuda(BackendSuite):
         harness = CudaHarness
 
 else:
@@ -102,5 +110,5 @@ else:
         pytest.skip("no CUDA device: the kit did not run on one")
 
 
-class TestTorchPlugin(PluginSuite):
+class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_torch", "torch", ("torch",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,6 +100,15 @@ class RegionTests(KitTests):
         assert self.subject.computes_in() == self.subject.dtype
         ampx.shutdown()
         assert self.subject.computes_in() == "float32"
+
+    @requires("casting")
+    def test_threads_that_enter_cast_too(self) -> None:
+        """After `enter_thread` a new thread computes as the first one does, which stays as it was."""
+        amp = self.start()
+        before = self.subject.casting()
+        with ThreadPoolExecutor(1, initializer=amp.enter_thread) as pool:
+            assert pool.submit(self.subject.computes_in).result() == self.subject.dtype
+        assert self.subject.casting() == before
 
     @requires("casting")
     def test_the_body_of_scale_loss_runs_with_casting_off(self) -> None:

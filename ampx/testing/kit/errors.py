@@ -224,7 +224,7 @@ class LossErrorTests(KitTests):
 
     def test_losses_that_cannot_be_scaled_are_refused(self) -> None:
         """Not a scalar, not floating, detached, no tensor, NaN: each its own error, and training goes on."""
-        amp = self.start()
+        amp = self.start(nan_loss="raise")
         bench, tensor, casting = self.bench(amp), self.subject.tensor, self.subject.casting()
         wrong: tuple[tuple[type[Exception], Any, str, str, str], ...] = (
             (ampx.LossShapeError, self.subject.wide_loss(bench.parameters), "of 2 elements", "a scalar", "Reduce"),

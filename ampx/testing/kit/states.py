@@ -67,7 +67,7 @@ class StateTests(KitTests):
             assert begun + second.trace(PATTERN[cut:]) == expected
 
     def test_states_of_other_libraries_are_taken_over(self) -> None:
-        """apex, torch, Paddle, Keras, flax and DeepSpeed: imported, loaded, and continued as there."""
+        """apex, torch, Paddle, Keras, TensorFlow 1, flax and DeepSpeed: imported, loaded, and continued as there."""
         for library, (data, config, state) in FOREIGN.items():
             imported = json_copy(ampx.import_state(json_copy(data)))
             assert imported["framework"] == library

@@ -161,6 +161,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("AlwaysCasts", autocast=lambda self, plan, enabled: Toy.autocast(self, plan, True)),
     verbs("NeverActivates", activate=lambda self, plan: None),
     verbs("NeverDeactivates", deactivate=lambda self, plan: None),
+    verbs("BreaksThreads", enter_thread=lambda self, plan: self.deactivate(plan)),
     verbs("PromotesNothing", widest=lambda self, tree, at_least: at_least),
     verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
     # Sessions and capabilities.
