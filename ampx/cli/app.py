@@ -115,6 +115,7 @@ def demo(
 ) -> None:
     """Train a convolutional network on handwritten digits in float32 and in mixed precision."""
     import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
+    import sklearn  # noqa: F401
     from rich.console import Console
 
     from . import demo_command

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -41,11 +42,23 @@ class TorchTrainer:
         """
         enabled = run.dtype != "float32"
         with (
+            _one_thread(),
             torch.random.fork_rng(devices=[]),  # all random numbers are drawn on the host
             ampx.init("torch", dtype=run.dtype if enabled else "auto", enabled=enabled) as amp,
         ):
             torch.default_generator.manual_seed(run.seed)
             return _train(data, run, on_step, amp)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # A network this small gains nothing from more, and on a busy machine the threads wait for each other.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -> RunResult:

@@ -57,7 +57,7 @@ def test_framework_that_is_not_installed_gives_exit_code_1(ampx_command):
         "import ampx\n"
         "@ampx.hookimpl\n"
         "def ampx_register_backends(register):\n"
-        "    register('ghost', None, roots=('ghost_framework',), requires='ghost-framework>=1')\n",
+        "    register('ghost', lambda: None, roots=('ghost_framework',), requires='ghost-framework>=1')\n",
     )
     report = examine(ampx_command, "--framework", "ghost", code=1)
     assert only(report)["state"] == "not installed"

@@ -78,8 +78,9 @@ def test_training_leaves_torch_as_it_was():
     data = demo.load_digits()
     data = demo.Digits(data.train_images[:64], data.train_labels[:64], data.test_images, data.test_labels)
     torch.manual_seed(5)
-    before = torch.get_rng_state()
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
     runs = demo.plan_runs(["bfloat16"], [0], 1, 32, 64)
     assert len(list(demo.train_all(Registry().load("torch").demo(), data, runs, lambda run: lambda: None))) == 1
     assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
     assert not torch.is_autocast_enabled("cpu")
