@@ -1,0 +1,153 @@
+"""The manual names everything that is public, with its true signature, and its Python runs."""
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ampx
+from ampx import errors, hookspecs
+from ampx.amp import Amp
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(ampx.__file__).parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))}
+
+
+def code_spans(text):
+    """Give what stands between backticks, and the words of headings."""
+    spans = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return set(spans) | {span.removeprefix("ampx.").partition("(")[0] for span in spans}
+
+
+def missing(names, text):
+    absent = sorted(set(names) - code_spans(text))
+    return f"not in docs/reference: {', '.join(absent)}" if absent else ""
+
+
+def test_every_public_name_is_in_the_reference():
+    names = [name for name in dir(ampx) if name != "debug"]
+    assert missing(names, "\n".join(REFERENCE.values())) == ""
+
+
+def test_every_error_and_warning_has_a_heading():
+    names = [name for name, value in vars(errors).items() if inspect.isclass(value)]
+    headings = re.findall(r"^### (\w+)$", REFERENCE["errors.md"], flags=re.M)
+    assert sorted(headings) == sorted(names)
+
+
+def test_every_hook_has_a_heading_and_its_exact_signature():
+    hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("ampx_")}
+    assert hooks
+    for name, hook in hooks.items():
+        assert f"\n## {name}\n\n`{name}{bare_signature(hook)}`\n" in REFERENCE["plugins-and-hooks.md"], name
+
+
+def test_every_capability_is_explained_with_its_default():
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", REFERENCE["capabilities.md"], flags=re.M))
+    fields = dataclasses.fields(ampx.Capabilities)
+    assert list(rows) == [field.name for field in fields]
+    for field in fields:
+        default = sorted(field.default) if isinstance(field.default, frozenset) else field.default
+        assert ast.literal_eval(rows[field.name]) == default
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [ampx.StepResult, ampx.Event, ampx.ScaleCollapsed, ampx.Effective, ampx.LossScale, ampx.Device, ampx.CastPlan],
+)
+def test_every_field_is_explained(cls):
+    assert missing([field.name for field in dataclasses.fields(cls)], "\n".join(REFERENCE.values())) == ""
+
+
+def test_every_verb_of_a_backend_is_listed_with_its_signature():
+    for name, verb in vars(ampx.Backend).items():
+        if inspect.isfunction(verb) and not name.startswith("_"):
+            assert f"`{name}{bare_signature(verb, method=True)}`" in REFERENCE["plugins-and-hooks.md"], name
+
+
+def test_every_environment_variable_is_listed():
+    sources = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py") if "testing" not in path.parts)
+    used = set(re.findall(r"\bAMPX_[A-Z_]+\b", sources))
+    assert used == set(re.findall(r"`(AMPX_[A-Z_]+)`", REFERENCE["environment.md"]))
+
+
+def bare_signature(function, method=False):
+    signature = inspect.signature(function)
+    parameters = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    text = str(signature.replace(parameters=parameters[method:], return_annotation=inspect.Signature.empty))
+    return re.sub(r"=<function .*?>", "=…", text)
+
+
+FUNCTIONS = [name for name in dir(ampx) if inspect.isfunction(getattr(ampx, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_signature_in_the_reference_is_the_true_one(name):
+    written = re.search(rf"^### {name}\n\n`ampx\.{name}(\(.*\))`$", REFERENCE["api.md"], flags=re.M)
+    assert written, f"docs/reference/api.md has no '### {name}' followed by its signature"
+    function = getattr(ampx, name)
+    if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values()):
+        assert written[1] == bare_signature(getattr(Amp, name), method=True)
+    else:
+        assert written[1] == bare_signature(function)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_argument_is_explained(name):
+    section = re.search(rf"^### {name}\n(.*?)(?=^##|\Z)", REFERENCE["api.md"], flags=re.M | re.S)[1]
+    parameters = [one for one in inspect.signature(getattr(ampx, name)).parameters if one != "options"]
+    # `autocast` and the three annotations say in a sentence what a list of one argument would repeat
+    if len(parameters) > 1:
+        assert [one for one in parameters if f"`{one}`" not in section and f"({one}" not in section] == []
+
+
+# -- snippets -------------------------------------------------------------------------------------------
+
+
+def python_blocks(path):
+    found = re.finditer(r"^```python\n(.*?)^```$", path.read_text(), flags=re.M | re.S)
+    text = path.read_text()
+    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+
+
+def frameworks_needed(blocks):
+    source = "\n".join(block for _, block in blocks)
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, flags=re.M))
+    return sorted(imported & {"torch", "tensorflow", "keras", "jax", "paddle", "mxnet", "numpy", "optax"})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PAGES if python_blocks(path)],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_the_python_of_a_page_runs(path, tmp_path):
+    blocks = python_blocks(path)
+    absent = [name for name in frameworks_needed(blocks) if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}")
+    # Blank lines in between, so that a traceback shows the line of the page.
+    program = ""
+    for line, block in blocks:
+        program += "\n" * (line - 1 - program.count("\n")) + block
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
