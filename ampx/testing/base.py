@@ -81,6 +81,7 @@ class KitTests:
             "implicit gradients": can.gradients == "implicit",
             "explicit gradients": can.gradients == "explicit",
             "casting": "O1" in can.levels and bool(can.dtypes),
+            "process casting": can.autocast in ("scoped", "process"),
             "regions": can.autocast == "scoped",
             "clipping": self.subject.clips,
             "clip_grad_norm": self.subject.clips and can.gradients == "implicit",

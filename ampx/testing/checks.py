@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,9 @@ def refused(error: type[Exception], *, passed: str, accepted: str, advice: str) 
         yield
     assert caught.type is error
     message = str(caught.value)
+    parts = [part for part in re.split(r"[;:,.)] ", message) if part]
+    assert len(parts) >= 3, f"the message has no three parts: {message}"
+    assert message.endswith("."), f"the message breaks off: {message}"
     for part, text in (("passed", passed), ("accepted", accepted), ("to do", advice)):
         assert text in message, f"the message does not say what {'is' if part != 'passed' else 'was'} {part}: {message}"
 

@@ -92,7 +92,7 @@ class CastTests(KitTests):
 class RegionTests(KitTests):
     """`init` and `autocast`."""
 
-    @requires("casting")
+    @requires("process casting")
     def test_init_switches_casting_on_for_the_process(self) -> None:
         """The framework's own operations compute in the dtype; after shutdown as before."""
         assert self.subject.computes_in() == "float32"
@@ -101,7 +101,7 @@ class RegionTests(KitTests):
         ampx.shutdown()
         assert self.subject.computes_in() == "float32"
 
-    @requires("casting")
+    @requires("process casting")
     def test_threads_that_enter_cast_too(self) -> None:
         """After `enter_thread` a new thread computes as the first one does, which stays as it was."""
         amp = self.start()
@@ -110,7 +110,7 @@ class RegionTests(KitTests):
             assert pool.submit(self.subject.computes_in).result() == self.subject.dtype
         assert self.subject.casting() == before
 
-    @requires("casting")
+    @requires("regions")
     def test_the_body_of_scale_loss_runs_with_casting_off(self) -> None:
         """Off inside, and as before on every way out."""
         amp = self.start()
@@ -122,11 +122,9 @@ class RegionTests(KitTests):
             raise KeyError("body")
         assert self.subject.casting() == before
 
-    @requires("casting")
+    @requires("regions")
     def test_casting_only_in_regions(self) -> None:
         """`process_wide=False` casts nowhere but inside `autocast`."""
-        if not self.declares("regions"):
-            pytest.skip(f"autocast={self.backend.capabilities.autocast!r}: the framework has no regions")
         amp = self.start(process_wide=False)
         assert self.subject.casting() == self.outside
         with amp.autocast():
