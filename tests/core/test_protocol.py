@@ -127,6 +127,8 @@ def test_a_failing_framework_step_can_be_tried_again_without_dividing_twice(trai
     with pytest.raises(RuntimeError, match="the framework failed"):
         trainer.opt.step()
     assert ampx.state_dict() == before
+    with pytest.raises(ampx.ProtocolError, match="true and scaled"):  # the pending gradients are true by now
+        trainer.backward(2.0)
     alpha.fails_to_apply = False
     trainer.opt.step()
     assert trainer.param.value == -2.0
@@ -586,8 +588,14 @@ def test_disabled_still_clips(alpha, make_trainer):
     assert called.param.value == -3.0
 
 
-class Vector(list):
+class Vector:
     """Gradients as one value whose truth is ambiguous, as an array's is."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
 
     def __bool__(self):
         raise ValueError("the truth value of an array is ambiguous")
@@ -598,7 +606,7 @@ def test_explicit_gradients_are_given_to_step(make_framework, make_trainer):
     ampx.init("delta", loss_scale=ampx.LossScale(init_scale=8))
     trainer = make_trainer(delta)
     trainer.backward(2.0)
-    trainer.opt.step((trainer.param.grad,))
+    trainer.opt.step(Vector(trainer.param.grad))
     assert trainer.param.value == -2.0
     with pytest.raises(ampx.NotScaledError):
         trainer.opt.step([16.0])
