@@ -1,0 +1,286 @@
+"""Bad input: each with its own error, and weights, optimizer state, gradients and scale as they were."""
+
+import copy
+import json
+
+import ampx
+import pytest
+import torch
+from torch import nn
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def session():
+    return ampx.init("torch", dtype="bfloat16", loss_scale="dynamic", process_wide=False)
+
+
+@pytest.fixture
+def model():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
+@pytest.fixture
+def opt(session, model, backward):
+    """An Adam with one step behind it, so that it has state to lose."""
+    opt = ampx.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    backward(model(torch.ones(1, 2)).sum(), opt)
+    opt.step()
+    opt.zero_grad()
+    return opt
+
+
+@pytest.fixture
+def untouched(session, model, opt, same):
+    """After the test everything is as it was, and training goes on."""
+
+    def look():
+        return copy.deepcopy((model.state_dict(), opt.state_dict(), session.state_dict()))
+
+    before = look()
+    yield
+    assert same(look(), before)
+    opt.zero_grad()
+    with ampx.scale_loss(model(torch.ones(1, 2)).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert opt.last_step.applied
+
+
+def scalar(model):
+    return model(torch.ones(1, 2)).sum()
+
+
+LOSSES = {
+    "vector": (lambda model: model(torch.ones(3, 2)), ampx.LossShapeError, "3 elements"),
+    "empty": (lambda model: model(torch.ones(0, 2)), ampx.LossShapeError, "0 elements"),
+    "integer": (lambda model: scalar(model).long(), ampx.LossDtypeError, "int64"),
+    "complex": (lambda model: scalar(model).to(torch.complex64), ampx.LossDtypeError, "complex64"),
+    "python number": (lambda model: scalar(model).item(), ampx.LossDtypeError, "float"),
+    "none": (lambda model: None, ampx.LossDtypeError, "NoneType"),
+    "detached": (lambda model: scalar(model).detach(), ampx.DetachedLossError, "detached"),
+    "nan": (lambda model: scalar(model) * NAN, ampx.NonFiniteLossError, "NaN"),
+    "nan in a list": (lambda model: [scalar(model), scalar(model) * NAN], ampx.NonFiniteLossError, "NaN"),
+    "detached in a dict": (
+        lambda model: {"a": scalar(model), "b": scalar(model).detach()},
+        ampx.DetachedLossError,
+        "detached",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.usefixtures("untouched")
+def test_a_loss_that_cannot_be_scaled_is_refused(kind, model, opt):
+    make, error, words = LOSSES[kind]
+    with pytest.raises(error, match=words), ampx.scale_loss(make(model), opt):
+        pytest.fail("the body ran")
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_loss_without_gradients_is_refused(model, opt):
+    with torch.no_grad():
+        loss = scalar(model)
+    with pytest.raises(ampx.DetachedLossError), ampx.scale_loss(loss, opt):
+        pytest.fail("the body ran")
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_loss_scaled_before_is_refused(model, opt):
+    with ampx.scale_loss(scalar(model), opt) as scaled:
+        pass
+    with pytest.raises(ampx.AlreadyScaledError), ampx.scale_loss(scaled, opt):
+        pytest.fail("the body ran")
+
+
+@pytest.mark.usefixtures("untouched")
+def test_an_infinite_loss_is_an_overflow_not_an_error(session, model, backward):
+    other = ampx.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    parameter = other.param_groups[0]["params"][0]
+    backward(parameter.sum() * INF, other)
+    other.step()
+    assert not other.last_step.finite
+    del other
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_step_without_scale_loss_is_refused(model, opt):
+    scalar(model).backward()
+    with pytest.raises(ampx.NotScaledError, match="scale_loss"):
+        opt.step()
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 1.0)], ids=["unscale", "clip"])
+@pytest.mark.usefixtures("untouched")
+def test_unscaling_without_scale_loss_is_refused(call, model, opt):
+    scalar(model).backward()
+    with pytest.raises(ampx.NotScaledError):
+        call(opt)
+    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.usefixtures("untouched")
+def test_nested_scale_loss_and_a_step_inside_the_body_are_refused(model, opt):
+    with ampx.scale_loss(scalar(model), opt):
+        with pytest.raises(ampx.NestedScaleError), ampx.scale_loss(scalar(model), opt):
+            pytest.fail("the body ran")
+        with pytest.raises(ampx.NestedScaleError):
+            opt.step()  # without gradients so far
+        scalar(model).backward()
+        with pytest.raises(ampx.NestedScaleError):
+            opt.step()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_scale_loss_after_unscale_is_refused_until_the_gradients_are_gone(model, opt, backward):
+    backward(scalar(model), opt)
+    ampx.unscale(opt)
+    with pytest.raises(ampx.ProtocolError), ampx.scale_loss(scalar(model), opt):
+        pytest.fail("the body ran")
+    model.zero_grad()  # skips the step by hand
+    backward(scalar(model), opt)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_an_exception_in_the_body_leaves_the_protocol_as_it_was(model, opt, backward):
+    with pytest.raises(KeyError), ampx.scale_loss(scalar(model), opt) as scaled:
+        scaled.backward()
+        raise KeyError
+    with pytest.raises(ampx.NotScaledError):
+        opt.step()  # half a backward is nothing to step on
+
+
+def test_an_exception_in_a_second_body_leaves_the_first_ones_gradients_pending(model, opt, backward):
+    before = model.weight.detach().clone()
+    backward(scalar(model), opt)
+    with pytest.raises(KeyError), ampx.scale_loss(scalar(model), opt):
+        raise KeyError
+    opt.step()
+    assert opt.last_step.applied
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.usefixtures("untouched")
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+def test_the_raw_optimizer_stepped_by_mistake_raises_and_changes_nothing(unscaled, model, opt, backward):
+    backward(scalar(model), opt)
+    if unscaled:
+        ampx.unscale(opt)
+    with pytest.raises(ampx.RawStepError, match="Adam"):
+        opt.optimizer.step()
+
+
+def test_the_raw_optimizer_may_step_while_nothing_is_pending(model, opt):
+    scalar(model).backward()
+    opt.optimizer.step()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_wrapping_twice_is_refused(session, opt):
+    for again in (opt, opt.optimizer, [opt.optimizer]):
+        with pytest.raises(ampx.AlreadyWrappedError):
+            session.wrap_optimizer(again)
+    raw = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(ampx.AlreadyWrappedError):
+        session.wrap_optimizer([raw, raw])
+    assert ampx.wrap_optimizer(raw).optimizer is raw  # the refused call left no trace
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(1, 1), torch.ones(1), "sgd", None, torch.optim.SGD], ids=repr)
+@pytest.mark.usefixtures("untouched")
+def test_wrapping_no_optimizer_is_refused(thing, session):
+    with pytest.raises(ampx.NotAnOptimizerError):
+        session.wrap_optimizer(thing)
+
+
+@pytest.mark.usefixtures("untouched")
+def test_scale_loss_with_an_optimizer_that_is_not_wrapped_is_refused(session, model):
+    raw = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ampx.NotWrappedError), ampx.scale_loss(scalar(model), raw):
+        pytest.fail("the body ran")
+
+
+@pytest.mark.parametrize("option", [{"process_grop": None}, {"device_scale": "yes"}, {"max_grad_norm": -1.0}], ids=str)
+@pytest.mark.usefixtures("untouched")
+def test_an_option_that_is_not_accepted_is_refused_and_the_optimizer_can_be_wrapped_after(option, session):
+    raw = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(ampx.InvalidOptionError):
+        session.wrap_optimizer(raw, **option)
+    with pytest.raises(ampx.InvalidOptionError, match="fused"):
+        session.wrap_optimizer(raw, device_scale=True)
+    assert session.wrap_optimizer(raw).optimizer is raw
+
+
+STATES = {
+    "no dict": (7, ampx.UnknownSchemaError),
+    "unknown schema": ({"schema": "ampx.loss_scale/99", "groups": []}, ampx.UnknownSchemaError),
+    "torch scaler's": ({"scale": 2.0, "growth_factor": 2.0}, ampx.UnknownSchemaError),
+    "no groups": ({"schema": "ampx.loss_scale/1"}, ampx.InvalidStateError),
+}
+VALUES = [("scale", bad) for bad in (-1.0, 0.0, INF, NAN, "65536", None)] + [
+    ("growth_tracker", bad) for bad in (-1, 1.5, "3", INF)
+]
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.usefixtures("untouched")
+def test_a_state_of_another_schema_is_refused(kind, session):
+    state, error = STATES[kind]
+    with pytest.raises(error):
+        session.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES)
+@pytest.mark.usefixtures("untouched")
+def test_absurd_values_in_a_state_are_refused(name, value, session):
+    state = json.loads(json.dumps(session.state_dict()))
+    state["groups"][0]["losses"][0][name] = value
+    with pytest.raises(ampx.InvalidStateError, match=name):
+        session.load_state_dict(state)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["positions", "names"])
+@pytest.mark.usefixtures("untouched")
+def test_float16_parameters_are_refused_with_names_and_remedy(named, session):
+    half = nn.Linear(2, 1).half()
+    parameters = half.named_parameters() if named else half.parameters()
+    with pytest.raises(ampx.LowPrecisionParametersError) as caught:
+        session.wrap_optimizer(torch.optim.SGD(parameters, lr=1.0))
+    assert ("weight, bias" if named else "param_groups[0]['params'][1] (1,)") in str(caught.value)
+    assert "prepare" in str(caught.value)
+
+
+def test_float16_parameters_added_later_are_refused_and_taken_back(session, opt, model, backward, same):
+    half = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    with pytest.raises(ampx.LowPrecisionParametersError):
+        opt.add_param_group({"params": [half]})
+    assert len(opt.param_groups) == 1
+    opt.optimizer.add_param_group({"params": [half]})  # behind the wrapper's back
+    before = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    backward(scalar(model) + half.float().sum(), opt)
+    with pytest.raises(ampx.LowPrecisionParametersError):
+        opt.step()
+    assert same((model.state_dict(), opt.state_dict()), before)
+    assert half.tolist() == [1.0]
+
+
+def test_frozen_float16_parameters_and_bfloat16_ones_are_accepted(session):
+    frozen = nn.Parameter(torch.ones(1, dtype=torch.float16), requires_grad=False)
+    session.wrap_optimizer(torch.optim.SGD([frozen, nn.Parameter(torch.ones(1))], lr=1.0))
+    session.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1, dtype=torch.bfloat16))], lr=1.0))
+
+
+def test_float16_parameters_are_accepted_at_o3(backward):
+    ampx.init("torch", dtype="float16", level="O3", process_wide=False)
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=0.5))
+    late = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    opt.add_param_group({"params": [late]})
+    backward(parameter.sum() + late.sum(), opt)
+    opt.step()
+    assert parameter.tolist() == [0.5, 0.5]
+    assert late.tolist() == [0.5]
