@@ -1,8 +1,9 @@
 """Every test starts without a session and leaves none; torch computes on one thread, so that sums are the same."""
 
-import ampx
 import pytest
 import torch
+
+import ampx
 
 
 @pytest.fixture(autouse=True)

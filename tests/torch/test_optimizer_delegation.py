@@ -5,10 +5,11 @@ import gc
 import pickle
 import weakref
 
-import ampx
 import pytest
 import torch
 from torch import nn
+
+import ampx
 
 INF = float("inf")
 KINDS = {
@@ -70,7 +71,7 @@ def test_overflow_leaves_weights_and_optimizer_state_bit_identical(kind, on_devi
 
 
 def test_the_wrapper_is_a_torch_optimizer_with_the_raw_ones_groups_state_and_defaults(amp):
-    model, raw = model_and_optimizer("adam")
+    raw = model_and_optimizer("adam")[1]
     opt = ampx.wrap_optimizer(raw)
     assert isinstance(opt, torch.optim.Optimizer)
     assert opt.param_groups is raw.param_groups

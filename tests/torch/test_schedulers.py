@@ -1,10 +1,11 @@
 """Schedulers made before or after wrapping work, also when the first step is skipped. Warnings are errors."""
 
-import ampx
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
+
+import ampx
 
 INF = float("inf")
 
