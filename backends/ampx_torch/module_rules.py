@@ -2,6 +2,9 @@
 
 Hooks do it. A rule about a class needs nothing but the session: hooks common to all modules look for it. A rule
 about names needs `prepare`, which puts hooks on the modules it finds; these see keyword arguments too.
+
+While rules about classes are in force, `torch.compile(module)` warns that there are hooks common to all modules;
+ours do nothing a second time.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class _Installed:
         self.users: list[TorchPlan] = []
         self.libraries: list[torch.library.Library] = []
         self.compiled: tuple[Any, ...] = ()
-        self.tag = ""
+        self.tag: str | None = None  # the compiler's own tag, while ours is in its place
 
 
 _installed = _Installed()
@@ -35,10 +35,11 @@ def install(plan: CastPlan) -> None:
         return
     with _lock:
         if not _installed.users:
-            module_rules.install(plan)
-            if plan.operations:
-                _tell_compiler(plan.operations)
-                _installed.libraries = kernels.register(plan.device, plan.operations)
+            try:
+                _put(plan)
+            except BaseException:
+                _take_away()
+                raise
         _installed.users.append(plan)
 
 
@@ -57,19 +58,30 @@ def uninstall(plan: CastPlan, last: bool = False) -> None:
         _installed.users.remove(plan)
         if _installed.users:
             return
-        module_rules.uninstall()
-        for library in _installed.libraries:
-            library._destroy()
-        _installed.libraries = []
-        if plan.operations:
-            torch.compiler.config.cache_key_tag = _installed.tag
-            if last:
-                _forget_compiled(())
+        _take_away()
+        if plan.operations and last:
+            _forget_compiled(())
+
+
+def _put(plan: TorchPlan) -> None:
+    module_rules.install(plan)
+    if plan.operations:
+        _tell_compiler(plan.operations)
+        _installed.libraries = kernels.register(plan.device, plan.operations)
+
+
+def _take_away() -> None:
+    module_rules.uninstall()
+    for library in _installed.libraries:
+        library._destroy()
+    _installed.libraries = []
+    if _installed.tag is not None:
+        torch.compiler.config.cache_key_tag, _installed.tag = _installed.tag, None
 
 
 def in_force(plan: CastPlan) -> bool:
-    """Tell whether a plan has no rules or has them installed. Sync: none."""
-    return not isinstance(plan, TorchPlan) or plan in _installed.users
+    """Tell whether a plan has no rules or some are installed, which are then those of its session. Sync: none."""
+    return not isinstance(plan, TorchPlan) or bool(_installed.users)
 
 
 def _tell_compiler(operations: tuple[Any, ...]) -> None:

@@ -96,9 +96,10 @@ def test_a_region_of_another_dtype_keeps_the_rules(full):
         assert F.layer_norm(full, [4]).dtype == torch.float16
 
 
-def test_rules_without_process_wide_casting_act_inside_regions_only(low):
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_rules_without_process_wide_casting_act_inside_regions_only(low, dtype):
     amp = init(deny=["softmax"], process_wide=False)
-    with amp.autocast():
+    with amp.autocast(dtype=dtype):
         assert torch.softmax(low, -1).dtype == torch.float32
     with torch.autocast("cpu", LOW):
         assert torch.softmax(low, -1).dtype == LOW
@@ -264,10 +265,12 @@ def test_casting_is_restored_where_an_interrupt_left_a_denied_module():
                 self.inner(x)
             return x
 
-    init(deny=[Outer, Interrupted])
+    amp = init(deny=[Outer, Interrupted], allow=[nn.Linear])
     x = torch.ones(2, 2)
     Outer()(x)
     assert (x @ x).dtype == LOW
+    with amp.autocast(False):
+        assert nn.Linear(2, 2)(x).dtype == torch.float32
 
 
 class Keyword(nn.Module):
@@ -342,9 +345,10 @@ def test_rules_travel_with_copies_of_a_model_and_sleep_without_the_session(full,
     twin = copy.deepcopy(model) if copier == "deepcopy" else pickle.loads(pickle.dumps(model))
     twin(full)
     assert twin.seen[0] == torch.float32
-    init()
-    twin(full)
-    assert twin.seen[0] == LOW
+    for others in ([], [nn.LayerNorm]):
+        init(deny=others)
+        twin(full)
+        assert twin.seen[0] == LOW
 
 
 def test_a_copy_with_sleeping_hooks_obeys_the_class_rules_of_a_new_session(full):

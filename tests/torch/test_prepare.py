@@ -316,6 +316,11 @@ def test_pulling_gradients_twice_is_pulling_once_and_missing_ones_stay_missing()
         gradients = [master.grad for _, master in found.pairs]
         assert torch.equal(gradients[0], torch.full((2, 2), 3.0))
         assert gradients[1] is None
+    model.weight.grad = None
+    found.pull_gradients()
+    assert found.pairs[0][1].grad is None
+    model.weight.grad = torch.ones(2, 2, dtype=torch.bfloat16)
+    found.pull_gradients()
     found.zero_grad()
     assert not found.has_gradients()
     assert all(master.grad is None for _, master in found.pairs)
