@@ -1,0 +1,68 @@
+"""PyTorch's checks, and what PyTorch knows about the machine."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Final
+
+import torch
+from _gpu_checks import Check
+from _gpu_torch_casting import (
+    autocast_results_are_those_of_torch,
+    backward_runs_uncast_in_its_own_threads,
+    compiled_step_trains_like_the_eager_one,
+    master_weights_keep_small_updates,
+    process_wide_casting_never_reads_old_weights,
+)
+from _gpu_torch_cost import (
+    kernels_per_step_are_not_more,
+    step_takes_no_longer_large,
+    step_takes_no_longer_small,
+    syncs_per_step_are_not_more,
+)
+from _gpu_torch_scaling import (
+    float16_overflow_recovers_as_grad_scaler_does,
+    resumed_run_is_bit_identical,
+    scale_trace_is_the_reference,
+    skipped_step_changes_nothing,
+)
+from _gpu_torch_training import accuracy_is_that_of_float32, data_parallel_skips_and_agrees
+
+CHECKS: Final[tuple[Check, ...]] = (
+    autocast_results_are_those_of_torch,
+    process_wide_casting_never_reads_old_weights,
+    backward_runs_uncast_in_its_own_threads,
+    scale_trace_is_the_reference,
+    skipped_step_changes_nothing,
+    float16_overflow_recovers_as_grad_scaler_does,
+    resumed_run_is_bit_identical,
+    master_weights_keep_small_updates,
+    compiled_step_trains_like_the_eager_one,
+    data_parallel_skips_and_agrees,
+    accuracy_is_that_of_float32,
+    syncs_per_step_are_not_more,
+    kernels_per_step_are_not_more,
+    step_takes_no_longer_small,
+    step_takes_no_longer_large,
+)
+
+
+def has(device: str) -> bool:
+    """Tell whether torch offers the device here."""
+    return device == "cpu" or torch.cuda.is_available()
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Tell versions, and for a GPU its name and compute capability."""
+    facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if device == "cpu":
+        return {"name": platform.processor() or "cpu", "threads": torch.get_num_threads(), **facts}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "cudnn": torch.backends.cudnn.version(),
+        **facts,
+    }
