@@ -151,7 +151,11 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         """Apply or skip with the finiteness found, then close the step."""
         if self.on_device:
             self.clip_gradients()
-            self._run_fused(self.gradients.combine(list(self._checked.values())))
+            flag = self.gradients.combine(list(self._checked.values()))
+            if _makes_momentum(self.optimizer) and bool(flag):
+                self.note_skip()
+            else:
+                self._run_fused(flag)
         elif all(self._checked.values()):
             self.clip_gradients()
             self.run_raw()
@@ -230,3 +234,18 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
     step.hooked = True  # type: ignore[attr-defined]
+
+
+def _makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether this step is the one in which SGD makes its momentum buffers.
+
+    Native defect: fused SGD makes them uninitialised, and its kernel leaves them so where the first step overflows;
+    the next step adds to whatever the memory held. Sync: none.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        first = next((parameter for parameter in group["params"] if parameter.grad is not None), None)
+        if first is not None and group["momentum"] and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+            return True
+    return False
