@@ -40,6 +40,7 @@ class _Rules:
     def __init__(self) -> None:
         self.plan: TorchPlan | None = None
         self.handles: list[Any] = []
+        self.fast_path: bool | None = None
 
 
 _scopes = _Scopes()
@@ -54,6 +55,10 @@ def reset_thread() -> None:
 def install(plan: TorchPlan) -> None:
     """Put the rules in force. Sync: none."""
     _rules.plan = plan
+    if plan.modules:
+        # torch's fast path for inference computes a whole transformer layer without calling its modules.
+        _rules.fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
     if plan.classes:
         leave = torch_module.register_module_forward_hook(LeaveAny(), with_kwargs=True, always_call=True)
         enter: Any = EnterAny()  # torch types a hook as giving nothing
@@ -67,7 +72,9 @@ def uninstall() -> None:
         # torch 2.13 removes such a hook but not the note about its keyword arguments.
         torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
     _rules.handles.clear()
-    _rules.plan = None
+    if _rules.fast_path is not None:
+        torch.backends.mha.set_fastpath_enabled(_rules.fast_path)
+    _rules.plan = _rules.fast_path = None
 
 
 def in_force(kind: Kind, entry: object) -> bool:

@@ -4,7 +4,8 @@ At O2 and O3 parameters and buffers change their dtype in place. Modules that st
 O2, and what `deny` names) get their inputs in float32 and give their outputs in the compute dtype. The model as
 a whole takes inputs of any floating dtype and gives outputs in float32; methods other than `forward` are left
 alone. Prepare a model on its device and before DDP or FSDP wrap it. Weights changed by hand afterwards are
-overwritten by the next step, which starts from the masters: use `load_state_dict`.
+overwritten by the next step, which starts from the masters: use `load_state_dict`. True gradients are the masters':
+clip with `ampx.clip_grad_norm` or `max_grad_norm`, or over `opt.param_groups`, not over `model.parameters()`.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ def _lower(models: list[nn.Module], optimizers: list[Any], found: dict[nn.Module
     else:
         for raw in raws:
             _lower_state(raw, lowered)
+    for module in {one: None for model in models for one in model.modules()}:
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants them in one piece again
     for module in kept:
         module.register_forward_pre_hook(
             lowering.CastArguments(torch.float32, only=lowering.LOW), prepend=True, with_kwargs=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -45,16 +46,14 @@ def _like(tree: Any, values: Any) -> Any:
     """Give the values in a container of the tree's own type; the tree itself where nothing changed."""
     kind: Any = type(tree)
     if not isinstance(values, dict):
-        if all(one is other for one, other in zip(tree, values, strict=True)):
+        # Containers need not have a constructor where there is nothing to cast; the compiler cannot compare them.
+        if not torch.compiler.is_dynamo_compiling() and all(map(is_, tree, values)):
             return tree
         return kind(*values) if hasattr(tree, "_fields") else kind(values)
-    changed = {key: value for key, value in values.items() if value is not tree[key]}
-    if not changed:
-        return tree
-    if not isinstance(tree, MutableMapping):
+    if kind is dict or not isinstance(tree, MutableMapping):
         return kind(values)
     copied = copy.copy(tree)
-    for key, value in changed.items():
+    for key, value in values.items():
         copied[key] = value
     return copied
 

@@ -102,6 +102,23 @@ def test_module_rules_compile(x, prepared):
     assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's own, while it traces
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_prepared_models_compile_into_one_graph_and_see_updates(x, level):
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu", level=level, loss_scale=1.0)
+    block = Block()
+    block, raw = amp.prepare(block, torch.optim.SGD(block.parameters(), lr=1.0))
+    opt, model = amp.wrap_optimizer(raw), compiled(block)
+    before = model(x)
+    with amp.scale_loss(before.square().sum() + before.sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    after = model(x)
+    assert before.dtype == after.dtype == torch.float32
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, block(x), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own

@@ -265,7 +265,7 @@ def test_casting_is_restored_where_an_interrupt_left_a_denied_module():
                 self.inner(x)
             return x
 
-    amp = init(deny=[Outer, Interrupted], allow=[nn.Linear])
+    amp = init(deny=[Outer], allow=[Interrupted, nn.Linear])
     x = torch.ones(2, 2)
     Outer()(x)
     assert (x @ x).dtype == LOW
@@ -357,6 +357,19 @@ def test_a_copy_with_sleeping_hooks_obeys_the_class_rules_of_a_new_session(full)
     init(deny=[nn.Linear])
     model(full)
     assert model.seen[0] == torch.float32
+
+
+def test_a_denied_module_inside_a_fused_transformer_layer_is_reached(full):
+    layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=True).eval()
+    calls = []
+    layer.linear1.register_forward_hook(lambda module, args, output: calls.append(output.dtype))
+    init(deny=[nn.Linear])
+    with torch.no_grad():
+        layer(full[None])
+    assert calls == [torch.float32]
+    assert not torch.backends.mha.get_fastpath_enabled()
+    ampx.shutdown()
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_module_rules_leave_no_hooks_behind():
