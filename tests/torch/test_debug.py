@@ -12,12 +12,6 @@ import ampx
 from ampx import debug
 
 
-@pytest.fixture(autouse=True)
-def _session_ends():
-    yield
-    ampx.shutdown()
-
-
 def backward(loss, opt):
     with ampx.scale_loss(loss, opt) as scaled:
         scaled.backward()

@@ -13,8 +13,6 @@ import time
 import pytest
 import torch
 
-import ampx
-
 SCRIPT = pathlib.Path(__file__).with_name("resume_script.py")
 STEPS, CHECKPOINT_EVERY = 48, 5
 
@@ -29,7 +27,6 @@ def run_to_the_end(folder, place):
 @pytest.fixture
 def run_here(monkeypatch):
     """Run the script in this process, which has torch already."""
-    threads = torch.get_num_threads()
     monkeypatch.setattr(sys, "stdin", io.StringIO())
 
     def run(folder, place):
@@ -38,8 +35,6 @@ def run_here(monkeypatch):
 
     with torch.random.fork_rng(devices=[]):
         yield run
-    ampx.shutdown()
-    torch.set_num_threads(threads)
 
 
 def kill_after(step, seconds, folder, place):
