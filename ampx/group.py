@@ -246,7 +246,8 @@ class Member:
 
         Sync: as the group's ledger.
         """
-        outcome = Outcome(self, finite, self.factor, grad_norm)
+        # The result tells of the lowest loss id, before and after.
+        outcome = Outcome(self, finite, self.factors.get(min(finite), self.factor), grad_norm)
         self._reset()
         self.group.close(outcome)
 

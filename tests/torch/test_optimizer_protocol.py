@@ -1,0 +1,310 @@
+"""Training patterns: accumulation, several optimizers, groups, clipping, frozen and missing gradients."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import ampx
+
+INF = float("inf")
+
+
+def parameter_and_optimizer(cls=torch.optim.SGD, **options):
+    parameter = nn.Parameter(torch.ones(2))
+    return parameter, cls([parameter], lr=1.0, **options)
+
+
+def growth_tracker(amp, opt):
+    return amp.state_dict(opt)["groups"][0]["losses"][0]["growth_tracker"]
+
+
+# -- no gradients ----------------------------------------------------------------------------------
+
+
+def test_a_step_without_gradients_is_not_counted_and_does_not_raise(amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    other = nn.Parameter(torch.ones(1))
+    opt.step()
+    assert (opt.last_step.applied, opt.last_step.finite) == (False, True)
+    backward(other.sum(), opt)  # the loss does not use the parameter
+    opt.step()
+    assert not opt.last_step.applied
+    assert growth_tracker(amp, opt) == 0
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_frozen_and_unused_parameters_stay_and_the_others_step(amp, backward):
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    opt = ampx.wrap_optimizer(torch.optim.SGD([unused, frozen, used], lr=1.0, weight_decay=0.5))
+    backward((used * frozen).sum(), opt)
+    opt.step()
+    assert [one.tolist() for one in (used, unused, frozen)] == [[-0.5, -0.5], [1.0, 1.0], [1.0, 1.0]]
+    frozen.requires_grad_(True)
+    opt.zero_grad()
+    backward((used * 0 + frozen).sum(), opt)
+    opt.step()
+    assert frozen.tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_gradients_skips_the_step_by_hand_and_the_scale_stays(set_to_none, amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    backward((parameter * INF).sum(), opt)
+    opt.zero_grad(set_to_none=set_to_none)
+    assert (parameter.grad is None) == set_to_none
+    assert opt.last_step is None
+    assert opt.loss_scale == 2.0**16
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
+def test_clearing_through_the_model_skips_the_step_by_hand(unscaled, amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    backward((parameter * INF).sum(), opt)
+    if unscaled:
+        ampx.unscale(opt)
+    parameter.grad = None
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert opt.last_step.applied
+    assert parameter.tolist() == [0.0, 0.0]
+    assert opt.loss_scale == 2.0**16
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1, 2])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_overflow_anywhere_in_an_accumulation_window_drops_the_whole_window(bad, on_device, amp, backward):
+    parameter, raw = parameter_and_optimizer(fused=True)
+    opt = ampx.wrap_optimizer(raw, device_scale=on_device)
+    for position in range(3):
+        backward((parameter * (INF if position == bad else 1.0)).sum(), opt)
+    opt.step()
+    assert parameter.tolist() == ([-2.0, -2.0] if bad is None else [1.0, 1.0])
+    assert opt.last_step.applied == (bad is None)
+    assert opt.loss_scale == (2.0**16 if bad is None else 2.0**15)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_the_scale_is_frozen_within_a_window_even_when_a_state_is_loaded(on_device, amp, backward):
+    parameter, raw = parameter_and_optimizer(fused=True)
+    opt = ampx.wrap_optimizer(raw, device_scale=on_device)
+    backward(parameter.sum(), opt)
+    state = amp.state_dict()
+    state["groups"][0]["losses"][0]["scale"] = 4.0
+    amp.load_state_dict(state)
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.tolist() == [-1.0, -1.0]
+    opt.zero_grad()
+    with ampx.scale_loss(parameter.sum(), opt) as scaled:
+        assert scaled.item() == -2 * 4.0
+
+
+# -- several optimizers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("gd")), ids="".join)
+def test_two_optimizers_of_a_gan_keep_scales_of_their_own_in_any_order(order, amp, backward):
+    generator, generator_raw = parameter_and_optimizer()
+    critic, critic_raw = parameter_and_optimizer()
+    opts = {"g": ampx.wrap_optimizer(generator_raw), "d": ampx.wrap_optimizer(critic_raw)}
+    for bad in (True, False):
+        for opt in opts.values():
+            opt.zero_grad()
+        # Both losses in one iteration; only the critic's overflows.
+        backward((critic * (INF if bad else 1.0)).sum(), opts["d"])
+        backward(generator.sum(), opts["g"])
+        for name in order:
+            opts[name].step()
+    assert (opts["g"].loss_scale, opts["d"].loss_scale) == (2.0**16, 2.0**15)
+    assert generator.tolist() == [-1.0, -1.0]
+    assert critic.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_one_backward_serves_optimizers_with_different_scales(order, amp):
+    pairs = [parameter_and_optimizer() for _ in range(2)]
+    opts = [
+        ampx.wrap_optimizer(raw, loss_scale=scale) for (_, raw), scale in zip(pairs, (2.0**10, 2.0**4), strict=True)
+    ]
+    with ampx.scale_loss(sum(parameter.sum() for parameter, _ in pairs), opts) as scaled:
+        assert scaled.item() == 4 * 2.0**4  # the smaller overflows in neither
+        scaled.backward()
+    for index in order:
+        opts[index].step()
+    assert [parameter.tolist() for parameter, _ in pairs] == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_a_group_shares_one_scale_that_moves_once_after_the_last_member(on_device, amp, backward):
+    (first, first_raw), (second, second_raw) = (parameter_and_optimizer(fused=True) for _ in range(2))
+    opts = ampx.wrap_optimizer(
+        [first_raw, second_raw], device_scale=on_device, loss_scale=ampx.LossScale(growth_interval=2)
+    )
+    backward((first * INF).sum(), opts[0])
+    backward(second.sum(), opts[1])
+    opts[0].step()
+    assert opts[1].loss_scale == 2.0**16  # the second's gradients still carry it
+    opts[1].step()
+    assert second.tolist() == [0.0, 0.0]  # its own gradients were finite
+    assert opts[0].loss_scale == opts[1].loss_scale == 2.0**15
+    for _ in range(2):
+        for parameter, opt in ((first, opts[0]), (second, opts[1])):
+            opt.zero_grad()
+            backward(parameter.sum(), opt)
+        for opt in opts:
+            opt.step()
+    assert opts[0].loss_scale == 2.0**16
+    assert len(amp.state_dict()["groups"]) == 1
+
+
+def test_a_group_of_which_some_cannot_keep_the_scale_on_the_device_keeps_it_on_the_host(amp):
+    (_, fused), (_, plain) = parameter_and_optimizer(fused=True), parameter_and_optimizer()
+    with pytest.raises(ampx.InvalidOptionError):
+        ampx.wrap_optimizer([fused, plain], device_scale=True)
+    assert len(ampx.wrap_optimizer([fused, plain])) == 2
+
+
+# -- clipping --------------------------------------------------------------------------------------
+
+
+def train_clipped(how, max_norm, max_value, backward, on_device=False):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    opt = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(5, 3) * 3
+    if how == "wrapped":
+        opt = ampx.wrap_optimizer(opt, max_grad_norm=max_norm, max_grad_value=max_value, device_scale=on_device)
+    elif how != "plain":
+        opt = ampx.wrap_optimizer(opt)
+    norms = []
+    for _ in range(3):
+        opt.zero_grad()
+        loss = (model(x) ** 2).mean()
+        if how == "plain":
+            loss.backward()
+        else:
+            backward(loss, opt)
+        if how == "ampx":
+            norms.append(ampx.clip_grad_norm(opt, max_norm).item())
+        if how in ("plain", "by hand"):
+            if how == "by hand":
+                ampx.unscale(opt)
+                ampx.unscale(opt)  # once is enough, twice is no harm
+            if max_value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), max_value)
+            if max_norm is not None:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        opt.step()
+        if how == "wrapped" and max_norm is not None:
+            norms.append(opt.last_step.grad_norm)
+    return norms, model.state_dict(), opt.state_dict()["state"]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(("max_norm", "max_value"), [(0.5, None), (None, 0.1), (0.5, 0.2), (1e6, None)])
+def test_clipping_by_the_wrapper_is_plain_torchs_bit_for_bit(max_norm, max_value, on_device, amp, backward, same):
+    plain = train_clipped("plain", max_norm, max_value, backward)
+    assert same(train_clipped("wrapped", max_norm, max_value, backward, on_device), plain)
+
+
+@pytest.mark.parametrize("how", ["ampx", "by hand"])
+def test_clipping_by_the_user_after_unscale_is_plain_torchs_bit_for_bit(how, amp, backward, same):
+    assert same(train_clipped(how, 0.5, None, backward), train_clipped("plain", 0.5, None, backward))
+
+
+@pytest.mark.parametrize("call", ["clip", "unscale"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_overflow_found_before_the_step_skips_it_and_blames_nobody_else(call, on_device, amp, backward):
+    good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([good, bad], lr=1.0, fused=True), device_scale=on_device)
+    backward(good.sum() + (bad * INF).sum(), opt)
+    if call == "clip":
+        assert ampx.clip_grad_norm(opt, 1.0).item() == INF
+    else:
+        ampx.unscale(opt)
+        bad.grad.zero_()  # hiding it does not help: it was noted
+    opt.step()
+    assert (opt.last_step.applied, opt.loss_scale) == (False, 2.0**15)
+    assert good.tolist() == bad.tolist() == [1.0, 1.0]
+    assert good.grad.tolist() == [1.0, 1.0]
+
+
+def test_clip_grad_norm_twice_clips_to_the_smaller_and_reports_the_true_norm(amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    backward((parameter * torch.tensor([3.0, 4.0])).sum(), opt)
+    assert ampx.clip_grad_norm(opt, 1.0).item() == 5.0
+    ampx.clip_grad_norm(opt, 10.0)
+    opt.step()
+    assert opt.last_step.grad_norm == 5.0
+    torch.testing.assert_close(parameter.detach(), torch.tensor([0.4, 0.2]), rtol=1e-5, atol=1e-5)
+
+
+# -- the loss --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_one_element_loss_of_any_dtype_and_shape_is_scaled_without_overflow(dtype, shape, amp):
+    parameter, raw = parameter_and_optimizer()
+    # The gradient of a float16 loss is the scale in float16: the largest power of two it can hold.
+    opt = ampx.wrap_optimizer(raw, loss_scale=2.0**15)
+    loss = parameter.sum().to(dtype).reshape(shape)
+    with ampx.scale_loss(loss, opt) as scaled:
+        assert scaled.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)
+        assert scaled.shape == shape
+        assert scaled.item() == 2.0**16  # infinite in float16
+        scaled.backward()
+    opt.step()
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_a_failed_update_can_be_repeated_and_is_not_unscaled_twice(amp, backward):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw)
+    fails = raw.register_step_pre_hook(lambda *_: 1 / 0)
+    backward(parameter.sum(), opt)
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    fails.remove()
+    opt.step()
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_a_run_resumed_from_optimizer_and_session_states_is_bit_identical(amp, backward, same):
+    def make():
+        torch.manual_seed(6)
+        model = nn.Linear(3, 1)
+        config = ampx.LossScale(growth_interval=2)
+        return model, ampx.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), loss_scale=config)
+
+    def advance(model, opt, steps):
+        for step in steps:
+            opt.zero_grad()
+            backward((model(torch.full((2, 3), float(step))) ** 2).mean() * (INF if step == 3 else 1.0), opt)
+            opt.step()
+
+    model, opt = make()
+    advance(model, opt, range(4))
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict(opt)))
+    advance(model, opt, range(4, 8))
+    other_model, other = make()
+    other_model.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2], other)
+    advance(other_model, other, range(4, 8))
+    assert same(other_model.state_dict(), model.state_dict())
+    assert amp.state_dict(other)["groups"] == amp.state_dict(opt)["groups"]
