@@ -533,3 +533,29 @@ def test_o2_trains_on_cuda(dtype):
         opt.step()
         opt.zero_grad()
     assert losses[-1] < losses[0] / 2
+
+
+def test_a_model_inside_ddp_is_refused():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(ampx.UnsupportedByBackendError, match="DistributedDataParallel"):
+            init().prepare(model)
+        assert model.module.weight.dtype == torch.float32
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_recurrent_models_train():
+    amp = init(loss_scale=8.0)
+    model = nn.LSTM(4, 4)
+    model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    opt = amp.wrap_optimizer(raw)
+    before = values(model)
+    output, (hidden, _) = model(torch.randn(3, 2, 4))
+    assert output.dtype == hidden.dtype == torch.float32
+    with amp.scale_loss(output.sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert opt.last_step.applied
+    assert not torch.equal(model.state_dict()["weight_ih_l0"], before["weight_ih_l0"])
