@@ -257,15 +257,18 @@ def fsdp2_names_the_parameter_in_the_shard(rank):
 def fsdp1_with_a_group(rank):
     session()
     model = FullyShardedDataParallel(make_model(), use_orig_params=False, device_id=torch.device("cpu"))
-    opt = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_group=dist.group.WORLD)
+    opt = ampx.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), process_group=dist.group.WORLD)
+    (shard,) = model.parameters()
     seen = []
     for step in range(4):
-        (before,) = [p.detach().clone() for p in model.parameters()]
+        before = shard.detach().clone()
         backward(model(batch(step, rank)).pow(2).mean(), opt)
         if step == 1 and rank == 0:
-            next(model.parameters()).grad.view(-1)[0] = math.inf
+            shard.grad.view(-1)[0] = math.inf
+        ampx.unscale(opt)
+        norm = model.clip_grad_norm_(0.5).item()
         opt.step()
-        seen.append([*told(opt), torch.equal(before, next(model.parameters()))])
+        seen.append([*told(opt)[:3], norm, torch.equal(before, shard)])
         opt.zero_grad()
     return {"steps": seen}
 

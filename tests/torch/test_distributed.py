@@ -196,6 +196,8 @@ def test_fsdp2_each_process_names_what_its_shard_holds(records):
     assert [rank["found"] for rank in records("fsdp2_names_the_parameter_in_the_shard")] == [[["0.weight", 1]], []]
 
 
-def test_fsdp1_with_a_group_agrees(records):
+def test_fsdp1_with_a_group_agrees_and_clips_true_gradients(records):
+    _, norms = train_plainly(adam, one_loss, 4, max_norm=0.5)
     for rank in records("fsdp1_with_a_group"):
         assert decisions(rank) == SKIPS_STEP_1
+        assert [norm for applied, _, _, norm, _ in rank["steps"] if applied] == pytest.approx(norms, rel=1e-5)
