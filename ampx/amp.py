@@ -146,6 +146,8 @@ class Amp(Casting, Reporting):
 
         Sync: none, unless `init(nan_loss="raise")` and the loss lives on an accelerator.
         """
+        if isinstance(opt, WrappedOptimizer):
+            return ScaleLoss(self, loss, (opt,), loss_id)
         optimizers = wrapped_optimizers(opt, "scale_loss")
         if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
             passed = "one of them twice" if optimizers else "an empty list"

@@ -95,6 +95,22 @@ class ScaleGroup:
         self.states.setdefault(0, config.initial_state())
         self.ledger.reload(self)
 
+    def unsettled(self, member: Member) -> StepResult | None:
+        """Tell what a member's step did while the group still waits for others; None where it waits for nobody.
+
+        The scale moves with the last member's step, so `next_scale` is the present one.
+
+        Sync: as the ledger's `read`.
+        """
+        for outcome in reversed(self.window):
+            if outcome.member is member:
+                found = self.ledger.read(outcome)
+                finite = all(found.values())
+                state = self.state_of(next(iter(found)))
+                skips = 0 if finite else state.consecutive_skips + 1
+                return StepResult(finite, finite, float(outcome.scale), state.scale, skips, outcome.grad_norm)
+        return None
+
     def close(self, outcome: Outcome | None) -> None:
         """Take one member's step (None: it had nothing to step); settle when no member is pending."""
         if outcome is not None:

@@ -28,6 +28,10 @@ class Ledger(abc.ABC):
         """Bring the host's view up to date. Sync: allowed."""
 
     @abc.abstractmethod
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Tell the finiteness by loss id of a step whose window is not settled yet. Sync: allowed."""
+
+    @abc.abstractmethod
     def reload(self, group: ScaleGroup) -> None:
         """Take over the group's states after they were loaded. Sync: allowed."""
 
@@ -46,6 +50,10 @@ class HostLedger(Ledger):
 
     def resolve(self, group: ScaleGroup) -> None:
         """Do nothing: the host's view is the only one."""
+
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Tell what the host knew at once."""
+        return outcome.finite
 
     def reload(self, group: ScaleGroup) -> None:
         """Do nothing: the group's states are the scale."""

@@ -36,10 +36,11 @@ class WrappedOptimizer(abc.ABC):
         """What the last step did; None before the first. Sync: where the scale lives on the device."""
         member = self.ampx_member
         member.group.resolve()
-        if member.result is not None and not isinstance(member.result.grad_norm, (float, type(None))):
+        result = member.group.unsettled(member) or member.result
+        if result is not None and not isinstance(result.grad_norm, (float, type(None))):
             # The norm stays where it was computed until somebody looks: reading it may sync, stepping may not.
-            member.result = replace(member.result, grad_norm=float(member.result.grad_norm))
-        return member.result
+            result = replace(result, grad_norm=float(result.grad_norm))
+        return result
 
     @abc.abstractmethod
     def ampx_unscale(self) -> None:

@@ -60,9 +60,13 @@ class ScaleLoss:
             if one.ampx_member.stage == "unscaled":
                 one.ampx_notice_cleared()
             one.ampx_member.check_enter()
-        if isinstance(self._loss, (list, tuple, dict)):
-            _check_not_empty(self._loss)
-        _each(self._loss, self._check_loss)
+        loss = self._loss
+        several = isinstance(loss, (list, tuple, dict))
+        if several:
+            _check_not_empty(loss)
+            _each(loss, self._check_loss)
+        else:
+            self._check_loss(loss)
         scale = self._choose_scale()
         prepared = []
         try:
@@ -74,7 +78,10 @@ class ScaleLoss:
                 region = amp.backend.autocast(plan, False)
                 region.__enter__()
                 self._region = region
-            scaled = _each(self._loss, lambda loss: _mark(amp.scaled, amp.backend.scale(loss, scale)))
+            if several:
+                scaled = _each(loss, lambda one: _mark(amp.scaled, amp.backend.scale(one, scale)))
+            else:
+                scaled = _mark(amp.scaled, amp.backend.scale(loss, scale))
         except BaseException as error:
             if self._region is not None:
                 self._region.__exit__(type(error), error, error.__traceback__)
@@ -106,6 +113,10 @@ class ScaleLoss:
     def _choose_scale(self) -> Scalar:
         """Give the scale that pending gradients carry, or else the smallest current one."""
         loss_id = self._loss_id
+        if len(self._optimizers) == 1:
+            member = self._optimizers[0].ampx_member
+            pending = member.factors.get(loss_id)
+            return member.group.ledger.factor(member.group, loss_id) if pending is None else pending
         members = [one.ampx_member for one in self._optimizers]
         frozen = [member.factors[loss_id] for member in members if loss_id in member.factors]
         if not frozen:

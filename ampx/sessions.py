@@ -71,11 +71,11 @@ def find(call: str, *objects: Any) -> Amp:
         NotInitializedError: No session is active for it.
     """
     found: Amp | None
-    if len(_active) == 1:
+    member = getattr(objects[0], "ampx_member", None)
+    if member is not None:
+        found = _active.get(member.group.framework)
+    elif len(_active) == 1:
         found = next(iter(_active.values()))
-        member = getattr(objects[0], "ampx_member", None)
-        if member is not None and member.group.framework != found.framework:
-            found = None
     else:
         found = search(objects)
     if found is None:

@@ -42,9 +42,12 @@ class GradientSet:
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, one list a device and dtype. Sync: none."""
         parameters, known = self.parameters(), self._parameters
-        same = len(parameters) == len(known) and all(map(is_, parameters, known))
-        if not same or any(_kind(bucket[0]) != _kind(bucket[-1]) for bucket in self._buckets):
+        if len(parameters) != len(known) or not all(map(is_, parameters, known)):
             self._sort(parameters)
+        for bucket in self._buckets:
+            if bucket[0].dtype is not bucket[-1].dtype:  # the model was converted since
+                self._sort(parameters)
+                break
         found = [
             [gradient for parameter in bucket if (gradient := parameter.grad) is not None] for bucket in self._buckets
         ]
@@ -73,9 +76,11 @@ class GradientSet:
 
         Sync: none.
         """
-        if not self._accepts_half and any(bucket[0].dtype is torch.float16 for bucket in gradients):
-            refuse_half(self._optimizer.param_groups)
         flags: dict[torch.device, torch.Tensor] = {}
+        if not self._accepts_half:
+            for bucket in gradients:
+                if bucket[0].dtype is torch.float16:
+                    refuse_half(self._optimizer.param_groups)
         for bucket in gradients:
             device = bucket[0].device
             flag = flags.get(device)

@@ -65,6 +65,10 @@ class DeviceLedger(Ledger):
             self._send()
         self._land(group, wait=True)
 
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Look at the flags now. Sync: one a loss id."""
+        return {loss_id: not bool(flag) for loss_id, flag in outcome.finite.items()}
+
     def reload(self, group: ScaleGroup) -> None:
         """Put the group's states on the device. Sync: none."""
         self._states = {}

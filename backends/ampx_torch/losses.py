@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,10 +31,11 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     elements = loss.numel()
     floating = loss.is_floating_point()
     nan: bool | None = None
-    if elements == 1 and floating and check_nan is not False and (check_nan or loss.device.type == "cpu"):
+    if elements == 1 and floating and check_nan is not False and (check_nan or loss.is_cpu):
         value = loss.item()
         nan = value != value
-    return LossInfo(elements, str(loss.dtype), floating, loss.requires_grad, nan)
+    # Only a message would need the name of a floating dtype, and spelling it takes as long as all of the above.
+    return LossInfo(elements, "floating" if floating else str(loss.dtype), floating, loss.requires_grad, nan)
 
 
 def scale_loss(loss: torch.Tensor, scale: Any) -> torch.Tensor:
@@ -48,9 +50,18 @@ def scale_loss(loss: torch.Tensor, scale: Any) -> torch.Tensor:
 
     Sync: none, unless the scale is on an accelerator and the loss is not.
     """
-    if loss.dtype is torch.float16 or loss.dtype is torch.bfloat16:
+    dtype = loss.dtype
+    if dtype is torch.float16 or dtype is torch.bfloat16:
         loss = loss.float()
-    if isinstance(scale, torch.Tensor) and scale.device != loss.device:
+    if not isinstance(scale, torch.Tensor):
+        scale = _scalar(scale)
+    elif scale.device != loss.device:
         # A copy to the host must be waited for: nobody else would before the product is taken.
         scale = scale.to(device=loss.device, non_blocking=loss.device.type != "cpu")
     return loss * scale
+
+
+@functools.lru_cache(maxsize=32)
+def _scalar(scale: float) -> torch.Tensor:
+    """Give a number as a tensor on the host, which torch multiplies by on any device; a Python float costs more."""
+    return torch.tensor(scale, dtype=torch.float32)

@@ -63,10 +63,9 @@ class LossMixer:
         _drop_gradients(owner)
 
     def after(self, owner: Stepping) -> None:
-        """Make the new gradients true and add those put aside."""
-        if self.loss_id is not None:
-            owner.check_and_unscale()
-            self._bring_back()
+        """Make the new gradients true and add those put aside; only where there are several losses."""
+        owner.check_and_unscale()
+        self._bring_back()
 
     def abandon(self, owner: Stepping) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""

@@ -26,9 +26,9 @@ class MasterWeights:
         """List the model's parameters that have masters. Sync: none."""
         return [own for own, _ in self.pairs]
 
-    def has_gradients(self) -> bool:
-        """Tell whether any of the model's parameters has a gradient. Sync: none."""
-        return any(own.grad is not None for own, _ in self.pairs)
+    def any_gradient(self) -> bool:
+        """Tell whether any of the model's parameters has a gradient that is not all zeros. Sync: one a parameter."""
+        return any(own.grad is not None and bool(own.grad.any()) for own, _ in self.pairs)
 
     def pull_gradients(self) -> None:
         """Give the masters the model's gradients in float32, in place of what they had.

@@ -93,11 +93,13 @@ class AmpOptimizer(Stepping):
 
     def ampx_before_backward(self, loss_id: int) -> None:
         """Put gradients of other losses aside."""
-        self.mixer.before(self, loss_id)
+        if self.ampx_member.factors or self.mixer.evaluating:  # else it is the first loss since the last step
+            self.mixer.before(self, loss_id)
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Bring them back."""
-        self.mixer.after(self)
+        if self.mixer.loss_id is not None:
+            self.mixer.after(self)
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Bring them back after an exception."""

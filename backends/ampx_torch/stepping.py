@@ -98,6 +98,8 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
             if any(one.any() for bucket in gradients for one in bucket):
                 member.check_step()
+            if self.masters is not None and self.masters.any_gradient():
+                member.check_step()
             return []
         if member.stage == "inside":
             member.check_step()

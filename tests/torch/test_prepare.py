@@ -322,7 +322,7 @@ def test_pulling_gradients_twice_is_pulling_once_and_missing_ones_stay_missing()
     model.weight.grad = torch.ones(2, 2, dtype=torch.bfloat16)
     found.pull_gradients()
     found.zero_grad()
-    assert not found.has_gradients()
+    assert not found.any_gradient()
     assert all(master.grad is None for _, master in found.pairs)
 
 
@@ -559,3 +559,13 @@ def test_recurrent_models_train():
     opt.step()
     assert opt.last_step.applied
     assert not torch.equal(model.state_dict()["weight_ih_l0"], before["weight_ih_l0"])
+
+
+def test_gradients_that_were_never_scaled_are_refused_with_masters_too():
+    amp = init(loss_scale=8.0)
+    model = nn.Linear(2, 2)
+    model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    opt = amp.wrap_optimizer(raw)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ampx.NotScaledError):
+        opt.step()

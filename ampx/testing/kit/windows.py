@@ -123,13 +123,16 @@ class GroupTests(KitTests):
             assert (a.scale, b.scale) == (scale, scale)
 
     def test_each_member_of_a_list_skips_for_itself(self) -> None:
-        """The finite member is applied, the other is not; the shared scale backs off."""
+        """The finite member is applied, the other is not and says so at once; the shared scale backs off."""
         amp = self.start()
         a, b = self.group(amp)
         plain, before = self.plain(), b.snapshot()
         multi_backward([a, b], (FINITE, OVERFLOW))
-        a.step()
         b.step()
+        at_once = self.subject.last_step(b.opt)
+        assert (at_once.applied, at_once.finite, at_once.consecutive_skips) == (False, False, 1)
+        assert at_once.scale == at_once.next_scale == 2.0**16
+        a.step()
         assert [self.subject.last_step(bench.opt).applied for bench in (a, b)] == [True, False]
         plain.train_plainly(FINITE)
         assert a.values() == plain.values()
