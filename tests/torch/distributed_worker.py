@@ -249,8 +249,11 @@ def fsdp2_names_the_parameter_in_the_shard(rank):
     backward(model(batch(0, rank)).pow(2).mean(), opt)
     if rank == 0:
         model[0].weight.grad.to_local().view(-1)[0] = math.inf
+    # A plain tensor: with a DTensor, the one process that looks would wait for the others.
+    norm = ampx.clip_grad_norm(opt, 1.0)
     opt.step()
-    return {"found": [[one.name, one.nonfinite] for one in ampx.debug.nonfinite_parameters(opt, model)]}
+    found = [[one.name, one.nonfinite] for one in ampx.debug.nonfinite_parameters(opt, model)]
+    return {"found": found, "norm": [type(norm).__name__, norm.item()]}
 
 
 @scenario

@@ -5,6 +5,7 @@ What is right comes from plain torch in one process on the whole batch: no ampx,
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -193,7 +194,9 @@ def test_fsdp2_overflow_in_one_shard_is_skipped_on_all(records, scenario):
 
 
 def test_fsdp2_each_process_names_what_its_shard_holds(records):
-    assert [rank["found"] for rank in records("fsdp2_names_the_parameter_in_the_shard")] == [[["0.weight", 1]], []]
+    ranks = records("fsdp2_names_the_parameter_in_the_shard")
+    assert [rank["found"] for rank in ranks] == [[["0.weight", 1]], []]
+    assert [rank["norm"] for rank in ranks] == [["Tensor", math.inf]] * 2
 
 
 def test_fsdp1_with_a_group_agrees_and_clips_true_gradients(records):
