@@ -122,7 +122,6 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     for row in run("--quick" in sys.argv):
-        print(
-            f"{row['workload']:36} {row['optimizer']:12} {row['dtype']} ampx {row['median_a'] * 1e6:9.0f} us  native "
-            f"{row['median_b'] * 1e6:9.0f} us  ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
-        )
+        spread = f"[{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+        times = f"ampx {row['median_a'] * 1e6:9.0f} us  native {row['median_b'] * 1e6:9.0f} us"
+        print(f"{row['workload']:36} {row['optimizer']:12} {row['dtype']} {times}  ratio {row['ratio']:.3f} {spread}")
