@@ -393,7 +393,21 @@ def test_every_evaluation_sees_the_weights_the_optimizer_has_just_set():
         return product.float().sum()
 
     with ampx.autocast():
+        assert (torch.ones(1, 1) @ weight).dtype is torch.bfloat16
         opt.step(closure)
     assert len(seen) >= 2
     assert len({weight for _, weight in seen}) == len(seen)
     assert all(product == pytest.approx(weight, rel=2**-8) for product, weight in seen)
+
+
+def test_overflow_puts_options_back_that_the_optimizer_changes_in_its_step(amp, backward):
+    class Warms(torch.optim.Optimizer):
+        def step(self, closure=None):
+            self.param_groups[0]["lr"] *= 2
+            closure()
+
+    weight = nn.Parameter(torch.ones(1))
+    opt = ampx.wrap_optimizer(Warms([weight], {"lr": 0.5}))
+    opt.step(lambda: backward((weight * INF).sum(), opt))
+    assert not opt.last_step.applied
+    assert opt.param_groups[0]["lr"] == 0.5

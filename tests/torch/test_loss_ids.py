@@ -105,6 +105,8 @@ def test_clearing_inside_a_later_losss_body_drops_the_earlier_ones_gradients(how
             scaled.backward()
     opt.step()
     assert parameter.tolist() == [0.0, 0.0]
+    counted = {one["loss_id"]: one["growth_tracker"] for one in amp.state_dict(opt)["groups"][0]["losses"]}
+    assert counted == {0: 0, 1: 1}
     assert scales(amp, opt)[0] == 2.0**16
 
 

@@ -68,6 +68,14 @@ def advance(parameter, opt, bad):
     opt.step()
 
 
+def scale_on_device(opt):
+    """What the device multiplies the next loss with, whatever the host believes."""
+    with ampx.scale_loss(torch.ones((), requires_grad=True), opt) as scaled:
+        scale = scaled.item()
+    opt.zero_grad()
+    return scale
+
+
 def state_of(amp, opt):
     loss = amp.state_dict(opt)["groups"][0]["losses"][0]
     return tuple(loss[name] for name in ("scale", "growth_tracker", "hysteresis_tracker", "consecutive_skips"))
@@ -94,9 +102,7 @@ def test_the_trace_on_the_device_is_the_specifications(amp, config, pattern, rea
     before = config.init_scale
     for step, bad in enumerate(pattern):
         advance(parameter, opt, bad)
-        with ampx.scale_loss(torch.ones((), requires_grad=True), opt) as scaled:
-            assert scaled.item() == expected[step][0]  # what the device multiplies with, before the host looks
-        opt.zero_grad()
+        assert scale_on_device(opt) == expected[step][0]
         if step in reads:
             assert state_of(amp, opt) == expected[step]
             result = opt.last_step
@@ -107,20 +113,37 @@ def test_the_trace_on_the_device_is_the_specifications(amp, config, pattern, rea
         assert state_of(amp, opt) == expected[-1]
 
 
-@pytest.mark.parametrize("scale", [0.25, 2.0**30])
+@pytest.mark.parametrize(
+    "config",
+    [
+        ampx.LossScale(init_scale=2.0**16, max_scale=2.0**16, growth_interval=1),
+        ampx.LossScale(init_scale=3.0, min_scale=2.0),
+        ampx.LossScale(init_scale=2.0**127, max_scale=3e38, growth_interval=1),
+    ],
+    ids=["ceiling", "floor", "infinity"],
+)
+def test_the_scale_on_the_device_stops_at_its_bounds(config, amp):
+    parameter, opt = wrapped(config)
+    pattern = [False, False, True, True, True]
+    for bad, expected in zip(pattern, specification(config, pattern), strict=True):
+        advance(parameter, opt, bad)
+        assert scale_on_device(opt) == expected[0]
+        assert state_of(amp, opt) == expected
+
+
+@pytest.mark.parametrize(("scale", "growth"), [(0.25, 1), (2.0**30, 1), (2.0**10, 7)])
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_a_loaded_scale_out_of_bounds_moves_as_the_specification_says(scale, hysteresis, amp):
+def test_a_loaded_state_out_of_bounds_moves_as_the_specification_says(scale, growth, hysteresis, amp):
     config = ampx.LossScale(growth_interval=3, hysteresis=hysteresis)
     pattern = [False, True, True, False, False, False, True]
     parameter, opt = wrapped(config)
     state = amp.state_dict(opt)
-    state["groups"][0]["losses"][0].update(scale=scale, growth_tracker=1)
+    state["groups"][0]["losses"][0].update(scale=scale, growth_tracker=growth)
     amp.load_state_dict(state, opt)
-    trace = []
-    for bad in pattern:
+    for bad, expected in zip(pattern, specification(config, pattern, scale, growth), strict=True):
         advance(parameter, opt, bad)
-        trace.append(state_of(amp, opt))
-    assert trace == specification(config, pattern, scale, 1)
+        assert scale_on_device(opt) == expected[0]
+        assert state_of(amp, opt) == expected
 
 
 @pytest.mark.parametrize("how", ["load", "deepcopy", "pickle", "json"])
