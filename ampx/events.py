@@ -18,8 +18,10 @@ class StepResult:
         finite: All gradients were finite. None when nothing was checked (`enabled=False`).
         scale: Loss scale that this step's gradients carried.
         next_scale: Loss scale for the next `scale_loss`.
-        consecutive_skips: Skipped steps in a row, this one included.
-        grad_norm: L2 norm of the true gradients before clipping, where clipping asked for it; else None.
+        consecutive_skips: Skipped steps of the loss scale in a row, this one included. Optimizers that share a
+            loss scale share the count: it can be 1 for a member that was applied while another was not.
+        grad_norm: L2 norm of the true gradients before clipping, where clipping asked for it; else None, as after
+            a skipped step, whose gradients have no norm.
     """
 
     applied: bool

@@ -108,7 +108,8 @@ class ScaleGroup:
                 finite = all(found.values())
                 state = self.state_of(next(iter(found)))
                 skips = 0 if finite else state.consecutive_skips + 1
-                return StepResult(finite, finite, float(outcome.scale), state.scale, skips, outcome.grad_norm)
+                norm = outcome.grad_norm if finite else None
+                return StepResult(finite, finite, float(outcome.scale), state.scale, skips, norm)
         return None
 
     def close(self, outcome: Outcome | None) -> None:
@@ -146,7 +147,12 @@ class ScaleGroup:
             finite = False not in outcome.finite.values()
             skips = max([state.consecutive_skips for state in states])
             outcome.member.result = StepResult(
-                finite, finite, float(outcome.scale), states[0].scale, skips, outcome.grad_norm
+                finite,
+                finite,
+                float(outcome.scale),
+                states[0].scale,
+                skips,
+                outcome.grad_norm if finite else None,
             )
         # Last, because listeners may look at everything above, call back, or raise.
         if self.emit is not None:

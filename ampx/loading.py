@@ -75,7 +75,7 @@ def load_backend(found: Registration) -> Backend:
         if error.name is not None and error.name in found.roots and not _is_present(error.name):
             raise FrameworkNotInstalledError(
                 f"framework={found.name!r} needs {found.requires}, which is not importable: {error}. Install it with "
-                f"`pip install 'ampx[{found.name}]'` (or the framework's own instructions for your GPU).",
+                f"`pip install '{found.requires}'`, or as the framework's own instructions say for your GPU.",
                 name=error.name,
             ) from error
         raise _load_error(found, error) from error

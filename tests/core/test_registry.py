@@ -244,7 +244,7 @@ def test_a_lazy_module_inside_a_plugin_is_not_triggered():
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'goneware'", name="goneware")])
 def test_an_absent_framework_is_said_to_be_absent(error):
     registry = Registry([Dist("goneware", lambda: plugin("goneware", raising(error)))])
-    with pytest.raises(ampx.FrameworkNotInstalledError, match=r"goneware>=2.*pip install 'ampx\[goneware\]'") as caught:
+    with pytest.raises(ampx.FrameworkNotInstalledError, match=r"goneware>=2.*pip install 'goneware>=2'") as caught:
         registry.load("goneware")
     assert isinstance(caught.value, ImportError)
     assert caught.value.name == "goneware"

@@ -474,13 +474,14 @@ def test_preparing_again_with_another_optimizer_is_refused():
 
 def test_preparing_while_gradients_are_pending_is_refused():
     amp = init(loss_scale=2.0)
-    model = nn.Linear(2, 2)
-    opt = amp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    opt = amp.wrap_optimizer(torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
+    amp.prepare(model, opt)
     with amp.scale_loss(model(torch.ones(1, 2)).sum(), opt) as scaled:
         scaled.backward()
     with pytest.raises(ampx.ProtocolError, match="pending"):
-        amp.prepare(model, opt)
-    assert model.weight.dtype == torch.float32
+        amp.prepare(other, opt)
+    assert other.weight.dtype == torch.float32
 
 
 def test_lbfgs_is_refused():
@@ -569,3 +570,19 @@ def test_gradients_that_were_never_scaled_are_refused_with_masters_too():
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ampx.NotScaledError):
         opt.step()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_level_that_needs_prepare_does_not_train_in_float32_without_it(level):
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu", level=level)
+    model = nn.Linear(2, 2)
+    opt = amp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.ones(1, 2)).sum()
+    with pytest.raises(ampx.ProtocolError, match="prepare"), amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    assert model.weight.grad is None
+    amp.prepare(model, opt)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert opt.last_step.applied
