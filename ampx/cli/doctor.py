@@ -45,7 +45,7 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
         "machine": describe_machine(),
         "plugins": {
             "found": scan.get("plugins", []),
-            "disabled": sorted(filter(None, os.environ.get(DISABLE_VARIABLE, "").split(","))),
+            "disabled": sorted(filter(None, map(str.strip, os.environ.get(DISABLE_VARIABLE, "").split(",")))),
             "broken": scan.get("broken", {}),
             "error": scan.get("error"),
         },
