@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import sessions
 from .backend import Backend
 from .casting import Casting
-from .checks import check_bound, one_wrapped_optimizer, wrapped_optimizers
+from .checks import check_bound, check_clipping, one_wrapped_optimizer, wrapped_optimizers
 from .contract import CastPlan
 from .effective import Effective
 from .errors import AlreadyWrappedError, InvalidOptionError, NotAnOptimizerError, ProtocolError
@@ -91,6 +91,7 @@ class Amp(Casting, Reporting):
             AlreadyWrappedError: It is wrapped already, or twice in the list.
             LowPrecisionParametersError: It holds float16 or bfloat16 parameters without master weights.
             InvalidOptionError: An option is unknown or has a value that is not accepted.
+            UnsupportedByBackendError: The backend does not clip gradients.
 
         Sync: none.
         """
@@ -104,6 +105,8 @@ class Amp(Casting, Reporting):
             self._check_raw(one, optimizers[:position])
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
             check_bound(name, bound)
+        if max_grad_norm is not None or max_grad_value is not None:
+            check_clipping(self.backend)
         if reserved := options.keys() & {"plan", "level"}:
             raise InvalidOptionError(
                 f"wrap_optimizer got {', '.join(sorted(reserved))}, which init decides; accepted: loss_scale, "
@@ -118,7 +121,14 @@ class Amp(Casting, Reporting):
             "max_grad_value": max_grad_value,
             **options,
         }
-        wrapped = [self.backend.wrap_optimizer(one, group.add_member(), settings) for one in optimizers]
+        wrapped: list[WrappedOptimizer] = []
+        try:
+            for one in optimizers:
+                wrapped.append(self.backend.wrap_optimizer(one, group.add_member(), settings))
+        except BaseException:  # all or none
+            for made in reversed(wrapped):
+                made.ampx_unwrap()
+            raise
         group.index = len(self.live_groups())
         self._groups.append((group, [weakref.ref(one) for one in wrapped]))
         for one in optimizers:
@@ -180,11 +190,14 @@ class Amp(Casting, Reporting):
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.
+            UnsupportedByBackendError: The backend does not clip gradients.
 
         Sync: at most one.
         """
         check_bound("max_norm", max_norm)
-        return one_wrapped_optimizer(opt, "clip_grad_norm").ampx_clip_grad_norm(max_norm)
+        wrapped = one_wrapped_optimizer(opt, "clip_grad_norm")
+        check_clipping(self.backend)
+        return wrapped.ampx_clip_grad_norm(max_norm)
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
         """Give a scheduler whose `step` runs only when the optimizer's last step was applied.

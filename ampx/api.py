@@ -50,7 +50,8 @@ def init(
             number (static), or a `LossScale`.
         process_wide: Casting is on everywhere; False: only inside `autocast` regions.
         allow: Operations to compute in low precision beyond the framework's own list.
-        deny: Operations, modules or name patterns to compute in float32.
+        deny: Operations, modules or name patterns to compute in float32. With mixed precision off (O0, float32, or
+            nothing better on this device) everything is computed in float32 anyway; the entries are checked still.
         on_unsupported: What to do when the device cannot compute the dtype: `"raise"`, or `"warn"` and fall
             back to what it can.
         nan_loss: A loss that is NaN before scaling: `"auto"` raises where looking is free (the loss is on the
@@ -89,6 +90,9 @@ def init(
     plan = None
     if casts and chosen is not None:
         plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied))
+    elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
+        assumed: OptLevel = "O1" if found_level.name == "O0" else found_level.name
+        backend.check_plan(CastPlan(target.name, "float16", assumed, allowed, denied))
     effective = Effective(
         framework=backend.name,
         device=target.name,

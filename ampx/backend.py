@@ -120,6 +120,8 @@ class Backend(abc.ABC):
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
         """Clip true gradients by value, then by global L2 norm.
 
+        Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out.
+
         Returns:
             The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).
 
@@ -153,7 +155,10 @@ class Backend(abc.ABC):
         self.activate(plan)
 
     def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating leaves of a tree: float32 if any has it. Sync: none."""
+        """Give the widest dtype among the floating leaves of a tree: float32 if any has it.
+
+        Declared as `capabilities.promotes`. Sync: none.
+        """
         self.refuse("promote_function")
 
     def smallest(self, scales: Sequence[Scalar]) -> Scalar:
@@ -169,6 +174,8 @@ class Backend(abc.ABC):
             optimizer: The raw optimizer; never modified by a call that raises.
             member: Its place in the protocol.
             options: `plan`, `level`, `max_grad_norm`, `max_grad_value`, and what else the user passed.
+
+        Where another optimizer of the same list is refused later, `WrappedOptimizer.ampx_unwrap` is called.
 
         Raises:
             InvalidOptionError: An option is not known to this backend.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .backend import Backend
 from .errors import InvalidOptionError, NotWrappedError
 from .optimizer import WrappedOptimizer
 
@@ -48,3 +49,13 @@ def check_bound(name: str, bound: object) -> None:
     number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
     if bound is not None and not (number and bound > 0):  # type: ignore[operator]
         raise InvalidOptionError(f"{name}={bound!r} is not a bound; accepted: a positive number, or None. Change it.")
+
+
+def check_clipping(backend: Backend) -> None:
+    """Raise where a backend does not clip gradients.
+
+    Raises:
+        UnsupportedByBackendError: `capabilities.clipping` is not declared.
+    """
+    if not backend.capabilities.clipping:
+        backend.refuse("gradient clipping (max_grad_norm, max_grad_value, clip_grad_norm)")

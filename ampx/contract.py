@@ -30,6 +30,8 @@ class Capabilities:
         autocast: `"scoped"`: a region. `"process"`: only for the whole process. `"explicit"`: the user
             applies a function transform. `"none"`: no casting.
         op_lists: `allow` and `deny` of `init` are honoured.
+        promotes: `promote_function` works: the verb `widest` is there.
+        clipping: `max_grad_norm`, `max_grad_value` and `clip_grad_norm` work: the verb `clip`, or a wrapper's own.
         master_weights: `prepare` for O2 gives the optimizer float32 copies.
         per_loss_scales: `scale_loss(…, loss_id=…)` accepts several ids for one optimizer.
         closures: `opt.step(closure)` works.
@@ -47,6 +49,8 @@ class Capabilities:
     gradients: Literal["implicit", "explicit"] = "implicit"
     autocast: Literal["scoped", "process", "explicit", "none"] = "none"
     op_lists: bool = False
+    promotes: bool = False
+    clipping: bool = False
     master_weights: bool = False
     per_loss_scales: bool = False
     closures: bool = False

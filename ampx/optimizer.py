@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from .contract import Unscaled
+from .contract import CastPlan, Unscaled
 from .errors import ProtocolError
 from .events import UNCHECKED, StepResult
 from .group import Member
@@ -50,6 +51,12 @@ class WrappedOptimizer(abc.ABC):
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
 
+    def ampx_unwrap(self) -> None:
+        """Leave the raw optimizer as if it had never been wrapped, because another of its list was refused.
+
+        Sync: none.
+        """
+
     def ampx_notice_cleared(self) -> None:
         """Forget pending gradients that were cleared behind the wrapper's back, by the model say. Sync: none."""
 
@@ -74,6 +81,7 @@ class GenericOptimizer(WrappedOptimizer):
         self.optimizer = optimizer
         self.ampx_member = member
         self._backend = backend
+        self._plan: CastPlan | None = options.get("plan")
         self._max_grad_norm: float | None = options.get("max_grad_norm")
         self._max_grad_value: float | None = options.get("max_grad_value")
         self._unscaled: Unscaled | None = None
@@ -139,7 +147,10 @@ class GenericOptimizer(WrappedOptimizer):
         if self._max_grad_norm is not None or self._max_grad_value is not None:
             grads, norm = self._backend.clip(grads, self._max_grad_norm, self._max_grad_value)
             self._norm = norm if self._norm is None else self._norm
-        self._backend.apply(self.optimizer, grads)
+        # An optimizer that multiplies matrices would have its own operations cast.
+        off = nullcontext() if self._plan is None else self._backend.autocast(self._plan, False)
+        with off:
+            self._backend.apply(self.optimizer, grads)
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Tell which loss ids were finite; a wrapper that keeps several losses apart knows better. Sync: none."""

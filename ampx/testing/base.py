@@ -83,9 +83,7 @@ class KitTests:
             "casting": "O1" in can.levels and bool(can.dtypes),
             "process casting": can.autocast in ("scoped", "process"),
             "regions": can.autocast == "scoped",
-            "clipping": self.subject.clips,
-            "clip_grad_norm": self.subject.clips and can.gradients == "implicit",
-            "promotion": self.subject.promotes,
+            "clip_grad_norm": can.clipping and can.gradients == "implicit",
             "prepare": bool({"O2", "O3"} & can.levels),
         }
         return derived[ability] if ability in derived else bool(getattr(can, ability))

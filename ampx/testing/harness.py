@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ampx.optimizer import WrappedOptimizer
@@ -21,16 +21,12 @@ class Harness(abc.ABC):
     Attributes:
         framework: What `ampx.init(framework=…)` takes.
         plugin: Import name of the plugin's module.
-        clips: The backend clips gradients. False: the kit wants a refusal.
-        promotes: The backend has `widest`. False: the kit wants a refusal.
         dtype: Compute dtype of the tests. The loss scale is given explicitly, so any will do.
         device: Device of the tests.
     """
 
     framework: ClassVar[str]
     plugin: ClassVar[str]
-    clips: ClassVar[bool] = True
-    promotes: ClassVar[bool] = True
     dtype: ClassVar[Dtype] = "float16"
     device: ClassVar[str] = "auto"
 
@@ -94,6 +90,16 @@ class Harness(abc.ABC):
     def plain_step(self, raw: Any, gradients: list[Any] | None) -> None:
         """Step a raw optimizer, without ampx."""
         self.step(raw, gradients)
+
+    def watch_update(self, raw: Any, watch: Callable[[], object]) -> None:
+        """Have `watch` called whenever the framework's own update of a raw optimizer runs."""
+        update = raw.step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            watch()
+            return update(*args, **kwargs)
+
+        raw.step = watched
 
     def zero_grad(self, opt: Any) -> None:
         """Forget gradients that hang on parameters."""

@@ -36,18 +36,23 @@ def _needs_casting(suite: KitTests) -> None:
 
 
 def _clipping(suite: KitTests) -> None:
-    bench = suite.bench(suite.start(), max_grad_norm=1.0)
-    bench.accumulate()
-    _not_supported(suite, bench.step)
+    amp = suite.start()
+    bench = suite.plain()
+    for bound in ("max_grad_norm", "max_grad_value"):
+        _not_supported(suite, lambda bound=bound: amp.wrap_optimizer(bench.raw, **{bound: 1.0}))  # type: ignore[misc]
+    assert amp.state_dict()["groups"] == []
+    assert bench.wrap(amp).train().applied
+    _not_supported(suite, lambda: suite.backend.clip([], 1.0, None))
 
 
 def _clip_grad_norm(suite: KitTests) -> None:
-    if suite.declares("implicit gradients"):
-        bench = suite.bench(suite.start())
-        bench.accumulate()
-        _not_supported(suite, lambda: ampx.clip_grad_norm(bench.opt, 1.0))
-    else:
+    if suite.declares("clipping"):
         _explicit_only(suite, lambda opt: ampx.clip_grad_norm(opt, 1.0))
+        return
+    bench = suite.bench(suite.start())
+    bench.accumulate()
+    _not_supported(suite, lambda: ampx.clip_grad_norm(bench.opt, 1.0))
+    assert bench.step().applied
 
 
 def _per_loss_scales(suite: KitTests) -> None:
@@ -59,7 +64,6 @@ def _per_loss_scales(suite: KitTests) -> None:
 
 
 def _op_lists(suite: KitTests) -> None:
-    _needs_casting(suite)
     _not_supported(suite, lambda: suite.start(allow=["anything"]))
     _not_supported(suite, lambda: suite.start(deny=["anything"]))
     assert suite.subject.casting() == suite.outside
@@ -76,7 +80,7 @@ def _traces_overflow(suite: KitTests) -> None:
     _not_supported(suite, lambda: ampx.trace_overflow(suite.subject.parameter([1.0])))
 
 
-def _promotion(suite: KitTests) -> None:
+def _promotes(suite: KitTests) -> None:
     _needs_casting(suite)
     suite.start()
     function = ampx.promote_function(suite.subject.dtype_of)
@@ -116,6 +120,6 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "op_lists": _op_lists,
     "per_loss_scales": _per_loss_scales,
     "prepare": _prepare,
-    "promotion": _promotion,
+    "promotes": _promotes,
     "traces_overflow": _traces_overflow,
 }

@@ -31,6 +31,8 @@ class TorchBackend(ampx.Backend):
         gradients="implicit",
         autocast="scoped",
         op_lists=True,
+        promotes=True,
+        clipping=True,
         master_weights=True,
         per_loss_scales=True,
         closures=True,

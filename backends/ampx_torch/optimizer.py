@@ -86,6 +86,10 @@ class AmpOptimizer(Stepping):
         self.ampx_unscale()
         return type_as("torch.Tensor", self._clip(max_norm, None))
 
+    def ampx_unwrap(self) -> None:
+        """Take the guard off the raw optimizer."""
+        self._guard_handle.remove()
+
     def ampx_notice_cleared(self) -> None:
         """Forget true gradients that model.zero_grad() dropped: a step skipped by hand. Sync: none."""
         if not self.gradients.collect():

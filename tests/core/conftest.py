@@ -49,6 +49,8 @@ class FakeBackend(ampx.Backend):
         levels=frozenset({"O0", "O1"}),
         autocast="scoped",
         op_lists=True,
+        promotes=True,
+        clipping=True,
         per_loss_scales=True,
     )
 

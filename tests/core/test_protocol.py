@@ -134,6 +134,17 @@ def test_a_failing_framework_step_can_be_tried_again_without_dividing_twice(trai
     assert trainer.param.value == -2.0
 
 
+def test_the_update_runs_with_casting_off(trainer, alpha):
+    seen = []
+    update = trainer.raw.update
+    trainer.raw.update = lambda grads: (seen.append(alpha.casting), update(grads))
+    trainer.step()
+    with ampx.autocast():
+        trainer.step()
+        seen.append(alpha.casting)
+    assert seen == [None, None, "float16"]
+
+
 # -- unscale and clip -----------------------------------------------------------------------------------
 
 
@@ -190,6 +201,24 @@ def test_a_bound_that_is_none_is_refused(trainer, bound):
 def test_clip_grad_norm_takes_one_optimizer(amp, alpha, make_trainer):
     with pytest.raises(ampx.InvalidOptionError, match="one optimizer"):
         ampx.clip_grad_norm([make_trainer(alpha).opt, make_trainer(alpha).opt], 1.0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("bound", [{"max_grad_norm": 1.0}, {"max_grad_value": 1.0}])
+def test_clipping_that_is_not_declared_is_refused_at_once(make_framework, make_trainer, bound, enabled):
+    framework = make_framework("alpha", clipping=False)
+    amp = ampx.init("alpha", enabled=enabled)
+    raw = framework.Sgd(framework.Param(0.0))
+    with pytest.raises(ampx.UnsupportedByBackendError, match="does not support gradient clipping"):
+        ampx.wrap_optimizer(raw, **bound)
+    assert amp.state_dict()["groups"] == []
+    assert ampx.wrap_optimizer(raw)
+    trainer = make_trainer(framework)
+    trainer.backward()
+    before = stand(trainer)
+    with pytest.raises(ampx.UnsupportedByBackendError, match="does not support gradient clipping"):
+        ampx.clip_grad_norm(trainer.opt, 1.0)
+    assert stand(trainer) == before
 
 
 @pytest.mark.parametrize("call", ["unscale", "clip_grad_norm", "gate", "scale_loss", "state_dict"])

@@ -10,6 +10,7 @@ import pytest
 
 import ampx
 from ampx import sessions
+from ampx.optimizer import GenericOptimizer
 
 INF = math.inf
 
@@ -161,12 +162,53 @@ def test_an_option_list_may_be_a_generator(alpha):
     assert amp.plan.allow == ("matmul", "conv")
 
 
+@pytest.mark.parametrize("off", [{"level": "O0"}, {"dtype": "float32"}, {"device": "slow"}, {"device": "old"}])
+@pytest.mark.parametrize("option", ["allow", "deny"])
+@pytest.mark.filterwarnings("ignore:mixed precision is off:ampx.PrecisionWarning")
+def test_op_lists_are_checked_with_casting_off_too(alpha, off, option):
+    with pytest.raises(ampx.UnsupportedOpError):
+        ampx.init("alpha", **off, **{option: ["nonsense"]})
+    amp = ampx.init("alpha", **off, **{option: ["matmul"]})
+    assert (amp.plan, alpha.casting) == (None, None)
+    ampx.init("alpha", enabled=False, **off, **{option: ["nonsense"]})
+
+
+def test_op_lists_are_refused_with_casting_off_where_there_are_none(make_framework):
+    framework = make_framework("alpha", op_lists=False)
+    framework.Backend.check_plan = ampx.Backend.check_plan
+    with pytest.raises(ampx.UnsupportedByBackendError, match="op lists"):
+        ampx.init("alpha", level="O0", deny=["exp"])
+
+
 def test_the_imported_framework_is_guessed(alpha, beta, monkeypatch):
     monkeypatch.setitem(sys.modules, "beta", types.ModuleType("beta"))
     assert ampx.init().framework == "beta"
 
 
 # -- wrap_optimizer ---------------------------------------------------------------------------------------
+
+
+def test_a_list_is_wrapped_as_a_whole_or_not_at_all(alpha, monkeypatch):
+    amp = ampx.init("alpha")
+    wrap, undone = alpha.Backend.wrap_optimizer, []
+
+    class Hooked(GenericOptimizer):
+        def ampx_unwrap(self):
+            undone.append(self.optimizer)
+
+    def refuse_the_slow(self, optimizer, member, options):
+        if optimizer.lr == 0.0:
+            raise ampx.LowPrecisionParametersError("the third is refused")
+        return Hooked(self, optimizer, member, options)
+
+    first, second, slow = alpha.Sgd(), alpha.Sgd(), alpha.Sgd(lr=0.0)
+    monkeypatch.setattr(alpha.Backend, "wrap_optimizer", refuse_the_slow)
+    with pytest.raises(ampx.LowPrecisionParametersError):
+        ampx.wrap_optimizer([first, second, slow])
+    assert undone == [second, first]
+    assert amp.state_dict()["groups"] == []
+    monkeypatch.setattr(alpha.Backend, "wrap_optimizer", wrap)
+    assert len(ampx.wrap_optimizer([first, second, slow])) == 3
 
 
 def test_what_is_no_optimizer_is_refused(alpha, beta):

@@ -259,6 +259,15 @@ def test_float16_parameters_are_refused_with_names_and_remedy(named, session):
     assert "prepare" in str(caught.value)
 
 
+def test_a_list_with_float16_parameters_leaves_no_hook_on_the_others(session):
+    good, half = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.float16))
+    raw = [torch.optim.SGD([one], lr=1.0) for one in (good, half)]
+    with pytest.raises(ampx.LowPrecisionParametersError):
+        session.wrap_optimizer(raw)
+    assert not raw[0]._optimizer_step_pre_hooks
+    assert session.wrap_optimizer(raw[0])
+
+
 def test_float16_parameters_added_later_are_refused_and_taken_back(session, opt, model, backward, same):
     half = nn.Parameter(torch.ones(1, dtype=torch.float16))
     with pytest.raises(ampx.LowPrecisionParametersError):

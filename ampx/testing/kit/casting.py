@@ -60,7 +60,7 @@ class CastTests(KitTests):
             assert function.__name__ == "_look"
         assert self.subject.casting() == before
 
-    @requires("promotion")
+    @requires("promotes")
     def test_promote_functions_use_the_widest_dtype(self) -> None:
         """float32 as soon as one argument has it, else the compute dtype."""
         if not self.declares("casting"):
@@ -121,6 +121,20 @@ class RegionTests(KitTests):
         with pytest.raises(KeyError), amp.scale_loss(bench.loss(), bench.opt):
             raise KeyError("body")
         assert self.subject.casting() == before
+
+    @requires("regions")
+    def test_the_update_runs_with_casting_off(self) -> None:
+        """Off while the framework's own update runs, and as before after it, in a region too."""
+        amp = self.start()
+        bench, before, seen = self.bench(amp), self.subject.casting(), list[str]()
+        self.subject.watch_update(bench.raw, lambda: seen.append(self.subject.computes_in()))
+        assert bench.train().applied
+        assert self.subject.casting() == before
+        with amp.autocast():
+            inside = self.subject.casting()
+            bench.train()
+            assert self.subject.casting() == inside
+        assert seen == ["float32", "float32"]
 
     @requires("regions")
     def test_casting_only_in_regions(self) -> None:
@@ -207,6 +221,16 @@ class RegionTests(KitTests):
                 self.start(**{option: [object()]})
             with refused(ampx.InvalidOptionError, passed=f"{option}='dot'", accepted="accepted: ", advice="Pass ["):
                 self.start(**{option: "dot"})
+
+    @requires("op_lists")
+    def test_op_lists_are_checked_with_casting_off(self) -> None:
+        """A good entry is accepted where nothing is cast; one that means nothing is refused all the same."""
+        for off in ({"level": "O0"}, {"dtype": "float32"}):
+            for option in ("allow", "deny"):
+                self.start(**off, **{option: [self.subject.operation()]})
+                assert self.subject.computes_in() == "float32"
+                with refused(ampx.UnsupportedOpError, passed="object", accepted="accepted: ", advice=""):
+                    self.start(**off, **{option: [object()]})
 
     def _usable(self) -> frozenset[Dtype]:
         device = self.backend.device(self.subject.device)

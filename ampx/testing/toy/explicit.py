@@ -21,6 +21,7 @@ class ExplicitToy(ToyVerbs):
         levels=frozenset({"O0", "O1"}),
         gradients="explicit",
         autocast="scoped",
+        clipping=True,
     )
 
     def apply(self, optimizer: Optimizer, grads: Sequence[Tensor | None]) -> None:

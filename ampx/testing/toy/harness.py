@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ampx.testing.harness import Chosen, Harness
@@ -71,7 +71,6 @@ class ExplicitToyHarness(ImplicitToyHarness):
     """The toy framework used like JAX."""
 
     framework: ClassVar[str] = "toy-explicit"
-    promotes: ClassVar[bool] = False
 
     def backward(self, scaled: Tensor, parameters: list[Tensor]) -> list[Any] | None:
         """Compute gradients as values."""
@@ -81,9 +80,18 @@ class ExplicitToyHarness(ImplicitToyHarness):
         """Call the framework's own verb."""
         raw.update(gradients or [])
 
+    def watch_update(self, raw: Optimizer, watch: Callable[[], object]) -> None:
+        """Watch that verb."""
+        update = raw.update
+
+        def watched(grads: Sequence[Tensor | None]) -> None:
+            watch()
+            update(grads)
+
+        raw.update = watched  # type: ignore[method-assign]
+
 
 class BareToyHarness(ExplicitToyHarness):
     """The toy framework with loss scaling and nothing else."""
 
     framework: ClassVar[str] = "toy-bare"
-    clips: ClassVar[bool] = False

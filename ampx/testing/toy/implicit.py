@@ -29,6 +29,8 @@ class ImplicitToy(ToyVerbs):
         gradients="implicit",
         autocast="scoped",
         op_lists=True,
+        promotes=True,
+        clipping=True,
         per_loss_scales=True,
         names_gradients=True,
     )

@@ -163,6 +163,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("NeverDeactivates", deactivate=lambda self, plan: None),
     verbs("BreaksThreads", enter_thread=lambda self, plan: self.deactivate(plan)),
     verbs("PromotesNothing", widest=lambda self, tree, at_least: at_least),
+    spoiled("CastsTheUpdate", lambda made: made.__dict__.update(_plan=None)),
     verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
     # Sessions and capabilities.
     Mutant("DiesWithItsSession", DiesWithItsSession),
@@ -186,6 +187,8 @@ MUTANTS: Final[list[Mutant]] = [
     patched("SwallowsInitErrorsOfHalf", ampx, "init", quiet, HalfToy),
     patched("SwallowsUnscaleErrorsOfExplicit", Amp, "unscale", quiet, ExplicitToy),
     patched("SwallowsClipErrorsOfExplicit", Amp, "clip_grad_norm", quiet, ExplicitToy),
+    patched("SwallowsWrapErrorsOfBare", Amp, "wrap_optimizer", quiet, BareToy),
+    patched("SwallowsClipErrorsOfBare", Amp, "clip_grad_norm", quiet, BareToy),
     patched("AnswersWithoutSession", ampx, "state_dict", quiet),
     patched("IgnoresLossId", Amp, "scale_loss", lambda true, self, loss, opt, **_: true(self, loss, opt)),
     patched(
