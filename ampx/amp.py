@@ -223,7 +223,9 @@ class Amp(Casting, Reporting):
         sessions.add(self)
 
     def shutdown(self) -> None:
-        """Leave the framework as it was before `init`. Wrapped optimizers go on working; repeated calls do nothing.
+        """Leave the framework as it was before `init`; repeated calls do nothing.
+
+        Optimizers wrapped here keep their loss scales, but `scale_loss` needs a session of the framework.
 
         Sync: where the scale lives on the device (events still due are sent).
         """

@@ -15,7 +15,7 @@ from typing import cast as type_as
 import torch
 
 from ampx import sessions
-from ampx.errors import LowPrecisionParametersError
+from ampx.errors import LowPrecisionParametersError, ProtocolError
 from ampx.group import Member
 from ampx.ledger import HOST_LEDGER
 
@@ -54,6 +54,8 @@ class AmpOptimizer(Stepping):
         self._process_group = options.get("process_group")
         plan = options["plan"]
         self.device_type = None if plan is None else plan.device
+        # Checked at the first scale_loss, because prepare may come after wrap_optimizer.
+        self._must_be_prepared = plan is not None and options["level"].casts_params
         self._accepts_half = not member.group.enabled or options["level"].name == "O3"
         self._attach()
 
@@ -97,8 +99,24 @@ class AmpOptimizer(Stepping):
 
     def ampx_before_backward(self, loss_id: int) -> None:
         """Put gradients of other losses aside."""
+        if self._must_be_prepared:
+            self._check_prepared()
         if self.ampx_member.factors or self.mixer.evaluating:  # else it is the first loss since the last step
             self.mixer.before(self, loss_id)
+
+    def _check_prepared(self) -> None:
+        """Raise where the level asks for low-precision parameters and `prepare` never made any.
+
+        Raises:
+            ProtocolError: So it is; the model would train in float32.
+        """
+        low = (torch.float16, torch.bfloat16)
+        if self.masters is None and not any(one.dtype in low for one in self.gradients.parameters()):
+            raise ProtocolError(
+                "the level asks for low-precision parameters, but the optimizer holds none: the model would train in "
+                "float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."
+            )
+        self._must_be_prepared = False
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Bring them back."""

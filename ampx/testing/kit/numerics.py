@@ -117,12 +117,13 @@ class ClippingTests(KitTests):
 
     @requires("clipping")
     def test_gradients_below_the_norm_stay_bit_for_bit(self) -> None:
-        """A bound that is not reached changes nothing, and the norm is told all the same."""
+        """A bound that is not reached changes nothing, and the norm is told all the same; a skip has none."""
         bench, plain = self.bench(self.start(), max_grad_norm=100.0), self.plain()
         result = bench.train()
         plain.train_plainly(FINITE)
         assert bench.values() == plain.values()
         assert math.isclose(result.grad_norm, NORM, rel_tol=1e-5)
+        assert bench.train(OVERFLOW).grad_norm is None
 
     @requires("clipping")
     def test_max_grad_value_clips_every_element(self) -> None:
