@@ -43,11 +43,14 @@ def main() -> None:
 
 def show(console: Console, results: dict[str, object]) -> None:
     """Print the tables of one run."""
-    table = Table(title="one training step: ampx against autocast + GradScaler by hand (paired, one thread)")
-    for column in ("workload", "optimizer", "dtype", "ampx", "native", "ratio", "middle half"):
-        table.add_column(column, justify="left" if column in ("workload", "optimizer", "dtype") else "right")
+    table = Table(title="one training step: ampx against the recipe by hand (paired, one thread)")
+    for column in ("by hand", "workload", "optimizer", "dtype"):
+        table.add_column(column)
+    for column in ("ampx", "by hand", "ratio", "middle half"):
+        table.add_column(column, justify="right")
     for row in results["step_cost"]:  # type: ignore[attr-defined]
         table.add_row(
+            row["native"],
             row["workload"],
             row["optimizer"],
             row["dtype"],
