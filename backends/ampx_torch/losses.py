@@ -54,6 +54,8 @@ def scale_loss(loss: torch.Tensor, scale: Any) -> torch.Tensor:
     if dtype is torch.float16 or dtype is torch.bfloat16:
         loss = loss.float()
     if not isinstance(scale, torch.Tensor):
+        if scale == 1.0:  # as bfloat16 has it: another tensor of the same value, and no kernel in backward
+            return loss.view_as(loss)
         scale = _scalar(scale)
     elif scale.device != loss.device:
         # A copy to the host must be waited for: nobody else would before the product is taken.
