@@ -94,8 +94,15 @@ def _closures(suite: KitTests) -> None:
 
 
 def _casting(suite: KitTests) -> None:
-    with pytest.raises(ampx.UnsupportedByBackendError):
-        suite.start(level="O1")
+    if "O1" not in suite.backend.capabilities.levels:
+        with pytest.raises(ampx.UnsupportedByBackendError):
+            suite.start(level="O1")
+        return
+    with refused(
+        ampx.UnsupportedDtypeError, passed=repr(suite.subject.dtype), accepted="only float32", advice="Choose"
+    ):
+        suite.start(level="O1", dtype=suite.subject.dtype)
+    assert suite.subject.casting() == suite.outside
 
 
 def _prepare(suite: KitTests) -> None:
