@@ -16,6 +16,7 @@ from ampx.policy import Dtype
 from . import casting, devices, gradients
 from .losses import inspect_loss, scale_loss
 from .optimizer import AmpOptimizer
+from .prepare import prepare
 from .wrapping import make_wrapper
 
 
@@ -106,6 +107,10 @@ class PaddleBackend(ampx.Backend):
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
         """Give a Paddle optimizer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
+
+    def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
+        """Decorate a model and its optimizer, as the level says."""
+        return prepare(model, optimizer, plan)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List the parameters with non-finite gradients."""

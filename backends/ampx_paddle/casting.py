@@ -36,7 +36,7 @@ def check_plan(plan: CastPlan) -> CastPlan:
     allow, deny = tuple(map(_operator, plan.allow)), tuple(map(_operator, plan.deny))
     if both := sorted(set(allow) & set(deny)):
         raise UnsupportedOpError(
-            f"allow and deny both name {', '.join(both)}; accepted: an operator in one of the lists. Remove it from one."
+            f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
         )
     return CastPlan(plan.device, plan.dtype, plan.level, allow, deny)
 
@@ -45,8 +45,8 @@ def _operator(entry: Any) -> str:
     name = entry if isinstance(entry, str) else getattr(entry, "__name__", None)
     if not isinstance(name, str) or not hasattr(paddle._C_ops, name):
         raise UnsupportedOpError(
-            f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', or functions such as paddle.matmul. "
-            f"Pass one of these."
+            f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', or functions such as "
+            f"paddle.matmul. Pass one of these."
         )
     return name
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
-from paddle.nn.clip import get_tensor_from_selected_rows, merge_selected_rows
 
 from ampx.errors import UnsupportedByBackendError
 
@@ -24,15 +23,15 @@ def collect(optimizer: Any) -> list[paddle.Tensor]:
     return [parameter for parameter in parameters(optimizer) if gradient_of(parameter) is not None]
 
 
-def gradient_of(parameter: paddle.Tensor) -> paddle.Tensor | None:
-    """Give the gradient that Paddle's optimizers would apply; None without. Sync: none."""
+def gradient_of(parameter: paddle.Tensor) -> Any:
+    """Give the gradient tensor that Paddle's optimizers would apply; None without. Sync: none."""
     main = getattr(parameter, "main_grad", None)  # the float32 gradient of a low-precision parameter
     return parameter._grad_ivar() if main is None else main
 
 
 def any_nonzero(found: Sequence[paddle.Tensor]) -> bool:
     """Tell whether a gradient is more than the zeros that `clear_grad` leaves behind. Sync: one a gradient."""
-    return any(bool(values.astype("bool").any()) for values in _values(found))
+    return any(bool(_values(parameter).astype("bool").any()) for parameter in found)
 
 
 @paddle.no_grad()
@@ -54,29 +53,17 @@ def unscale(found: Sequence[paddle.Tensor], scale: float) -> bool:
     Sync: one a dtype.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
-    sparse: list[tuple[paddle.Tensor, paddle.Tensor]] = []
     for parameter in found:
-        gradient = gradient_of(parameter)
-        if gradient.is_selected_rows():
-            # Native defect: on the CPU the kernel kills the process when it meets sparse rows. It gets a dense copy
-            # of the values, for the test; the rows themselves are scaled below.
-            sparse.append((parameter, gradient))
-            gradient = get_tensor_from_selected_rows(gradient)
-        elif not gradient.is_dense():
-            raise UnsupportedByBackendError(
-                f"parameter {parameter.name!r} has a gradient that is neither dense nor SelectedRows, which Paddle "
-                f"cannot unscale; accepted: these two. Compute this parameter's gradient densely."
-            )
-        batches.setdefault((gradient.dtype, str(gradient.place)), []).append(gradient)
+        # Native defect: on the CPU the kernel kills the process when it meets sparse rows. It gets their values.
+        values = _values(parameter)
+        batches.setdefault((values.dtype, str(values.place)), []).append(values)
     finite = True
     for (dtype, place), batch in batches.items():
         overflow = _unscale_dense(batch, _scalar(scale, "float64" if dtype == paddle.float64 else "float32", place))
         finite = finite and not overflow
     if scale < 1.0 and finite:
         # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
-        finite = all(bool(paddle.isfinite(one).all()) for batch in batches.values() for one in batch)
-    for parameter, gradient in sparse:
-        parameter._set_grad_ivar(paddle.scale(gradient, 1.0 / scale))
+        return all(bool(paddle.isfinite(one).all()) for batch in batches.values() for one in batch)
     return finite
 
 
@@ -91,19 +78,33 @@ def _unscale_dense(batch: list[paddle.Tensor], scale: paddle.Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=32)
-def _scalar(scale: float, dtype: str, place: str) -> paddle.Tensor:
+def _scalar(scale: float, dtype: Any, place: str) -> paddle.Tensor:
     """Give the scale as a tensor; made once, because scales change rarely. The place is part of the key only."""
     return paddle.full([1], scale, dtype)
 
 
-def _values(found: Sequence[paddle.Tensor]) -> Iterator[paddle.Tensor]:
-    """Walk over the gradients' values as dense tensors; several rows of one sparse gradient are added first."""
-    for parameter in found:
-        gradient = gradient_of(parameter)
-        if gradient.is_selected_rows():
-            yield get_tensor_from_selected_rows(merge_selected_rows(gradient))
-        else:
-            yield gradient.detach()  # shares memory, and may be written to
+def _values(parameter: paddle.Tensor) -> Any:
+    """Give the values of a gradient as a dense tensor that shares its memory.
+
+    Raises:
+        UnsupportedByBackendError: The gradient is neither dense nor sparse in Paddle's way (SelectedRows).
+    """
+    gradient = gradient_of(parameter)
+    if gradient.is_selected_rows():
+        return gradient._get_tensor_from_selected_rows()
+    if not gradient.is_dense():
+        raise UnsupportedByBackendError(
+            f"parameter {parameter.name!r} has a gradient that is neither dense nor SelectedRows, which Paddle cannot "
+            f"unscale; accepted: these two. Compute this parameter's gradient densely."
+        )
+    return gradient.detach()
+
+
+def _merge_rows(parameter: paddle.Tensor) -> None:
+    """Add up the rows that a sparse gradient holds several times: each is one row of the true gradient."""
+    gradient = gradient_of(parameter)
+    if gradient.is_selected_rows():
+        parameter._set_grad_ivar(paddle._C_ops.merge_selected_rows(gradient))
 
 
 @paddle.no_grad()
@@ -120,25 +121,20 @@ def clip(found: Sequence[paddle.Tensor], max_norm: float | None, max_value: floa
 
     Sync: none.
     """
+    for parameter in found:
+        _merge_rows(parameter)
+    gradients = [_values(parameter) for parameter in found]
     if max_value is not None:
-        for parameter in found:
-            gradient = gradient_of(parameter)
-            if gradient.is_selected_rows():
-                parameter._set_grad_ivar(paddle.clip(merge_selected_rows(gradient), -max_value, max_value))
-            else:
-                gradient.detach().clip_(-max_value, max_value)
+        for one in gradients:
+            one.clip_(-max_value, max_value)
     if max_norm is None:
         return None
-    squares = [values.astype("float32").square().sum() for values in _values(found)]
+    squares = [one.astype("float32").square().sum() for one in gradients]
     norm = paddle.add_n(squares).sqrt() if squares else paddle.zeros([])
     # Exactly 1 where the bound is not reached, so that such gradients stay bit for bit.
     factor = paddle.where(norm > max_norm, max_norm / norm, paddle.ones_like(norm))
-    for parameter in found:
-        gradient = gradient_of(parameter)
-        if gradient.is_selected_rows():
-            parameter._set_grad_ivar(paddle.scale(gradient, factor))
-        else:
-            gradient.detach().multiply_(factor.astype(gradient.dtype))
+    for one in gradients:
+        one.multiply_(factor.astype(one.dtype))
     return norm
 
 
@@ -153,9 +149,8 @@ def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, in
     """
     names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
     result = []
-    found = collect(optimizer)
-    for parameter, values in zip(found, _values(found), strict=True):
-        bad = int((~paddle.isfinite(values)).astype("int64").sum())
+    for parameter in collect(optimizer):
+        bad = int((~paddle.isfinite(_values(parameter))).astype("int64").sum())
         if bad:
             result.append((names.get(id(parameter), parameter.name), bad, int(parameter.size)))
     return result
