@@ -21,7 +21,7 @@ def train(rank, distribute, make_scale, overflow_rank):
     net.weight.set_value(paddle.to_tensor([[0.5], [-0.25], [1.0]]))
     net.bias.set_value(paddle.to_tensor([0.125]))
     raw = paddle.optimizer.Momentum(0.25, parameters=net.parameters())
-    model, opt = distribute(net, raw, make_scale)
+    model, opt, stepped = distribute(net, raw, make_scale)
     seen = []
     for step in range(4):
         x = paddle.to_tensor([[1.0, 2.0, 0.5], [0.25, -1.0, 4.0]])[rank : rank + 1] * (step + 1.0)
@@ -29,8 +29,8 @@ def train(rank, distribute, make_scale, overflow_rank):
         before = net.weight.numpy().copy()
         with ampx.scale_loss(loss, opt) as scaled:
             scaled.backward()
-        opt.step()
-        opt.clear_grad()
+        stepped.step()
+        stepped.clear_grad()
         result = opt.last_step
         untouched = bool((net.weight.numpy() == before).all())
         seen.append([result.applied, result.scale, result.next_scale, untouched])
@@ -38,14 +38,14 @@ def train(rank, distribute, make_scale, overflow_rank):
 
 
 def data_parallel(net, raw, loss_scale):
-    return paddle.DataParallel(net), ampx.wrap_optimizer(raw, loss_scale=loss_scale)
-
-
-def fleet_outside(net, raw, loss_scale):
-    """The wrapped optimizer in fleet's hands."""
     opt = ampx.wrap_optimizer(raw, loss_scale=loss_scale)
-    dist.fleet.distributed_optimizer(opt)
-    return dist.fleet.distributed_model(net), opt
+    return paddle.DataParallel(net), opt, opt
+
+
+def fleet(net, raw, loss_scale):
+    """Wrap first: fleet's optimizer adds up the gradients of the ranks, then steps the wrapped one, which checks."""
+    opt = ampx.wrap_optimizer(raw, loss_scale=loss_scale)
+    return dist.fleet.distributed_model(net), opt, dist.fleet.distributed_optimizer(opt)
 
 
 def main():
@@ -61,7 +61,11 @@ def main():
     strategy = dist.fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 1, "pp_degree": 1}
     dist.fleet.init(is_collective=True, strategy=strategy)
-    found["fleet"] = train(rank, fleet_outside, scale, overflow_rank=1)
+    found["fleet"] = train(rank, fleet, scale, overflow_rank=1)
+    try:
+        ampx.wrap_optimizer(dist.fleet.distributed_optimizer(paddle.optimizer.SGD(parameters=paddle.nn.Linear(1, 1).parameters())))
+    except ampx.NotAnOptimizerError as error:
+        found["wrong_order"] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

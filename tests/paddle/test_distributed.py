@@ -101,3 +101,9 @@ def test_an_overflow_on_one_rank_makes_both_skip(records, scenario):
     for one in records(scenario):
         assert one["steps"] == EXPECTED
         np.testing.assert_allclose(one["weight"], plain_weights(), rtol=1e-5)
+
+
+def test_what_fleet_gives_is_not_wrapped(records):
+    """It may add up gradients inside its step, after they were checked; so the order is wrap first, then fleet."""
+    for message in records("wrong_order"):
+        assert "HybridParallelOptimizer" in message
