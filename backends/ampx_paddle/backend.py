@@ -115,3 +115,9 @@ class PaddleBackend(ampx.Backend):
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.optimizer, model)
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`."""
+        from .demo import PaddleTrainer  # scikit-learn is needed for the demo only
+
+        return PaddleTrainer()

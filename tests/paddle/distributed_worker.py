@@ -63,7 +63,9 @@ def main():
     dist.fleet.init(is_collective=True, strategy=strategy)
     found["fleet"] = train(rank, fleet, scale, overflow_rank=1)
     try:
-        ampx.wrap_optimizer(dist.fleet.distributed_optimizer(paddle.optimizer.SGD(parameters=paddle.nn.Linear(1, 1).parameters())))
+        ampx.wrap_optimizer(
+            dist.fleet.distributed_optimizer(paddle.optimizer.SGD(parameters=paddle.nn.Linear(1, 1).parameters()))
+        )
     except ampx.NotAnOptimizerError as error:
         found["wrong_order"] = str(error)
     (folder / f"{rank}.json").write_text(json.dumps(found))
