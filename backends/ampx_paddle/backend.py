@@ -17,6 +17,7 @@ from . import casting, devices, gradients
 from .losses import inspect_loss, scale_loss
 from .optimizer import AmpOptimizer
 from .prepare import prepare
+from .static import StaticOptimizer
 from .wrapping import make_wrapper
 
 
@@ -43,7 +44,8 @@ class PaddleBackend(ampx.Backend):
 
     def is_optimizer(self, candidate: object) -> bool:
         """Tell whether this is a Paddle optimizer, not wrapped."""
-        return isinstance(candidate, paddle.optimizer.Optimizer) and not isinstance(candidate, AmpOptimizer)
+        wrapped = isinstance(candidate, (AmpOptimizer, StaticOptimizer))
+        return isinstance(candidate, paddle.optimizer.Optimizer) and not wrapped
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Give an auto_cast region."""
@@ -104,7 +106,7 @@ class PaddleBackend(ampx.Backend):
         else:
             optimizer.step()
 
-    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
+    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Give a Paddle optimizer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import paddle
@@ -65,7 +66,7 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
     amp.on_event(events.append)
     shuffle = np.random.default_rng(run.seed)
 
-    losses: list[paddle.Tensor] = []
+    losses: list[Any] = []
     marks: list[tuple[int, float]] = []  # (steps done, time); from the first step on, which warms up
     for _ in range(run.epochs):
         order = shuffle.permutation(len(images))
@@ -84,7 +85,7 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
                 marks.append(_mark(losses))
         scheduler.step()
         marks.append(_mark(losses))
-    trace = paddle.stack(losses).astype("float32").tolist()
+    trace: Any = paddle.stack(losses).astype("float32").tolist()
     speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
 
     model.eval()
@@ -108,7 +109,7 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
     )
 
 
-def _mark(losses: list[paddle.Tensor]) -> tuple[int, float]:
+def _mark(losses: list[Any]) -> tuple[int, float]:
     losses[-1].item()  # wait for the device
     return len(losses), time.perf_counter()
 

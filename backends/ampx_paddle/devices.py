@@ -35,6 +35,17 @@ def describe(name: str) -> Device:
 
 
 def _describe_cpu() -> Device:
+    if not paddle.in_dynamic_mode():
+        bfloat16: frozenset[Dtype] = frozenset({"bfloat16"})
+        native = bool(paddle.base.core.supports_bfloat16())
+        return Device(
+            name="cpu",
+            native=bfloat16 if native else frozenset(),
+            emulated=frozenset() if native else bfloat16,
+            preferred="bfloat16" if native else None,
+            reason=f"static graphs compute bfloat16 on this CPU{'' if native else ', without instructions for it'}",
+            details={"version": paddle.__version__},
+        )
     # Eager Paddle skips every cast of a tensor on the CPU, and has no low-precision kernels there.
     return Device(
         name="cpu",

@@ -22,6 +22,11 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
 
     Sync: none unless `check_nan` is True and the loss is on an accelerator.
     """
+    if isinstance(loss, paddle.pir.Value):
+        raise LossDtypeError(
+            "scale_loss got a value of a static graph, where minimize scales the loss itself; accepted: eager tensors. "
+            "Call opt.minimize(loss) with the loss as it is."
+        )
     if not isinstance(loss, paddle.Tensor):
         raise LossDtypeError(
             f"scale_loss got a loss of type {type(loss).__name__}; accepted: a paddle tensor. Pass the tensor that the "
