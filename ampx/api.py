@@ -120,7 +120,8 @@ def _choose_dtype(
         return None, f"float32 was asked for (level={level.name}, dtype={wanted or 'auto'})"
     if wanted is None:
         if device.preferred is None:
-            _warn(f"mixed precision is off on {device.name}: {device.reason}. Pass dtype=… to force it.")
+            advice = " Pass dtype=… to force it." if device.native | device.emulated else ""
+            _warn(f"mixed precision is off on {device.name}: {device.reason}.{advice}")
         return device.preferred, device.reason
     if wanted in device.native:
         return wanted, f"asked for; computed natively on {device.name}"
@@ -128,7 +129,7 @@ def _choose_dtype(
         reason = f"asked for; {device.name} has no hardware for {wanted}, so it is emulated and slow"
         _warn(f"dtype={wanted!r}: {reason}.")
         return wanted, reason
-    can = ", ".join(sorted(device.native | device.emulated)) or "none: only float32"
+    can = ", ".join(sorted(device.native | device.emulated)) or f"none: only float32 ({device.reason})"
     message = f"dtype={wanted!r} is not supported by backend {backend.name!r} on {device.name!r}; supported: {can}"
     if on_unsupported == "raise":
         raise UnsupportedDtypeError(

@@ -1,0 +1,110 @@
+"""Paddle's auto_cast, as regions and for a whole thread; and casting of trees."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import paddle
+
+from ampx.contract import CastPlan
+from ampx.errors import UnsupportedOpError
+from ampx.policy import Dtype
+
+DTYPES: Final = {"float16": paddle.float16, "bfloat16": paddle.bfloat16, "float32": paddle.float32}
+
+
+class _Active(threading.local):
+    """The regions that `activate` entered: Paddle keeps its switch by thread."""
+
+    region: AbstractContextManager[Any] | None = None
+
+
+_active = _Active()
+
+
+def check_plan(plan: CastPlan) -> CastPlan:
+    """Turn the entries of allow and deny into names of Paddle's operators.
+
+    Raises:
+        UnsupportedOpError: An entry is neither an operator nor its name, or stands in both lists.
+
+    Sync: none.
+    """
+    allow, deny = tuple(map(_operator, plan.allow)), tuple(map(_operator, plan.deny))
+    if both := sorted(set(allow) & set(deny)):
+        raise UnsupportedOpError(
+            f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
+        )
+    return CastPlan(plan.device, plan.dtype, plan.level, allow, deny)
+
+
+def _operator(entry: Any) -> str:
+    name = entry if isinstance(entry, str) else getattr(entry, "__name__", None)
+    if not isinstance(name, str) or not hasattr(paddle._C_ops, name):
+        raise UnsupportedOpError(
+            f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', or functions such as "
+            f"paddle.matmul. Pass one of these."
+        )
+    return name
+
+
+def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+    """Give a region with casting on or off. Sync: none."""
+    if not enabled:
+        return paddle.amp.auto_cast(enable=False, dtype=plan.dtype)  # type: ignore[no-any-return]
+    return paddle.amp.auto_cast(  # type: ignore[no-any-return]
+        enable=True,
+        custom_white_list=set(plan.allow) or None,
+        custom_black_list=set(plan.deny) or None,
+        level="O2" if plan.level == "O2" else "O1",
+        dtype=plan.dtype,
+    )
+
+
+def activate(plan: CastPlan) -> None:
+    """Switch casting on in the calling thread until `deactivate`; a region entered before is left first. Sync: none."""
+    deactivate()
+    entered = region(plan, True)
+    entered.__enter__()
+    _active.region = entered
+
+
+def deactivate() -> None:
+    """Leave the region that `activate` entered, if there is one. Sync: none."""
+    entered, _active.region = _active.region, None
+    if entered is not None:
+        entered.__exit__(None, None, None)
+
+
+def cast(tree: Any, dtype: Dtype) -> Any:
+    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is. Sync: none."""
+    if isinstance(tree, paddle.Tensor):
+        wanted = DTYPES[dtype]
+        return tree.astype(wanted) if tree.is_floating_point() and tree.dtype != wanted else tree
+    if isinstance(tree, Mapping):
+        kind: Any = type(tree)
+        return kind({key: cast(value, dtype) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        values = [cast(value, dtype) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree
+
+
+def widest(tree: Any, at_least: Dtype) -> Dtype:
+    """Give float32 if any floating tensor of a tree is wider than `at_least`. Sync: none."""
+    return at_least if all(one.dtype == DTYPES[at_least] for one in _floating(tree)) else "float32"
+
+
+def _floating(tree: Any) -> Iterator[paddle.Tensor]:
+    if isinstance(tree, paddle.Tensor):
+        if tree.is_floating_point():
+            yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _floating(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _floating(value)

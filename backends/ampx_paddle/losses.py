@@ -1,0 +1,57 @@
+"""Look at a loss and scale it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from ampx.contract import LossInfo
+from ampx.errors import LossDtypeError
+
+
+def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
+    """Tell what `scale_loss` has to know about a loss.
+
+    Args:
+        loss: What the user passed; a tensor of any shape, dtype and place is described.
+        check_nan: True: look for NaN even if that syncs. None: only on the CPU. False: never.
+
+    Raises:
+        LossDtypeError: It is no tensor.
+
+    Sync: none unless `check_nan` is True and the loss is on an accelerator.
+    """
+    if isinstance(loss, paddle.pir.Value):
+        raise LossDtypeError(
+            "scale_loss got a value of a static graph, where minimize scales the loss itself; accepted: eager tensors. "
+            "Call opt.minimize(loss) with the loss as it is."
+        )
+    if not isinstance(loss, paddle.Tensor):
+        raise LossDtypeError(
+            f"scale_loss got a loss of type {type(loss).__name__}; accepted: a paddle tensor. Pass the tensor that the "
+            f"loss function returned, not loss.item()."
+        )
+    elements, floating = int(loss.size), bool(loss.is_floating_point())
+    nan: bool | None = None
+    if elements == 1 and floating and check_nan is not False and (check_nan or loss.place.is_cpu_place()):
+        value = loss.item()
+        nan = value != value
+    return LossInfo(elements, str(loss.dtype).removeprefix("paddle."), floating, not loss.stop_gradient, nan)
+
+
+def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:
+    """Give the loss in float32 times the scale; in float16 the product would overflow.
+
+    Native defect: `GradScaler.scale` also looks at the dtype of the last `auto_cast` anywhere in the process and
+    switches itself off for good unless it was float16. Nothing but the scale counts here.
+
+    Args:
+        loss: Floating tensor of one element.
+        scale: The loss scale.
+
+    Sync: none.
+    """
+    if loss.dtype in (paddle.float16, paddle.bfloat16):
+        loss = loss.astype("float32")
+    return loss * scale

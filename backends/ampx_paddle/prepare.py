@@ -1,0 +1,33 @@
+"""What `prepare` does: Paddle's `decorate` at O2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from ampx.contract import CastPlan
+
+from .optimizer import AmpOptimizer
+
+
+def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
+    """Give a model low-precision parameters, norms excepted, and its optimizer float32 master weights.
+
+    Args:
+        model: A layer, or a list of layers; changed in place.
+        optimizer: Raw or wrapped, or None.
+        plan: Device, dtype and level; at O1 nothing needs to be done.
+
+    Returns:
+        The model, or (model, optimizer).
+
+    Sync: none.
+    """
+    if plan.level == "O2":
+        raw = optimizer.optimizer if isinstance(optimizer, AmpOptimizer) else optimizer
+        decorated = paddle.amp.decorate(
+            models=model, optimizers=raw, level="O2", dtype=plan.dtype, master_weight=None if raw is None else True
+        )
+        model = decorated if raw is None else decorated[0]
+    return model if optimizer is None else (model, optimizer)

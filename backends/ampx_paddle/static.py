@@ -1,0 +1,259 @@
+"""Optimizers of static graphs: the step, its check and the loss scale are operations of the program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import paddle
+
+from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
+from ampx.events import StepResult
+from ampx.group import Member, Outcome, ScaleGroup
+from ampx.ledger import Ledger
+from ampx.loss_scale import LossScaleState, next_state
+from ampx.optimizer import WrappedOptimizer
+
+from . import casting
+from .delegation import DelegatingOptimizer
+
+if TYPE_CHECKING:
+    from .backend import PaddleBackend
+
+_OWN: Final = frozenset(("optimizer", "ampx_member", "_backend", "_plan", "_clips"))
+# On the CPU their bfloat16 gradient kernels want both gradients.
+_PRODUCTS: Final = frozenset(("pd_op.matmul", "pd_op.linear", "pd_op.linear_v2"))
+
+
+class GraphLedger(Ledger):
+    """The state is persistable variables of the program, by name, in Paddle's global scope."""
+
+    def __init__(self, names: Mapping[str, str], config: Any) -> None:
+        """Remember the variables' names, by field, and the configuration that the program was built with."""
+        self._names = dict(names)
+        self._config = config
+
+    def value(self, field: str) -> Any:
+        """Give a variable's number; None before the startup program ran. Sync: one on an accelerator."""
+        variable = paddle.static.global_scope().find_var(self._names[field])
+        tensor = None if variable is None else variable.get_tensor()
+        if tensor is None or not tensor._is_initialized():
+            return None
+        return np.array(tensor).item()
+
+    def factor(self, group: ScaleGroup, loss_id: int) -> float:
+        """Give the scale as the program has it now."""
+        self.resolve(group)
+        return float(group.state_of(0).scale)
+
+    def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        """Do nothing: the program moves the scale."""
+
+    def resolve(self, group: ScaleGroup) -> None:
+        """Read the variables."""
+        found = {field.name: self.value(field.name) for field in fields(LossScaleState)}
+        if None not in found.values():
+            group.states[0] = LossScaleState(**found)
+
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Tell what the outcome holds; there are none."""
+        return outcome.finite
+
+    def reload(self, group: ScaleGroup) -> None:
+        """Write the variables.
+
+        Raises:
+            ProtocolError: The startup program, which would overwrite them, has not run.
+        """
+        state = group.states[0]
+        if self.value("scale") is None:
+            raise ProtocolError(
+                "a state was loaded before the startup program ran, which would overwrite it; accepted: loading after "
+                "exe.run(startup_program). Call load_state_dict then."
+            )
+        if group.config != self._config:
+            group.config = self._config
+            warnings.warn(
+                "the state holds another configuration of the loss scale than the program was built with; the numbers "
+                "were taken over, the configuration was not",
+                AmpxWarning,
+                stacklevel=5,
+            )
+        for field in fields(LossScaleState):
+            tensor = paddle.static.global_scope().find_var(self._names[field.name]).get_tensor()
+            place = tensor._place()
+            target = paddle.CUDAPlace(place.gpu_device_id()) if place.is_gpu_place() else paddle.CPUPlace()
+            kind = np.float32 if field.name == "scale" else np.int32
+            tensor.set(np.array([getattr(state, field.name)], kind), target)
+
+
+class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
+    """A Paddle optimizer of a static graph, with a loss scale in the graph.
+
+    `minimize(loss)` scales, differentiates, checks, and applies under a condition. The scale moves as the
+    specification says, floors and ceilings included.
+    """
+
+    def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Made by `ampx.wrap_optimizer`."""
+        self.optimizer = optimizer
+        self.ampx_member = member
+        self._backend = backend
+        self._plan = options["plan"]
+        self._clips = (options["max_grad_norm"], options["max_grad_value"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the raw optimizer what is not the wrapper's own."""
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the raw optimizer."""
+        if name.startswith("__") or "optimizer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last run of the program did; None before the first. Sync: some on an accelerator."""
+        ledger = self.ampx_member.group.ledger
+        if not isinstance(ledger, GraphLedger) or not ledger.value("steps"):
+            return None
+        ledger.resolve(self.ampx_member.group)
+        state = self.ampx_member.group.states[0]
+        finite = bool(ledger.value("finite"))
+        return StepResult(finite, finite, ledger.value("used"), state.scale, int(state.consecutive_skips))
+
+    def minimize(
+        self, loss: Any, startup_program: Any = None, parameters: Any = None, no_grad_set: Any = None
+    ) -> tuple[Any, list[tuple[Any, Any]]]:
+        """Add scaling, backward, check and update to the program.
+
+        Args:
+            loss: Value of one element, as the loss function gave it: it is scaled here.
+            startup_program: As Paddle's `minimize`.
+            parameters: As Paddle's `minimize`.
+            no_grad_set: As Paddle's `minimize`.
+
+        Returns:
+            None, and the pairs of parameters and (true) gradients.
+
+        Raises:
+            ProtocolError: The program was given to `minimize` already.
+            UnsupportedByBackendError: An input of a bfloat16 product has `stop_gradient=True` on the CPU (Paddle
+                would crash), or a gradient is not float32.
+
+        Sync: none.
+        """
+        group = self.ampx_member.group
+        if not group.enabled:
+            return self.optimizer.minimize(loss, startup_program, parameters, no_grad_set)  # type: ignore[no-any-return]
+        if isinstance(group.ledger, GraphLedger):
+            raise ProtocolError(
+                "minimize was called a second time; accepted: once for an optimizer. Wrap another optimizer for "
+                "another program."
+            )
+        if self._plan is None:
+            return self._build(group, loss, startup_program, parameters, no_grad_set)
+        _refuse_crashing_products()
+        with casting.region(self._plan, False):
+            return self._build(group, loss, startup_program, parameters, no_grad_set)
+
+    def _build(
+        self, group: ScaleGroup, loss: Any, startup: Any, parameters: Any, no_grad_set: Any
+    ) -> tuple[None, list[tuple[Any, Any]]]:
+        first = group.state_of(0)  # the configuration's first, or a loaded one
+        names = {
+            name: paddle.utils.unique_name.generate(f"ampx_{name}")
+            for name in (*(field.name for field in fields(LossScaleState)), "finite", "used", "steps")
+        }
+
+        def variable(name: str, dtype: str, value: float) -> Any:
+            initial = paddle.nn.initializer.ConstantInitializer(value=value)
+            return paddle.pir.core.create_persistable_value(
+                dtype=dtype, shape=[1], name=names[name], initializer=initial
+            )
+
+        state = LossScaleState(
+            variable("scale", "float32", first.scale),
+            variable("growth_tracker", "int32", first.growth_tracker),
+            variable("hysteresis_tracker", "int32", first.hysteresis_tracker),
+            variable("consecutive_skips", "int32", first.consecutive_skips),
+        )
+        told = variable("finite", "int32", 1), variable("used", "float32", first.scale), variable("steps", "int32", 0)
+        pairs = self.optimizer.backward(loss.astype("float32") * state.scale, startup, parameters, no_grad_set)
+        gradients = [gradient for _, gradient in pairs]
+        if any(one.dtype != paddle.float32 for one in gradients):
+            raise UnsupportedByBackendError(
+                "minimize got gradients that are not float32; accepted: float32 parameters. Keep them in float32, and "
+                "let casting do the rest."
+            )
+        _, overflow = paddle._C_ops.check_finite_and_unscale_(gradients, state.scale)
+        finite = paddle.logical_not(overflow)
+        after = next_state(group.config, state, finite, where=_where)
+        paddle.assign(state.scale * 1.0, told[1])
+        paddle.assign(finite.astype("int32"), told[0])
+        paddle.assign(told[2] + 1, told[2])
+        for field in fields(LossScaleState):
+            new, old = getattr(after, field.name), getattr(state, field.name)
+            if new is not old:
+                paddle.assign(new, old)
+        # A condition, and not Paddle's mark `found_inf`, which only some optimizers look at.
+        paddle.static.nn.cond(finite, lambda: self._apply(pairs), None)
+        group.ledger = GraphLedger(names, group.config)
+        return None, pairs
+
+    def _apply(self, pairs: list[tuple[Any, Any]]) -> None:
+        norm, value = self._clips
+        if value is not None:
+            pairs = paddle.nn.ClipGradByValue(value)(pairs)
+        if norm is not None:
+            pairs = paddle.nn.ClipGradByGlobalNorm(norm)(pairs)
+        self.optimizer.apply_gradients(pairs)
+
+    def step(self) -> None:
+        """Refuse: in a static graph `minimize` is the step.
+
+        Raises:
+            UnsupportedByBackendError: Always.
+        """
+        self._backend.refuse("step in a static graph (minimize is part of the program)")
+
+    def ampx_unscale(self) -> None:
+        """Refuse: gradients are values of the program."""
+        self._backend.refuse("unscale in a static graph")
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Refuse: pass `max_grad_norm` to `wrap_optimizer`."""
+        self._backend.refuse("clip_grad_norm in a static graph (wrap_optimizer takes max_grad_norm)")
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Choose in the graph; numbers become values like the other branch, or integers where both are numbers."""
+    like = next((one for one in (if_true, if_false) if not isinstance(one, (int, float))), None)
+    dtype: Any = "int32" if like is None else like.dtype
+
+    def lift(value: Any) -> Any:
+        return paddle.full([1], value, dtype) if isinstance(value, (int, float)) else value
+
+    return paddle.where(condition, lift(if_true), lift(if_false))
+
+
+def _refuse_crashing_products() -> None:
+    """Raise where Paddle's bfloat16 kernels on the CPU would be asked for one gradient of two, and crash."""
+    if paddle.device.get_device() != "cpu":
+        return
+    for operation in paddle.static.default_main_program().global_block().ops:
+        sources = operation.operands_source() if operation.name() in _PRODUCTS else []
+        low = [one for one in sources if one.dtype == paddle.bfloat16]
+        if any(one.stop_gradient for one in low) and not all(one.stop_gradient for one in low):
+            raise UnsupportedByBackendError(
+                "the program multiplies an input with stop_gradient=True in bfloat16 on the CPU, where Paddle's "
+                "backward would end the process; accepted: inputs with stop_gradient=False. Set x.stop_gradient = "
+                "False on what paddle.static.data returned, before the model is built."
+            )

@@ -1,0 +1,68 @@
+"""Check a raw optimizer and wrap it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import paddle
+
+from ampx.backend import reject_unknown
+from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
+from ampx.group import Member
+
+from .gradients import parameters
+from .optimizer import AmpOptimizer
+from .static import StaticOptimizer
+
+if TYPE_CHECKING:
+    from .backend import PaddleBackend
+
+
+def make_wrapper(
+    backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]
+) -> AmpOptimizer | StaticOptimizer:
+    """Wrap a raw optimizer.
+
+    Raises:
+        InvalidOptionError: An option is unknown.
+        LowPrecisionParametersError: It holds low-precision parameters without master weights.
+        UnsupportedByBackendError: It needs a closure (LBFGS).
+
+    Sync: none.
+    """
+    reject_unknown("paddle", options, ())
+    if isinstance(optimizer, paddle.optimizer.LBFGS):
+        raise UnsupportedByBackendError(
+            "wrap_optimizer got LBFGS, whose step needs a closure, which backend 'paddle' does not support; accepted: "
+            "optimizers that step without one. Use another optimizer, or LBFGS in float32 without ampx."
+        )
+    if not paddle.in_dynamic_mode():
+        return _wrap_static(backend, optimizer, member, options)
+    if member.group.enabled and not getattr(optimizer, "_multi_precision", False):
+        _refuse_low_precision(optimizer)
+    return AmpOptimizer(backend, optimizer, member, options)
+
+
+def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> StaticOptimizer:
+    if not paddle.framework.in_pir_mode():
+        raise UnsupportedByBackendError(
+            "wrap_optimizer was called for a static graph of the old kind; accepted: eager mode, and static graphs in "
+            "Paddle's present form. Leave FLAGS_enable_pir_api as it is by default."
+        )
+    if len(member.group.members) > 1:
+        raise UnsupportedByBackendError(
+            "wrap_optimizer got several optimizers for a static graph; accepted: one. Wrap them one by one."
+        )
+    return StaticOptimizer(backend, optimizer, member, options)
+
+
+def _refuse_low_precision(optimizer: Any) -> None:
+    low = (paddle.float16, paddle.bfloat16)
+    found = [parameter.name for parameter in parameters(optimizer) if parameter.dtype in low]
+    if found:
+        raise LowPrecisionParametersError(
+            f"the optimizer holds {len(found)} low-precision parameters ({', '.join(found[:5])}); updates smaller than "
+            f"their precision would be lost. Keep the parameters in float32, or use ampx.init(level='O2') and "
+            f"model, opt = ampx.prepare(model, opt)."
+        )

@@ -1,0 +1,107 @@
+"""The kit on PaddlePaddle."""
+
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
+    paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
+
+from ampx.testing import BackendSuite, Harness, PluginSuite
+
+
+class Pull(paddle.autograd.PyLayer):
+    """The sum of a parameter, with derivatives of the caller's choice."""
+
+    @staticmethod
+    def forward(ctx, parameter, slopes):
+        ctx.save_for_backward(slopes)
+        return parameter.detach().astype("float32").sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (slopes,) = ctx.saved_tensor()
+        return upstream * slopes
+
+
+class PaddleHarness(Harness):
+    framework, plugin, device = "paddle", "ampx_paddle", "cpu"
+
+    def tensor(self, values, dtype):
+        return paddle.to_tensor(values, dtype=dtype, place=self._place())
+
+    def dtype_of(self, tensor):
+        return str(tensor.dtype).removeprefix("paddle.")
+
+    def numbers(self, tensor):
+        wide = tensor.detach().astype("float32") if tensor.is_floating_point() else tensor
+        return wide.flatten().tolist()
+
+    def parameter(self, values):
+        initial = paddle.nn.initializer.Assign(values)
+        return paddle.create_parameter([len(values)], "float32", default_initializer=initial)
+
+    def optimizer(self, parameters, momentum):
+        if momentum:
+            return paddle.optimizer.Momentum(0.5, momentum=0.5, parameters=parameters)
+        return paddle.optimizer.SGD(0.5, parameters=parameters)
+
+    def optimizer_state(self, raw):
+        return [value.tolist() for value in raw.state_dict().values()]
+
+    def loss(self, parameters, gradients):
+        pairs = zip(parameters, gradients, strict=True)
+        return sum(Pull.apply(p, self.tensor(slopes, "float32").reshape(p.shape)) for p, slopes in pairs)
+
+    def backward(self, scaled, parameters):
+        scaled.backward()
+
+    def gradients(self, parameters):
+        return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    def zero_grad(self, opt):
+        opt.clear_grad()
+
+    def casting(self):
+        return paddle.amp.is_autocast_enabled(), str(paddle.amp.get_autocast_dtype())
+
+    def computes_in(self):
+        ones = paddle.ones([2, 2]).to(self._place())
+        return self.dtype_of(ones @ ones)
+
+    def operation(self):
+        return paddle.matmul
+
+    def model(self):
+        return paddle.nn.Linear(2, 2)
+
+    def surroundings(self):
+        return paddle.get_default_dtype(), paddle.get_device(), paddle.is_grad_enabled()
+
+    def _place(self):
+        return paddle.CUDAPlace(0) if self.device == "gpu" else paddle.CPUPlace()
+
+
+class TestCpu(BackendSuite):
+    harness = PaddleHarness
+
+
+if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+
+    class GpuHarness(PaddleHarness):
+        device = "gpu"
+
+    @pytest.mark.gpu
+    class TestOnGpu(BackendSuite):
+        harness = GpuHarness
+
+else:
+
+    @pytest.mark.gpu
+    def test_on_gpu():
+        pytest.skip("no CUDA device for paddle: the kit did not run on one")
+
+
+class TestPlugin(PluginSuite):
+    plugin, framework, modules = "ampx_paddle", "paddle", ("paddle",)

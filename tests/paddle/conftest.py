@@ -1,0 +1,64 @@
+"""Every test starts without a session and leaves none."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
+    paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
+
+import ampx
+
+
+@pytest.fixture(autouse=True)
+def _no_session():
+    paddle.seed(0)
+    ampx.shutdown()
+    yield
+    ampx.shutdown()
+    paddle.disable_static()
+
+
+@pytest.fixture
+def amp():
+    """A session that scales losses dynamically; a loss that is NaN is an overflow like any other."""
+    return ampx.init("paddle", level="O0", loss_scale="dynamic", nan_loss="skip")
+
+
+@pytest.fixture
+def backward():
+    """Scale a loss and run its backward."""
+
+    def run(loss, opt, **options):
+        with ampx.scale_loss(loss, opt, **options) as scaled:
+            scaled.backward()
+
+    return run
+
+
+@pytest.fixture
+def weights():
+    """Make a parameter vector with given values."""
+
+    def make(*values):
+        initial = paddle.nn.initializer.Assign(list(values))
+        return paddle.create_parameter([len(values)], "float32", default_initializer=initial)
+
+    return make
+
+
+@pytest.fixture
+def native():
+    """Run a script of plain Paddle in a process of its own: what it does to itself stays there."""
+
+    def run(script, *, timeout=120):
+        head = "import warnings\nwarnings.simplefilter('ignore')\nimport numpy as np\nimport paddle\n"
+        done = subprocess.run(
+            [sys.executable, "-c", head + script], capture_output=True, text=True, check=False, timeout=timeout
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run

@@ -1,0 +1,109 @@
+"""Two gloo processes on this machine run distributed_worker.py once; the tests judge what they wrote.
+
+What is right comes from plain Paddle in one process on the whole batch: no ampx, no distribution, no scaling.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import paddle
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORKER = pathlib.Path(__file__).with_name("distributed_worker.py")
+SECONDS = 120
+# LossScale(growth_interval=2), overflow in the second step: (applied, scale, next_scale, weights untouched) by step.
+EXPECTED = [
+    [True, 65536.0, 65536.0, False],
+    [False, 65536.0, 32768.0, True],
+    [True, 32768.0, 32768.0, False],
+    [True, 32768.0, 65536.0, False],
+]
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    endpoints = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    (master,) = free_ports(1)
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PADDLE_DISTRI_BACKEND": "gloo",
+                "PADDLE_TRAINER_ID": str(rank),
+                "PADDLE_TRAINERS_NUM": "2",
+                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+                "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+                "PADDLE_MASTER": f"127.0.0.1:{master}",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(master),
+            }
+            log = stack.enter_context((folder / f"log.{rank}").open("w"))
+            started = subprocess.Popen(
+                [sys.executable, str(WORKER), str(rank), str(folder)], env=environment, stdout=log, stderr=log
+            )
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+            ranks.append(started)
+        deadline = time.monotonic() + SECONDS
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what came before a hang still counts
+            for started in ranks:
+                started.wait(max(0.0, deadline - time.monotonic()))
+
+    def read(scenario):
+        found = []
+        for rank in range(2):
+            path = folder / f"{rank}.json"
+            seen = json.loads(path.read_text()) if path.exists() else {}
+            assert scenario in seen, f"rank {rank} wrote nothing:\n{(folder / f'log.{rank}').read_text()[-3000:]}"
+            found.append(seen[scenario])
+        return found
+
+    return read
+
+
+def plain_weights():
+    """Train on the mean of both ranks' gradients, without the step that overflows."""
+    net = paddle.nn.Linear(3, 1)
+    net.weight.set_value(paddle.to_tensor([[0.5], [-0.25], [1.0]]))
+    net.bias.set_value(paddle.to_tensor([0.125]))
+    opt = paddle.optimizer.Momentum(0.25, parameters=net.parameters())
+    for step in (0, 2, 3):
+        x = paddle.to_tensor([[1.0, 2.0, 0.5], [0.25, -1.0, 4.0]]) * (step + 1.0)
+        (net(x) - 1.0).square().mean().backward()
+        opt.step()
+        opt.clear_grad()
+    return net.weight.numpy().ravel()
+
+
+@pytest.mark.parametrize("scenario", ["data_parallel", "data_parallel_0", "fleet"])
+def test_an_overflow_on_one_rank_makes_both_skip(records, scenario):
+    for one in records(scenario):
+        assert one["steps"] == EXPECTED
+        np.testing.assert_allclose(one["weight"], plain_weights(), rtol=1e-5)
+
+
+def test_what_fleet_gives_is_not_wrapped(records):
+    """It may add up gradients inside its step, after they were checked; so the order is wrap first, then fleet."""
+    for message in records("wrong_order"):
+        assert "HybridParallelOptimizer" in message

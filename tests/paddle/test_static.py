@@ -1,0 +1,165 @@
+"""Static graphs: each program in a process of its own, because Paddle's mode and scope are global."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+
+WORKER = pathlib.Path(__file__).with_name("static_worker.py")
+
+
+def start(**options):
+    return subprocess.run(
+        [sys.executable, str(WORKER), json.dumps(options)], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def run(**options):
+    done = start(**options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("JSON", 1)[1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference_trace_and_untouched_weights(dtype):
+    seen = run(dtype=dtype, pattern=list(REFERENCE_PATTERN))
+    assert seen["before"]
+    assert [result[2] for result in seen["results"]] == list(REFERENCE_TRACE)
+    assert [not result[0] for result in seen["results"]] == [bool(one) for one in REFERENCE_PATTERN]
+    for position, overflow in enumerate(REFERENCE_PATTERN):
+        assert (seen["weights"][position] == seen["weights"][position - 1]) is bool(overflow)
+    assert all(math.isfinite(one) for one in seen["weights"][-1])
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Momentum", "Adam", "AdamW"])
+def test_scaled_training_with_skips_equals_plain_training_without_them(optimizer):
+    """Bit for bit, optimizer state included: else the steps after a skip would differ."""
+    scaled = run(optimizer=optimizer, pattern=[0, 0, 1, 0, 1, 1, 0])
+    plain = run(optimizer=optimizer, pattern=[0, 0, 0, 0], plain=True)
+    assert [scaled["weights"][position] for position in (0, 1, 3, 6)] == plain["weights"]
+
+
+def test_bfloat16_really_casts_on_the_cpu():
+    """The program holds casts, and its numbers are near those of float32 but not the same."""
+    low, wide = run(dtype="bfloat16", pattern=[0] * 4), run(pattern=[0] * 4)
+    assert low["casts"] > wide["casts"]
+    assert low["losses"] != wide["losses"]
+    for one, other in zip(low["losses"], wide["losses"], strict=True):
+        assert math.isclose(one, other, rel_tol=2e-2)
+
+
+def test_float16_is_refused_on_the_cpu():
+    done = start(dtype="float16")
+    assert done.returncode == 1
+    assert "UnsupportedDtypeError" in done.stderr
+    assert "supported: bfloat16" in done.stderr
+
+
+def test_input_without_gradient_in_bfloat16_native_ends_the_process(native):
+    code, out, _ = native(
+        """
+paddle.enable_static()
+main, startup = paddle.static.Program(), paddle.static.Program()
+with paddle.static.program_guard(main, startup):
+    x = paddle.static.data("x", [4, 8], "float32")
+    x.stop_gradient = True
+    linear = paddle.nn.Linear(8, 1)
+    with paddle.amp.auto_cast(dtype="bfloat16"):
+        loss = linear(x).astype("float32").mean()
+    paddle.optimizer.SGD(0.1).minimize(loss)
+executor = paddle.static.Executor(paddle.CPUPlace())
+executor.run(startup)
+print("started", flush=True)
+executor.run(main, feed={"x": np.ones([4, 8], "float32")}, fetch_list=[loss])
+print("ran", flush=True)
+"""
+    )
+    assert code < 0
+    assert "started" in out
+    assert "ran" not in out.splitlines()
+
+
+def test_input_without_gradient_in_bfloat16_is_refused_by_ampx():
+    done = start(dtype="bfloat16", stop_gradient=True)
+    assert done.returncode == 1
+    assert "UnsupportedByBackendError" in done.stderr
+    assert "Set x.stop_gradient" in done.stderr
+    assert run(dtype="float32", stop_gradient=True, pattern=[0])["results"][0][0]
+
+
+def test_bounds_hysteresis_and_factors():
+    config = {
+        "init_scale": 8.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 1,
+        "hysteresis": 2,
+        "min_scale": 4.0,
+        "max_scale": 100.0,
+    }
+    seen = run(loss_scale=config, pattern=[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0])
+    expected = [32.0, 100.0, 100.0, 100.0, 25.0, 25.0, 6.25, 6.25, 4.0, 4.0, 16.0]
+    assert [result[2] for result in seen["results"]] == expected
+    assert [result[3] for result in seen["results"]] == [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 0]
+
+
+def test_a_static_scale_stays_and_skips():
+    seen = run(loss_scale={"init_scale": 4.0, "dynamic": False}, pattern=[0, 1, 0])
+    assert [result[:3] for result in seen["results"]] == [[True, 4.0, 4.0], [False, 4.0, 4.0], [True, 4.0, 4.0]]
+
+
+def test_a_saved_state_goes_on():
+    first = run(pattern=[0, 0, 1, 0, 0])
+    state = first["state"]
+    assert state["groups"][0]["losses"] == [
+        {"loss_id": 0, "scale": 32768.0, "growth_tracker": 2, "hysteresis_tracker": 1, "consecutive_skips": 0}
+    ]
+    second = run(load=state, pattern=[0, 0])
+    assert [result[1:3] for result in second["results"]] == [[32768.0, 65536.0], [65536.0, 65536.0]]
+
+
+def test_clipping_sees_true_gradients():
+    """A bound far below the norm makes steps of that length: SGD at 0.01 moves by at most 0.01 * 0.5."""
+    seen = run(optimizer="SGD", pattern=[0, 0], clip={"max_grad_norm": 0.5})
+    moved = math.dist(seen["weights"][0], seen["weights"][1])
+    assert 0 < moved <= 0.01 * 0.5 * (1 + 1e-5)
+    free = run(optimizer="SGD", pattern=[0, 0])
+    assert math.dist(free["weights"][0], free["weights"][1]) > moved
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "words"),
+    [
+        ("ampx.scale_loss(loss, opt).__enter__()", "LossDtypeError", "minimize scales the loss itself"),
+        ("opt.minimize(loss); opt.minimize(loss)", "ProtocolError", "a second time"),
+        ("opt.step()", "UnsupportedByBackendError", "static graph"),
+        ("ampx.unscale(opt)", "UnsupportedByBackendError", "static graph"),
+        ("ampx.clip_grad_norm(opt, 1.0)", "UnsupportedByBackendError", "max_grad_norm"),
+        ("ampx.wrap_optimizer(opt)", "AlreadyWrappedError", "wrapped already"),
+        ("opt.minimize(loss); ampx.load_state_dict(ampx.state_dict())", "ProtocolError", "startup program"),
+        ("ampx.wrap_optimizer([paddle.optimizer.SGD(0.1) for _ in '12'])", "UnsupportedByBackendError", "one by one"),
+    ],
+)
+def test_mistakes_are_refused(native, line, error, words):
+    code, _, err = native(
+        f"""
+import ampx
+paddle.enable_static()
+ampx.init("paddle", level="O0", loss_scale="dynamic")
+with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()):
+    x = paddle.static.data("x", [4, 8], "float32")
+    loss = paddle.nn.Linear(8, 1)(x).mean()
+    opt = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1))
+    assert isinstance(opt, paddle.optimizer.Optimizer)
+    {line}
+"""
+    )
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith(f"ampx.errors.{error}"), err[-2000:]
+    assert words in last
