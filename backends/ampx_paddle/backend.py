@@ -103,7 +103,7 @@ class PaddleBackend(ampx.Backend):
             # Native defect: after a step that Paddle's own scaler skipped, this mark makes every plain step do nothing.
             optimizer._set_auxiliary_var("found_inf", None)
         if paddle.amp.is_autocast_enabled():
-            with paddle.amp.auto_cast(enable=False):
+            with casting.off():
                 optimizer.step()
         else:
             optimizer.step()

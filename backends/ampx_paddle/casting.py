@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import paddle
+from paddle.amp.auto_cast import amp_global_state
 
 from ampx.contract import CastPlan
 from ampx.errors import UnsupportedOpError
@@ -41,9 +42,18 @@ def check_plan(plan: CastPlan) -> CastPlan:
     return CastPlan(plan.device, plan.dtype, plan.level, allow, deny)
 
 
+def _public_name(function: Any) -> str | None:
+    # Not `__name__`: that of paddle.matmul is "_matmul".
+    for module in (paddle, paddle.nn.functional):
+        for name, value in vars(module).items():
+            if value is function and hasattr(paddle._C_ops, name):
+                return name
+    return None
+
+
 def _operator(entry: Any) -> str:
-    name = entry if isinstance(entry, str) else getattr(entry, "__name__", None)
-    if not isinstance(name, str) or not hasattr(paddle._C_ops, name):
+    name = entry if isinstance(entry, str) else _public_name(entry)
+    if name is None or not hasattr(paddle._C_ops, name):
         raise UnsupportedOpError(
             f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', or functions such as "
             f"paddle.matmul. Pass one of these."
@@ -51,17 +61,36 @@ def _operator(entry: Any) -> str:
     return name
 
 
-def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+@contextmanager
+def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
     """Give a region with casting on or off. Sync: none."""
-    if not enabled:
-        return paddle.amp.auto_cast(enable=False, dtype=plan.dtype)  # type: ignore[no-any-return]
-    return paddle.amp.auto_cast(  # type: ignore[no-any-return]
-        enable=True,
-        custom_white_list=set(plan.allow) or None,
-        custom_black_list=set(plan.deny) or None,
-        level="O2" if plan.level == "O2" else "O1",
-        dtype=plan.dtype,
-    )
+    options: dict[str, Any] = {"enable": False}
+    if enabled:
+        options = {
+            "custom_white_list": set(plan.allow) or None,
+            "custom_black_list": set(plan.deny) or None,
+            "level": "O2" if plan.level == "O2" else "O1",
+        }
+    with _dtype_restored(), paddle.amp.auto_cast(dtype=plan.dtype, **options):
+        yield
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Give a region with casting off, whatever the plan. Sync: none."""
+    with _dtype_restored(), paddle.amp.auto_cast(enable=False):
+        yield
+
+
+@contextmanager
+def _dtype_restored() -> Iterator[None]:
+    # Native defect: auto_cast leaves its dtype behind in a variable of the process, which Paddle's GradScaler obeys.
+    state = amp_global_state()
+    before = state.amp_dtype
+    try:
+        yield
+    finally:
+        state.amp_dtype = before
 
 
 def activate(plan: CastPlan) -> None:

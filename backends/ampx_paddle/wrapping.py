@@ -54,6 +54,10 @@ def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options
         raise UnsupportedByBackendError(
             "wrap_optimizer got several optimizers for a static graph; accepted: one. Wrap them one by one."
         )
+    if options["plan"] is not None and options["plan"].level == "O2":
+        raise UnsupportedByBackendError(
+            "wrap_optimizer was called for a static graph at level O2; accepted: O0 and O1 there. Use level='O1'."
+        )
     return StaticOptimizer(backend, optimizer, member, options)
 
 

@@ -28,6 +28,9 @@ class Pull(paddle.autograd.PyLayer):
 class PaddleHarness(Harness):
     framework, plugin, device = "paddle", "ampx_paddle", "cpu"
 
+    def __init__(self):
+        paddle.set_device(self.device)
+
     def tensor(self, values, dtype):
         return paddle.to_tensor(values, dtype=dtype, place=self._place())
 

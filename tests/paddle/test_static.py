@@ -137,6 +137,11 @@ def test_clipping_sees_true_gradients():
     [
         ("ampx.scale_loss(loss, opt).__enter__()", "LossDtypeError", "minimize scales the loss itself"),
         ("opt.minimize(loss); opt.minimize(loss)", "ProtocolError", "a second time"),
+        (
+            "ampx.init('paddle', level='O2', dtype='bfloat16'); ampx.wrap_optimizer(paddle.optimizer.SGD(0.1))",
+            "UnsupportedByBackendError",
+            "level='O1'",
+        ),
         ("opt.step()", "UnsupportedByBackendError", "static graph"),
         ("ampx.unscale(opt)", "UnsupportedByBackendError", "static graph"),
         ("ampx.clip_grad_norm(opt, 1.0)", "UnsupportedByBackendError", "max_grad_norm"),

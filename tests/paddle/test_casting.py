@@ -1,0 +1,116 @@
+"""Casting: what can be seen without a GPU, and what a GPU must show."""
+
+import warnings
+
+import paddle
+import pytest
+from paddle.amp.auto_cast import amp_global_state
+
+import ampx
+from ampx.contract import CastPlan
+from ampx_paddle import casting
+
+PLAN = CastPlan("gpu", "bfloat16", "O1", ("matmul",), ("softmax",))
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(
+    not (paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count()), reason="no CUDA device for paddle"
+)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_regions_leave_no_dtype_behind(enabled):
+    """Paddle's auto_cast does, and its GradScaler then switches itself off."""
+    state = amp_global_state()
+    before = state.amp_dtype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle's auto_cast on the CPU
+        with casting.region(PLAN, enabled):
+            assert state.amp_dtype == "bfloat16"
+        assert state.amp_dtype == before
+        with pytest.raises(KeyError), casting.region(PLAN, enabled):
+            raise KeyError("body")
+        assert state.amp_dtype == before
+        with casting.off():
+            pass
+        assert state.amp_dtype == before
+        if enabled:
+            casting.activate(PLAN)
+            casting.deactivate()
+            casting.deactivate()
+            assert state.amp_dtype == before
+
+
+def test_op_lists_take_operators_and_their_names():
+    plan = casting.check_plan(CastPlan("gpu", "float16", "O1", (paddle.matmul,), ("softmax",)))
+    assert (plan.allow, plan.deny) == (("matmul",), ("softmax",))
+    for allow, deny, words in (
+        (("no_such_operator",), (), "no operator of paddle"),
+        ((object(),), (), "no operator of paddle"),
+        (("matmul",), (paddle.matmul,), "both name matmul"),
+    ):
+        with pytest.raises(ampx.UnsupportedOpError, match=words):
+            casting.check_plan(CastPlan("gpu", "float16", "O1", allow, deny))
+
+
+def test_devices_that_are_not_there_are_refused():
+    with pytest.raises(ampx.UnsupportedDeviceError, match=r"accepted: 'auto', 'cpu'"):
+        ampx.init("paddle", device="gpu:99")
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_o1_casts_products_and_trains(dtype):
+    paddle.set_device("gpu")
+    amp = ampx.init("paddle", dtype=dtype, loss_scale="dynamic")
+    model = paddle.nn.Linear(8, 8)
+    opt = amp.wrap_optimizer(paddle.optimizer.AdamW(0.01, parameters=model.parameters()))
+    x = paddle.rand([4, 8])
+    losses = []
+    for _ in range(20):
+        out = model(x)
+        assert str(out.dtype) == f"paddle.{dtype}"
+        loss = (out.astype("float32") - 1.0).square().mean()
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step()
+        opt.clear_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert model.weight.dtype == paddle.float32
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_o2_has_low_precision_parameters_float32_norms_and_masters(dtype):
+    paddle.set_device("gpu")
+    amp = ampx.init("paddle", dtype=dtype, level="O2")
+    model = paddle.nn.Sequential(paddle.nn.Linear(8, 8), paddle.nn.LayerNorm(8))
+    raw = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    model, opt = amp.prepare(model, amp.wrap_optimizer(raw))
+    assert str(model[0].weight.dtype) == f"paddle.{dtype}"
+    assert model[1].weight.dtype == paddle.float32
+    with amp.autocast():
+        out = model(paddle.rand([4, 8]))
+    with ampx.scale_loss(out.astype("float32").square().mean(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert opt.last_step.applied
+    masters = opt.state_dict()["master_weights"].values()
+    assert {one.dtype for one in masters} == {paddle.float32}
+
+
+@gpu
+@needs_gpu
+def test_sparse_gradients_on_a_gpu():
+    paddle.set_device("gpu")
+    amp = ampx.init("paddle", level="O0", loss_scale="dynamic")
+    sparse = paddle.nn.Embedding(5, 3, sparse=True)
+    before = sparse.weight.numpy().copy()
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=sparse.parameters()), max_grad_norm=100.0)
+    with ampx.scale_loss(sparse(paddle.to_tensor([1, 1, 3])).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    moved = before - sparse.weight.numpy()
+    assert abs(moved - [[0.0], [1.0], [0.0], [0.5], [0.0]]).max() < 1e-5
