@@ -91,11 +91,11 @@ if TYPE_CHECKING:
     from .hookspecs import Register as Register
     from .hookspecs import hookimpl as hookimpl
     from .interop import import_state as import_state
-    from .loss_scale import LossScale as LossScale
-    from .loss_scale import LossScaleState as LossScaleState
-    from .loss_scale import next_state as next_state
     from .optimizer import WrappedOptimizer as WrappedOptimizer
     from .policy import Policy as Policy
+    from .scale_state import LossScale as LossScale
+    from .scale_state import LossScaleState as LossScaleState
+    from .scale_state import next_state as next_state
 
 # Which module a public name lives in. They load on first use: a script that imports ampx and then fails, or
 # only asks for --help, does not wait for what it does not need.
@@ -180,7 +180,7 @@ _MODULES = {
         "hookimpl",
     ),
     "interop": ("import_state",),
-    "loss_scale": (
+    "scale_state": (
         "LossScale",
         "LossScaleState",
         "next_state",

@@ -17,9 +17,9 @@ from .errors import AlreadyWrappedError, InvalidOptionError, NotAnOptimizerError
 from .events import Listener
 from .group import ScaleGroup
 from .levels import Level
-from .loss_scale import LossScale
 from .optimizer import WrappedOptimizer
 from .reporting import Reporting
+from .scale_state import LossScale
 from .scaling import ScaleLoss
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from .errors import InvalidOptionError, PrecisionWarning, UnsupportedByBackendEr
 from .events import Listener
 from .gating import Gate
 from .levels import Level, OptLevel, find_level
-from .loss_scale import LossScale
 from .policy import Dtype, normalise_dtype
 from .registry import default_registry
+from .scale_state import LossScale
 from .scaling import ScaleLoss
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from .contract import Capabilities, CastPlan, Device, Grads, Loss, LossInfo, Optimizer, Tree, Unscaled
 from .errors import InvalidOptionError, UnsupportedByBackendError
-from .loss_scale import Scalar
 from .policy import Dtype
+from .scale_state import Scalar
 
 if TYPE_CHECKING:
     from .group import Member

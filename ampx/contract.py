@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .levels import OptLevel
-from .loss_scale import Scalar
 from .policy import Dtype
+from .scale_state import Scalar
 
 # Values of the framework: only a backend looks inside.
 Tree: TypeAlias = Any

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
 from .ledger import HOST_LEDGER, Ledger
-from .loss_scale import LossScale, LossScaleState, Scalar, next_state
+from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
 # unscaled: gradients are true and wait for the step.

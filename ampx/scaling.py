@@ -19,8 +19,8 @@ from .errors import (
     ProtocolError,
     UnsupportedByBackendError,
 )
-from .loss_scale import Scalar
 from .optimizer import WrappedOptimizer
+from .scale_state import Scalar
 
 if TYPE_CHECKING:
     from .amp import Amp

@@ -12,8 +12,8 @@ from ampx.amp import Amp
 from ampx.backend import reject_unknown
 from ampx.contract import LossInfo
 from ampx.group import Member
-from ampx.loss_scale import LossScale
 from ampx.optimizer import GenericOptimizer
+from ampx.scale_state import LossScale
 from ampx.scaling import ScaleLoss
 
 from . import framework
