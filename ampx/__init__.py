@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from .api import gate as gate
     from .api import half_function as half_function
     from .api import init as init
+    from .api import last_step as last_step
     from .api import load_state_dict as load_state_dict
+    from .api import loss_scale as loss_scale
+    from .api import observe as observe
     from .api import on_event as on_event
     from .api import prepare as prepare
     from .api import promote_function as promote_function
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from .contract import CastPlan as CastPlan
     from .contract import Device as Device
     from .contract import LossInfo as LossInfo
+    from .contract import ScaleValue as ScaleValue
     from .contract import Unscaled as Unscaled
     from .effective import Effective as Effective
     from .errors import AlreadyScaledError as AlreadyScaledError
@@ -111,7 +115,10 @@ _MODULES = {
         "gate",
         "half_function",
         "init",
+        "last_step",
         "load_state_dict",
+        "loss_scale",
+        "observe",
         "on_event",
         "prepare",
         "promote_function",
@@ -129,6 +136,7 @@ _MODULES = {
         "CastPlan",
         "Device",
         "LossInfo",
+        "ScaleValue",
         "Unscaled",
     ),
     "effective": ("Effective",),

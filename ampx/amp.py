@@ -110,7 +110,6 @@ class Amp(Casting, Reporting):
                 f"max_grad_norm, max_grad_value and what the backend adds. Pass it to ampx.init."
             )
         config = self.effective.loss_scale if loss_scale is None else LossScale.parse(loss_scale)
-        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
         settings = {
             "plan": self.plan,
             "level": self.level,
@@ -118,6 +117,9 @@ class Amp(Casting, Reporting):
             "max_grad_value": max_grad_value,
             **options,
         }
+        if self.backend.capabilities.state_values:
+            return self.wrap_transformation(opt, config, settings)
+        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
         wrapped = [self.backend.wrap_optimizer(one, group.add_member(), settings) for one in optimizers]
         group.index = len(self.live_groups())
         self._groups.append((group, [weakref.ref(one) for one in wrapped]))
@@ -148,6 +150,9 @@ class Amp(Casting, Reporting):
         """
         if isinstance(opt, WrappedOptimizer):
             return ScaleLoss(self, loss, (opt,), loss_id)
+        if self.backend.capabilities.state_values:
+            value = self.find_scale(opt, "scale_loss")
+            return ScaleLoss(self, loss, (), loss_id, value.state.scale if value.enabled else None)
         optimizers = wrapped_optimizers(opt, "scale_loss")
         if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
             passed = "one of them twice" if optimizers else "an empty list"
@@ -165,6 +170,7 @@ class Amp(Casting, Reporting):
 
         Sync: at most one.
         """
+        self.refuse_value(opt, "unscale")
         for one in wrapped_optimizers(opt, "unscale"):
             one.ampx_unscale()
 
@@ -184,6 +190,7 @@ class Amp(Casting, Reporting):
         Sync: at most one.
         """
         check_bound("max_norm", max_norm)
+        self.refuse_value(opt, "clip_grad_norm")
         return one_wrapped_optimizer(opt, "clip_grad_norm").ampx_clip_grad_norm(max_norm)
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
@@ -191,13 +198,14 @@ class Amp(Casting, Reporting):
 
         Args:
             scheduler: Anything with a `step` method.
-            opt: The wrapped optimizer, or a list of which all must have been applied.
+            opt: The wrapped optimizer, or a list of which all must have been applied. With optimizer state as
+                values: a function that gives the present state, or a list of such.
 
         Sync: one per step where the scale lives on the device, else none.
         """
         from .gating import Gate
 
-        return Gate(scheduler, wrapped_optimizers(opt, "gate"))
+        return Gate(scheduler, self.last_steps(opt))
 
     # -- life --------------------------------------------------------------------------------------
 

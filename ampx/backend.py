@@ -18,8 +18,10 @@ from .policy import Dtype
 from .scale_state import Scalar
 
 if TYPE_CHECKING:
+    from .contract import ScaleValue
     from .group import Member
     from .optimizer import WrappedOptimizer
+    from .scale_state import LossScale, LossScaleState
 
 
 class Backend(abc.ABC):
@@ -180,6 +182,39 @@ class Backend(abc.ABC):
 
         reject_unknown(self.name, options, ())
         return GenericOptimizer(self, optimizer, member, options)
+
+    def wrap_transformation(
+        self, optimizer: Optimizer, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
+    ) -> Optimizer:
+        """Give an optimizer whose state carries the loss scale; instead of `wrap_optimizer` with `state_values`.
+
+        Args:
+            optimizer: The raw optimizer.
+            config: The loss scale's configuration.
+            enabled: False: transparent.
+            group: Position in the order of wrapping, for events.
+            options: As in `wrap_optimizer`.
+
+        Raises:
+            InvalidOptionError: An option is not known to this backend.
+
+        Sync: none.
+        """
+        self.refuse("optimizer state as values")
+
+    def read_scale(self, state: Any) -> ScaleValue | None:
+        """Find the loss scale in an optimizer state, or in anything that holds one; None where there is none.
+
+        Raises:
+            UnsupportedByBackendError: There are several.
+
+        Sync: one, unless traced.
+        """
+        self.refuse("optimizer state as values")
+
+    def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
+        """Give the same optimizer state with another loss scale. Sync: none."""
+        self.refuse("optimizer state as values")
 
     def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
         """Do to a model (and optimizer) what the level needs; in place where the framework can.

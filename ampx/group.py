@@ -153,12 +153,13 @@ class ScaleGroup:
             steps = self.steps
             for loss_id, before, after, finite in moves:
                 told = (self.framework, self.index, loss_id, steps)
-                for event in self._events(told, before, after, finite):
+                for event in self.events_of(told, before, after, finite):
                     self.emit(self.framework, event)
 
-    def _events(
+    def events_of(
         self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
     ) -> Iterator[Event]:
+        """Give the events of one move; `told` is framework, group, loss id and step. Sync: none."""
         numbers = (before.scale, after.scale, after.consecutive_skips)
         if not finite:
             yield StepSkipped(*told, *numbers)
