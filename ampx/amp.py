@@ -95,7 +95,8 @@ class Amp(Casting, Reporting):
         Sync: none.
         """
         self._check_active()
-        optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
+        several = type(opt) in (list, tuple)  # an optimizer may be a named tuple
+        optimizers = list(opt) if several else [opt]
         if not optimizers:
             raise NotAnOptimizerError(
                 "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
@@ -125,7 +126,7 @@ class Amp(Casting, Reporting):
         self._groups.append((group, [weakref.ref(one) for one in wrapped]))
         for one in optimizers:
             self._remember(one)
-        return wrapped if isinstance(opt, (list, tuple)) else wrapped[0]
+        return wrapped if several else wrapped[0]
 
     def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
         """Give a region that yields the scaled loss, with casting off inside.
@@ -253,7 +254,7 @@ class Amp(Casting, Reporting):
             )
 
     def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:
-        known = isinstance(opt, WrappedOptimizer) or any(opt is other for other in before)
+        known = self.backend.is_wrapped(opt) or any(opt is other for other in before)
         if known or self._is_remembered(opt):
             raise AlreadyWrappedError(
                 f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "

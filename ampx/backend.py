@@ -47,6 +47,12 @@ class Backend(abc.ABC):
     def is_optimizer(self, candidate: object) -> bool:
         """Tell whether this is an optimizer of the framework, not wrapped. Sync: none."""
 
+    def is_wrapped(self, candidate: object) -> bool:
+        """Tell whether `wrap_optimizer` gave this. Sync: none."""
+        from .optimizer import WrappedOptimizer  # a cycle at import time: the wrapper calls the verbs
+
+        return isinstance(candidate, WrappedOptimizer)
+
     @abc.abstractmethod
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Give a region with casting on or off; what was before is restored on any exit.

@@ -96,7 +96,7 @@ class Values:
 
     def wrap_transformation(self, opt: Any, config: LossScale, settings: Mapping[str, Any]) -> Any:
         """Give an optimizer whose state carries the loss scale."""
-        if isinstance(opt, list) or type(opt) is tuple:
+        if type(opt) in (list, tuple):
             raise UnsupportedByBackendError(
                 f"wrap_optimizer got a list of {len(opt)} optimizers, but backend {self.backend.name!r} keeps the "
                 f"loss scale in one optimizer state; accepted: one optimizer. Join them in one before wrapping."
