@@ -89,7 +89,7 @@ def wrap(
         def apply() -> tuple[Any, Any]:
             return inner.update(grads, state.inner, params, **extra)  # type: ignore[no-any-return]
 
-        given, after = _apply_or_skip(finite, apply, grads, state.inner)
+        given, after = _apply_or_skip(finite, apply, state.inner)
         moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
         return given, AmpState(
             scale=jnp.asarray(moved.scale, jnp.float32),
@@ -170,31 +170,38 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
     return each(lambda leaf: (leaf * factor).astype(leaf.dtype), grads), norm
 
 
-def _apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], grads: Any, before: Any) -> tuple[Any, Any]:
+def _apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:
     """Run the inner transformation where the gradients are finite; else give updates that change nothing."""
     shapes = jax.eval_shape(apply)
 
-    def like(shape: Any, value: Any) -> Any:
-        value = jnp.asarray(value, shape.dtype)
-        missing = frozenset(getattr(shape, "vma", None) or ()) - frozenset(getattr(jax.typeof(value), "vma", ()))
-        return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
-
-    def nothing(shape: Any) -> Any:
-        # Adding -0.0 leaves every number as it is; adding 0.0 would turn -0.0 into 0.0.
-        zero = -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
-        return like(shape, jnp.full(shape.shape, zero, shape.dtype))
-
-    def matching(value: Any, shape: Any) -> Any:
-        missing = frozenset(getattr(shape, "vma", None) or ()) - frozenset(getattr(jax.typeof(value), "vma", ()))
-        return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
-
     def run() -> tuple[Any, Any]:
-        return jax.tree.map(matching, apply(), shapes)
+        return jax.tree.map(_varying_like, shapes, apply())  # type: ignore[no-any-return]
 
     def skip() -> tuple[Any, Any]:
-        return jax.tree.map(nothing, shapes[0]), jax.tree.map(lambda shape, old: like(shape, old), shapes[1], before)
+        unchanged = jax.tree.map(
+            lambda shape, old: _varying_like(shape, jnp.asarray(old, shape.dtype)), shapes[1], before
+        )
+        return jax.tree.map(_nothing, shapes[0]), unchanged
 
     return jax.lax.cond(finite, run, skip)  # type: ignore[no-any-return]
+
+
+def _nothing(shape: Any) -> Any:
+    # Adding -0.0 leaves every number as it is; adding 0.0 would turn -0.0 into 0.0.
+    zero = -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
+    return _varying_like(shape, jnp.full(shape.shape, zero, shape.dtype))
+
+
+def _varying_like(shape: Any, value: Any) -> Any:
+    """Mark a value as different on the devices of a `shard_map`, where `shape` is; both branches must agree."""
+    missing = _varying(shape) - _varying(jax.typeof(value))
+    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def _varying(shape: Any) -> frozenset[str]:
+    # The attribute has changed its name: `vma` up to some JAX version, then part of `manual_axis_type`.
+    manual = getattr(shape, "manual_axis_type", None)
+    return frozenset((getattr(shape, "vma", None) if manual is None else manual.varying) or ())
 
 
 def _check_parameters(params: Any) -> None:
