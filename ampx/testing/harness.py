@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ampx.optimizer import WrappedOptimizer
@@ -23,6 +23,7 @@ class Harness(abc.ABC):
         plugin: Import name of the plugin's module.
         clips: The backend clips gradients. False: the kit wants a refusal.
         promotes: The backend has `widest`. False: the kit wants a refusal.
+        detaches: The framework tells a loss from which no gradient can flow.
         dtype: Compute dtype of the tests. The loss scale is given explicitly, so any will do.
         device: Device of the tests.
     """
@@ -31,6 +32,7 @@ class Harness(abc.ABC):
     plugin: ClassVar[str]
     clips: ClassVar[bool] = True
     promotes: ClassVar[bool] = True
+    detaches: ClassVar[bool] = True
     dtype: ClassVar[Dtype] = "float16"
     device: ClassVar[str] = "auto"
 
@@ -142,3 +144,27 @@ class Harness(abc.ABC):
     def loss_scale(self, opt: WrappedOptimizer) -> float:
         """Read the current loss scale."""
         return opt.loss_scale
+
+
+class ValueHarness(Harness):
+    """A framework whose optimizer state is a value (`state_values`): optimizers are pure functions of it."""
+
+    @abc.abstractmethod
+    def init(self, opt: Any, parameters: list[Any]) -> Any:
+        """Make the state of an optimizer, raw or wrapped."""
+
+    @abc.abstractmethod
+    def update(self, opt: Any, gradients: Any, state: Any, parameters: list[Any]) -> tuple[list[Any], Any]:
+        """Give the parameters and the state after one step; without gradients, the parameters as they are."""
+
+    @abc.abstractmethod
+    def differentiate(self, function: Callable[[list[Any]], Any], parameters: list[Any]) -> list[Any]:
+        """Give the gradients of a function of the parameters."""
+
+    def backward(self, scaled: Any, parameters: list[Any]) -> list[Any] | None:
+        """Never called: gradients come from `differentiate`."""
+        raise NotImplementedError(f"{type(self).__name__}.backward: gradients come from differentiate")
+
+    def gradients(self, parameters: list[Any]) -> list[list[float] | None]:
+        """Never called: no gradients hang on parameters."""
+        raise NotImplementedError(f"{type(self).__name__}.gradients: no gradients hang on parameters")

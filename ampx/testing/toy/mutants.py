@@ -165,6 +165,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("PromotesNothing", widest=lambda self, tree, at_least: at_least),
     verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
     # Sessions and capabilities.
+    verbs("ClaimsStateValues", capabilities=replace(ImplicitToy.capabilities, state_values=True)),
     Mutant("DiesWithItsSession", DiesWithItsSession),
     verbs("RenamesDevices", device=lambda self, name: replace(Toy.device(self, name), name=f"{name}!")),
     verbs("KnowsEveryDevice", device=lambda self, name: Toy.device(self, "cpu")),
