@@ -105,7 +105,7 @@ def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
         return jnp.result_type(*(value for _, value in arriving)) if arriving else None
     dtype = jnp.result_type(*arrays)
     numbers = [float(value) for atom, value in arriving if isinstance(atom, core.Literal)]
-    held = all(not math.isfinite(number) or abs(number) <= jnp.finfo(dtype).max for number in numbers)
+    held = all(not math.isfinite(number) or abs(number) <= float(jnp.finfo(dtype).max) for number in numbers)
     return dtype if held else jnp.dtype(jnp.float32)
 
 

@@ -154,11 +154,9 @@ def test_denied_and_allowed_names():
     found = dtypes_of(ampx_jax.autocast(lambda a, b: jnp.exp(jax.nn.relu(a @ b))), A, B)
     assert ("exp", "bfloat16") in found
     assert ("max", "float32") in found
-    own = jax.jit(lambda a: a * 2)
-    own.__wrapped__.__name__ = "own"
     with pytest.raises(ampx.UnsupportedOpError, match="'mat_mull'"):
         start(deny=["mat_mull"])
-    with pytest.raises(ampx.UnsupportedOpError, match="under jax.jit"):
+    with pytest.raises(ampx.UnsupportedOpError, match=r"under jax\.jit"):
         start(deny=[lambda a: a])
 
 
