@@ -7,11 +7,14 @@ import statistics
 import pytest
 
 jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
 pytest.importorskip("sklearn")
 
+import ampx  # noqa: E402
 from ampx.cli import demo  # noqa: E402 -- after the check that there is anything to test
 from ampx.registry import Registry  # noqa: E402
 from ampx_jax import casting  # noqa: E402
+from ampx_jax.demo import apply_network, make_parameters  # noqa: E402
 
 SEEDS = (0, 1, 2)
 EPOCHS = 15
@@ -83,3 +86,35 @@ def test_training_leaves_jax_as_it_was():
     assert len(list(demo.train_all(Registry().load("jax").demo(), data, runs, lambda run: lambda: None))) == 1
     assert jax.config.values == before
     assert casting.active.value is None
+
+
+def test_a_loss_scale_alone_changes_no_bit():
+    """Scales are powers of two: at O0 the parameters are those of training without ampx."""
+    data = demo.load_digits()
+    images, labels = jax.numpy.asarray(data.train_images[:256]), jax.numpy.asarray(data.train_labels[:256])
+    trained = []
+    for enabled in (False, True):
+        with ampx.init("jax", level="O0", loss_scale=ampx.LossScale(growth_interval=7), enabled=enabled):
+            tx = ampx.wrap_optimizer(optax.adamw(1e-2))
+            parameters = make_parameters(jax.random.key(0))
+            state = tx.init(parameters)
+
+            @jax.jit
+            def gradients(parameters, state, rows):
+                def scaled_loss(parameters):
+                    logits = apply_network(parameters, images[rows])
+                    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows]).mean()
+                    with ampx.scale_loss(loss, state) as scaled:
+                        return scaled
+
+                return jax.grad(scaled_loss)(parameters)
+
+            update = jax.jit(tx.update)
+            for step in range(40):
+                rows = jax.numpy.arange(32) + 32 * (step % 8)
+                updates, state = update(gradients(parameters, state, rows), state, parameters)
+                parameters = optax.apply_updates(parameters, updates)
+            trained.append([leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get(parameters))])
+            scale = ampx.loss_scale(state)
+    assert scale == 2.0**21
+    assert trained[0] == trained[1]
