@@ -240,7 +240,7 @@ def _custom_jvp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[
 
 def _custom_vjp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
     """Keep the function's own derivative; both rules and the function are cast."""
-    closed = equation.params["call_jaxpr"]
+    closed, count = equation.params["call_jaxpr"], equation.params["num_consts"]
     structure: list[Any] = []
     values = like(values, equation_avals(equation))
 
@@ -250,7 +250,8 @@ def _custom_vjp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[
 
     def forward(*args: Any) -> tuple[list[Any], list[Any]]:
         def both(*inner: Any) -> list[Any]:
-            results, pullback = jax.vjp(lambda *a: _bind(equation, a, equation.params), *inner)
+            closed_over, given = inner[:count], inner[count:]  # JAX differentiates only the latter
+            results, pullback = jax.vjp(lambda *a: _bind(equation, [*closed_over, *a], equation.params), *given)
             leaves, tree = jax.tree.flatten(pullback)
             structure[:] = [len(results), tree]
             return [*results, *leaves]
@@ -260,7 +261,7 @@ def _custom_vjp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[
 
     def backward(leaves: list[Any], upstream: list[Any]) -> tuple[Any, ...]:
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        return tuple(evaluate(plan, own, [*leaves, *upstream]))
+        return (*(None for _ in range(count)), *evaluate(plan, own, [*leaves, *upstream]))
 
     function.defvjp(forward, backward)
     return function(*values)  # type: ignore[no-any-return]

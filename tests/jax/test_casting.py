@@ -134,6 +134,17 @@ def test_derivatives_of_ones_own_are_kept_and_cast():
     assert ("dot_general", "float32") not in dtypes_of(gradient, A)
 
 
+def test_derivatives_of_ones_own_may_close_over_values():
+    ode = pytest.importorskip("jax.experimental.ode")
+
+    def loss(b):
+        return jnp.sum(ode.odeint(lambda y, t: jnp.tanh(y @ (b @ A)), A, jnp.array([0.0, 1.0]))[-1])
+
+    exact = jax.grad(loss)(B)
+    start()
+    np.testing.assert_allclose(jax.grad(ampx_jax.autocast(loss))(B), exact, rtol=0.1, atol=0.1)
+
+
 def test_stale_traces_are_never_used():
     function = jax.jit(ampx_jax.autocast(jnp.matmul))
     exact = function(A, B)
