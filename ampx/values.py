@@ -8,7 +8,7 @@ from typing import Any
 
 from . import sessions
 from .backend import Backend
-from .checks import wrapped_optimizers
+from .checks import one_wrapped_optimizer, wrapped_optimizers
 from .contract import ScaleValue
 from .effective import Effective
 from .errors import NotWrappedError, ProtocolError, UnsupportedByBackendError
@@ -40,8 +40,7 @@ class Values:
         Sync: where the scale lives on the device, unless traced.
         """
         if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
-            (one,) = wrapped_optimizers(opt, "last_step")
-            return one.last_step
+            return one_wrapped_optimizer(opt, "last_step").last_step
         return self.find_scale(opt, "last_step").result
 
     def loss_scale(self, opt: Any) -> Any:
@@ -56,8 +55,7 @@ class Values:
         Sync: where the scale lives on the device, unless traced.
         """
         if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
-            (one,) = wrapped_optimizers(opt, "loss_scale")
-            return one.loss_scale
+            return one_wrapped_optimizer(opt, "loss_scale").loss_scale
         return self.find_scale(opt, "loss_scale").state.scale
 
     def observe(self, opt: Any) -> StepResult | None:
