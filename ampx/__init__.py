@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from .api import gate as gate
     from .api import half_function as half_function
     from .api import init as init
+    from .api import last_step as last_step
     from .api import load_state_dict as load_state_dict
+    from .api import loss_scale as loss_scale
+    from .api import observe as observe
     from .api import on_event as on_event
     from .api import prepare as prepare
     from .api import promote_function as promote_function
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from .contract import CastPlan as CastPlan
     from .contract import Device as Device
     from .contract import LossInfo as LossInfo
+    from .contract import ScaleValue as ScaleValue
     from .contract import Unscaled as Unscaled
     from .effective import Effective as Effective
     from .errors import AlreadyScaledError as AlreadyScaledError
@@ -91,11 +95,11 @@ if TYPE_CHECKING:
     from .hookspecs import Register as Register
     from .hookspecs import hookimpl as hookimpl
     from .interop import import_state as import_state
-    from .loss_scale import LossScale as LossScale
-    from .loss_scale import LossScaleState as LossScaleState
-    from .loss_scale import next_state as next_state
     from .optimizer import WrappedOptimizer as WrappedOptimizer
     from .policy import Policy as Policy
+    from .scale_state import LossScale as LossScale
+    from .scale_state import LossScaleState as LossScaleState
+    from .scale_state import next_state as next_state
 
 # Which module a public name lives in. They load on first use: a script that imports ampx and then fails, or
 # only asks for --help, does not wait for what it does not need.
@@ -111,7 +115,10 @@ _MODULES = {
         "gate",
         "half_function",
         "init",
+        "last_step",
         "load_state_dict",
+        "loss_scale",
+        "observe",
         "on_event",
         "prepare",
         "promote_function",
@@ -129,6 +136,7 @@ _MODULES = {
         "CastPlan",
         "Device",
         "LossInfo",
+        "ScaleValue",
         "Unscaled",
     ),
     "effective": ("Effective",),
@@ -180,7 +188,7 @@ _MODULES = {
         "hookimpl",
     ),
     "interop": ("import_state",),
-    "loss_scale": (
+    "scale_state": (
         "LossScale",
         "LossScaleState",
         "next_state",

@@ -17,9 +17,9 @@ from .errors import AlreadyWrappedError, InvalidOptionError, NotAnOptimizerError
 from .events import Listener
 from .group import ScaleGroup
 from .levels import Level
-from .loss_scale import LossScale
 from .optimizer import WrappedOptimizer
 from .reporting import Reporting
+from .scale_state import LossScale
 from .scaling import ScaleLoss
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Amp(Casting, Reporting):
         Sync: none.
         """
         self._check_active()
-        optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
+        several = type(opt) in (list, tuple)  # an optimizer may be a named tuple
+        optimizers = list(opt) if several else [opt]
         if not optimizers:
             raise NotAnOptimizerError(
                 "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
@@ -113,7 +114,6 @@ class Amp(Casting, Reporting):
                 f"max_grad_norm, max_grad_value and what the backend adds. Pass it to ampx.init."
             )
         config = self.effective.loss_scale if loss_scale is None else LossScale.parse(loss_scale)
-        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
         settings = {
             "plan": self.plan,
             "level": self.level,
@@ -121,6 +121,9 @@ class Amp(Casting, Reporting):
             "max_grad_value": max_grad_value,
             **options,
         }
+        if self.backend.capabilities.state_values:
+            return self.wrap_transformation(opt, config, settings)
+        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
         wrapped: list[WrappedOptimizer] = []
         try:
             for one in optimizers:
@@ -133,7 +136,7 @@ class Amp(Casting, Reporting):
         self._groups.append((group, [weakref.ref(one) for one in wrapped]))
         for one in optimizers:
             self._remember(one)
-        return wrapped if isinstance(opt, (list, tuple)) else wrapped[0]
+        return wrapped if several else wrapped[0]
 
     def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
         """Give a region that yields the scaled loss, with casting off inside.
@@ -158,6 +161,9 @@ class Amp(Casting, Reporting):
         """
         if isinstance(opt, WrappedOptimizer):
             return ScaleLoss(self, loss, (opt,), loss_id)
+        if self.backend.capabilities.state_values:
+            value = self.find_scale(opt, "scale_loss")
+            return ScaleLoss(self, loss, (), loss_id, value.state.scale if value.enabled else None)
         optimizers = wrapped_optimizers(opt, "scale_loss")
         if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
             passed = "one of them twice" if optimizers else "an empty list"
@@ -175,6 +181,7 @@ class Amp(Casting, Reporting):
 
         Sync: at most one.
         """
+        self.refuse_value(opt, "unscale")
         for one in wrapped_optimizers(opt, "unscale"):
             one.ampx_unscale()
 
@@ -195,6 +202,7 @@ class Amp(Casting, Reporting):
         Sync: at most one.
         """
         check_bound("max_norm", max_norm)
+        self.refuse_value(opt, "clip_grad_norm")
         wrapped = one_wrapped_optimizer(opt, "clip_grad_norm")
         check_clipping(self.backend)
         return wrapped.ampx_clip_grad_norm(max_norm)
@@ -204,13 +212,14 @@ class Amp(Casting, Reporting):
 
         Args:
             scheduler: Anything with a `step` method.
-            opt: The wrapped optimizer, or a list of which all must have been applied.
+            opt: The wrapped optimizer, or a list of which all must have been applied. With optimizer state as
+                values: a function that gives the present state, or a list of such.
 
         Sync: one per step where the scale lives on the device, else none.
         """
         from .gating import Gate
 
-        return Gate(scheduler, wrapped_optimizers(opt, "gate"))
+        return Gate(scheduler, self.last_steps(opt))
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -260,7 +269,7 @@ class Amp(Casting, Reporting):
             )
 
     def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:
-        known = isinstance(opt, WrappedOptimizer) or any(opt is other for other in before)
+        known = self.backend.is_wrapped(opt) or any(opt is other for other in before)
         if known or self._is_remembered(opt):
             raise AlreadyWrappedError(
                 f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "

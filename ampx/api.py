@@ -14,12 +14,12 @@ from .backend import Backend
 from .contract import CastPlan, Device
 from .effective import Effective
 from .errors import InvalidOptionError, PrecisionWarning, UnsupportedByBackendError, UnsupportedDtypeError
-from .events import Listener
+from .events import Listener, StepResult
 from .gating import Gate
 from .levels import Level, OptLevel, find_level
-from .loss_scale import LossScale
 from .policy import Dtype, normalise_dtype
 from .registry import default_registry
+from .scale_state import LossScale
 from .scaling import ScaleLoss
 
 
@@ -239,9 +239,24 @@ def state_dict(opt: Any = None) -> dict[str, Any]:
     return _session_for("state_dict", opt).state_dict(opt)
 
 
-def load_state_dict(state: object, opt: Any = None) -> None:
-    """Take over loss scales: see `Amp.load_state_dict`."""
-    _session_for("load_state_dict", opt).load_state_dict(state, opt)
+def load_state_dict(state: object, opt: Any = None) -> Any:
+    """Take over loss scales; gives `opt`, or the new optimizer state: see `Amp.load_state_dict`."""
+    return _session_for("load_state_dict", opt).load_state_dict(state, opt)
+
+
+def last_step(opt: Any) -> StepResult | None:
+    """Tell what the last step of an optimizer, or of an optimizer state, did: see `Amp.last_step`."""
+    return sessions.find("last_step", opt).last_step(opt)
+
+
+def loss_scale(opt: Any) -> Any:
+    """Give the current loss scale of an optimizer, or of an optimizer state: see `Amp.loss_scale`."""
+    return sessions.find("loss_scale", opt).loss_scale(opt)
+
+
+def observe(opt: Any) -> StepResult | None:
+    """Send the events of the last step that are due, and give its result: see `Amp.observe`."""
+    return sessions.find("observe", opt).observe(opt)
 
 
 def _session_for(call: str, opt: Any) -> Amp:
@@ -257,13 +272,10 @@ def on_event(listener: Listener) -> Callable[[], None]:
     Sync: none.
     """
     active = sessions.all_sessions() or [sessions.only("on_event")]
-    removers = [session.on_event(listener) for session in active]
-
-    def remove() -> None:
-        for one in removers:
-            one()
-
-    return remove
+    with ExitStack() as stack:
+        for session in active:
+            stack.callback(session.on_event(listener))
+        return stack.pop_all().close
 
 
 def trace_overflow(model: Any) -> Any:

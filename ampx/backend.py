@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from .contract import Capabilities, CastPlan, Device, Grads, Loss, LossInfo, Optimizer, Tree, Unscaled
 from .errors import InvalidOptionError, UnsupportedByBackendError
-from .loss_scale import Scalar
 from .policy import Dtype
+from .scale_state import Scalar
 
 if TYPE_CHECKING:
+    from .contract import ScaleValue
     from .group import Member
     from .optimizer import WrappedOptimizer
+    from .scale_state import LossScale, LossScaleState
 
 
 class Backend(abc.ABC):
@@ -44,6 +46,12 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def is_optimizer(self, candidate: object) -> bool:
         """Tell whether this is an optimizer of the framework, not wrapped. Sync: none."""
+
+    def is_wrapped(self, candidate: object) -> bool:
+        """Tell whether `wrap_optimizer` gave this. Sync: none."""
+        from .optimizer import WrappedOptimizer  # a cycle at import time: the wrapper calls the verbs
+
+        return isinstance(candidate, WrappedOptimizer)
 
     @abc.abstractmethod
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
@@ -187,6 +195,39 @@ class Backend(abc.ABC):
 
         reject_unknown(self.name, options, ())
         return GenericOptimizer(self, optimizer, member, options)
+
+    def wrap_transformation(
+        self, optimizer: Optimizer, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
+    ) -> Optimizer:
+        """Give an optimizer whose state carries the loss scale; instead of `wrap_optimizer` with `state_values`.
+
+        Args:
+            optimizer: The raw optimizer.
+            config: The loss scale's configuration.
+            enabled: False: transparent.
+            group: Position in the order of wrapping, for events.
+            options: As in `wrap_optimizer`.
+
+        Raises:
+            InvalidOptionError: An option is not known to this backend.
+
+        Sync: none.
+        """
+        self.refuse("optimizer state as values")
+
+    def read_scale(self, state: Any) -> ScaleValue | None:
+        """Find the loss scale in an optimizer state, or in anything that holds one; None where there is none.
+
+        Raises:
+            UnsupportedByBackendError: There are several.
+
+        Sync: one, unless traced.
+        """
+        self.refuse("optimizer state as values")
+
+    def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
+        """Give the same optimizer state with another loss scale. Sync: none."""
+        self.refuse("optimizer state as values")
 
     def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
         """Do to a model (and optimizer) what the level needs; in place where the framework can.

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from .events import StepResult
 from .levels import OptLevel
-from .loss_scale import Scalar
 from .policy import Dtype
+from .scale_state import LossScale, LossScaleState, Scalar
 
 # Values of the framework: only a backend looks inside.
 Tree: TypeAlias = Any
@@ -39,6 +40,8 @@ class Capabilities:
         distributed: Finiteness is agreed on across processes.
         device_scale: The scale can live on the device, so that a step need not sync.
         traceable: Everything traces under the framework's compiler.
+        state_values: Optimizer state is a value that the user carries, and the loss scale is in it: calls take the
+            state where those of other backends take the wrapped optimizer.
         names_gradients: The parameters with non-finite gradients can be named.
         traces_overflow: The first module whose output overflows can be named.
     """
@@ -58,6 +61,7 @@ class Capabilities:
     distributed: bool = False
     device_scale: bool = False
     traceable: bool = False
+    state_values: bool = False
     names_gradients: bool = False
     traces_overflow: bool = False
 
@@ -125,3 +129,26 @@ class Unscaled(NamedTuple):
 
     grads: Grads
     finite: Scalar
+
+
+@dataclass(frozen=True)
+class ScaleValue:
+    """A loss scale that was found inside an optimizer state.
+
+    Attributes:
+        config: Its configuration.
+        enabled: False where the optimizer was wrapped by a disabled session.
+        traced: The numbers below belong to a running trace: their values are not known.
+        state: Where it stands; Python numbers, or tensors where traced.
+        result: What the last step did; None before the first, where that is known.
+        group: Position in the order of wrapping.
+        steps: Counted steps.
+    """
+
+    config: LossScale
+    enabled: bool
+    traced: bool
+    state: LossScaleState
+    result: StepResult | None
+    group: Scalar
+    steps: Scalar

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .loss_scale import LossScale
 from .policy import Dtype, Policy
+from .scale_state import LossScale
 
 
 @dataclass(frozen=True)

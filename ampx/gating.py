@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .optimizer import WrappedOptimizer
+from .events import StepResult
 
 
 class Gate:
     """Delegates to a scheduler; `step` does nothing after a skipped optimizer step."""
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[WrappedOptimizer]) -> None:
+    def __init__(self, scheduler: Any, last_steps: Sequence[Callable[[], StepResult | None]]) -> None:
         """Remember whom to ask; the scheduler is not touched."""
         self.scheduler = scheduler
-        self._optimizers = tuple(optimizers)
+        self._last_steps = tuple(last_steps)
 
     def __getattr__(self, name: str) -> Any:
         """Look everything else up on the scheduler."""
@@ -30,7 +30,7 @@ class Gate:
 
         Sync: one where the scale lives on the device, else none.
         """
-        results = [one.last_step for one in self._optimizers]
+        results = [last_step() for last_step in self._last_steps]
         applied = all(result is not None and result.applied for result in results)
         if applied:
             self.scheduler.step(*args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
 from .ledger import HOST_LEDGER, Ledger
-from .loss_scale import LossScale, LossScaleState, Scalar, next_state
+from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
 # unscaled: gradients are true and wait for the step.
@@ -159,12 +159,13 @@ class ScaleGroup:
             steps = self.steps
             for loss_id, before, after, finite in moves:
                 told = (self.framework, self.index, loss_id, steps)
-                for event in self._events(told, before, after, finite):
+                for event in self.events_of(told, before, after, finite):
                     self.emit(self.framework, event)
 
-    def _events(
+    def events_of(
         self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
     ) -> Iterator[Event]:
+        """Give the events of one move; `told` is framework, group, loss id and step. Sync: none."""
         numbers = (before.scale, after.scale, after.consecutive_skips)
         if not finite:
             yield StepSkipped(*told, *numbers)

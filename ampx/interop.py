@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from .errors import AmpxError, InvalidStateError, UnknownSchemaError
-from .loss_scale import LossScale, LossScaleState, round_to_float32
+from .scale_state import LossScale, LossScaleState, round_to_float32
 from .state import SCHEMA, GroupState, dump_state, parse_state
 
 Fields = Mapping[str, Any]

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from .loss_scale import Scalar
+from .scale_state import Scalar
 
 if TYPE_CHECKING:
     from .group import Outcome, ScaleGroup

@@ -12,9 +12,10 @@ from .errors import InvalidOptionError
 from .events import Event, Listener
 from .group import ScaleGroup
 from .session_state import dump_session, load_session
+from .values import Values
 
 
-class Reporting:
+class Reporting(Values):
     """States and events of one session; `Amp` adds the rest."""
 
     effective: Effective
@@ -34,18 +35,22 @@ class Reporting:
         """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
 
         Args:
-            opt: Only that of this optimizer.
+            opt: Only that of this optimizer. With optimizer state as values: the state, which is required.
 
         Sync: where the scale lives on the device.
         """
         return dump_session(self.effective.framework, self._chosen_groups(opt))
 
-    def load_state_dict(self, state: object, opt: Any = None) -> None:
+    def load_state_dict(self, state: object, opt: Any = None) -> Any:
         """Take over loss scales, before or after the first step; from any framework.
 
         Args:
             state: What `state_dict` or `ampx.import_state` gave.
-            opt: Only that of this optimizer; the state must then hold one.
+            opt: Only that of this optimizer; the state must then hold one. With optimizer state as values: the
+                optimizer state, which is required.
+
+        Returns:
+            `opt`; where optimizer state is a value, a new state that holds the loaded loss scale.
 
         Raises:
             UnknownSchemaError: The state is of another schema.
@@ -53,8 +58,11 @@ class Reporting:
 
         Sync: where the scale lives on the device.
         """
-        if self.effective.enabled:
-            load_session(state, self._chosen_groups(opt))
+        if not self.effective.enabled:
+            return opt
+        groups = self._chosen_groups(opt)
+        load_session(state, groups)
+        return self.with_scale(opt, groups)
 
     def on_event(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for every event of this session.
@@ -85,6 +93,8 @@ class Reporting:
             listener(event)
 
     def _chosen_groups(self, opt: Any) -> list[ScaleGroup]:
+        if self.backend.capabilities.state_values:
+            return [self.group_of(opt)]
         if opt is None:
             return self.live_groups()
         found: list[ScaleGroup] = []

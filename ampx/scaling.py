@@ -19,8 +19,8 @@ from .errors import (
     ProtocolError,
     UnsupportedByBackendError,
 )
-from .loss_scale import Scalar
 from .optimizer import WrappedOptimizer
+from .scale_state import Scalar
 
 if TYPE_CHECKING:
     from .amp import Amp
@@ -33,10 +33,13 @@ class ScaleLoss:
     """Yields the scaled loss; casting is off inside. Entered once."""
 
     # Made in every training step: no instance dictionary, and no work that a plain tensor does not need.
-    __slots__ = ("_amp", "_loss", "_loss_id", "_optimizers", "_region")
+    __slots__ = ("_amp", "_loss", "_loss_id", "_optimizers", "_region", "_scale")
 
-    def __init__(self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int) -> None:
-        """Made by `Amp.scale_loss`."""
+    def __init__(
+        self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
+    ) -> None:
+        """Made by `Amp.scale_loss`; `scale` is given where it comes from a state and not from optimizers."""
+        self._scale = scale
         self._amp = amp
         self._loss = loss
         self._optimizers = optimizers
@@ -51,7 +54,8 @@ class ScaleLoss:
                 "a scale_loss region was entered a second time; accepted: once, for one backward. Call scale_loss "
                 "again with the next loss."
             )
-        if not amp.enabled or False in [one.ampx_member.group.enabled for one in optimizers]:
+        off = not optimizers and self._scale is None  # the state comes from a disabled session
+        if off or not amp.enabled or False in [one.ampx_member.group.enabled for one in optimizers]:
             self._optimizers = ()
             return self._loss
         if loss_id != 0 or type(loss_id) is not int:
@@ -113,6 +117,8 @@ class ScaleLoss:
     def _choose_scale(self) -> Scalar:
         """Give the scale that pending gradients carry, or else the smallest current one."""
         loss_id = self._loss_id
+        if not self._optimizers:
+            return self._scale
         if len(self._optimizers) == 1:
             member = self._optimizers[0].ampx_member
             pending = member.factors.get(loss_id)

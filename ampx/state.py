@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any, Final
 
 from .errors import AmpxError, InvalidStateError, UnknownSchemaError
-from .loss_scale import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
+from .scale_state import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
 
 SCHEMA: Final = "ampx.loss_scale/1"
 _STATE_FIELDS: Final = tuple(field.name for field in fields(LossScaleState))

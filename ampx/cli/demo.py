@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ampx.backend import Backend
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError
-from ampx.loss_scale import LossScale
 from ampx.policy import Dtype, normalise_dtype
+from ampx.scale_state import LossScale
 
 from .version import own_version
 

@@ -28,11 +28,13 @@ import pytest
 pytest.register_assert_rewrite(
     "ampx.testing.kit",
     "ampx.testing.bench",
+    "ampx.testing.value_bench",
     "ampx.testing.checks",
     "ampx.testing.refusals",
 )
 
 from .bench import Bench as Bench  # noqa: E402  (asserts are rewritten only in modules imported after this)
 from .harness import Harness as Harness  # noqa: E402
+from .harness import ValueHarness as ValueHarness  # noqa: E402
 from .kit.plugins import PluginSuite as PluginSuite  # noqa: E402
 from .suite import BackendSuite as BackendSuite  # noqa: E402

@@ -16,7 +16,8 @@ from ampx.amp import Amp
 from ampx.registry import default_registry
 
 from .bench import Bench
-from .harness import Harness
+from .harness import Harness, ValueHarness
+from .value_bench import ValueBench
 
 
 class KitTests:
@@ -62,16 +63,18 @@ class KitTests:
 
     def bench(self, amp: Amp, momentum: bool = False, **options: Any) -> Bench:
         """Wrap an optimizer over two parameters."""
-        return Bench(self.subject, momentum).wrap(amp, **options)
+        return self.plain(momentum).wrap(amp, **options)
 
     def group(self, amp: Amp) -> tuple[Bench, Bench]:
         """Wrap two optimizers as one list."""
-        a, b = Bench(self.subject), Bench(self.subject)
+        a, b = self.plain(), self.plain()
         first, second = amp.wrap_optimizer([a.raw, b.raw])
         return a.join(amp, first), b.join(amp, second)
 
     def plain(self, momentum: bool = False) -> Bench:
         """Make an optimizer like that of `bench`, but without ampx."""
+        if isinstance(self.subject, ValueHarness):
+            return ValueBench(self.subject, momentum)
         return Bench(self.subject, momentum)
 
     def declares(self, ability: str) -> bool:
@@ -82,6 +85,7 @@ class KitTests:
         casts = "O1" in can.levels and bool(device.native | device.emulated)
         derived = {
             "implicit gradients": can.gradients == "implicit",
+            "optimizer objects": not can.state_values,
             "explicit gradients": can.gradients == "explicit",
             "casting": casts,
             "process casting": casts and can.autocast in ("scoped", "process"),

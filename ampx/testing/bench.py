@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ampx.amp import Amp
@@ -30,7 +30,8 @@ class Bench:
         self.harness = harness
         self.parameters = [harness.parameter(values) for values in START]
         self.raw = harness.optimizer(self.parameters, momentum)
-        self.opt: Any = None
+        self.wrapped: Any = None  # what `wrap_optimizer` gave
+        self.opt: Any = None  # what calls take: the same, or the optimizer state where that is a value
         self.pending: list[Any] | None = None
 
     def wrap(self, amp: Amp, **options: Any) -> Bench:
@@ -40,8 +41,25 @@ class Bench:
     def join(self, amp: Amp, opt: Any) -> Bench:
         """Take over an optimizer that was wrapped together with others."""
         self.amp = amp
-        self.opt = opt
+        self.wrapped = self.opt = opt
         return self
+
+    @property
+    def handle(self) -> Any:
+        """What `gate` takes."""
+        return self.opt
+
+    def state_dict(self) -> Any:
+        """Save the session's loss scales."""
+        return self.amp.state_dict()
+
+    def load(self, state: object) -> None:
+        """Load the session's loss scales."""
+        self.amp.load_state_dict(state)
+
+    def gradients(self, slopes: Chosen) -> list[Any] | None:
+        """Run one backward without ampx; give the gradients where they are values."""
+        return self.harness.backward(self.loss(slopes), self.parameters)
 
     def loss(self, gradients: Chosen = FINITE) -> Any:
         """Compute a loss."""
@@ -54,7 +72,11 @@ class Bench:
 
     def accumulate(self, gradients: Chosen = FINITE, loss_id: int = 0) -> None:
         """Run one backward through a scaled loss."""
-        with self.amp.scale_loss(self.loss(gradients), self.opt, loss_id=loss_id) as scaled:
+        self.accumulate_loss(lambda parameters: self.harness.loss(parameters, gradients), loss_id)
+
+    def accumulate_loss(self, make: Callable[[list[Any]], Any], loss_id: int = 0) -> None:
+        """Run one backward through a loss, made from the parameters and scaled."""
+        with self.amp.scale_loss(make(self.parameters), self.opt, loss_id=loss_id) as scaled:
             self.receive(self.harness.backward(scaled, self.parameters))
 
     def step(self, forget: bool = True) -> Any:
@@ -76,7 +98,7 @@ class Bench:
         """Train the raw optimizer in float32, without ampx; several gradients are accumulated."""
         harness = self.harness
         for slopes in gradients:
-            self.receive(harness.backward(self.loss(slopes), self.parameters))
+            self.receive(self.gradients(slopes))
         grads, self.pending = self.pending, None
         harness.plain_step(self.raw, grads)
         if grads is None:

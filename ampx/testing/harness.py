@@ -21,12 +21,14 @@ class Harness(abc.ABC):
     Attributes:
         framework: What `ampx.init(framework=…)` takes.
         plugin: Import name of the plugin's module.
+        detaches: The framework tells a loss from which no gradient can flow.
         dtype: Compute dtype of the tests. The loss scale is given explicitly, so any will do.
         device: Device of the tests.
     """
 
     framework: ClassVar[str]
     plugin: ClassVar[str]
+    detaches: ClassVar[bool] = True
     dtype: ClassVar[Dtype] = "float16"
     device: ClassVar[str] = "auto"
 
@@ -148,3 +150,27 @@ class Harness(abc.ABC):
     def loss_scale(self, opt: WrappedOptimizer) -> float:
         """Read the current loss scale."""
         return opt.loss_scale
+
+
+class ValueHarness(Harness):
+    """A framework whose optimizer state is a value (`state_values`): optimizers are pure functions of it."""
+
+    @abc.abstractmethod
+    def init(self, opt: Any, parameters: list[Any]) -> Any:
+        """Make the state of an optimizer, raw or wrapped."""
+
+    @abc.abstractmethod
+    def update(self, opt: Any, gradients: Any, state: Any, parameters: list[Any]) -> tuple[list[Any], Any]:
+        """Give the parameters and the state after one step; without gradients, the parameters as they are."""
+
+    @abc.abstractmethod
+    def differentiate(self, function: Callable[[list[Any]], Any], parameters: list[Any]) -> list[Any]:
+        """Give the gradients of a function of the parameters."""
+
+    def backward(self, scaled: Any, parameters: list[Any]) -> list[Any] | None:
+        """Never called: gradients come from `differentiate`."""
+        raise NotImplementedError(f"{type(self).__name__}.backward: gradients come from differentiate")
+
+    def gradients(self, parameters: list[Any]) -> list[list[float] | None]:
+        """Never called: no gradients hang on parameters."""
+        raise NotImplementedError(f"{type(self).__name__}.gradients: no gradients hang on parameters")

@@ -121,6 +121,20 @@ def _prepare(suite: KitTests) -> None:
     assert suite.subject.casting() == suite.outside
 
 
+def _optimizer_objects(suite: KitTests) -> None:
+    """Expect that nothing is asked of the session which only the optimizer state knows."""
+    amp = suite.start()
+    bench = suite.bench(amp)
+    for call in (amp.state_dict, lambda: amp.load_state_dict(bench.state_dict())):
+        with refused(ampx.UnsupportedByBackendError, passed="need the optimizer state", accepted="", advice="Pass it"):
+            call()
+    with refused(ampx.UnsupportedByBackendError, passed="list of 2", accepted="one optimizer", advice="Join"):
+        amp.wrap_optimizer([suite.plain().raw, suite.plain().raw])
+    with pytest.raises(ampx.UnsupportedByBackendError, match="holds 2 loss scales"):
+        amp.scale_loss(bench.loss(), [bench.opt, suite.bench(amp).opt])
+    assert bench.train().applied
+
+
 REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "casting": _casting,
     "clip_grad_norm": _clip_grad_norm,
@@ -130,6 +144,7 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "master_weights": _prepare,
     "names_gradients": _names_gradients,
     "op_lists": _op_lists,
+    "optimizer objects": _optimizer_objects,
     "per_loss_scales": _per_loss_scales,
     "prepare": _prepare,
     "promotes": _promotes,

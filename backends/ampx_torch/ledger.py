@@ -15,7 +15,7 @@ import torch
 
 from ampx.group import Outcome, ScaleGroup
 from ampx.ledger import Ledger
-from ampx.loss_scale import FLOAT32_MAX, LossScale, LossScaleState, next_state, round_to_float32
+from ampx.scale_state import FLOAT32_MAX, LossScale, LossScaleState, next_state, round_to_float32
 
 # So many unread steps start a copy to the host; events are late by at most twice as many steps.
 BATCH = 32

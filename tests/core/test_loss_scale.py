@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampx import InvalidOptionError, LossScale, LossScaleState, next_state
-from ampx.loss_scale import round_to_float32
+from ampx.scale_state import round_to_float32
 
 INF = math.inf
 HUGE = pytest.param(10**400, id="huge")

@@ -20,10 +20,14 @@ class OptimizerErrorTests(KitTests):
         """The wrapped one again, the raw one again, and one twice in a list."""
         amp = self.start()
         bench, fresh = self.bench(amp), self.plain()
-        for wrong in (bench.opt, bench.raw, [fresh.raw, fresh.raw], [fresh.raw, bench.opt]):
+        wrongs = [bench.wrapped, [fresh.raw, fresh.raw], [fresh.raw, bench.wrapped]]
+        if self.declares("optimizer objects"):  # a value has no identity: wrapped again, it is another optimizer
+            wrongs.append(bench.raw)
+        for wrong in wrongs:
             with refused(ampx.AlreadyWrappedError, passed="wrapped already", accepted="unscaled twice", advice="Use"):
                 amp.wrap_optimizer(wrong)
-        assert len(amp.state_dict()["groups"]) == 1
+        if self.declares("optimizer objects"):
+            assert len(amp.state_dict()["groups"]) == 1
         assert bench.train().applied
         assert fresh.wrap(amp).train().applied
 
@@ -33,7 +37,8 @@ class OptimizerErrorTests(KitTests):
         for wrong in (object(), None, self.subject.parameter([1.0]), "sgd"):
             with refused(ampx.NotAnOptimizerError, passed=type(wrong).__name__, accepted="list of them", advice="Pass"):
                 amp.wrap_optimizer(wrong)
-        assert amp.state_dict()["groups"] == []
+        if self.declares("optimizer objects"):
+            assert amp.state_dict()["groups"] == []
 
     def test_unknown_or_absurd_options_are_refused(self) -> None:
         """Options of `wrap_optimizer` and `init` are checked before anything happens."""
@@ -49,7 +54,8 @@ class OptimizerErrorTests(KitTests):
         ):
             with refused(ampx.InvalidOptionError, passed=passed, accepted="accepted: ", advice=""):
                 amp.wrap_optimizer(bench.raw, **options)
-        assert amp.state_dict()["groups"] == []
+        if self.declares("optimizer objects"):
+            assert amp.state_dict()["groups"] == []
         assert bench.wrap(amp).train().applied
 
     def test_absurd_settings_leave_the_session_alone(self) -> None:
@@ -115,6 +121,7 @@ class ProtocolErrorTests(KitTests):
             with refused(ampx.NotWrappedError, passed="did not return", accepted="wrapped", advice="wrap_optimizer"):
                 call()
 
+    @requires("optimizer objects")
     def test_scaling_for_no_optimizer_or_one_twice_is_refused(self) -> None:
         """An empty list, or the same optimizer twice, is a mistake."""
         amp = self.start()
@@ -124,6 +131,7 @@ class ProtocolErrorTests(KitTests):
                 amp.scale_loss(bench.loss(), wrong)
         assert bench.train().applied
 
+    @requires("optimizer objects")
     def test_stepping_unscaled_gradients_is_refused(self) -> None:
         """Gradients that never went through `scale_loss` are not divided; nothing moves."""
         bench = self.bench(self.start(), momentum=True)
@@ -135,6 +143,7 @@ class ProtocolErrorTests(KitTests):
         assert bench.snapshot() == before
         assert bench.saved() == saved
 
+    @requires("optimizer objects")
     def test_stepping_twice_is_refused(self) -> None:
         """The gradients of a window are applied once."""
         bench = self.bench(self.start())
@@ -147,6 +156,7 @@ class ProtocolErrorTests(KitTests):
             bench.step()
         assert bench.snapshot() == before
 
+    @requires("optimizer objects")
     def test_nesting_is_refused(self) -> None:
         """No second body for the same optimizer, and no step, inside a body; the body goes on."""
         amp = self.start()
@@ -192,6 +202,7 @@ class ProtocolErrorTests(KitTests):
             amp.unscale(bench.opt)
         assert self.subject.gradients(bench.parameters) == [list(slopes) for slopes in FINITE]
 
+    @requires("optimizer objects")
     def test_an_exception_in_the_body_leaves_no_trace(self) -> None:
         """Before the first backward: no gradients are pending. In a window: the earlier ones are, at their scale."""
         amp = self.start()
@@ -236,6 +247,8 @@ class LossErrorTests(KitTests):
             (ampx.NonFiniteLossError, self.subject.nan_loss(bench.parameters), "NaN", "nan_loss='skip'", "look at"),
         )
         for error, loss, passed, accepted, advice in wrong:
+            if error is ampx.DetachedLossError and not self.subject.detaches:
+                continue
             for given in (loss, [bench.loss(), loss]):
                 with refused(error, passed=passed, accepted=accepted, advice=advice):
                     amp.scale_loss(given, bench.opt).__enter__()
@@ -247,19 +260,19 @@ class LossErrorTests(KitTests):
         amp = self.start()
         a, b = self.bench(amp), self.bench(amp)
         with amp.scale_loss(a.loss(), a.opt) as scaled:
-            a.receive(self.subject.backward(scaled, a.parameters))
+            if self.declares("optimizer objects"):
+                a.receive(self.subject.backward(scaled, a.parameters))
         for bench in (a, b):
             with refused(ampx.AlreadyScaledError, passed="came out of scale_loss", accepted="twice", advice="Pass"):
                 amp.scale_loss(scaled, bench.opt).__enter__()
-        assert a.step().applied
+        assert (a.step() if self.declares("optimizer objects") else a.train()).applied
 
     def test_a_nan_loss_is_skipped_on_request(self) -> None:
         """`nan_loss="skip"` makes it an overflow like any other."""
         amp = self.start(nan_loss="skip")
         bench = self.bench(amp)
         before = bench.snapshot()
-        with amp.scale_loss(self.subject.nan_loss(bench.parameters), bench.opt) as scaled:
-            bench.receive(self.subject.backward(scaled, bench.parameters))
+        bench.accumulate_loss(self.subject.nan_loss)
         result = bench.step()
         assert (result.applied, result.next_scale) == (False, 2.0**15)
         assert bench.snapshot() == before

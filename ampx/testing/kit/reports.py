@@ -49,7 +49,7 @@ class ResultTests(KitTests):
     def test_step_results_tell_what_happened(self) -> None:
         """Every field, before any step, after an applied one and after skipped ones."""
         bench = self.bench(self.start(ampx.LossScale(init_scale=8.0, growth_interval=1)))
-        assert self.subject.last_step(bench.opt) is None
+        assert bench.amp.last_step(bench.opt) is None
         assert bench.train() == ampx.StepResult(True, True, 8.0, 16.0, 0, None)
         assert bench.train(OVERFLOW) == ampx.StepResult(False, False, 16.0, 8.0, 1, None)
         assert bench.train(OVERFLOW) == ampx.StepResult(False, False, 8.0, 4.0, 2, None)
@@ -66,7 +66,7 @@ class ResultTests(KitTests):
         """The scheduler waits for skipped steps, and gets its arguments."""
         amp = self.start()
         bench, scheduler = self.bench(amp), Scheduler()
-        gate = amp.gate(scheduler, bench.opt)
+        gate = amp.gate(scheduler, bench.handle)
         assert not gate.step("before any step")
         for number, overflow in enumerate((False, True, False)):
             bench.train(chosen(overflow))
@@ -78,7 +78,7 @@ class ResultTests(KitTests):
         """One skipped optimizer of several holds the scheduler back."""
         amp = self.start()
         a, b, scheduler = self.bench(amp), self.bench(amp), Scheduler()
-        gate = amp.gate(scheduler, [a.opt, b.opt])
+        gate = amp.gate(scheduler, [a.handle, b.handle])
         for first, second in ((False, True), (True, False), (False, False)):
             a.train(chosen(first))
             b.train(chosen(second))

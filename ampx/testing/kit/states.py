@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ampx
-from ampx.testing.base import KitTests
+from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import Bench, chosen
 from ampx.testing.checks import json_copy, refused
 from ampx.testing.foreign import FOREIGN
@@ -41,17 +41,17 @@ class StateTests(KitTests):
             state = self._saved(UNUSUAL)
             bench = self.bench(self.start())
             bench.trace([0] * steps)
-            bench.amp.load_state_dict(json_copy(state))
+            bench.load(json_copy(state))
             assert bench.saved() == state["groups"][0]
             assert bench.scale == STATE["scale"]
-            assert json_copy(bench.amp.state_dict()) == {**state, "framework": self.subject.framework}
+            assert json_copy(bench.state_dict()) == {**state, "framework": self.subject.framework}
 
     def test_a_loaded_state_goes_on_as_it_would_have(self) -> None:
         """The trace after loading is the specification's from that state."""
         for steps in (0, 1):
             bench = self.bench(self.start())
             bench.trace([1] * steps)
-            bench.amp.load_state_dict(json_copy(self._saved(UNUSUAL)))
+            bench.load(json_copy(self._saved(UNUSUAL)))
             self._follows(bench, Oracle(asdict(UNUSUAL), STATE))
 
     def test_a_run_that_is_resumed_equals_one_that_is_not(self) -> None:
@@ -61,9 +61,9 @@ class StateTests(KitTests):
         for cut in range(len(PATTERN)):
             first = self.bench(self.start(config))
             begun = first.trace(PATTERN[:cut])
-            state = json_copy(first.amp.state_dict())
+            state = json_copy(first.state_dict())
             second = self.bench(self.start(config))
-            second.amp.load_state_dict(state)
+            second.load(state)
             assert begun + second.trace(PATTERN[cut:]) == expected
 
     def test_states_of_other_libraries_are_taken_over(self) -> None:
@@ -72,11 +72,12 @@ class StateTests(KitTests):
             imported = json_copy(ampx.import_state(json_copy(data)))
             assert imported["framework"] == library
             bench = self.bench(self.start())
-            bench.amp.load_state_dict(imported)
+            bench.load(imported)
             assert bench.row() == state
             assert {name: bench.saved()["config"][name] for name in config} == config
             self._follows(bench, Oracle(bench.saved()["config"], state))
 
+    @requires("optimizer objects")
     def test_the_state_covers_all_optimizers_in_order(self) -> None:
         """One entry a loss scale in order of wrapping; a list has one; one alone can be saved and loaded."""
         amp = self.start()
@@ -97,16 +98,17 @@ class StateTests(KitTests):
         bench = self.bench(self.start(ampx.LossScale(growth_interval=3)), momentum=True)
         bench.trace((0, 1, 0))
         before, saved = bench.snapshot(), bench.saved()
-        good = bench.amp.state_dict()
+        good = bench.state_dict()
         for error, passed, spoil in self._spoilers():
             bad = copy.deepcopy(good)
             bad = spoil(bad) or bad
             with refused(error, passed=passed, accepted="accepted: ", advice=""):
-                bench.amp.load_state_dict(bad)
+                bench.load(bad)
             assert bench.snapshot() == before
             assert bench.saved() == saved
         assert bench.trace((0, 0)) == [2.0**15, 2.0**16]
 
+    @requires("optimizer objects")
     def test_a_wrong_number_of_scales_changes_nothing(self) -> None:
         """A state for two optimizers is not loaded into one, nor the other way round."""
         amp = self.start()
@@ -124,22 +126,22 @@ class StateTests(KitTests):
     def test_dynamic_and_static_are_not_mixed_up(self) -> None:
         """A state saved with a dynamic scale leaves a static one as it is, and says so; and the other way round."""
         static = self.bench(self.start(loss_scale=3.0))
-        states = self._saved(UNUSUAL), static.amp.state_dict()
+        states = self._saved(UNUSUAL), static.state_dict()
         for scale, state in zip((7.0, ampx.LossScale(init_scale=7.0)), states, strict=True):
             bench = self.bench(self.start(loss_scale=scale))
             with pytest.warns(ampx.AmpxWarning, match="the current loss scale 7 stays"):
-                bench.amp.load_state_dict(state)
+                bench.load(state)
             assert bench.scale == 7.0
 
     def test_a_disabled_session_saves_and_loads_nothing(self) -> None:
         """Its state holds no scale; loading it elsewhere says so and changes nothing."""
         off = self.bench(self.start(enabled=False))
-        state = json_copy(off.amp.state_dict())
+        state = json_copy(off.state_dict())
         assert state["groups"] == []
-        off.amp.load_state_dict(self._saved(UNUSUAL))
+        off.load(self._saved(UNUSUAL))
         bench = self.bench(self.start())
         with pytest.warns(ampx.AmpxWarning, match="mixed precision disabled"):
-            bench.amp.load_state_dict(state)
+            bench.load(state)
         assert bench.scale == 2.0**16
 
     def _saved(self, config: ampx.LossScale) -> dict[str, Any]:

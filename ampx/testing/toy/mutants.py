@@ -12,8 +12,8 @@ from ampx.amp import Amp
 from ampx.backend import reject_unknown
 from ampx.contract import LossInfo
 from ampx.group import Member
-from ampx.loss_scale import LossScale
 from ampx.optimizer import GenericOptimizer
+from ampx.scale_state import LossScale
 from ampx.scaling import ScaleLoss
 
 from . import framework
@@ -166,6 +166,7 @@ MUTANTS: Final[list[Mutant]] = [
     spoiled("CastsTheUpdate", lambda made: made.__dict__.update(_plan=None)),
     verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
     # Sessions and capabilities.
+    verbs("ClaimsStateValues", capabilities=replace(ImplicitToy.capabilities, state_values=True)),
     Mutant("DiesWithItsSession", DiesWithItsSession),
     verbs("RenamesDevices", device=lambda self, name: replace(Toy.device(self, name), name=f"{name}!")),
     verbs("KnowsEveryDevice", device=lambda self, name: Toy.device(self, "cpu")),

@@ -1,0 +1,32 @@
+"""JAX backend for ampx."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ampx
+
+if TYPE_CHECKING:
+    from .transform import autocast as autocast
+
+
+@ampx.hookimpl
+def ampx_register_backends(register: ampx.Register) -> None:
+    """Register JAX."""
+    register("jax", load, roots=("jax", "jaxlib", "optax", "flax", "equinox"), requires="jax>=0.8")
+
+
+def load() -> ampx.Backend:
+    """Give the backend, importing jax and optax."""
+    from .backend import JaxBackend
+
+    return JaxBackend()
+
+
+def __getattr__(name: str) -> Any:
+    """Load the function transform on first use: importing the plugin imports no framework."""
+    if name == "autocast":
+        from .transform import autocast
+
+        return autocast
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,134 @@
+"""The verbs of ampx in JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import ampx
+from ampx.backend import reject_unknown
+from ampx.contract import CastPlan, Device, LossInfo, ScaleValue, Unscaled
+from ampx.policy import Dtype
+from ampx.scale_state import LossScale, LossScaleState
+
+from . import casting, devices, optimizer, rules, state
+
+
+class JaxBackend(ampx.Backend):
+    """JAX: optax transformations whose state carries the loss scale, and a function transform that casts."""
+
+    name: ClassVar[str] = "jax"
+    capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
+        devices=("cuda", "cpu"),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        levels=frozenset({"O0", "O1"}),
+        gradients="explicit",
+        autocast="explicit",
+        op_lists=True,
+        clipping=True,
+        promotes=True,
+        distributed=True,
+        device_scale=True,
+        traceable=True,
+        state_values=True,
+    )
+
+    def device(self, name: str) -> Device:
+        """Describe a device."""
+        return devices.describe(name)
+
+    def is_optimizer(self, candidate: object) -> bool:
+        """Tell whether this is an optax transformation, not wrapped."""
+        return isinstance(candidate, optax.GradientTransformation) and not optimizer.is_wrapped(candidate)
+
+    def is_wrapped(self, candidate: object) -> bool:
+        """Tell whether `wrap_optimizer` gave this."""
+        return optimizer.is_wrapped(candidate)
+
+    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+        """Give a region that `ampx_jax.autocast` obeys."""
+        return casting.region(rules.resolve(plan), enabled)
+
+    def check_plan(self, plan: CastPlan) -> CastPlan:
+        """Resolve the op lists."""
+        return rules.resolve(plan)
+
+    def activate(self, plan: CastPlan) -> None:
+        """Let `ampx_jax.autocast` cast, in all threads."""
+        casting.active.set_global(rules.resolve(plan))
+
+    def deactivate(self, plan: CastPlan) -> None:
+        """Undo `activate`."""
+        casting.active.set_global(None)
+
+    def enter_thread(self, plan: CastPlan) -> None:
+        """Do nothing: `activate` holds in all threads."""
+
+    def cast(self, tree: Any, dtype: Dtype) -> Any:
+        """Cast the floating arrays of a tree."""
+        return casting.cast(tree, dtype)
+
+    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
+        """Give the widest dtype among the floating arrays of a tree."""
+        return casting.widest(tree, at_least)
+
+    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
+        """Tell what `scale_loss` has to know; whether a traced loss is NaN cannot be known."""
+        if not casting.is_array(loss):
+            raise ampx.LossDtypeError(
+                f"scale_loss got {type(loss).__name__}; accepted: a JAX array. Pass what the loss function returned."
+            )
+        known = not isinstance(loss, jax.core.Tracer)
+        look = known and loss.size == 1 and jnp.issubdtype(loss.dtype, jnp.floating)
+        if check_nan is None:
+            look = look and all(device.platform == "cpu" for device in jnp.asarray(loss).devices())
+        nan = bool(jnp.isnan(loss).all()) if look and check_nan is not False else None
+        return LossInfo(loss.size, str(loss.dtype), jnp.issubdtype(loss.dtype, jnp.floating), True, nan)
+
+    def scale(self, loss: Any, scale: Any) -> Any:
+        """Give the loss in float32 times the scale."""
+        return loss.astype(jnp.float32) * scale
+
+    def unscale(self, grads: Any, scale: Any) -> Unscaled:
+        """Divide gradients by the scale and test them."""
+        return Unscaled(*optimizer.unscale(grads, scale))
+
+    def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
+        """Clip true gradients by value, then by global norm."""
+        return optimizer.clip(grads, max_norm, max_value)
+
+    def apply(self, optimizer: Any, grads: Any) -> None:
+        """Refuse: an optax transformation applies nothing, it gives updates and a new state."""
+        self.refuse("stepping an optimizer in place")
+
+    def wrap_transformation(
+        self, optimizer: Any, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
+    ) -> Any:
+        """Give a transformation whose state carries the loss scale."""
+        reject_unknown(self.name, options, ("axis_name",))
+        accepted = ("axis_name", "max_grad_norm", "max_grad_value")
+        chosen = {name: options[name] for name in accepted if name in options}
+        return _wrap(optimizer, config, enabled=enabled, group=group, **chosen)
+
+    def read_scale(self, state: Any) -> ScaleValue | None:
+        """Find the loss scale in an optimizer state."""
+        return _read(state)
+
+    def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
+        """Give the same optimizer state with another loss scale."""
+        return _write(state, config, scale)
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`."""
+        from .demo import JaxTrainer
+
+        return JaxTrainer()
+
+
+# The verbs' arguments are called like these modules.
+_wrap, _read, _write = optimizer.wrap, state.read, state.write

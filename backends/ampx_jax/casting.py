@@ -1,0 +1,60 @@
+"""Where the casting plan lives, and the verb `cast`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.policy import Dtype
+
+from .rules import JaxPlan
+
+# The plan that `ampx_jax.autocast` obeys; None: nothing is cast. It is part of jax.jit's key, so a function that was
+# compiled under one plan is compiled anew under another.
+active: Final = jax.make_user_context(None)
+
+_MARK: Final = re.compile(r"ampx\.(off|float16|bfloat16)")
+
+
+@contextmanager
+def region(plan: JaxPlan, enabled: bool) -> Iterator[None]:
+    """Cast inside by another plan, or not at all.
+
+    A function transform only sees the operations, so they carry the region in their name stack.
+    """
+    with active(plan if enabled else None), jax.named_scope(f"ampx.{plan.dtype if enabled else 'off'}"):
+        yield
+
+
+def mark_of(name_stack: object) -> str | None:
+    """Read the innermost region that an operation was traced in: `"off"`, a dtype, or None. Sync: none."""
+    found = _MARK.findall(str(name_stack))
+    return found[-1] if found else None
+
+
+def is_array(leaf: Any) -> bool:
+    """Tell whether a leaf is an array, and no Python number. Sync: none."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def cast(tree: Any, dtype: Dtype) -> Any:
+    """Cast the floating arrays of a tree; everything else stays the same object. Sync: none."""
+
+    def one(leaf: Any) -> Any:
+        if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return leaf if leaf.dtype == jnp.dtype(dtype) else jnp.asarray(leaf).astype(dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def widest(tree: Any, at_least: Dtype) -> Dtype:
+    """Give the widest dtype among the floating arrays of a tree. Sync: none."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return "float32" if any(jnp.finfo(leaf.dtype).bits >= 32 for leaf in leaves) else at_least

@@ -1,0 +1,57 @@
+"""What JAX computes natively, device by device."""
+
+from __future__ import annotations
+
+import jax
+
+import ampx
+from ampx.contract import Device
+from ampx.policy import Dtype
+
+_BOTH: frozenset[Dtype] = frozenset({"float16", "bfloat16"})
+
+
+def describe(name: str) -> Device:
+    """Describe a device; `"auto"` is the one that JAX itself prefers.
+
+    Raises:
+        UnsupportedDeviceError: JAX has no such device here.
+
+    Sync: none.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise _unsupported(name)
+    try:
+        first = jax.devices()[0] if name == "auto" else jax.devices(name)[0]
+    except RuntimeError as error:
+        raise _unsupported(name) from error
+    if first.platform in ("gpu", "cuda"):
+        return _cuda(first)
+    if first.platform == "cpu":
+        return Device(
+            "cpu",
+            emulated=_BOTH,
+            reason="XLA's CPU compiler computes low precision, but not faster than float32",
+            details={"kind": first.device_kind},
+        )
+    raise _unsupported(first.platform)
+
+
+def _cuda(first: jax.Device) -> Device:
+    major, minor = (int(part) for part in str(getattr(first, "compute_capability", "0.0")).split("."))
+    details = {"kind": first.device_kind, "compute_capability": f"{major}.{minor}"}
+    if (major, minor) >= (8, 0):
+        return Device("cuda", _BOTH, preferred="float16", reason="it has Tensor Cores", details=details)
+    if (major, minor) >= (7, 0):
+        native: frozenset[Dtype] = frozenset({"float16"})
+        reason = "it has Tensor Cores for float16"
+        return Device("cuda", native, _BOTH - native, preferred="float16", reason=reason, details=details)
+    return Device("cuda", emulated=_BOTH, reason="it has no Tensor Cores", details=details)
+
+
+def _unsupported(name: str) -> ampx.UnsupportedDeviceError:
+    present = sorted({"cuda" if one.platform == "gpu" else one.platform for one in jax.devices()} | {"cpu"})
+    return ampx.UnsupportedDeviceError(
+        f"device={name!r} is not a device of JAX that ampx knows here; accepted: 'auto', "
+        f"{', '.join(map(repr, present))}. Pass one of these."
+    )

@@ -1,0 +1,217 @@
+"""`wrap_optimizer` for optax: unscale, check, apply or skip, move the scale; all in traceable code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import ampx
+from ampx.scale_state import LossScale, next_state
+
+from . import state as states
+from .state import AmpState, Settings
+
+
+class _Update:
+    """The update function of a wrapped transformation: a type of its own, so that it is recognised."""
+
+    def __init__(self, update: Callable[..., Any]) -> None:
+        self._update = update
+
+    def __call__(self, updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
+        """Turn scaled gradients into updates."""
+        return self._update(updates, state, params, **extra)  # type: ignore[no-any-return]
+
+
+def is_wrapped(candidate: object) -> bool:
+    """Tell whether this is a transformation that `wrap` gave. Sync: none."""
+    return isinstance(getattr(candidate, "update", None), _Update)
+
+
+def wrap(
+    inner: optax.GradientTransformation,
+    config: LossScale,
+    *,
+    enabled: bool,
+    group: int,
+    axis_name: Any = None,
+    max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Give a transformation of scaled gradients whose state carries the loss scale.
+
+    Args:
+        inner: What turns true gradients into updates.
+        config: The loss scale's configuration.
+        enabled: False: everything is passed through.
+        group: Position in the order of wrapping.
+        axis_name: Names of mapped axes (`shard_map`, `pmap`, `vmap`) over which finiteness is agreed on.
+        max_grad_norm: Clip the true gradients to this global L2 norm.
+        max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
+
+    Sync: none.
+    """
+    inner = optax.with_extra_args_support(inner)
+    settings = Settings(config, enabled)
+    axes: tuple[Any, ...] = ()
+    if axis_name is not None:
+        axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+    def init(params: Any) -> AmpState:
+        if enabled:
+            _check_parameters(params)
+        first = inner.init(params)
+        if states.find_all(first):
+            raise ampx.AlreadyWrappedError(
+                "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
+                "unscaled twice. Use the object that the first call returned, or wrap only the whole."
+            )
+        return states.make(settings, group, max_grad_norm is not None and enabled, first)
+
+    def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
+        if not enabled:
+            updates, after = inner.update(updates, state.inner, params, **extra)
+            return updates, state._replace(inner=after, applied=jnp.array(True), step_scale=jnp.float32(1.0))
+        if not jax.tree.leaves(updates):
+            return updates, state._replace(applied=jnp.array(False), finite=jnp.array(True), step_scale=state.scale)
+        grads, finite = unscale(updates, state.scale)
+        for axis in axes:
+            finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
+        norm = state.grad_norm
+        if max_grad_norm is not None or max_grad_value is not None:
+            grads, measured = clip(grads, max_grad_norm, max_grad_value)
+            norm = norm if measured is None else measured
+
+        def apply() -> tuple[Any, Any]:
+            return inner.update(grads, state.inner, params, **extra)  # type: ignore[no-any-return]
+
+        given, after = _apply_or_skip(finite, apply, state.inner)
+        moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
+        return given, AmpState(
+            scale=jnp.asarray(moved.scale, jnp.float32),
+            growth_tracker=jnp.asarray(moved.growth_tracker, jnp.int32),
+            hysteresis_tracker=jnp.asarray(moved.hysteresis_tracker, jnp.int32),
+            consecutive_skips=jnp.asarray(moved.consecutive_skips, jnp.int32),
+            steps=state.steps + 1,
+            group=state.group,
+            applied=finite,
+            finite=finite,
+            step_scale=state.scale,
+            grad_norm=norm,
+            settings=state.settings,
+            inner=after,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, _Update(update))
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    # Python numbers must not widen what they meet: a weak type follows the other side.
+    return jnp.where(condition, if_true, if_false)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def unscale(grads: Any, scale: Any) -> tuple[Any, Any]:
+    """Divide floating gradients by the scale, in float32 or wider, and test all of them.
+
+    Returns:
+        The true gradients with unchanged dtypes, and whether all are finite (a boolean array).
+
+    Sync: none.
+    """
+
+    def divide(leaf: Any) -> Any:
+        if not _is_inexact(leaf):
+            return leaf
+        dtype = jnp.result_type(leaf)
+        true = leaf.astype(jnp.promote_types(dtype, jnp.float32)) / scale
+        checks.append(jnp.all(jnp.isfinite(true)))
+        return true.astype(dtype)
+
+    checks: list[Any] = []
+    true = jax.tree.map(divide, grads)
+    finite = jnp.array(True)
+    for check in checks:
+        finite = finite & check
+    return true, finite
+
+
+def _is_inexact(leaf: Any) -> bool:
+    # jax.grad(..., allow_int=True) gives gradients of dtype float0, which is a kind of bool.
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
+    """Clip true gradients by value, then by global L2 norm.
+
+    Returns:
+        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None).
+
+    Sync: none.
+    """
+
+    def each(function: Callable[[Any], Any], tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: function(leaf) if _is_inexact(leaf) else leaf, tree)
+
+    if max_value is not None:
+        grads = each(lambda leaf: jnp.clip(leaf, -max_value, max_value), grads)
+    if max_norm is None:
+        return grads, None
+    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(grads) if _is_inexact(leaf)]
+    norm = jnp.sqrt(sum((jnp.sum(leaf * leaf) for leaf in leaves), jnp.zeros((), jnp.float32)))
+    factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+    return each(lambda leaf: (leaf * factor).astype(leaf.dtype), grads), norm
+
+
+def _apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:
+    """Run the inner transformation where the gradients are finite; else give updates that change nothing."""
+    shapes = jax.eval_shape(apply)
+
+    def run() -> tuple[Any, Any]:
+        return jax.tree.map(_varying_like, shapes, apply())  # type: ignore[no-any-return]
+
+    def skip() -> tuple[Any, Any]:
+        unchanged = jax.tree.map(
+            lambda shape, old: _varying_like(shape, jnp.asarray(old, shape.dtype)), shapes[1], before
+        )
+        return jax.tree.map(_nothing, shapes[0]), unchanged
+
+    return jax.lax.cond(finite, run, skip)  # type: ignore[no-any-return]
+
+
+def _nothing(shape: Any) -> Any:
+    # Adding -0.0 leaves every number as it is; adding 0.0 would turn -0.0 into 0.0.
+    zero = -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
+    return _varying_like(shape, jnp.full(shape.shape, zero, shape.dtype))
+
+
+def _varying_like(shape: Any, value: Any) -> Any:
+    """Mark a value as different on the devices of a `shard_map`, where `shape` is; both branches must agree."""
+    missing = _varying(shape) - _varying(jax.typeof(value))
+    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
+
+
+def _varying(shape: Any) -> frozenset[str]:
+    # The attribute has changed its name: `vma` up to some JAX version, then part of `manual_axis_type`.
+    manual = getattr(shape, "manual_axis_type", None)
+    return frozenset((getattr(shape, "vma", None) if manual is None else manual.varying) or ())
+
+
+def _check_parameters(params: Any) -> None:
+    low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if _is_low(leaf)})
+    if low:
+        raise ampx.LowPrecisionParametersError(
+            f"init of a wrapped optimizer got parameters of dtype {', '.join(low)}, in which small updates are lost; "
+            f"accepted: float32 parameters. Keep them in float32 and let autocast compute in low precision."
+        )
+
+
+def _is_low(leaf: Any) -> bool:
+    return _is_floating(leaf) and jnp.finfo(jnp.result_type(leaf)).bits < 32

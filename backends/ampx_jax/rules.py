@@ -1,0 +1,98 @@
+"""Which primitive computes in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+import ampx
+from ampx.contract import CastPlan
+
+
+def _names_in(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Computed in the plan's dtype: where the time goes, and where accelerators accumulate in float32.
+LOW: Final = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+
+# Computed in float32: sums of many terms, and functions that leave float16's range or lose its few digits.
+FULL: Final = _names_in(
+    "acos acosh asin asinh atanh cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 integer_pow lgamma "
+    "log log1p pow reduce_prod reduce_sum reduce_window_sum rsqrt sinh square tan"
+)
+
+# Computed in the widest dtype of their floating inputs, as these arrive.
+FOLLOW: Final = _names_in(
+    "abs add add_any atan atan2 broadcast_in_dim cbrt ceil clamp concatenate copy copy_p cos cummax cummin div "
+    "dynamic_slice dynamic_update_slice eq erf erfc expand_dims floor gather ge gt is_finite le logistic lt max min "
+    "mul name ne neg nextafter pad reduce_max reduce_min reduce_window_max reduce_window_min rem reshape rev round "
+    "select_n sharding_constraint sign sin slice split sqrt squeeze stop_gradient sub tanh transpose argmax "
+    "argmin"
+)
+
+
+@dataclass(frozen=True)
+class JaxPlan(CastPlan):
+    """A plan whose lists are resolved to names of primitives and of compiled functions.
+
+    Attributes:
+        low: Names computed in `dtype`.
+        full: Names computed in float32.
+    """
+
+    low: frozenset[str] = LOW
+    full: frozenset[str] = FULL
+
+
+def resolve(plan: CastPlan) -> JaxPlan:
+    """Check the op lists and give the plan that the interpreter reads.
+
+    Raises:
+        UnsupportedOpError: An entry names nothing that a trace shows.
+
+    Sync: none.
+    """
+    allow, deny = _names("allow", plan.allow), _names("deny", plan.deny)
+    return JaxPlan(
+        plan.device,
+        plan.dtype,
+        plan.level,
+        plan.allow,
+        plan.deny,
+        low=(LOW - deny) | allow,
+        full=((FULL - allow) | deny) - (allow - deny),
+    )
+
+
+def _names(option: str, entries: Iterable[Any]) -> frozenset[str]:
+    return frozenset(_name(option, entry) for entry in entries)
+
+
+def _name(option: str, entry: Any) -> str:
+    """Give the name under which a trace shows an entry: of a primitive, or of a compiled function."""
+    name = entry if isinstance(entry, str) else getattr(entry, "__name__", None)
+    if isinstance(name, str):
+        if name in primitives() or (not isinstance(entry, str) and _is_compiled(entry)):
+            return name
+        if isinstance(entry, str) and any(_is_compiled(getattr(home, name, None)) for home in (jnp, jax.nn)):
+            return name
+    raise ampx.UnsupportedOpError(
+        f"{option} got {entry!r}, which a trace does not show; accepted: the name of a primitive such as "
+        f"'dot_general', a function of jax.numpy or jax.nn, or a function of yours under jax.jit. Pass one of these, "
+        f"or mark your function with ampx.float_function or ampx.half_function."
+    )
+
+
+def _is_compiled(candidate: Any) -> bool:
+    return callable(getattr(candidate, "lower", None)) or isinstance(candidate, (jax.custom_jvp, jax.custom_vjp))
+
+
+def primitives() -> frozenset[str]:
+    """Name the primitives of jax.lax. Sync: none."""
+    found = {getattr(jax.lax, name).name for name in dir(jax.lax) if name.endswith("_p")}
+    return frozenset(found) | LOW | FULL | FOLLOW

@@ -1,0 +1,178 @@
+"""The optimizer state that carries a loss scale."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import ampx
+from ampx.contract import ScaleValue
+from ampx.scale_state import LossScale, LossScaleState
+
+jax.tree_util.register_dataclass(
+    ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]
+)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Settings:
+    """What is known when a function is traced: part of the state's structure, not one of its arrays.
+
+    Attributes:
+        config: The loss scale's configuration.
+        enabled: False: the transformation is transparent.
+    """
+
+    config: LossScale
+    enabled: bool
+
+
+class AmpState(NamedTuple):
+    """The state of a wrapped transformation; all numbers are scalar arrays.
+
+    Attributes:
+        scale: float32, factor for the next loss.
+        growth_tracker: int32, finite steps since the scale last changed or overflowed.
+        hysteresis_tracker: int32, overflows still tolerated before backoff.
+        consecutive_skips: int32, overflows in a row up to now.
+        steps: int32, counted steps.
+        group: int32, position in the order of wrapping.
+        applied: bool, the last step ran the inner transformation.
+        finite: bool, the last step's gradients were finite.
+        step_scale: float32, loss scale of the last step's gradients; 0 before the first.
+        grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
+        settings: Configuration; no array.
+        inner: The state of the transformation that was wrapped.
+    """
+
+    scale: Any
+    growth_tracker: Any
+    hysteresis_tracker: Any
+    consecutive_skips: Any
+    steps: Any
+    group: Any
+    applied: Any
+    finite: Any
+    step_scale: Any
+    grad_norm: Any
+    settings: Settings
+    inner: Any
+
+
+def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
+    """Give the state before the first step; every array has a buffer of its own, so that all can be donated."""
+    _register_with_flax()
+    return AmpState(
+        **_arrays(settings.config.initial_state()),
+        steps=jnp.zeros((), jnp.int32),
+        group=jnp.array(group, jnp.int32),
+        applied=jnp.array(False),
+        finite=jnp.array(True),
+        step_scale=jnp.zeros((), jnp.float32),
+        grad_norm=jnp.zeros((), jnp.float32) if norm else None,
+        settings=settings,
+        inner=inner,
+    )
+
+
+def _arrays(state: LossScaleState) -> dict[str, Any]:
+    return {
+        "scale": jnp.array(state.scale, jnp.float32),
+        "growth_tracker": jnp.array(state.growth_tracker, jnp.int32),
+        "hysteresis_tracker": jnp.array(state.hysteresis_tracker, jnp.int32),
+        "consecutive_skips": jnp.array(state.consecutive_skips, jnp.int32),
+    }
+
+
+def loss_scale_state(state: AmpState) -> LossScaleState:
+    """Give the part that the specification speaks of, as arrays."""
+    return LossScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips)
+
+
+def _is_own(node: Any) -> bool:
+    return isinstance(node, AmpState)
+
+
+def find_all(tree: Any) -> list[AmpState]:
+    """List the states of wrapped transformations inside anything that JAX takes for a tree."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_own) if _is_own(leaf)]
+
+
+def read(tree: Any) -> ScaleValue | None:
+    """Find the loss scale in an optimizer state, a train state, or whatever holds one.
+
+    Raises:
+        UnsupportedByBackendError: There are several.
+
+    Sync: one, unless traced.
+    """
+    found = find_all(tree)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ampx.UnsupportedByBackendError(
+            f"the optimizer state holds {len(found)} loss scales, and a loss can only be multiplied by one; accepted: "
+            f"one. Wrap the whole transformation once, for instance wrap_optimizer(optax.partition(...))."
+        )
+    (state,) = found
+    numbers = state._replace(inner=None)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(numbers))
+    if not traced:
+        numbers = jax.tree.map(_number, jax.device_get(numbers))
+    result: ampx.StepResult | None = ampx.StepResult(
+        applied=numbers.applied,
+        finite=numbers.finite,
+        scale=numbers.step_scale,
+        next_scale=numbers.scale,
+        consecutive_skips=numbers.consecutive_skips,
+        grad_norm=numbers.grad_norm if traced or numbers.finite else None,  # a skipped step has no norm
+    )
+    if not traced and isinstance(numbers.step_scale, float) and numbers.step_scale == 0.0:
+        result = None
+    elif not state.settings.enabled:
+        result = ampx.events.UNCHECKED
+    return ScaleValue(
+        config=state.settings.config,
+        enabled=state.settings.enabled,
+        traced=traced,
+        state=loss_scale_state(numbers),
+        result=result,
+        group=numbers.group,
+        steps=numbers.steps,
+    )
+
+
+def _number(leaf: Any) -> Any:
+    """Give a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
+    return leaf.item() if leaf.ndim == 0 else leaf
+
+
+def write(tree: Any, config: LossScale, scale: LossScaleState) -> Any:
+    """Give the same tree with another loss scale in it; arrays stay where they were. Sync: none."""
+
+    def replace(node: Any) -> Any:
+        if not _is_own(node):
+            return node
+        arrays = _arrays(scale)
+        for name, array in arrays.items():
+            old = getattr(node, name)
+            if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
+                array = jnp.broadcast_to(array, old.shape)
+                arrays[name] = jax.device_put(array, old.sharding)
+        return node._replace(**arrays, settings=Settings(config, node.settings.enabled))
+
+    return jax.tree.map(replace, tree, is_leaf=_is_own)
+
+
+def _register_with_flax() -> None:
+    """Tell flax, where it is used, that the settings are no data: checkpoints hold the arrays."""
+    serialization = sys.modules.get("flax.serialization")
+    if serialization is not None:
+        serialization.register_serialization_state(
+            Settings, lambda settings: {}, lambda settings, state: settings, override=True
+        )

@@ -1,0 +1,131 @@
+"""The kit on JAX."""
+
+import functools
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+optax = pytest.importorskip("optax", reason="optax is not installed")
+
+import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
+
+import ampx_jax  # noqa: E402
+from ampx.testing import BackendSuite, PluginSuite, ValueHarness  # noqa: E402
+from ampx_jax import casting  # noqa: E402
+from ampx_jax.state import find_all  # noqa: E402
+
+
+@jax.custom_vjp
+def pull(parameter: Any, slopes: Any) -> Any:
+    """The sum of a parameter, with derivatives of the caller's choice."""
+    return jnp.sum(parameter)
+
+
+pull.defvjp(
+    lambda parameter, slopes: (jnp.sum(parameter), slopes),
+    lambda slopes, upstream: (upstream * slopes, jnp.zeros_like(slopes)),
+)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def updated(opt: Any, gradients: Any, state: Any, parameters: Any) -> Any:
+    updates, state = opt.update(gradients, state, parameters)
+    return optax.apply_updates(parameters, updates), state
+
+
+class JaxHarness(ValueHarness):
+    framework, plugin, device = "jax", "ampx_jax", "cpu"
+    dtype: ClassVar[Any] = "bfloat16"
+    detaches = False  # whether a gradient can flow from a JAX array is known to nobody
+
+    def tensor(self, values, dtype):
+        return jnp.array(values, {"int64": "int32"}.get(dtype, dtype))
+
+    def dtype_of(self, tensor):
+        return {"int32": "int64"}.get(str(tensor.dtype), str(tensor.dtype))
+
+    def numbers(self, tensor):
+        return tensor.astype("float32").ravel().tolist()
+
+    def parameter(self, values):
+        return jnp.array(values, "float32")
+
+    def optimizer(self, parameters, momentum):
+        return optax.sgd(0.5, momentum=0.5 if momentum else None)
+
+    def init(self, opt, parameters):
+        return opt.init(parameters)
+
+    def update(self, opt, gradients, state, parameters):
+        if not gradients:
+            return parameters, opt.update(gradients, state, parameters)[1]
+        return updated(opt, gradients, state, parameters)
+
+    def differentiate(self, function, parameters):
+        return jax.grad(function)(parameters)
+
+    def optimizer_state(self, raw):
+        inner = find_all(raw)[0].inner if find_all(raw) else raw
+        return [leaf.tolist() for leaf in jax.tree.leaves(inner)]
+
+    def loss(self, parameters, gradients):
+        pairs = zip(parameters, gradients, strict=True)
+        return sum(pull(parameter, jnp.array(slopes, "float32")) for parameter, slopes in pairs)
+
+    def nan_loss(self, parameters):
+        return self.loss(parameters, [[1.0] * one.size for one in parameters]) * jnp.nan
+
+    def casting(self):
+        return casting.active.value
+
+    def computes_in(self):
+        ones = jnp.ones((2, 2))
+        shown = jax.make_jaxpr(ampx_jax.autocast(lambda a, b: jax.lax.dot(a, b)))(ones, ones)
+        (product,) = (one for one in shown.jaxpr.eqns if one.primitive.name == "dot_general")
+        return str(product.outvars[0].aval.dtype)
+
+    def operation(self):
+        return "dot_general"
+
+    def surroundings(self):
+        return jnp.zeros(()).dtype, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+
+
+class Float16Harness(JaxHarness):
+    dtype = "float16"
+
+
+# Every case compiles a step of its own.
+FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
+
+
+class TestBfloat16(BackendSuite):
+    harness = JaxHarness
+    hypothesis = FEW
+
+
+class TestFloat16(BackendSuite):
+    harness = Float16Harness
+    hypothesis = FEW
+
+
+if any(device.platform == "gpu" for device in jax.devices()):
+
+    class CudaHarness(Float16Harness):
+        device = "cuda"
+
+    @pytest.mark.gpu
+    class TestOnCuda(BackendSuite):
+        harness = CudaHarness
+
+else:
+
+    @pytest.mark.gpu
+    def test_on_cuda():
+        pytest.skip("no CUDA device: the kit did not run on one")
+
+
+class TestPlugin(PluginSuite):
+    plugin, framework, modules = "ampx_jax", "jax", ("jax", "optax")

@@ -1,0 +1,24 @@
+"""Two host devices, so that what happens on several is tested on any machine."""
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
+
+import warnings
+
+import pytest
+
+import ampx
+
+pytest.importorskip("jax", reason="JAX is not installed")
+pytest.importorskip("optax", reason="optax is not installed")
+
+
+@pytest.fixture
+def session():
+    """A session with a growth interval of 3, the one of the reference trace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        amp = ampx.init("jax", dtype="float16", device="cpu", loss_scale=ampx.LossScale(growth_interval=3))
+    yield amp
+    ampx.shutdown()

@@ -1,0 +1,253 @@
+"""`ampx_jax.autocast` casts by the lists and composes with JAX's own transforms."""
+
+import warnings
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
+import numpy as np  # noqa: E402
+
+import ampx  # noqa: E402
+import ampx_jax  # noqa: E402
+
+A = jnp.asarray(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3))
+B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))
+
+
+def start(**options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        return ampx.init("jax", **{"dtype": "bfloat16", "device": "cpu", **options})
+
+
+@pytest.fixture(autouse=True)
+def end():
+    yield
+    ampx.shutdown()
+
+
+def low_product(a, b, dtype="bfloat16"):
+    """The oracle: both inputs rounded, multiplied exactly, the result rounded."""
+    exact = np.asarray(a.astype(dtype), np.float64) @ np.asarray(b.astype(dtype), np.float64)
+    return jnp.asarray(exact).astype(dtype).astype(jnp.float32)
+
+
+def dtypes_of(function, *args):
+    """Each primitive with the dtypes that it computes, in nested functions too."""
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation.primitive.name, str(equation.outvars[0].aval.dtype)
+            for value in equation.params.values():
+                for inner in value if isinstance(value, tuple) else (value,):
+                    inner = getattr(inner, "jaxpr", inner)
+                    if hasattr(inner, "eqns"):
+                        yield from walk(inner)
+
+    return set(walk(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_compute_in_low_precision_and_results_keep_their_dtype(dtype):
+    start(dtype=dtype)
+    product = ampx_jax.autocast(jnp.matmul)(A, B)
+    assert product.dtype == jnp.float32
+    np.testing.assert_allclose(product, low_product(A, B, dtype), rtol=2**-7, atol=1e-3)
+    assert not np.array_equal(product, A @ B)
+    assert ("dot_general", dtype) in dtypes_of(ampx_jax.autocast(jnp.matmul), A, B)
+
+
+def test_without_a_session_nothing_is_cast():
+    assert np.array_equal(ampx_jax.autocast(jnp.matmul)(A, B), A @ B)
+
+
+def test_softmax_sums_in_float32_and_comparisons_follow():
+    start()
+    found = dtypes_of(ampx_jax.autocast(lambda a, b: jax.nn.softmax(jnp.maximum(a @ b, 0.0))), A, B)
+    assert ("exp", "float32") in found
+    assert ("reduce_sum", "float32") in found
+    assert ("max", "bfloat16") in found
+
+
+def test_a_number_that_float16_cannot_hold_stays_float32():
+    start(dtype="float16")
+    masked = ampx_jax.autocast(lambda a, b: jnp.maximum(a @ b, -1e9) + -1e9)(A, B)
+    assert np.isfinite(masked).all()
+
+
+def body(carry, row):
+    return jnp.tanh(carry @ row), jnp.sum(carry)
+
+
+NESTED = {
+    "jit": lambda a, b: jax.jit(lambda a: a @ b)(a),
+    "checkpoint": lambda a, b: jax.checkpoint(lambda a: jnp.sin(a @ b))(a),
+    "scan": lambda a, b: jax.lax.scan(body, a, jnp.stack([b @ a] * 2))[0],
+    "cond": lambda a, b: jax.lax.cond(jnp.sum(a) < 9, lambda a: a @ b, lambda a: -(a @ b), a),
+    "fori_loop": lambda a, b: jax.lax.fori_loop(0, 3, lambda i, a: jnp.tanh(a @ (b @ A)), a),
+    "custom_jvp": lambda a, b: jax.nn.relu(a @ b),
+    "vmap": lambda a, b: jax.vmap(lambda row: row @ b)(a),
+    "grad": lambda a, b: jax.grad(lambda a: jnp.sum(jnp.sin(a @ b)))(a),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_functions_are_cast_and_close_to_float32(name):
+    function = NESTED[name]
+    exact = function(A, B)
+    start()
+    cast = ampx_jax.autocast(function)
+    assert ("dot_general", "bfloat16") in dtypes_of(cast, A, B)
+    assert ("dot_general", "float32") not in dtypes_of(cast, A, B)
+    for found in (cast(A, B), jax.jit(cast)(A, B), ampx_jax.autocast(jax.jit(function))(A, B)):
+        assert found.dtype == exact.dtype
+        np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in NESTED if name not in ("fori_loop", "grad")])
+def test_gradients_flow_in_float32_and_batch(name):
+    def loss(function):
+        return lambda a: jnp.sum(function(a, B) ** 2)
+
+    exact = jax.grad(loss(NESTED[name]))(A)
+    start()
+    cast = loss(ampx_jax.autocast(NESTED[name]))
+    for found in (jax.grad(cast)(A), jax.jit(jax.grad(jax.checkpoint(cast)))(A), jax.vmap(jax.grad(cast))(A[None])[0]):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, exact, rtol=0.1, atol=0.1)
+
+
+@jax.custom_vjp
+def odd(a, b):
+    return a @ b
+
+
+odd.defvjp(lambda a, b: (a @ b, (a, b)), lambda saved, up: (3 * up @ saved[1].T, saved[0].T @ up))
+
+
+def test_derivatives_of_ones_own_are_kept_and_cast():
+    start()
+    gradient = jax.grad(lambda a: jnp.sum(ampx_jax.autocast(odd)(a, B)))
+    np.testing.assert_allclose(gradient(A), 3 * jnp.ones((4, 4)) @ B.T, rtol=0.02)
+    assert ("dot_general", "float32") not in dtypes_of(gradient, A)
+
+
+def test_derivatives_of_ones_own_may_close_over_values():
+    ode = pytest.importorskip("jax.experimental.ode")
+
+    def loss(b):
+        return jnp.sum(ode.odeint(lambda y, t: jnp.tanh(y @ (b @ A)), A, jnp.array([0.0, 1.0]))[-1])
+
+    exact = jax.grad(loss)(B)
+    start()
+    np.testing.assert_allclose(jax.grad(ampx_jax.autocast(loss))(B), exact, rtol=0.1, atol=0.1)
+
+
+def test_stale_traces_are_never_used():
+    function = jax.jit(ampx_jax.autocast(jnp.matmul))
+    exact = function(A, B)
+    assert np.array_equal(exact, A @ B)
+    start()
+    low = function(A, B)
+    assert not np.array_equal(low, exact)
+    start(dtype="float16")
+    assert not np.array_equal(function(A, B), low)
+    ampx.shutdown()
+    assert np.array_equal(function(A, B), exact)
+
+
+def test_denied_and_allowed_names():
+    start(deny=["dot_general"])
+    assert np.array_equal(ampx_jax.autocast(jnp.matmul)(A, B), A @ B)
+    start(deny=[jax.nn.relu], allow=["exp"])
+    found = dtypes_of(ampx_jax.autocast(lambda a, b: jnp.exp(jax.nn.relu(a @ b))), A, B)
+    assert ("exp", "bfloat16") in found
+    assert ("max", "float32") in found
+    with pytest.raises(ampx.UnsupportedOpError, match="'mat_mull'"):
+        start(deny=["mat_mull"])
+    with pytest.raises(ampx.UnsupportedOpError, match=r"under jax\.jit"):
+        start(deny=[lambda a: a])
+
+
+def test_a_denied_function_of_ones_own_computes_in_float32():
+    @jax.jit
+    def precise(a, b):
+        return a @ b
+
+    start(deny=[precise])
+    assert np.array_equal(ampx_jax.autocast(lambda a, b: precise(a, b))(A, B), A @ B)
+    start(allow=[precise])
+    assert ("sin", "bfloat16") not in dtypes_of(ampx_jax.autocast(lambda a: jnp.sin(a)), A)
+
+
+def test_regions_inside_the_function_are_obeyed():
+    amp = start()
+
+    def function(a, b):
+        with amp.autocast(enabled=False):
+            exact = a @ b
+        with amp.autocast(dtype="float16"):
+            half = a @ b
+        return exact, half, a @ b
+
+    exact, half, low = ampx_jax.autocast(function)(A, B)
+    assert np.array_equal(exact, A @ B)
+    np.testing.assert_allclose(half, low_product(A, B, "float16"), rtol=2e-3)
+    assert not np.array_equal(low, half)
+
+
+def test_float_functions_inside_the_function_compute_in_float32():
+    amp = start()
+    precise = amp.float_function(jnp.matmul)
+    assert np.array_equal(ampx_jax.autocast(lambda a, b: precise(a, b))(A, B), A @ B)
+
+
+def test_unknown_primitives_run_in_the_dtypes_of_their_trace():
+    start()
+    found = ampx_jax.autocast(lambda a, b: jnp.linalg.cholesky(a @ a.T + 4 * jnp.eye(4)))(A, B)
+    assert found.dtype == jnp.float32
+    assert np.isfinite(found).all()
+
+
+def test_integers_strings_and_other_leaves_pass_through():
+    start()
+    found = ampx_jax.autocast(lambda tree, scale, name: {"sum": tree["a"] + tree["n"], "name": name, "scale": scale})(
+        {"a": A, "n": jnp.arange(3)}, 2, name="text"
+    )
+    assert found["name"] == "text"
+    assert found["scale"] == 2
+    assert np.array_equal(found["sum"], A + jnp.arange(3))
+
+
+def test_convolutions_compute_in_low_precision():
+    start()
+    images, kernels = jnp.ones((1, 1, 5, 5)), jnp.ones((2, 1, 3, 3))
+    function = ampx_jax.autocast(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"))
+    assert ("conv_general_dilated", "bfloat16") in dtypes_of(function, images, kernels)
+    gradient = jax.grad(lambda k: jnp.sum(function(images, k)))(kernels)
+    assert gradient.dtype == jnp.float32
+    assert gradient[0, 0, 1, 1] == 25.0
+
+
+def test_flax_modules_need_no_change():
+    linen = pytest.importorskip("flax.linen")
+    model = linen.Sequential([linen.Dense(8), linen.relu, linen.LayerNorm(), linen.Dense(2)])
+    variables = model.init(jax.random.key(0), A)
+    exact = model.apply(variables, A)
+    start()
+    found = ampx_jax.autocast(model.apply)(variables, A)
+    assert ("dot_general", "float32") not in dtypes_of(ampx_jax.autocast(model.apply), variables, A)
+    np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.05)
+
+
+def test_equinox_modules_need_no_change():
+    equinox = pytest.importorskip("equinox")
+    model = equinox.nn.MLP(3, 2, 8, 2, key=jax.random.key(0))
+    exact = jax.vmap(model)(A)
+    start()
+    found = ampx_jax.autocast(lambda model, rows: jax.vmap(model)(rows))(model, A)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.05)
+    assert not np.array_equal(found, exact)

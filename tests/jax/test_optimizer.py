@@ -1,0 +1,358 @@
+"""A wrapped transformation works wherever optax and JAX take the raw one."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+
+import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import ampx  # noqa: E402
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle  # noqa: E402
+from ampx_jax.state import find_all  # noqa: E402
+
+START = np.array([1.0, -2.0, 0.5], np.float32)
+FINITE = np.array([0.25, -0.5, 1.5], np.float32)
+
+
+def slopes(overflow):
+    return jnp.asarray(np.where([False, bool(overflow), False], np.inf, FINITE))
+
+
+def train_step(tx, params, state, slope):
+    def scaled_loss(params):
+        with ampx.scale_loss(jnp.sum(params * slope), state) as scaled:
+            return scaled
+
+    updates, state = tx.update(jax.grad(scaled_loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def plain(tx, rows):
+    params, state = jnp.asarray(START), tx.init(jnp.asarray(START))
+    for row in rows:
+        updates, state = tx.update(jnp.asarray(row), state, params)
+        params = optax.apply_updates(params, updates)
+    return np.asarray(params), state
+
+
+def same(a, b):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+
+
+def test_trace_under_jit_is_the_reference_trace_and_compiles_once(session):
+    tx = ampx.wrap_optimizer(optax.sgd(0.5))
+    compiled = jax.jit(lambda params, state, slope: train_step(tx, params, state, slope))
+    params, trace = jnp.asarray(START), []
+    state = tx.init(params)
+    for overflow in REFERENCE_PATTERN:
+        params, state = compiled(params, state, slopes(overflow))
+        trace.append(ampx.loss_scale(state))
+    assert trace == list(REFERENCE_TRACE)
+    assert compiled._cache_size() == 1
+    assert same(params, plain(optax.sgd(0.5), [FINITE] * REFERENCE_PATTERN.count(0))[0])
+
+
+def test_trace_under_scan_is_the_reference_trace_and_results_stack(session):
+    tx = ampx.wrap_optimizer(optax.adam(0.1))
+
+    def body(carry, slope):
+        carry = train_step(tx, *carry, slope)
+        return carry, ampx.last_step(carry[1])
+
+    params = jnp.asarray(START)
+    rows = jnp.stack([slopes(overflow) for overflow in REFERENCE_PATTERN])
+    (params, state), results = jax.jit(lambda carry, rows: jax.lax.scan(body, carry, rows))(
+        (params, tx.init(params)), rows
+    )
+    assert results.next_scale.tolist() == list(REFERENCE_TRACE)
+    assert results.applied.tolist() == [not overflow for overflow in REFERENCE_PATTERN]
+    assert results.scale.tolist() == [65536.0, *REFERENCE_TRACE[:-1]]
+    expected, inner = plain(optax.adam(0.1), [FINITE] * REFERENCE_PATTERN.count(0))
+    np.testing.assert_allclose(params, expected, rtol=1e-6)
+    assert int(find_all(state)[0].inner[0].count) == int(inner[0].count) == 11
+
+
+def test_vmap_gives_every_member_its_own_scale(session):
+    tx = ampx.wrap_optimizer(optax.sgd(0.5, momentum=0.5))
+    members = jnp.stack([jnp.asarray(START)] * 2)
+    states = jax.vmap(tx.init)(members)
+    for overflows in ((0, 1), (0, 0)):
+        rows = jnp.stack([slopes(overflow) for overflow in overflows])
+        members, states = jax.jit(jax.vmap(lambda p, s, x: train_step(tx, p, s, x)))(members, states, rows)
+    assert ampx.loss_scale(states).tolist() == [65536.0, 32768.0]
+    assert same(members[0], plain(optax.sgd(0.5, momentum=0.5), [FINITE] * 2)[0])
+    assert same(members[1], plain(optax.sgd(0.5, momentum=0.5), [FINITE])[0])
+
+
+def test_overflow_on_one_of_two_devices_skips_on_both_under_jit(session):
+    if jax.device_count() < 2:
+        pytest.skip("one device only")
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    tx = ampx.wrap_optimizer(optax.sgd(0.5))
+    params = jax.device_put(jnp.asarray(START), NamedSharding(mesh, P()))
+    state = jax.device_put(tx.init(params), NamedSharding(mesh, P()))
+
+    @jax.jit
+    def step(params, state, rows):
+        def scaled_loss(params):
+            with ampx.scale_loss(jnp.mean(rows @ params), state) as scaled:
+                return scaled
+
+        updates, state2 = tx.update(jax.grad(scaled_loss)(params), state, params)
+        return optax.apply_updates(params, updates), state2
+
+    rows = jax.device_put(jnp.stack([slopes(0), slopes(1)]), NamedSharding(mesh, P("batch")))
+    after, state = step(params, state, rows)
+    assert [shard.data.tolist() for shard in after.addressable_shards] == [START.tolist()] * 2
+    assert ampx.last_step(state) == ampx.StepResult(False, False, 65536.0, 32768.0, 1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("overflow", [0, 1])
+def test_shard_map_agrees_over_the_axis(session, check_vma, overflow):
+    if jax.device_count() < 2:
+        pytest.skip("one device only")
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    tx = ampx.wrap_optimizer(optax.sgd(0.5, momentum=0.5), axis_name="batch")
+
+    def local(params, rows):  # parameters of their own on each device; only finiteness is shared
+        state = tx.init(params)
+        params, state = train_step(tx, params, state, rows[0])
+        return params, ampx.last_step(state).applied[None], ampx.loss_scale(state)[None]
+
+    split = P("batch")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(split, split), out_specs=split, check_vma=check_vma)
+    rows = jnp.stack([slopes(0), slopes(overflow)])
+    after, applied, scales = jax.jit(mapped)(jnp.concatenate([jnp.asarray(START)] * 2), rows)
+    assert applied.tolist() == [not overflow] * 2
+    assert scales.tolist() == [32768.0 if overflow else 65536.0] * 2
+    expected = START if overflow else START - 0.5 * FINITE
+    assert after.tolist() == [*expected, *expected]
+
+
+def test_donated_states_are_not_used_again(session):
+    tx = ampx.wrap_optimizer(optax.adam(0.1), max_grad_norm=1.0)
+    step = jax.jit(lambda params, state, slope: train_step(tx, params, state, slope), donate_argnums=(0, 1))
+    params = jnp.asarray(START)
+    state = tx.init(params)
+    for overflow in (0, 1, 0):
+        params, state = step(params, state, slopes(overflow))
+    assert ampx.last_step(state).applied
+    assert np.isfinite(np.asarray(params)).all()
+
+
+@pytest.mark.parametrize("overflow", [np.inf, -np.inf, np.nan])
+def test_skipped_steps_leave_every_bit_of_parameters_and_inner_state(session, overflow):
+    tx = ampx.wrap_optimizer(optax.adamw(0.1))
+    params = {"w": jnp.array([-0.0, 0.0, 1e-40]), "b": jnp.ones(())}
+    state = tx.init(params)
+    _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    bad = {"w": jnp.zeros(3), "b": jnp.float32(overflow)}
+    updates, after = tx.update(bad, state, params)
+    signs = np.signbit(optax.apply_updates(params, updates)["w"][:2]).tolist()
+    assert signs == [True, False]
+    assert same(after.inner, state.inner)
+
+
+def test_static_scales_skip(session):
+    tx = ampx.wrap_optimizer(optax.sgd(0.5), loss_scale=128)
+    params = jnp.asarray(START)
+    state = tx.init(params)
+    after, state = train_step(tx, params, state, slopes(1))
+    assert same(after, params)
+    assert ampx.last_step(state) == ampx.StepResult(False, False, 128.0, 128.0, 1)
+
+
+def test_chain_inside_clips_true_gradients(session):
+    tx = ampx.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    params = jnp.zeros(2)
+    updates, _ = tx.update(jnp.array([3.0, 4.0]) * 65536, tx.init(params), params)
+    np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
+
+
+def test_chain_around_transforms_true_updates(session):
+    tx = optax.chain(ampx.wrap_optimizer(optax.scale_by_adam()), optax.scale(-0.1))
+    params = jnp.asarray(START)
+    state = tx.init(params)
+    assert ampx.loss_scale(state) == 65536.0
+    params, state = train_step(tx, params, state, slopes(0))
+    np.testing.assert_allclose(params, START - 0.1 * np.sign(FINITE), rtol=1e-5)
+    assert ampx.last_step(state).applied
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_multi_steps_around_drops_the_whole_window(session, bad):
+    tx = optax.MultiSteps(ampx.wrap_optimizer(optax.sgd(0.5)), every_k_schedule=2)
+    params = jnp.asarray(START)
+    state = tx.init(params)
+    for micro in range(2):
+        params, state = jax.jit(lambda p, s, x: train_step(tx, p, s, x))(params, state, slopes(micro == bad))
+    expected = START - 0.5 * FINITE if bad is None else START
+    assert params.tolist() == expected.tolist()
+    assert ampx.last_step(state).applied is (bad is None)
+    assert ampx.loss_scale(state) == (65536.0 if bad is None else 32768.0)
+
+
+def test_multi_steps_inside_accumulates_true_gradients(session):
+    tx = ampx.wrap_optimizer(optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation())
+    params = jnp.asarray(START)
+    state = tx.init(params)
+    for overflow in (0, 1, 0):  # the micro batch that overflows does not count
+        params, state = train_step(tx, params, state, slopes(overflow))
+    assert params.tolist() == (START - 0.5 * FINITE).tolist()
+
+
+def test_inject_hyperparams_inside_and_around(session):
+    inside = ampx.wrap_optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    around = optax.inject_hyperparams(lambda learning_rate: ampx.wrap_optimizer(optax.sgd(learning_rate)))(0.5)
+    for tx in (inside, around):
+        params = jnp.asarray(START)
+        state = tx.init(params)
+        params, state = jax.jit(lambda p, s, x, tx=tx: train_step(tx, p, s, x))(params, state, slopes(0))
+        assert params.tolist() == (START - 0.5 * FINITE).tolist()
+        params, state = train_step(tx, params, state, slopes(1))
+        assert params.tolist() == (START - 0.5 * FINITE).tolist()
+
+
+def test_schedules_do_not_count_skipped_steps(session):
+    tx = ampx.wrap_optimizer(optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.5})))
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    moved = []
+    for overflow in (1, 0, 1, 0):
+        before = params
+        params, state = train_step(tx, params, state, slopes(overflow))
+        moved.append(((before - params) / FINITE)[0].item())
+    assert moved == [0.0, 1.0, 0.0, 0.5]
+
+
+def test_extra_arguments_reach_the_inner_transformation(session):
+    tx = ampx.wrap_optimizer(optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+    params = jnp.zeros(3)
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0))(slopes(0) * 65536, state)
+    assert np.asarray(updates / FINITE)[0] < 1.0
+
+
+def test_flax_train_state_applies_gradients(session):
+    train_state = pytest.importorskip("flax.training.train_state")
+    serialization = pytest.importorskip("flax.serialization")
+    tx = ampx.wrap_optimizer(optax.adam(0.1))
+    state = train_state.TrainState.create(apply_fn=lambda p, x: p["w"] * x, params={"w": jnp.asarray(START)}, tx=tx)
+
+    @jax.jit
+    def step(state, slope):
+        def scaled_loss(params):
+            with ampx.scale_loss(jnp.sum(state.apply_fn(params, slope)), state.opt_state) as scaled:
+                return scaled
+
+        return state.apply_gradients(grads=jax.grad(scaled_loss)(state.params))
+
+    for overflow in (0, 1):
+        state = step(state, slopes(overflow))
+    assert ampx.last_step(state) == ampx.StepResult(False, False, 65536.0, 32768.0, 1)
+    np.testing.assert_allclose(state.params["w"], plain(optax.adam(0.1), [FINITE])[0], rtol=1e-6)
+    again = serialization.from_bytes(state, serialization.to_bytes(state))
+    assert same(again.params, state.params)
+    assert ampx.last_step(again) == ampx.last_step(state)
+    assert ampx.last_step(step(again, slopes(1))).next_scale == 16384.0
+
+
+def test_states_survive_pickle(session):
+    tx = ampx.wrap_optimizer(optax.adam(0.1))
+    _, state = train_step(tx, jnp.asarray(START), tx.init(jnp.asarray(START)), slopes(1))
+    again = pickle.loads(pickle.dumps(state))
+    assert same(again, state)
+    assert session.state_dict(again) == session.state_dict(state)
+
+
+def test_a_state_saved_by_torch_goes_on_exactly(session):
+    saved = {
+        "schema": "ampx.loss_scale/1",
+        "framework": "torch",
+        "groups": [
+            {
+                "config": {
+                    "init_scale": 1024.0,
+                    "growth_factor": 3.0,
+                    "backoff_factor": 0.75,
+                    "growth_interval": 4,
+                    "hysteresis": 2,
+                    "min_scale": 5.0,
+                    "max_scale": 2000.0,
+                    "dynamic": True,
+                    "max_consecutive_skips": 40,
+                },
+                "losses": [
+                    {"loss_id": 0, "scale": 77.25, "growth_tracker": 2, "hysteresis_tracker": 1, "consecutive_skips": 5}
+                ],
+            }
+        ],
+    }
+    tx = ampx.wrap_optimizer(optax.sgd(0.5))
+    params = jnp.asarray(START)
+    state = session.load_state_dict(json.loads(json.dumps(saved)), tx.init(params))
+    assert session.state_dict(state)["groups"] == saved["groups"]
+    (group,) = saved["groups"]
+    oracle = Oracle(group["config"], group["losses"][0])
+    step = jax.jit(lambda p, s, x: train_step(tx, p, s, x))
+    for overflow in (0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1):
+        params, state = step(params, state, slopes(overflow))
+        after = oracle.step(bool(overflow))
+        (row,) = session.state_dict(state)["groups"][0]["losses"]
+        assert row == {"loss_id": 0, **vars(after)}
+
+
+def test_a_list_of_optimizers_is_refused_with_advice(session):
+    with pytest.raises(ampx.UnsupportedByBackendError, match="Join them"):
+        ampx.wrap_optimizer([optax.sgd(0.1), optax.sgd(0.2)])
+
+
+def test_a_state_with_two_scales_is_refused(session):
+    tx = [ampx.wrap_optimizer(optax.sgd(0.1)) for _ in range(2)]
+    state = [one.init(jnp.zeros(1)) for one in tx]
+    with pytest.raises(ampx.UnsupportedByBackendError, match="holds 2 loss scales"):
+        ampx.scale_loss(jnp.ones(()), state)
+
+
+def test_wrapping_what_holds_a_wrapped_part_is_refused(session):
+    tx = ampx.wrap_optimizer(optax.chain(optax.clip(1.0), ampx.wrap_optimizer(optax.sgd(0.1))))
+    with pytest.raises(ampx.AlreadyWrappedError, match="part that is wrapped"):
+        tx.init(jnp.zeros(1))
+
+
+def test_low_precision_parameters_are_refused(session):
+    with pytest.raises(ampx.LowPrecisionParametersError, match="bfloat16"):
+        ampx.wrap_optimizer(optax.sgd(0.1)).init(jnp.zeros(1, jnp.bfloat16))
+
+
+def test_host_calls_inside_a_trace_say_so(session):
+    tx = ampx.wrap_optimizer(optax.sgd(0.1))
+    state = tx.init(jnp.zeros(1))
+    for call in (session.observe, session.state_dict):
+        with pytest.raises(ampx.ProtocolError, match="inside traced code"):
+            jax.jit(lambda state, call=call: call(state) and 0)(state)
+
+
+def test_calls_without_a_state_say_what_to_pass(session):
+    for call in (session.state_dict, lambda: session.load_state_dict({})):
+        with pytest.raises(ampx.UnsupportedByBackendError, match="need the optimizer state"):
+            call()
+
+
+def test_the_tests_see_two_devices():
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; assert jax.device_count() >= 2"], capture_output=True, check=False
+    )
+    assert done.returncode == 0
