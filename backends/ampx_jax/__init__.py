@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @ampx.hookimpl
 def ampx_register_backends(register: ampx.Register) -> None:
     """Register JAX."""
-    register("jax", load, roots=("jax", "jaxlib", "optax", "flax", "equinox"), requires="jax>=0.8")
+    register("jax", load, roots=("jax", "jaxlib", "optax", "flax", "equinox"), requires="jax>=0.9")
 
 
 def load() -> ampx.Backend:

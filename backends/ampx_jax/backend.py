@@ -59,15 +59,12 @@ class JaxBackend(ampx.Backend):
         return rules.resolve(plan)
 
     def activate(self, plan: CastPlan) -> None:
-        """Let `ampx_jax.autocast` cast, in all threads."""
-        casting.active.set_global(rules.resolve(plan))
+        """Let `ampx_jax.autocast` cast in the calling thread: JAX keeps what its cache depends on by thread."""
+        casting.switch(rules.resolve(plan))
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`."""
-        casting.active.set_global(None)
-
-    def enter_thread(self, plan: CastPlan) -> None:
-        """Do nothing: `activate` holds in all threads."""
+        casting.switch(None)
 
     def cast(self, tree: Any, dtype: Dtype) -> Any:
         """Cast the floating arrays of a tree."""

@@ -19,6 +19,12 @@ from .rules import JaxPlan
 # compiled under one plan is compiled anew under another.
 active: Final = jax.make_user_context(None)
 
+
+def switch(plan: JaxPlan | None) -> None:
+    """Set the plan of the calling thread, until it is set again. Sync: none."""
+    active(plan).__enter__()  # never left: the next switch replaces it
+
+
 _MARK: Final = re.compile(r"ampx\.(off|float16|bfloat16)")
 
 

@@ -11,7 +11,7 @@ import paddle
 
 import ampx
 from ampx.errors import InvalidOptionError, NotWrappedError, UnsupportedByBackendError
-from ampx.loss_scale import LossScale, LossScaleState
+from ampx.scale_state import LossScale, LossScaleState
 from ampx.state import parse_state
 
 from .optimizer import AmpOptimizer

@@ -14,8 +14,8 @@ from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.events import StepResult
 from ampx.group import Member, Outcome, ScaleGroup
 from ampx.ledger import Ledger
-from ampx.loss_scale import LossScaleState, next_state
 from ampx.optimizer import WrappedOptimizer
+from ampx.scale_state import LossScaleState, next_state
 
 from . import casting
 from .delegation import DelegatingOptimizer
