@@ -53,13 +53,20 @@ def unscale(found: Sequence[paddle.Tensor], scale: float) -> bool:
     Sync: one a dtype.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
+    last: Any = None
     for parameter in found:
-        # Native defect: on the CPU the kernel kills the process when it meets sparse rows. It gets their values.
-        values = _values(parameter)
-        batches.setdefault((values.dtype, str(values.place)), []).append(values)
+        values = gradient_of(parameter)
+        if not values.is_dense() or values.is_selected_rows():
+            # Native defect: on the CPU the kernel kills the process when it meets sparse rows. It gets their values.
+            values = _values(parameter)
+        dtype = values.dtype
+        if dtype is not last:  # most are the same, and looking one up is slow
+            batch, last = batches.setdefault(dtype, []), dtype
+        batch.append(values)
     finite = True
-    for (dtype, place), batch in batches.items():
-        overflow = _unscale_dense(batch, _scalar(scale, "float64" if dtype == paddle.float64 else "float32", place))
+    for dtype, batch in batches.items():
+        kind = "float64" if dtype == paddle.float64 else "float32"
+        overflow = _unscale_dense(batch, _scalar(scale, kind, str(batch[0].place)))
         finite = finite and not overflow
     if scale < 1.0 and finite:
         # Paddle's kernel tests before it divides, and dividing by less than one may overflow.

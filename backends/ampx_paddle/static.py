@@ -195,6 +195,10 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             )
         _, overflow = paddle._C_ops.check_finite_and_unscale_(gradients, state.scale)
         finite = paddle.logical_not(overflow)
+        if min(group.config.init_scale, group.config.min_scale, first.scale) < 1:
+            # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
+            for one in gradients:
+                finite = paddle.logical_and(finite, paddle.isfinite(one).all())
         after = next_state(group.config, state, finite, where=_where)
         paddle.assign(state.scale * 1.0, told[1])
         paddle.assign(finite.astype("int32"), told[0])

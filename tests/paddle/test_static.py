@@ -168,3 +168,29 @@ with paddle.static.program_guard(paddle.static.Program(), paddle.static.Program(
     last = err.strip().splitlines()[-1]
     assert last.startswith(f"ampx.errors.{error}"), err[-2000:]
     assert words in last
+
+
+def test_gradients_that_overflow_when_divided_are_skipped(native):
+    """The scaled gradient is finite, the true one (1.2e39) is not; Paddle's kernel tests the scaled one only."""
+    code, out, err = native(
+        """
+import ampx
+paddle.enable_static()
+amp = ampx.init("paddle", level="O0", loss_scale=2.0**-10)
+main, startup = paddle.static.Program(), paddle.static.Program()
+with paddle.static.program_guard(main, startup):
+    x = paddle.static.data("x", [1], "float32")
+    initial = paddle.nn.initializer.Constant(0.0625)
+    weight = paddle.static.create_parameter([1], "float32", default_initializer=initial)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(1.0))
+    opt.minimize((weight * x).sum() * 4.0)
+executor = paddle.static.Executor(paddle.CPUPlace())
+executor.run(startup)
+for value in (3e38, 0.25):
+    (now,) = executor.run(main, feed={"x": np.array([value], "float32")}, fetch_list=[weight])
+    print("SEEN", opt.last_step.applied, now.item())
+"""
+    )
+    assert code == 0, err[-2000:]
+    seen = [line.split()[1:] for line in out.splitlines() if line.startswith("SEEN")]
+    assert seen == [["False", "0.0625"], ["True", "-0.9375"]]
