@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .api import float_function as float_function
     from .api import gate as gate
     from .api import half_function as half_function
-    from .api import init as init
     from .api import last_step as last_step
     from .api import load_state_dict as load_state_dict
     from .api import loss_scale as loss_scale
@@ -100,6 +99,7 @@ if TYPE_CHECKING:
     from .scale_state import LossScale as LossScale
     from .scale_state import LossScaleState as LossScaleState
     from .scale_state import next_state as next_state
+    from .starting import init as init
 
 # Which module a public name lives in. They load on first use: a script that imports ampx and then fails, or
 # only asks for --help, does not wait for what it does not need.
@@ -114,7 +114,6 @@ _MODULES = {
         "float_function",
         "gate",
         "half_function",
-        "init",
         "last_step",
         "load_state_dict",
         "loss_scale",
@@ -195,6 +194,7 @@ _MODULES = {
     ),
     "optimizer": ("WrappedOptimizer",),
     "policy": ("Policy",),
+    "starting": ("init",),
     "debug": ("debug",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

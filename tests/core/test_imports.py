@@ -30,7 +30,7 @@ LEVELS = [
     {"values"},
     {"reporting"},
     {"amp"},
-    {"api"},
+    {"api", "starting"},
     {"debug"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
