@@ -25,6 +25,7 @@ import ampx
 # Framework → the module with its CHECKS, its describe(device) and its has(device), and its plugin.
 FRAMEWORKS: dict[str, tuple[str, str]] = {
     "torch": ("_gpu_torch", "ampx_torch"),
+    "paddle": ("_gpu_paddle", "ampx_paddle"),
 }
 
 

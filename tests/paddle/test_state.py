@@ -7,7 +7,7 @@ import paddle
 
 import ampx
 
-# What `json.dumps(amp.state_dict())` gave in PyTorch after 0, 0, 1, 0 (1 is an overflow), growth_interval=3.
+# What PyTorch saves after 0, 0, 1, 0 (1 is an overflow) with growth_interval=3, written out by hand.
 FROM_TORCH = """{"schema": "ampx.loss_scale/1", "framework": "torch", "groups": [{"config": {"init_scale": 65536.0,
 "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "hysteresis": 1, "min_scale": 1.0,
 "max_scale": 16777216.0, "dynamic": true, "max_consecutive_skips": 50}, "losses": [{"loss_id": 0, "scale": 32768.0,
