@@ -54,6 +54,8 @@ class Amp(Casting, Reporting):
         self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[list[Listener]] = []
+        self._wrapped_values = 0
+        self._observed = {}
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, weakref.ref[Any]] = {}

@@ -24,7 +24,7 @@ class Values:
     backend: Backend
     effective: Effective
     # How many transformations were wrapped, and the last step of each whose events were sent.
-    _wrapped_values: int = 0
+    _wrapped_values: int
     _observed: dict[int, int]
 
     def last_step(self, opt: Any) -> StepResult | None:
@@ -80,10 +80,9 @@ class Values:
         group, result = self._host_group(value, "observe"), value.result
         if result is None or not value.enabled:
             return result
-        observed = self.__dict__.setdefault("_observed", {})
-        if observed.get(value.group, 0) == value.steps:
+        if self._observed.get(value.group, 0) == value.steps:
             return result
-        observed[value.group] = value.steps
+        self._observed[value.group] = value.steps
         before = replace(value.state, scale=result.scale)
         told = (self.backend.name, value.group, 0, value.steps)
         for event in group.events_of(told, before, value.state, bool(result.finite)):
