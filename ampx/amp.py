@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ class Amp(Casting, Reporting):
         self._observed = {}
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
-        self.scaled: dict[int, weakref.ref[Any]] = {}
+        self.scaled: dict[int, Callable[[], Any]] = {}
 
     @property
     def framework(self) -> str:

@@ -189,6 +189,7 @@ class Member:
         factors: The scale that pending gradients carry, by loss id. Frozen until the step.
         mixes: The wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`.
         result: The last step's result as far as the host knows it.
+        held: The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
     """
 
     def __init__(self, group: ScaleGroup) -> None:
@@ -198,6 +199,7 @@ class Member:
         self.factors: dict[int, Scalar] = {}
         self.mixes = False
         self.result: StepResult | None = None
+        self.held: list[Any] = []
         self._before: tuple[Stage, dict[int, Scalar]] = ("idle", {})
 
     @property
@@ -290,3 +292,4 @@ class Member:
     def _reset(self) -> None:
         self.stage = "idle"
         self.factors = {}
+        self.held = []

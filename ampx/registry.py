@@ -188,12 +188,16 @@ class Registry:
         return backend
 
     def imported(self) -> list[str]:
-        """List the registered frameworks whose root module is imported already. Sync: none."""
+        """List the registered frameworks whose root module is imported already. Sync: none.
+
+        A plugin's own package may be among the roots, for an optimizer that it brings. Finding the plugin imported
+        that package, so it does not count.
+        """
         self._ensure()
         return [
             name
             for name, found in sorted(self._registrations.items())
-            if any(sys.modules.get(root) is not None for root in found.roots)
+            if any(sys.modules.get(root) is not None for root in found.roots if root != found.module.partition(".")[0])
         ]
 
     def guess(self) -> str:

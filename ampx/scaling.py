@@ -82,10 +82,12 @@ class ScaleLoss:
                 region = amp.backend.autocast(plan, False)
                 region.__enter__()
                 self._region = region
+            held = optimizers[0].ampx_member.held if optimizers else []
+            held.clear()  # while gradients accumulate, at most one graph is kept alive
             if several:
-                scaled = _each(loss, lambda one: _mark(amp.scaled, amp.backend.scale(one, scale)))
+                scaled = _each(loss, lambda one: _mark(amp.scaled, amp.backend.scale(one, scale), held))
             else:
-                scaled = _mark(amp.scaled, amp.backend.scale(loss, scale))
+                scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
         except BaseException as error:
             if self._region is not None:
                 self._region.__exit__(type(error), error, error.__traceback__)
@@ -207,12 +209,22 @@ def _each(tree: Any, function: Callable[[Any], Any]) -> Any:
     return function(tree)
 
 
-def _mark(scaled: dict[int, weakref.ref[Any]], loss: Loss) -> Loss:
-    """Remember a scaled loss for as long as it lives."""
+class _Held:
+    """A scaled loss that cannot be weakly referenced, in something that can."""
+
+    def __init__(self, loss: Loss) -> None:
+        """Hold it."""
+        self.loss = loss
+
+
+def _mark(scaled: dict[int, Callable[[], Any]], loss: Loss, held: list[_Held]) -> Loss:
+    """Remember a scaled loss for as long as it lives; one that cannot be weakly referenced, as long as it is held."""
     try:
         scaled[id(loss)] = weakref.ref(loss)
     except TypeError:
-        return loss  # a value without weak references: scaling it twice goes unnoticed
+        held.append(_Held(loss))
+        reference = weakref.ref(held[-1])
+        scaled[id(loss)] = lambda: getattr(reference(), "loss", None)
     if len(scaled) > _REMEMBERED:
         # Sweeping now and then costs less than a callback for every loss.
         for key in [key for key, reference in scaled.items() if reference() is None]:

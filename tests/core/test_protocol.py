@@ -280,6 +280,19 @@ def test_a_scaled_loss_is_not_scaled_again(trainer, alpha):
     assert stand(trainer) == before
 
 
+def test_a_scaled_loss_without_weak_references_is_known_until_the_step(amp, trainer, alpha, monkeypatch):
+    monkeypatch.setattr(alpha.Backend, "scale", lambda self, loss, scale: 0.25 * scale)  # a float, as in README.md
+    for _ in range(2):
+        with ampx.scale_loss(alpha.Loss(), trainer.opt) as scaled:
+            trainer.param.grad = 1.0
+        with pytest.raises(ampx.AlreadyScaledError), ampx.scale_loss(scaled, trainer.opt):
+            pytest.fail("the body ran")
+    assert [known.loss for known in trainer.opt.ampx_member.held] == [scaled], "one graph at a time is kept alive"
+    trainer.opt.step()
+    assert trainer.opt.ampx_member.held == []
+    assert [reference() for reference in amp.scaled.values() if reference() is not None] == []
+
+
 def test_scaled_losses_are_not_kept_alive_and_not_remembered_for_ever(amp, trainer):
     for _ in range(300):
         trainer.step()

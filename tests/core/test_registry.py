@@ -313,6 +313,14 @@ def test_the_only_imported_framework_is_guessed(monkeypatch):
         registry.guess()
 
 
+def test_the_package_of_a_plugin_is_no_imported_framework(monkeypatch):
+    registry = Registry([Dist("alpha", lambda: plugin("alpha", roots=("alpha", "ampx_alpha")))])
+    monkeypatch.setitem(sys.modules, "ampx_alpha", types.ModuleType("ampx_alpha"))
+    assert registry.imported() == []
+    monkeypatch.setitem(sys.modules, "alpha", types.ModuleType("alpha"))
+    assert registry.imported() == ["alpha"]
+
+
 def test_backends_lists_the_broken_with_the_reason(monkeypatch):
     registry = Registry([Dist("good", lambda: plugin("good")), Dist("bad", BROKEN["value"])])
     monkeypatch.setattr("ampx.registry._default", [registry])
