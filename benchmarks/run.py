@@ -1,71 +1,98 @@
-"""Run the benchmarks, write one JSON per run and print its tables. `QUICK=1` or `--quick` for a short run."""
+"""Run one framework's benchmarks, write one JSON and print its tables. `QUICK=1` or `--quick` for a short run.
+
+`--report` makes the manual's tables and plots from the JSON files that are committed under `results/`, and measures
+nothing.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import time
 from pathlib import Path
 
-import call_cost
-import step_cost
-import torch
+import report
 from _paired import machine
 from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 RESULTS = Path(__file__).parent / "results"
+PARTS = {
+    "torch": (
+        "optimizer_phase",
+        "whole_step",
+        "keras_on_torch",
+        "dtype_speed",
+        "convergence",
+        "memory",
+        "call_cost",
+    ),
+    "jax": ("jax_step",),
+    "paddle": ("paddle_step",),
+    "tensorflow": ("tensorflow_step",),
+    "mxnet": ("mxnet_step",),
+}
+"""The modules to run, each with `run(quick, advance)` and the number of its measurements, `STEPS`."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--framework", choices=PARTS, default="torch")
     parser.add_argument("--quick", action="store_true", default=bool(os.environ.get("QUICK")))
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run; by default all of the framework's")
     parser.add_argument("--out", type=Path, help="file to write; by default one named after the time of the run")
+    parser.add_argument("--report", action="store_true", help="remake the manual's tables and plots, measure nothing")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # one thread: the other cores keep the rest of the machine out of the timing
     console = Console()
+    if arguments.report:
+        for path in report.write(RESULTS):
+            console.print(f"written: {path}")
+        return
+    _one_thread(arguments.framework)
+    parts = {name: importlib.import_module(name) for name in arguments.only or PARTS[arguments.framework]}
     results: dict[str, object] = {
-        "machine": {**machine(), "torch": torch.__version__, "threads": torch.get_num_threads()},
+        "framework": arguments.framework,
+        "machine": {**machine(), "threads": 1, **_versions()},
         "quick": arguments.quick,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
-    parts = {"step_cost": step_cost.run, "call_cost": call_cost.run}
-    for name in track(parts, description="benchmarks", console=console):
-        results[name] = parts[name](arguments.quick)
-    out = arguments.out or RESULTS / f"cpu-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for name, part in parts.items():
+            task = progress.add_task(name, total=part.STEPS)
+            started = time.perf_counter()
+            results[name] = part.run(arguments.quick, lambda task=task: progress.advance(task))
+            progress.update(task, completed=part.STEPS)
+            results.setdefault("seconds", {})[name] = round(time.perf_counter() - started, 1)  # type: ignore[attr-defined]
+    out = arguments.out or RESULTS / f"cpu-{time.strftime('%Y%m%d-%H%M%S')}-{arguments.framework}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=2) + "\n")
-    show(console, results)
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    for table in report.tables(results):
+        console.print(table.rich())
     console.print(f"written to {out}")
 
 
-def show(console: Console, results: dict[str, object]) -> None:
-    """Print the tables of one run."""
-    table = Table(title="one training step: ampx against the recipe by hand (paired, one thread)")
-    for column in ("by hand", "workload", "optimizer", "dtype"):
-        table.add_column(column)
-    for column in ("ampx", "by hand", "ratio", "middle half"):
-        table.add_column(column, justify="right")
-    for row in results["step_cost"]:  # type: ignore[attr-defined]
-        table.add_row(
-            row["native"],
-            row["workload"],
-            row["optimizer"],
-            row["dtype"],
-            f"{row['median_a'] * 1e6:.0f} us",
-            f"{row['median_b'] * 1e6:.0f} us",
-            f"{row['ratio']:.3f}",
-            f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}",
-        )
-    console.print(table)
-    imports = Table(title="time that an import adds to a bare interpreter")
-    imports.add_column("import")
-    imports.add_column("median", justify="right")
-    for row in results["call_cost"]:  # type: ignore[attr-defined]
-        imports.add_row(row["import"], f"{row['seconds'] * 1e3:.1f} ms")
-    console.print(imports)
+def _one_thread(framework: str) -> None:
+    # One thread: the other cores keep the rest of the machine out of the timing.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+        os.environ.setdefault(variable, "1")
+    if framework == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import distributions
+
+    shown = {
+        "accelerate", "flax", "jax", "jaxlib", "jmp", "keras", "lightning-fabric", "mxnet", "numpy", "optax",
+        "paddlepaddle", "tensorflow-cpu", "tensorflow", "tf-keras", "torch",
+    }  # fmt: skip
+    found = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in distributions()}
+    return {name: found[name] for name in sorted(shown & found.keys())}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,218 @@
+"""Tables and plots of benchmark results, for the terminal and for the manual, made from the JSON and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table as RichTable
+
+DOCS = Path(__file__).parents[1] / "docs" / "reference" / "benchmarks"
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: a title, columns and rows of text; the first `words` columns hold words, the others numbers."""
+
+    part: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int
+
+    def rich(self) -> RichTable:
+        """Give the table for the terminal."""
+        table = RichTable(title=self.title)
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if number < self.words else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """Give the table for the manual."""
+        rule = ["---" if number < self.words else "---:" for number in range(len(self.columns))]
+        lines = ["| " + " | ".join(line) + " |" for line in (self.columns, rule, *self.rows)]
+        return "\n".join(lines) + "\n"
+
+
+def _text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row[key])
+
+
+def _number(key: str, form: str) -> Callable[[Row], str]:
+    return lambda row: format(row[key], form)
+
+
+def _time(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key] * 1e3:,.2f} ms" if row[key] < 1 else f"{row[key]:.1f} s"
+
+
+def _spread(row: Row) -> str:
+    return f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"
+
+
+def _paired(*words: Column, other: str = "the other") -> tuple[Column, ...]:
+    """Give the columns of a paired comparison, after some that say what was compared."""
+    times = (("ampx", _time("median_a")), (other, _time("median_b")))
+    return (*words, *times, ("ratio", _number("ratio", ".3f")), ("middle half", _spread))
+
+
+_AGAINST: Column = ("against", _text("against"))
+_WORKLOAD: Column = ("workload", _text("workload"))
+_DTYPE: Column = ("dtype", _text("dtype"))
+_STEP = _paired(_AGAINST, _WORKLOAD, _DTYPE)
+_MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
+
+LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
+    # part: title, number of columns of words, columns
+    "optimizer_phase": (
+        "the optimizer phase alone: ampx against GradScaler",
+        2,
+        _paired(
+            ("optimizer", _text("optimizer")),
+            ("clipped", lambda row: "yes" if row["clipped"] else "no"),
+            ("tensors", _number("tensors", ",")),
+            ("elements", _number("elements", ",")),
+            other="GradScaler",
+        ),
+    ),
+    "whole_step": ("one training step in PyTorch: ampx against other recipes", 3, _STEP),
+    "keras_on_torch": ("one training step: ampx in PyTorch against Keras 3 on torch", 3, _STEP),
+    "jax_step": ("one training step in JAX: ampx against other recipes", 3, _STEP),
+    "paddle_step": ("one training step in PaddlePaddle: ampx against other recipes", 3, _STEP),
+    "tensorflow_step": ("one training step in TensorFlow and Keras: ampx against other recipes", 3, _STEP),
+    "mxnet_step": ("one training step in MXNet: ampx against other recipes", 3, _STEP),
+    "dtype_speed": (
+        "one training step: a 16-bit dtype through ampx against plain float32",
+        2,
+        (
+            _WORKLOAD,
+            _DTYPE,
+            ("16 bit", _time("median_a")),
+            ("float32", _time("median_b")),
+            ("steps per second, float32 = 1", lambda row: f"{1 / row['ratio']:.2f}"),
+            ("middle half", lambda row: f"{1 / row['ratio_high']:.2f} to {1 / row['ratio_low']:.2f}"),
+        ),
+    ),
+    "convergence": (
+        "training to the same quality (medians over the seeds)",
+        2,
+        (
+            ("task", _text("task")),
+            _DTYPE,
+            ("time", _time("seconds")),
+            ("steps", _number("steps", ".0f")),
+            ("quality at the end", _number("quality", ".3f")),
+            ("time, float32 = 1", _number("ratio", ".2f")),
+            ("over the seeds", _spread),
+        ),
+    ),
+    "memory": (
+        "memory by level, AdamW, 8 layers of 1024, batch 256, bfloat16 (MiB)",
+        1,
+        (("level", _text("level")), *((name, _number(name, ".0f")) for name in _MEMORY)),
+    ),
+    "call_cost": (
+        "time that an import adds to a bare interpreter",
+        1,
+        (("import", _text("import")), ("median", _time("seconds"))),
+    ),
+    "call_cost:calls": (
+        "the calls of one step where there is nothing to compute",
+        1,
+        _paired(("calls", _text("calls")), other="GradScaler"),
+    ),
+}
+
+
+def tables(results: dict[str, Any]) -> Iterator[Table]:
+    """Give the tables of one run."""
+    for name, (title, words, columns) in LAYOUT.items():
+        part, _, kind = name.partition(":")
+        rows = [row for row in results.get(part, ()) if "left_out" not in row and ("calls" in row) == (kind == "calls")]
+        if rows:
+            cells = tuple(tuple(cell(row) for _, cell in columns) for row in rows)
+            yield Table(name.replace(":", "_"), title, tuple(name for name, _ in columns), cells, words)
+
+
+def described(results: dict[str, Any]) -> str:
+    """Say on what a run was made, in one line."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in sorted(machine.keys() - _NOT_PACKAGES))
+    where = f"{machine['processor']}, {machine['threads']} thread, Python {machine['python']}"
+    return f"{where}, {versions}; {results['time'][:10]}"
+
+
+_NOT_PACKAGES = {"processor", "system", "python", "threads", "features"}
+
+
+def pages(results: Path) -> dict[str, str]:
+    """Give the manual's tables: file name and text, from the committed runs, the newest of each part."""
+    texts: dict[str, str] = {}
+    for path in sorted(results.glob("*.json"), key=lambda path: json.loads(path.read_text()).get("time", "")):
+        run = json.loads(path.read_text())
+        if "framework" not in run or run["quick"]:
+            continue
+        for table in tables(run):
+            texts[f"{table.part}.md"] = f"{table.markdown()}\n*{described(run)}. File: `{path.name}`.*\n"
+    return texts
+
+
+def write(results: Path) -> list[Path]:
+    """Write the manual's tables and plots; gives the files written."""
+    DOCS.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, text in pages(results).items():
+        (DOCS / name).write_text(text)
+        written.append(DOCS / name)
+    return written + plots(results)
+
+
+def plots(results: Path) -> list[Path]:
+    """Draw the ratios of the committed runs, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "ampx"
+    from matplotlib import pyplot
+
+    runs = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+    runs = [run for run in runs if "framework" in run and not run["quick"]]
+    written = []
+    if steps := [row for run in runs for part in run if part.endswith("_step") for row in run[part]]:
+        figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(steps) + 1), layout="constrained")
+        for place, row in enumerate(reversed(steps)):
+            axes.plot([row["ratio_low"], row["ratio_high"]], [place, place], color="tab:blue", linewidth=2, alpha=0.5)
+            axes.plot(row["ratio"], place, "o", color="tab:blue", markersize=4)
+        axes.axvline(1, color="black", linewidth=0.8)
+        names = [f"{row['against']}: {row['workload']}" for row in reversed(steps)]
+        axes.set_yticks(range(len(steps)), names, fontsize=7)
+        axes.set_xlabel("time of one step, ampx / other (median and middle half; left of 1: ampx is faster)")
+        written.append(_save(figure, "steps.svg"))
+    if phase := [row for run in runs for row in run.get("optimizer_phase", ())]:
+        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+        for name, clipped in sorted({(row["optimizer"], row["clipped"]) for row in phase}):
+            line = sorted(
+                (row["elements"], row["ratio"])
+                for row in phase
+                if (row["optimizer"], row["clipped"]) == (name, clipped)
+            )
+            axes.plot(*zip(*line, strict=True), "o" if clipped else "s", label=f"{name}{', clipped' * clipped}")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlabel("elements of all parameters")
+        axes.set_ylabel("optimizer phase, ampx / GradScaler")
+        axes.legend()
+        written.append(_save(figure, "optimizer_phase.svg"))
+    return written
+
+
+def _save(figure: Any, name: str) -> Path:
+    figure.savefig(DOCS / name, metadata={"Date": None})
+    return DOCS / name
