@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class Outcome:
     status: str
     line: str
     seconds: float
+    covers: list[str]
     data: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def require(condition: object, message: str) -> None:
         raise AssertionError(message)
 
 
-def run_check(framework: str, check: Check, setup: Setup) -> Outcome:
+def run_check(framework: str, check: Check, setup: Setup, covers: Sequence[str]) -> Outcome:
     """Run one check; whatever it raises becomes its outcome."""
     start = time.perf_counter()
     data: dict[str, Any] = {}
@@ -74,7 +75,8 @@ def run_check(framework: str, check: Check, setup: Setup) -> Outcome:
     except Exception as error:
         status, line = "ERROR", f"{type(error).__name__}: {error}".partition("\n")[0]
         data = {"traceback": traceback.format_exc()}
-    return Outcome(framework, check.__name__, status, line, round(time.perf_counter() - start, 2), data)
+    seconds = round(time.perf_counter() - start, 2)
+    return Outcome(framework, check.__name__, status, line, seconds, list(covers), data)
 
 
 def show(outcome: Outcome) -> None:

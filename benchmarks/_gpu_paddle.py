@@ -112,6 +112,12 @@ CHECKS: Final[tuple[Check, ...]] = (
     o1_casts_products_and_trains,
     master_weights_keep_small_updates,
 )
+# Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
+COVERS: Final = {
+    "scale_trace_is_the_reference_and_skips_change_nothing": ("gpu/float32/O0/scaling",),
+    "o1_casts_products_and_trains": ("gpu/float16/O1/casting", "gpu/bfloat16/O1/casting"),
+    "master_weights_keep_small_updates": ("gpu/float16/O2/casting", "gpu/float16/O2/master weights"),
+}
 
 
 def _place(device: str) -> str:

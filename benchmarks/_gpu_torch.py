@@ -45,6 +45,19 @@ CHECKS: Final[tuple[Check, ...]] = (
     step_takes_no_longer_small,
     step_takes_no_longer_large,
 )
+# Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
+COVERS: Final = {
+    "autocast_results_are_those_of_torch": ("cuda/float16/O1/casting", "cuda/bfloat16/O1/casting"),
+    "scale_trace_is_the_reference": ("cuda/bfloat16/O1/scaling",),
+    "float16_overflow_recovers_as_grad_scaler_does": ("cuda/float16/O1/scaling",),
+    "resumed_run_is_bit_identical": ("cuda/bfloat16/O1/state",),
+    "master_weights_keep_small_updates": (
+        "cuda/float16/O2/casting",
+        "cuda/float16/O2/master weights",
+        "cuda/bfloat16/O2/casting",
+        "cuda/bfloat16/O2/master weights",
+    ),
+}
 
 
 def has(device: str) -> bool:

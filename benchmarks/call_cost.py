@@ -33,7 +33,7 @@ def calls(fused: bool, pairs: int) -> dict[str, object]:
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu")
-    gradient, loss = torch.full((1,), 65536.0), torch.ones(())
+    gradient, loss = torch.full((1,), 65536.0), parameter.sum()
     with ampx.init("torch", device="cpu", dtype="bfloat16", loss_scale="dynamic") as amp:
         opt = amp.wrap_optimizer(optimizer)
 

@@ -22,7 +22,7 @@ from _gpu_checks import Outcome, Setup, describe_host, run_check, show
 
 import ampx
 
-# Framework → the module with its CHECKS, its describe(device) and its has(device), and its plugin.
+# Framework → the module with its CHECKS and what they COVER, its describe(device) and its has(device), and its plugin.
 FRAMEWORKS: dict[str, tuple[str, str]] = {
     "torch": ("_gpu_torch", "ampx_torch"),
     "paddle": ("_gpu_paddle", "ampx_paddle"),
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
         print(f"{framework}: {json.dumps(machine[framework])}", flush=True)
         for check in checks.CHECKS:
             if re.search(options.only, check.__name__):
-                outcomes.append(run_check(framework, check, setup))
+                outcomes.append(run_check(framework, check, setup, checks.COVERS.get(check.__name__, ())))
                 show(outcomes[-1])
                 ampx.shutdown()
     if not any(framework in machine for framework in FRAMEWORKS):
