@@ -35,6 +35,8 @@ class PaddleBackend(ampx.Backend):
         clipping=True,
         op_lists=True,
         master_weights=True,
+        per_loss_scales=True,
+        closures=True,
         sparse=True,
         distributed=True,
         names_gradients=True,
@@ -99,9 +101,6 @@ class PaddleBackend(ampx.Backend):
 
     def apply(self, optimizer: Any, grads: Any) -> None:
         """Run the raw optimizer, with casting off."""
-        if optimizer._get_auxiliary_var("found_inf") is not None:
-            # Native defect: after a step that Paddle's own scaler skipped, this mark makes every plain step do nothing.
-            optimizer._set_auxiliary_var("found_inf", None)
         if paddle.amp.is_autocast_enabled():
             with casting.off():
                 optimizer.step()

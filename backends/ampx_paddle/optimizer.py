@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
+import paddle
+
 from ampx import sessions
+from ampx.contract import Unscaled
+from ampx.errors import UnsupportedByBackendError
+from ampx.events import UNCHECKED
 from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
 
+from .closures import needs_closure, refuse_missing, step_with_closure
+from .copies import CopiesWithCare
 from .delegation import DelegatingOptimizer
 from .gradients import any_nonzero, collect, gradient_of, name_nonfinite
+from .guard import StepGuard
+from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
 
 if TYPE_CHECKING:
     from .backend import PaddleBackend
 
 # What is the wrapper's own; everything else is read and set on the raw optimizer.
 _OWN: Final = frozenset(
-    ("optimizer", "ampx_member", "_backend", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm", "__weakref__")
+    (
+        *("optimizer", "ampx_member", "_backend", "_plan", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm"),
+        *("_mixer", "_guard", "__weakref__"),
+    )
 )
 
 
-class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
+class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
     """A Paddle optimizer with its own loss scale.
 
     Everything but stepping and clearing is the raw optimizer's; `state_dict` holds nothing of ampx and loads into
@@ -38,8 +51,12 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._attach()
 
     def _attach(self) -> None:
-        """Tell the group whom to send events to and whom to ask for names; neither can be copied."""
+        """Make what belongs to this process and cannot be copied."""
+        self._mixer = LossMixer()
+        self._guard = StepGuard(self.ampx_member)
         group = self.ampx_member.group
+        if group.enabled:
+            self._guard.watch(self.optimizer)
         group.emit = sessions.emit
         culprits = weakref.WeakMethod(self._culprits)
         group.culprits = lambda: found() if (found := culprits()) is not None else ()
@@ -51,25 +68,45 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         else:
             setattr(self.optimizer, name, value)
 
-    def step(self, grads: Any = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Unscale if not done, check, apply or skip, move the loss scale.
 
         Args:
-            grads: Refused: gradients hang on the parameters, and closures are not supported.
+            closure: A function that clears the gradients, runs backward inside `scale_loss` and returns the loss.
+                LBFGS needs one, evaluates it several times, and is put back as it was when an evaluation overflows;
+                for the others it runs once, first.
+
+        Returns:
+            What the closure returned first; None without one.
 
         Raises:
             NotScaledError: There are gradients, but no `scale_loss` came since the last step.
+            ProtocolError: LBFGS was stepped without a closure.
 
         Sync: one a dtype, as Paddle's GradScaler; where nothing is pending, one a gradient.
         """
         member = self.ampx_member
-        if grads is None and member.group.enabled and member.stage == "idle":
+        if needs_closure(self.optimizer):
+            if closure is None:
+                refuse_missing("step")
+            elif member.group.enabled:
+                return step_with_closure(self, closure)
+            else:
+                member.result = UNCHECKED
+                return self.optimizer.step(closure)
+        loss = None
+        if closure is not None:
+            with paddle.enable_grad():
+                loss = closure()
+        if member.group.enabled and member.stage == "idle":
             found = collect(self.optimizer)
             if found and not any_nonzero(found):
                 # `clear_grad` leaves zeros by default: nothing was computed since, so there is nothing to count.
                 self._nothing_to_do()
-                return
-        super().step(grads)
+                return loss
+        super().step()
+        self._forget_losses()
+        return loss
 
     def minimize(
         self, loss: Any, startup_program: Any = None, parameters: Any = None, no_grad_set: Any = None
@@ -88,6 +125,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         Raises:
             NotScaledError: There are gradients, but no `scale_loss` came since the last step.
             UnsupportedByBackendError: `parameters` or `no_grad_set` was passed.
+            ProtocolError: The raw optimizer is LBFGS, which needs a closure.
 
         Sync: as `step`.
         """
@@ -100,8 +138,12 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Forget all gradients, pending ones included; Paddle leaves zeros unless told otherwise."""
         self.optimizer.clear_grad(set_to_zero)
         self._unscaled = self._norm = None
-        if self.ampx_member.stage in ("scaled", "unscaled"):
-            self.ampx_member.forget()
+        if self.ampx_member.stage == "inside":
+            self._mixer.drop_aside()
+        else:
+            self._forget_losses()
+            if self.ampx_member.stage != "idle":
+                self.ampx_member.forget()
 
     clear_gradients = clear_grad
 
@@ -109,15 +151,120 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Forget all gradients, pending ones included."""
         self.clear_grad(set_to_zero=not set_to_none)
 
+    # -- what core asks ------------------------------------------------------------------------------
+
     def ampx_notice_cleared(self) -> None:
         """Forget true gradients that model.clear_gradients() dropped: a step skipped by hand. Sync: one a gradient."""
         if not any_nonzero(collect(self.optimizer)):
             self.clear_grad()
 
+    def ampx_before_backward(self, loss_id: int) -> None:
+        """Put gradients of other losses aside, where there are any. Sync: with a second loss id, one a gradient."""
+        member = self.ampx_member
+        if self._mixer.loss_id is None:
+            if not member.factors or loss_id in member.factors:
+                return
+            if not any_nonzero(collect(self.optimizer)):  # cleared behind the wrapper's back, by the model say
+                member.factors.clear()
+                return
+            refuse_unmixable(self.optimizer)
+            first = next(iter(member.factors))
+            self.ampx_unscale()
+            self._mixer.note(first, self._unscaled is None or bool(self._unscaled.finite))
+            member.mixes = True
+        else:
+            refuse_unmixable(self.optimizer)
+        self._mixer.put_aside(self.optimizer, loss_id)
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Make the new gradients true and add those put aside, where there are several losses. Sync: one a dtype."""
+        mixer, member = self._mixer, self.ampx_member
+        if mixer.loss_id is None:
+            return
+        try:
+            refuse_unmixable(self.optimizer)
+        except UnsupportedByBackendError:
+            self.drop_pending()
+            raise
+        found = collect(self.optimizer)
+        mixer.note(loss_id, self._backend.unscale(found, member.factors[loss_id]).finite)
+        mixer.bring_back()
+        self._unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
+        member.stage = "unscaled"
+
+    def ampx_abandon_backward(self, loss_id: int) -> None:
+        """Drop what an unfinished backward left, and bring back what was put aside. Sync: none."""
+        if self._mixer.loss_id is not None:
+            drop_gradients(self.optimizer)
+            self._mixer.bring_back()
+
+    def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
+        """Tell which losses were finite. Sync: none."""
+        if self._mixer.loss_id is None:
+            return super().ampx_finite_by_loss(finite)
+        return dict(self._mixer.finite)
+
+    def ampx_unwrap(self) -> None:
+        """Take the guard off the raw optimizer."""
+        self._guard.leave(self.optimizer)
+
+    # -- what closures ask ---------------------------------------------------------------------------
+
+    def casting_region(self, enabled: bool) -> AbstractContextManager[Any]:
+        """Give a region with casting as the session's plan says, or off. Sync: none."""
+        return nullcontext() if self._plan is None else self._backend.autocast(self._plan, enabled)
+
+    def check_evaluation(self) -> dict[int, bool]:
+        """Make the gradients of one evaluation true and clip them; give their finiteness by loss id.
+
+        Raises:
+            NotScaledError: There are gradients whose loss did not go through `scale_loss`.
+
+        Sync: one a dtype.
+        """
+        found = collect(self.optimizer)
+        if self.ampx_member.stage == "idle":
+            if any_nonzero(found):
+                self.ampx_member.check_step()
+            return {}
+        self.ampx_unscale()
+        finite = self.ampx_finite_by_loss(self._unscaled is None or bool(self._unscaled.finite))
+        if all(finite.values()) and (self._max_grad_norm is not None or self._max_grad_value is not None):
+            _, norm = self._backend.clip(found, self._max_grad_norm, self._max_grad_value)
+            self._norm = norm if self._norm is None else self._norm
+        self._forget_losses()
+        return finite
+
+    def close_step(self, finite: dict[int, bool]) -> None:
+        """Note a step's outcome and move the loss scale. Sync: one where a norm was measured."""
+        norm = self._norm
+        self._unscaled = self._norm = None
+        self.ampx_member.finish(finite, None if norm is None else float(norm))
+
+    def drop_pending(self) -> None:
+        """Forget pending gradients without counting a step. Sync: none."""
+        self._unscaled = self._norm = None
+        self._forget_losses()
+        if self.ampx_member.stage != "idle":
+            self.ampx_member.forget()
+
+    def _forget_losses(self) -> None:
+        self._mixer.reset()
+        self.ampx_member.mixes = False
+
+    def _update(self, grads: Any) -> None:
+        """Clip and apply, telling the guard that it is the wrapper who steps."""
+        self._guard.watch(self.optimizer)
+        self._guard.open = True
+        try:
+            super()._update(grads)
+        finally:
+            self._guard.open = False
+
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in name_nonfinite(self.optimizer, None))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def ampx_restore(self, state: dict[str, Any]) -> None:
         """Come back from a copy; gradients did not travel, so nothing is pending."""
         self.__dict__.update(state)
         self._unscaled = self._norm = None

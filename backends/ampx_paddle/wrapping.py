@@ -27,15 +27,15 @@ def make_wrapper(
     Raises:
         InvalidOptionError: An option is unknown.
         LowPrecisionParametersError: It holds low-precision parameters without master weights.
-        UnsupportedByBackendError: It needs a closure (LBFGS).
+        UnsupportedByBackendError: The backend cannot step it rightly.
 
     Sync: none.
     """
     reject_unknown("paddle", options, ())
-    if isinstance(optimizer, paddle.optimizer.LBFGS):
+    if type(optimizer).__module__ == "paddle.incubate.optimizer.lbfgs":
         raise UnsupportedByBackendError(
-            "wrap_optimizer got LBFGS, whose step needs a closure, which backend 'paddle' does not support; accepted: "
-            "optimizers that step without one. Use another optimizer, or LBFGS in float32 without ampx."
+            "wrap_optimizer got paddle.incubate.optimizer.LBFGS, which Paddle has replaced; accepted: its successor. "
+            "Use paddle.optimizer.LBFGS."
         )
     if not paddle.in_dynamic_mode():
         return _wrap_static(backend, optimizer, member, options)

@@ -1,6 +1,5 @@
 """A wrapped optimizer is a Paddle optimizer: everything but stepping and clearing is the raw one's."""
 
-import copy
 import math
 
 import numpy as np
@@ -228,27 +227,6 @@ def test_low_precision_parameters_are_refused(amp):
     net.to(dtype="bfloat16")
     with pytest.raises(ampx.LowPrecisionParametersError, match="4 low-precision parameters"):
         amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
-
-
-def test_lbfgs_is_refused_at_once(amp):
-    with pytest.raises(ampx.UnsupportedByBackendError, match="LBFGS"):
-        amp.wrap_optimizer(paddle.optimizer.LBFGS(parameters=make_net().parameters()))
-
-
-def test_a_copy_made_before_training_trains_by_itself(amp, backward):
-    """Paddle cannot copy an optimizer that has stepped; before, scale and parameters travel."""
-    net = make_net()
-    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()), loss_scale=8.0)
-    both = copy.deepcopy({"net": net, "opt": opt})
-    twin, other = both["net"], both["opt"]
-    assert other.optimizer is not opt.optimizer
-    assert other.loss_scale == 8.0
-    before = values(net)
-    backward(twin(batches(1)[0]).square().mean(), other)
-    other.step()
-    assert other.last_step.applied
-    assert opt.last_step is None
-    assert same(values(net), before)
 
 
 def test_data_type_of_losses(amp):

@@ -1,0 +1,86 @@
+"""Several losses with loss scales of their own on one optimizer.
+
+Gradients of losses with different scales must not be added while they are scaled. So as soon as a second loss id
+appears before a step, the gradients so far are made true and put aside, the new ones are made true right after
+their backward, and the two are added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+from ampx.errors import UnsupportedByBackendError
+
+from .gradients import collect, gradient_of, parameters
+
+
+class LossMixer:
+    """Keeps apart what carries different scales, for one optimizer.
+
+    Attributes:
+        loss_id: The loss whose gradients were scaled last, once there are several; else None.
+        finite: Finiteness by loss id of gradients that are true already.
+    """
+
+    def __init__(self) -> None:
+        """Start with one loss."""
+        self.loss_id: int | None = None
+        self.finite: dict[int, bool] = {}
+        self._aside: list[tuple[Any, Any]] = []
+
+    def note(self, loss_id: int, finite: bool) -> None:
+        """Note what unscaling one loss's gradients found. Sync: none."""
+        self.finite[loss_id] = finite and self.finite.get(loss_id, True)
+
+    def put_aside(self, optimizer: Any, loss_id: int) -> None:
+        """Take the true gradients off the parameters, for a loss that is about to make its own. Sync: none."""
+        self.loss_id = loss_id
+        # Copies: backward may write into the memory of a gradient that it gave before.
+        self._aside = [(one, gradient_of(one).detach().clone()) for one in collect(optimizer)]
+        drop_gradients(optimizer)
+
+    @paddle.no_grad()  # type: ignore[untyped-decorator]
+    def bring_back(self) -> None:
+        """Add what was put aside to the gradients. Sync: none."""
+        aside, self._aside = self._aside, []
+        for parameter, gradient in aside:
+            new = parameter._grad_ivar()
+            if new is None:
+                parameter._set_grad_ivar(gradient)
+            else:
+                new.add_(gradient)
+
+    def drop_aside(self) -> None:
+        """Forget gradients put aside, and what was found in them: the user cleared all gradients. Sync: none."""
+        self._aside = []
+        self.finite = {}
+
+    def reset(self) -> None:
+        """Start afresh, after a step. Sync: none."""
+        self.loss_id = None
+        self.drop_aside()
+
+
+def refuse_unmixable(optimizer: Any) -> None:
+    """Raise where gradients of several losses could not be kept apart.
+
+    Raises:
+        UnsupportedByBackendError: A gradient is sparse (SelectedRows), or a `main_grad`.
+
+    Sync: none.
+    """
+    for parameter in collect(optimizer):
+        if getattr(parameter, "main_grad", None) is not None or not gradient_of(parameter).is_dense():
+            raise UnsupportedByBackendError(
+                f"scale_loss got several loss ids, but parameter {parameter.name!r} has a gradient that is sparse or a "
+                f"main_grad, which Paddle cannot put aside; accepted: dense gradients. Use one loss id, or an "
+                f"optimizer of its own for this parameter."
+            )
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Leave the parameters of a raw optimizer without gradients; zeros would hide which have none. Sync: none."""
+    for parameter in parameters(optimizer):
+        parameter.clear_gradient(False)  # not by keyword: the binding does not look at keywords

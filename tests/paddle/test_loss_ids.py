@@ -1,0 +1,139 @@
+"""Losses with loss scales of their own on one optimizer."""
+
+import math
+
+import paddle
+import pytest
+
+import ampx
+
+
+@pytest.fixture
+def parameter(weights):
+    return weights(1.0, 1.0)
+
+
+@pytest.fixture
+def opt(amp, parameter):
+    return amp.wrap_optimizer(paddle.optimizer.SGD(1.0, parameters=[parameter]))
+
+
+def rows(amp):
+    return {one["loss_id"]: one for one in amp.state_dict()["groups"][0]["losses"]}
+
+
+def scales(amp):
+    return {loss_id: row["scale"] for loss_id, row in rows(amp).items()}
+
+
+def set_scale(amp, loss_id, scale):
+    state = amp.state_dict()
+    losses = state["groups"][0]["losses"]
+    losses[:] = [one for one in losses if one["loss_id"] != loss_id] + [
+        {**losses[0], "loss_id": loss_id, "scale": scale}
+    ]
+    amp.load_state_dict(state)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (5, 0, 5), (0, 0, 1, 1, 0), (2,)], ids=str)
+def test_gradients_of_losses_with_different_scales_add_up_to_the_true_ones(order, amp, opt, parameter, backward):
+    for loss_id in set(order):
+        set_scale(amp, loss_id, 2.0 ** (4 + loss_id))
+    for position, loss_id in enumerate(order):
+        backward((parameter * 2.0**position).sum(), opt, loss_id=loss_id)
+    opt.step()
+    assert opt.last_step.applied
+    assert parameter.tolist() == [1.0 - (2 ** len(order) - 1)] * 2
+    assert opt.last_step.scale == 2.0 ** (4 + min(order))
+
+
+def test_only_the_loss_that_overflows_backs_off_and_the_whole_step_is_skipped(amp, opt, parameter, backward):
+    for bad in (1, 0):
+        opt.clear_grad()
+        for loss_id in (0, 1):
+            backward((parameter * (math.inf if loss_id == bad else 1.0)).sum(), opt, loss_id=loss_id)
+        opt.step()
+        assert parameter.tolist() == [1.0, 1.0]
+        assert not opt.last_step.applied
+    assert scales(amp) == {0: 2.0**15, 1: 2.0**15}
+    opt.clear_grad()
+    for loss_id in (0, 1):
+        backward(parameter.sum(), opt, loss_id=loss_id)
+    opt.step()
+    assert parameter.tolist() == [-1.0, -1.0]
+
+
+def test_overflow_early_in_a_window_of_several_losses_is_remembered(amp, opt, parameter, backward):
+    for loss_id, factor in ((0, math.inf), (1, 1.0), (0, 1.0), (1, 1.0)):
+        backward((parameter * factor).sum(), opt, loss_id=loss_id)
+    opt.step()
+    assert parameter.tolist() == [1.0, 1.0]
+    assert scales(amp) == {0: 2.0**15, 1: 2.0**16}
+
+
+def test_an_exception_in_a_later_losss_body_keeps_the_earlier_ones_gradients(amp, opt, parameter, backward):
+    set_scale(amp, 1, 8.0)
+    backward(parameter.sum(), opt, loss_id=0)
+
+    def failing():
+        with ampx.scale_loss((parameter * 4).sum(), opt, loss_id=1) as scaled:
+            scaled.backward()
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            failing()
+    backward((parameter * 2).sum(), opt, loss_id=1)
+    opt.step()
+    assert parameter.tolist() == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("how", ["optimizer", "parameter"])
+def test_clearing_between_losses_drops_the_earlier_ones_gradients(how, amp, opt, parameter, backward):
+    backward((parameter * math.inf).sum(), opt, loss_id=0)
+    if how == "parameter":
+        parameter.clear_gradient()
+        backward(parameter.sum(), opt, loss_id=1)
+    else:
+        with ampx.scale_loss(parameter.sum(), opt, loss_id=1) as scaled:
+            opt.clear_grad()
+            scaled.backward()
+    opt.step()
+    assert parameter.tolist() == [0.0, 0.0]
+    assert {loss_id: row["growth_tracker"] for loss_id, row in rows(amp).items()} == {0: 0, 1: 1}
+    assert scales(amp)[0] == 2.0**16
+
+
+def test_unscale_and_clipping_see_the_sum_of_all_losses(amp, opt, parameter, backward):
+    set_scale(amp, 1, 4.0)
+    backward((parameter * 3).sum(), opt, loss_id=0)
+    backward(parameter.sum(), opt, loss_id=1)
+    norm = ampx.clip_grad_norm(opt, 1.0)
+    assert norm.item() == pytest.approx(32**0.5)  # the gradient is (4, 4)
+    opt.step()
+    # A few roundings of float32 in the norm, the factor and the update.
+    assert parameter.tolist() == pytest.approx([1 - 0.5**0.5] * 2, rel=1e-6)
+
+
+def test_after_a_step_the_next_window_starts_afresh(amp, opt, parameter, backward):
+    for loss_id in (0, 1):
+        backward(parameter.sum(), opt, loss_id=loss_id)
+    opt.step()
+    parameter.clear_gradient()  # not the optimizer's clear_grad, which forgets the window too
+    backward(parameter.sum(), opt)
+    ampx.unscale(opt)
+    with pytest.raises(ampx.ProtocolError, match="after unscale"):
+        backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.tolist() == [-2.0, -2.0]
+
+
+def test_sparse_gradients_of_several_losses_are_refused_and_stay_usable(amp, backward):
+    table = paddle.nn.Embedding(4, 2, sparse=True)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(1.0, parameters=table.parameters()))
+    before = table.weight.numpy()
+    backward(table(paddle.to_tensor([1])).sum(), opt)
+    with pytest.raises(ampx.UnsupportedByBackendError, match="several loss ids"):
+        backward(table(paddle.to_tensor([2])).sum(), opt, loss_id=1)
+    opt.step()
+    assert abs((before - table.weight.numpy()) - [[0, 0], [1, 1], [0, 0], [0, 0]]).max() < 1e-6
