@@ -20,6 +20,7 @@ from _gpu_torch_cost import (
     step_takes_no_longer_small,
     syncs_per_step_are_not_more,
 )
+from _gpu_torch_models import bert_base_is_as_fast_as_by_hand, resnet50_is_as_fast_as_by_hand
 from _gpu_torch_scaling import (
     float16_overflow_recovers_as_grad_scaler_does,
     resumed_run_is_bit_identical,
@@ -44,6 +45,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     kernels_per_step_are_not_more,
     step_takes_no_longer_small,
     step_takes_no_longer_large,
+    resnet50_is_as_fast_as_by_hand,
+    bert_base_is_as_fast_as_by_hand,
 )
 # Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
 COVERS: Final = {

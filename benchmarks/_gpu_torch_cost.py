@@ -67,11 +67,11 @@ def syncs_per_step_are_not_more(setup: Setup) -> Figure:
                 with _sync_mode("error"):  # long enough for the batches in which flags travel to the host
                     for _ in range(100):
                         ours()
-            mine = _count_syncs(ours)
+            mine = count_syncs(ours)
             off()
             for _ in range(12):
                 theirs()
-            counts[name] = [mine, _count_syncs(theirs)]
+            counts[name] = [mine, count_syncs(theirs)]
     line = ", ".join(f"{name} {mine}/{native}" for name, (mine, native) in counts.items())
     require(all(mine <= native for mine, native in counts.values()), f"syncs in 10 steps, ampx/torch: {line}")
     return Figure(f"in 10 steps, ampx/torch: {line}", counts)
@@ -88,7 +88,8 @@ def _sync_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _count_syncs(step: Step) -> int:
+def count_syncs(step: Step) -> int:
+    """Count the waits for the device in ten steps, as torch's warning mode tells them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with _sync_mode("warn"):

@@ -1,0 +1,270 @@
+"""Real sizes on random data: ResNet-50 and an encoder as large as BERT-base, in every precision.
+
+What is random does not change what a step costs; shapes do. Training to an accuracy is a check of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _gpu_checks import Figure, Setup, require
+from _gpu_torch_cost import LIMIT, count_syncs
+from _paired import paired
+from torch import nn
+from torch.nn import functional
+
+import ampx
+
+Step = Callable[[], object]
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions with batch norms and a shortcut."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.path = nn.Sequential(
+            *_convolution(inputs, width, 1, 1), nn.ReLU(inplace=True),
+            *_convolution(width, width, 3, stride), nn.ReLU(inplace=True),
+            *_convolution(width, outputs, 1, 1),
+        )  # fmt: skip
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.path(x) + self.shortcut(x))
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)
+
+
+def resnet(blocks: tuple[int, ...], width: int, classes: int) -> nn.Module:
+    """Build a residual network; blocks (3, 4, 6, 3) and width 64 are ResNet-50."""
+    layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    inputs = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(inputs, width * 2**stage, 2 if stage and not block else 1))
+            inputs = 4 * width * 2**stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class Encoder(nn.Module):
+    """Symbols to symbols through bidirectional transformer layers; 12 layers of 768 are as large as BERT-base."""
+
+    def __init__(self, symbols: int, width: int, heads: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(symbols, width)
+        self.positions = nn.Parameter(torch.zeros(length, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(layers))
+        self.head = nn.Linear(width, symbols)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.symbols(x) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What to train: a maker, one batch, and how many images or tokens the batch holds."""
+
+    make: Callable[[], nn.Module]
+    inputs: torch.Tensor
+    labels: torch.Tensor
+    count: int
+    unit: str
+
+
+def images(setup: Setup) -> Model:
+    """Give ResNet-50 and 128 images of 224×224; a tiny one where only the script is tried out."""
+    tiny = setup.quick or not setup.on_gpu
+    batch, size, classes = (4, 32, 10) if tiny else (128, 224, 1000)
+    return Model(
+        (lambda: resnet((1, 1), 8, classes)) if tiny else (lambda: resnet((3, 4, 6, 3), 64, classes)),
+        torch.randn(batch, 3, size, size, device=setup.device).to(memory_format=torch.channels_last),
+        torch.randint(0, classes, (batch,), device=setup.device),
+        batch,
+        "images",
+    )
+
+
+def tokens(setup: Setup) -> Model:
+    """Give an encoder as large as BERT-base and 32 sequences of 512; a tiny one where only the script is tried out."""
+    tiny = setup.quick or not setup.on_gpu
+    batch, length, symbols = (2, 16, 64) if tiny else (32, 512, 30522)
+    shape = (symbols, 32, 2, 1, length) if tiny else (symbols, 768, 12, 12, length)
+    return Model(
+        lambda: Encoder(*shape),
+        torch.randint(0, symbols, (batch, length), device=setup.device),
+        torch.randint(0, symbols, (batch * length,), device=setup.device),
+        batch * length,
+        "tokens",
+    )
+
+
+def resnet50_is_as_fast_as_by_hand(setup: Setup) -> Figure:
+    """ResNet-50: images per second in every precision, against torch's own recipe and against float32."""
+    return _compare(setup, images(setup))
+
+
+def bert_base_is_as_fast_as_by_hand(setup: Setup) -> Figure:
+    """An encoder as large as BERT-base: tokens per second, against torch's own recipe and against float32."""
+    return _compare(setup, tokens(setup))
+
+
+def _compare(setup: Setup, model: Model) -> Figure:
+    judged = setup.on_gpu and not setup.quick
+    pairs, repeat = (20, 5) if judged else (4, 1)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, tf32 in (("float32", False), ("float32, TF32", True)):
+        with _tf32(tf32), _float32(setup, model) as step:
+            rows[name] = _alone(setup, model, step, 2 * pairs, repeat)
+    for dtype in ("float16", "bfloat16") if setup.on_gpu else ("bfloat16",):
+        with _tf32(False), _both(setup, model, dtype) as (ours, theirs, on, off):
+            _agree(setup, ours, theirs, on, off, dtype)
+            measured = paired(
+                _whole(setup, ours, repeat), _whole(setup, theirs, repeat), pairs=pairs, before_a=on, before_b=off
+            )
+            on()
+            row: dict[str, Any] = {**measured.to_json(), **_alone(setup, model, ours, 3, repeat)}
+            row["per_second"] = model.count * repeat / measured.median_a
+            if setup.on_gpu:
+                row["syncs_in_10_steps"] = [count_syncs(ours), (off(), count_syncs(theirs))[1]]
+        rows[dtype] = row
+    base = rows["float32"]["per_second"]
+    parts = []
+    for name, row in rows.items():
+        row["times_float32"] = row["per_second"] / base
+        part = f"{name} {row['per_second']:.0f}/s, {row['times_float32']:.2f} of float32"
+        if "ratio" in row:
+            part += f", ampx/torch {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+        parts.append(part)
+    line = f"{model.unit}: {'; '.join(parts)}"
+    if judged:
+        require(all(row.get("ratio", 0) <= LIMIT for row in rows.values()), line)
+        require(all(mine <= native for row in rows.values() for mine, native in _syncs(row)), f"syncs: {rows}")
+    return Figure(line, rows)
+
+
+def _syncs(row: dict[str, Any]) -> list[list[int]]:
+    return [row["syncs_in_10_steps"]] if "syncs_in_10_steps" in row else []
+
+
+@contextlib.contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def _made(setup: Setup, model: Model) -> nn.Module:
+    torch.manual_seed(0)
+    return model.make().to(setup.device, memory_format=torch.channels_last)
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9, fused=True)
+
+
+@contextlib.contextmanager
+def _float32(setup: Setup, model: Model) -> Iterator[Step]:
+    module = _made(setup, model)
+    raw = _sgd(module)
+
+    def step() -> torch.Tensor:
+        raw.zero_grad()
+        loss = functional.cross_entropy(module(model.inputs), model.labels)
+        loss.backward()
+        raw.step()
+        return loss
+
+    yield step
+
+
+@contextlib.contextmanager
+def _both(setup: Setup, model: Model, dtype: str) -> Iterator[tuple[Step, Step, Step, Step]]:
+    """Give one step through ampx, the native one, and for each what switches casting as it needs."""
+    module, other = _made(setup, model), _made(setup, model)
+    native = getattr(torch, dtype)
+    with ampx.init("torch", device=setup.device, dtype=dtype, loss_scale="dynamic") as amp:
+        opt = amp.wrap_optimizer(_sgd(module))
+        raw, scaler = _sgd(other), torch.amp.GradScaler(setup.device)
+
+        def ours() -> torch.Tensor:
+            opt.zero_grad()
+            loss = functional.cross_entropy(module(model.inputs).float(), model.labels)
+            with ampx.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+            opt.step()
+            return loss
+
+        def theirs() -> torch.Tensor:
+            raw.zero_grad()
+            with torch.autocast(setup.device, dtype=native):
+                loss = functional.cross_entropy(other(model.inputs).float(), model.labels)
+            scaler.scale(loss).backward()
+            scaler.step(raw)
+            scaler.update()
+            return loss
+
+        def casting(on: bool) -> Step:
+            def switch() -> None:
+                torch.set_autocast_enabled(setup.device, on)
+                torch.set_autocast_cache_enabled(not on)
+
+            return switch
+
+        yield ours, theirs, casting(True), casting(False)
+        casting(True)()
+
+
+def _agree(setup: Setup, ours: Step, theirs: Step, on: Step, off: Step, dtype: str) -> None:
+    """Refuse to compare what does not train alike: the first losses are equal, or nearly on a GPU.
+
+    There the sums of a convolution's or an embedding's gradients may be taken in another order each time, so weights
+    differ by roundings after the first step; the first loss is before any.
+    """
+    on()
+    first = float(ours())  # type: ignore[arg-type]
+    off()
+    native = float(theirs())  # type: ignore[arg-type]
+    epsilon = torch.finfo(getattr(torch, dtype)).eps
+    require(abs(first - native) <= epsilon * abs(native), f"{dtype}: first loss {first} through ampx, {native} by hand")
+
+
+def _alone(setup: Setup, model: Model, step: Step, times: int, repeat: int) -> dict[str, Any]:
+    """Time one step by itself and find the most memory that was allocated during it, in MiB."""
+    whole = _whole(setup, step, repeat)
+    whole()
+    if setup.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    ratio = paired(whole, lambda: None, pairs=max(times, 3), warmup=1)
+    row: dict[str, Any] = {"per_second": model.count * repeat / ratio.median_a}
+    if setup.on_gpu:
+        row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return row
+
+
+def _whole(setup: Setup, step: Step, repeat: int) -> Step:
+    """Give some steps up to the moment when the device has finished them."""
+
+    def steps() -> None:
+        for _ in range(repeat):
+            step()
+        if setup.on_gpu:
+            torch.cuda.synchronize()
+
+    return steps
