@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -9,11 +10,14 @@ from typing import Any, Final
 
 import paddle
 from paddle.amp.auto_cast import amp_global_state
+from paddle.incubate.autograd.phi_ops_map import op_map
 
 from ampx.contract import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
 
+# In `deny`: whatever Paddle's own allow list does not name computes in float32. Paddle calls that level OD.
+EVERYTHING_ELSE: Final = "*"
 DTYPES: Final = {"float16": paddle.float16, "bfloat16": paddle.bfloat16, "float32": paddle.float32}
 
 
@@ -27,19 +31,26 @@ _active = _Active()
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Turn the entries of allow and deny into names of Paddle's operators.
+    """Turn the entries of allow and deny into names of Paddle's operators; `"*"` in deny stays, at O1.
 
     Raises:
         UnsupportedOpError: An entry is neither an operator nor its name, or stands in both lists.
 
     Sync: none.
     """
-    allow, deny = tuple(map(_operator, plan.allow)), tuple(map(_operator, plan.deny))
+    rest = EVERYTHING_ELSE in plan.deny
+    allow = tuple(map(_operator, plan.allow))
+    deny = tuple(_operator(one) for one in plan.deny if one != EVERYTHING_ELSE)
     if both := sorted(set(allow) & set(deny)):
         raise UnsupportedOpError(
             f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
         )
-    return CastPlan(plan.device, plan.dtype, plan.level, allow, deny)
+    if rest and plan.level == "O2":
+        raise UnsupportedOpError(
+            "deny got '*' at level='O2', where parameters are low precision; accepted: '*' at O1. Use level='O1', or "
+            "name the operators."
+        )
+    return CastPlan(plan.device, plan.dtype, plan.level, allow, (*deny, EVERYTHING_ELSE) if rest else deny)
 
 
 def _public_name(function: Any) -> str | None:
@@ -52,13 +63,38 @@ def _public_name(function: Any) -> str | None:
 
 
 def _operator(entry: Any) -> str:
+    """Give the name by which `auto_cast` knows an operator.
+
+    Native defect: `auto_cast` takes any names, but compares those that operators had in Paddle 1 ("matmul_v2"); others,
+    such as "matmul", change nothing.
+    """
     name = entry if isinstance(entry, str) else _public_name(entry)
-    if name is None or not hasattr(paddle._C_ops, name):
-        raise UnsupportedOpError(
-            f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', or functions such as "
-            f"paddle.matmul. Pass one of these."
-        )
-    return name
+    if name in ("linear", "linear_v2"):
+        return _linear()
+    if name is not None and hasattr(paddle._C_ops, name):
+        return _former_names().get(name, name)
+    if isinstance(entry, str) and entry in op_map:
+        return entry
+    raise UnsupportedOpError(
+        f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', functions such as paddle.matmul, "
+        f"and '*' in deny. Pass one of these."
+    )
+
+
+def _linear() -> str:
+    if paddle.is_compiled_with_cuda():
+        return "linear_v2"
+    raise UnsupportedOpError(
+        "'linear' is no operator of its own in this build of paddle, which computes it as a product and a sum; "
+        "accepted: their names. Pass 'matmul' or 'add'."
+    )
+
+
+@functools.cache
+def _former_names() -> dict[str, str]:
+    """Give the name in Paddle 1 of every operator that had another one. Sync: none."""
+    described: dict[str, dict[str, Any]] = op_map
+    return {value["phi_name"]: former for former, value in described.items() if "phi_name" in value}
 
 
 @contextmanager
@@ -66,10 +102,11 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
     """Give a region with casting on or off. Sync: none."""
     options: dict[str, Any] = {"enable": False}
     if enabled:
+        rest = EVERYTHING_ELSE in plan.deny
         options = {
             "custom_white_list": set(plan.allow) or None,
-            "custom_black_list": set(plan.deny) or None,
-            "level": "O2" if plan.level == "O2" else "O1",
+            "custom_black_list": set(plan.deny) - {EVERYTHING_ELSE} or None,
+            "level": "OD" if rest else plan.level,
         }
     with _dtype_restored(), paddle.amp.auto_cast(dtype=plan.dtype, **options):
         yield

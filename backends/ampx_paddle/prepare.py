@@ -7,6 +7,7 @@ from typing import Any
 import paddle
 
 from ampx.contract import CastPlan
+from ampx.errors import UnsupportedDeviceError
 
 from .optimizer import AmpOptimizer
 
@@ -22,9 +23,19 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     Returns:
         The model, or (model, optimizer).
 
+    Raises:
+        UnsupportedDeviceError: Paddle's present device is another than the session's; there `decorate` does nothing.
+
     Sync: none.
     """
     if plan.level == "O2":
+        present = paddle.device.get_device()
+        if present.partition(":")[0] != plan.device.partition(":")[0]:
+            raise UnsupportedDeviceError(
+                f"prepare was called at level='O2' for {plan.device!r} while paddle computes on {present!r}, where "
+                f"decorate silently does nothing; accepted: the session's device. Call "
+                f"paddle.set_device({plan.device!r}) before making the model."
+            )
         raw = optimizer.optimizer if isinstance(optimizer, AmpOptimizer) else optimizer
         decorated = paddle.amp.decorate(
             models=model, optimizers=raw, level="O2", dtype=plan.dtype, master_weight=None if raw is None else True

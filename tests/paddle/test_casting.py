@@ -9,6 +9,7 @@ from paddle.amp.auto_cast import amp_global_state
 import ampx
 from ampx.contract import CastPlan
 from ampx_paddle import casting
+from ampx_paddle.prepare import prepare
 
 PLAN = CastPlan("gpu", "bfloat16", "O1", ("matmul",), ("softmax",))
 gpu = pytest.mark.gpu
@@ -42,14 +43,23 @@ def test_regions_leave_no_dtype_behind(enabled):
 
 def test_op_lists_take_operators_and_their_names():
     plan = casting.check_plan(CastPlan("gpu", "float16", "O1", (paddle.matmul,), ("softmax",)))
-    assert (plan.allow, plan.deny) == (("matmul",), ("softmax",))
+    assert (plan.allow, plan.deny) == (("matmul_v2",), ("softmax",))  # as Paddle's own lists spell them
     for allow, deny, words in (
         (("no_such_operator",), (), "no operator of paddle"),
         ((object(),), (), "no operator of paddle"),
-        (("matmul",), (paddle.matmul,), "both name matmul"),
+        (("matmul",), (paddle.matmul,), "both name matmul_v2"),
     ):
         with pytest.raises(ampx.UnsupportedOpError, match=words):
             casting.check_plan(CastPlan("gpu", "float16", "O1", allow, deny))
+
+
+def test_o2_refuses_to_prepare_for_another_device_than_paddle_computes_on():
+    """There Paddle's decorate does nothing, silently."""
+    model = paddle.nn.Linear(2, 2)
+    elsewhere = "gpu" if paddle.device.get_device() == "cpu" else "cpu"
+    with pytest.raises(ampx.UnsupportedDeviceError, match=f"set_device\\('{elsewhere}'\\)"):
+        prepare(model, None, CastPlan(elsewhere, "float16", "O2"))
+    assert model.weight.dtype == paddle.float32
 
 
 def test_devices_that_are_not_there_are_refused():
@@ -78,6 +88,17 @@ def test_o1_casts_products_and_trains(dtype):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert model.weight.dtype == paddle.float32
+
+
+@gpu
+@needs_gpu
+def test_denying_everything_else_leaves_products_only():
+    """Paddle's level OD."""
+    paddle.set_device("gpu")
+    ampx.init("paddle", dtype="float16", deny=["*"])
+    out = paddle.matmul(paddle.ones([8, 8]), paddle.ones([8, 8]))
+    assert out.dtype == paddle.float16
+    assert paddle.tanh(out).dtype == paddle.float32
 
 
 @gpu
