@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .kit import casting, errors, lifecycle, numerics, reports, schedule, states, windows
+from .kit import casting, errors, lifecycle, numerics, reports, schedule, states, verbs, windows
 
 
+# pytest runs the last class first. So `pytest -x` tells an author what to write next: the verbs of what is declared,
+# then the harness, then the verbs in the order in which a step calls them.
 class BackendSuite(
-    numerics.NumericsTests,
     numerics.ClippingTests,
     schedule.ScheduleTests,
     windows.SkipTests,
@@ -23,5 +24,7 @@ class BackendSuite(
     casting.RegionTests,
     lifecycle.SessionTests,
     lifecycle.CapabilityTests,
+    numerics.NumericsTests,
+    verbs.VerbTests,
 ):
     """Every test of a backend; subclass it as `TestBackend` and set `harness`."""

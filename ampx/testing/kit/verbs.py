@@ -1,0 +1,43 @@
+"""What a backend declares, it has written."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import ampx
+from ampx.testing.base import KitTests
+
+
+class VerbTests(KitTests):
+    """Verbs that have a default, which refuses."""
+
+    def test_the_verbs_of_what_is_declared_are_written(self) -> None:
+        """A declared ability whose verb still refuses is told by the verb's name, before anything runs."""
+        kind = type(self.backend)
+        for ability, names in self._wanted():
+            for name in names:
+                verb = getattr(ampx.Backend, name)
+                if getattr(kind, name) is verb:
+                    purpose = (inspect.getdoc(verb) or "").splitlines()[0]
+                    raise NotImplementedError(f"{kind.__name__}.{name}: {purpose} Wanted because {ability} is declared.")
+
+    def _wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Give what is declared, with the verbs that it needs. A wrapper may clip by itself, so `clip` is not here."""
+        can = self.backend.capabilities
+        if can.gradients == "implicit" and not can.state_values:
+            yield 'gradients="implicit"', ("gradients", "zero_gradients")
+        if can.levels - {"O0"}:
+            yield "a level above O0", ("activate", "deactivate")
+        if can.levels & {"O2", "O3"}:
+            yield "level O2 or O3", ("prepare",)
+        if can.op_lists:
+            yield "op_lists", ("check_plan",)
+        if can.promotes:
+            yield "promotes", ("widest",)
+        if can.state_values:
+            yield "state_values", ("wrap_transformation", "read_scale", "write_scale")
+        if can.names_gradients:
+            yield "names_gradients", ("nonfinite_parameters",)
+        if can.traces_overflow:
+            yield "traces_overflow", ("trace_overflow",)
