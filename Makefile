@@ -3,10 +3,12 @@ PYTHON ?= python3
 FRAMEWORK ?= core,torch,jax,paddle
 TOX = .venv-tox/bin/tox run
 
-.PHONY: demo test lint types docs bench gpu clean
+.PHONY: demo test evidence table lint types docs bench gpu clean
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX) -e $(FRAMEWORK)
+evidence: .venv-tox/bin/tox ; for one in $$(echo $(FRAMEWORK) | tr , ' '); do $(TOX) -e $$one -- --regenerate tests/conformance tests/$$one || exit 1; done
+table: .venv-tox/bin/tox ; $(TOX) -e table
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs

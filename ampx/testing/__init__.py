@@ -31,10 +31,14 @@ pytest.register_assert_rewrite(
     "ampx.testing.value_bench",
     "ampx.testing.checks",
     "ampx.testing.refusals",
+    "ampx.testing.matrix",
+    "ampx.testing.transfer",
 )
 
 from .bench import Bench as Bench  # noqa: E402  (asserts are rewritten only in modules imported after this)
 from .harness import Harness as Harness  # noqa: E402
 from .harness import ValueHarness as ValueHarness  # noqa: E402
 from .kit.plugins import PluginSuite as PluginSuite  # noqa: E402
+from .matrix import MatrixSuite as MatrixSuite  # noqa: E402
 from .suite import BackendSuite as BackendSuite  # noqa: E402
+from .transfer import TransferSuite as TransferSuite  # noqa: E402

@@ -1,6 +1,7 @@
 """The kit on JAX."""
 
 import functools
+import pathlib
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ optax = pytest.importorskip("optax", reason="optax is not installed")
 import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
 
 import ampx_jax  # noqa: E402
-from ampx.testing import BackendSuite, PluginSuite, ValueHarness  # noqa: E402
+from ampx.testing import BackendSuite, MatrixSuite, PluginSuite, TransferSuite, ValueHarness  # noqa: E402
 from ampx_jax import casting  # noqa: E402
 from ampx_jax.state import find_all  # noqa: E402
 
@@ -129,3 +130,12 @@ else:
 
 class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_jax", "jax", ("jax", "optax")
+
+
+class TestMatrix(MatrixSuite):
+    harness = JaxHarness
+
+
+class TestTransfer(TransferSuite):
+    harness = JaxHarness
+    states = pathlib.Path(__file__).parents[1] / "states"

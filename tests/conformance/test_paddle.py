@@ -1,5 +1,6 @@
 """The kit on PaddlePaddle."""
 
+import pathlib
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from ampx.testing import BackendSuite, Harness, PluginSuite
+from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 
 
 class Pull(paddle.autograd.PyLayer):
@@ -108,3 +109,12 @@ else:
 
 class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_paddle", "paddle", ("paddle",)
+
+
+class TestMatrix(MatrixSuite):
+    harness = PaddleHarness
+
+
+class TestTransfer(TransferSuite):
+    harness = PaddleHarness
+    states = pathlib.Path(__file__).parents[1] / "states"

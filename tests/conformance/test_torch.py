@@ -1,12 +1,13 @@
 """The kit on PyTorch."""
 
+import pathlib
 from typing import Any, ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from ampx.testing import BackendSuite, Harness, PluginSuite  # noqa: E402
+from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite  # noqa: E402
 
 
 class Pull(torch.autograd.Function):
@@ -112,3 +113,12 @@ else:
 
 class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_torch", "torch", ("torch",)
+
+
+class TestMatrix(MatrixSuite):
+    harness = TorchHarness
+
+
+class TestTransfer(TransferSuite):
+    harness = TorchHarness
+    states = pathlib.Path(__file__).parents[1] / "states"

@@ -94,7 +94,7 @@ def test_vmap_gives_every_member_its_own_scale(session):
     assert same(members[1], plain(optax.sgd(0.5, momentum=0.5), [FINITE])[0])
 
 
-def test_overflow_on_one_of_two_devices_skips_on_both_under_jit(session):
+def test_overflow_on_one_of_two_devices_skips_on_both_under_jit(session, covers):
     if jax.device_count() < 2:
         pytest.skip("one device only")
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
@@ -115,6 +115,7 @@ def test_overflow_on_one_of_two_devices_skips_on_both_under_jit(session):
     after, state = step(params, state, rows)
     assert [shard.data.tolist() for shard in after.addressable_shards] == [START.tolist()] * 2
     assert ampx.last_step(state) == ampx.StepResult(False, False, 65536.0, 32768.0, 1)
+    covers("distributed", "jax", "cpu/float16/O1")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -97,10 +97,11 @@ def plain_weights():
 
 
 @pytest.mark.parametrize("scenario", ["data_parallel", "data_parallel_0", "fleet"])
-def test_an_overflow_on_one_rank_makes_both_skip(records, scenario):
+def test_an_overflow_on_one_rank_makes_both_skip(records, scenario, covers):
     for one in records(scenario):
         assert one["steps"] == EXPECTED
         np.testing.assert_allclose(one["weight"], plain_weights(), rtol=1e-5)
+    covers("distributed", "paddle", "cpu/float32/O0")
 
 
 def test_what_fleet_gives_is_not_wrapped(records):

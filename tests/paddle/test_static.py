@@ -11,6 +11,7 @@ import pytest
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 WORKER = pathlib.Path(__file__).with_name("static_worker.py")
+WHERE = {"float32": "cpu, static graphs/float32/O0", "bfloat16": "cpu, static graphs/bfloat16/O1"}
 
 
 def start(**options):
@@ -26,7 +27,7 @@ def run(**options):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reference_trace_and_untouched_weights(dtype):
+def test_reference_trace_and_untouched_weights(dtype, covers):
     seen = run(dtype=dtype, pattern=list(REFERENCE_PATTERN))
     assert seen["before"]
     assert [result[2] for result in seen["results"]] == list(REFERENCE_TRACE)
@@ -34,6 +35,7 @@ def test_reference_trace_and_untouched_weights(dtype):
     for position, overflow in enumerate(REFERENCE_PATTERN):
         assert (seen["weights"][position] == seen["weights"][position - 1]) is bool(overflow)
     assert all(math.isfinite(one) for one in seen["weights"][-1])
+    covers("scaling", "paddle", WHERE[dtype])
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Momentum", "Adam", "AdamW"])
@@ -44,13 +46,14 @@ def test_scaled_training_with_skips_equals_plain_training_without_them(optimizer
     assert [scaled["weights"][position] for position in (0, 1, 3, 6)] == plain["weights"]
 
 
-def test_bfloat16_really_casts_on_the_cpu():
+def test_bfloat16_really_casts_on_the_cpu(covers):
     """The program holds casts, and its numbers are near those of float32 but not the same."""
     low, wide = run(dtype="bfloat16", pattern=[0] * 4), run(pattern=[0] * 4)
     assert low["casts"] > wide["casts"]
     assert low["losses"] != wide["losses"]
     for one, other in zip(low["losses"], wide["losses"], strict=True):
         assert math.isclose(one, other, rel_tol=2e-2)
+    covers("casting", "paddle", WHERE["bfloat16"])
 
 
 def test_float16_is_refused_on_the_cpu():
@@ -113,7 +116,7 @@ def test_a_static_scale_stays_and_skips():
     assert [result[:3] for result in seen["results"]] == [[True, 4.0, 4.0], [False, 4.0, 4.0], [True, 4.0, 4.0]]
 
 
-def test_a_saved_state_goes_on():
+def test_a_saved_state_goes_on(covers):
     first = run(pattern=[0, 0, 1, 0, 0])
     state = first["state"]
     assert state["groups"][0]["losses"] == [
@@ -121,6 +124,7 @@ def test_a_saved_state_goes_on():
     ]
     second = run(load=state, pattern=[0, 0])
     assert [result[1:3] for result in second["results"]] == [[32768.0, 65536.0], [65536.0, 65536.0]]
+    covers("state", "paddle", WHERE["float32"])
 
 
 def test_clipping_sees_true_gradients():

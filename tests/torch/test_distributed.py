@@ -103,13 +103,14 @@ def one_loss(step):
     return [step]
 
 
-def test_ddp_overflow_on_one_rank_is_skipped_on_all(records):
+def test_ddp_overflow_on_one_rank_is_skipped_on_all(records, covers):
     ranks = records("ddp_overflow_on_one_rank")
     weights, _ = train_plainly(sgd, one_loss, 4)
     for rank in ranks:
         assert decisions(rank) == SKIPS_STEP_1
         assert rank["weights"] == pytest.approx(weights, rel=1e-5, abs=1e-6)
     assert ranks[0]["weights"] == ranks[1]["weights"]
+    covers("distributed", "torch", "cpu/float32/O0")
 
 
 def test_no_flag_travels_unless_asked_for(records):
@@ -130,13 +131,14 @@ def test_ddp_with_the_flag_reduced_trains_as_without(records):
         assert rank["weights"] == pytest.approx(weights, rel=1e-4, abs=1e-4)
 
 
-def test_ddp_in_bfloat16_stays_in_step(records):
+def test_ddp_in_bfloat16_stays_in_step(records, covers):
     ranks = records("ddp_in_bfloat16")
     weights, _ = train_plainly(sgd, one_loss, 4)
     for rank in ranks:
         assert decisions(rank) == SKIPS_STEP_1
         assert rank["weights"] == pytest.approx(weights, abs=1e-2)
     assert ranks[0]["weights"] == ranks[1]["weights"]
+    covers("distributed", "torch", "cpu/bfloat16/O1")
 
 
 def test_ddp_accumulation_drops_the_whole_window_on_all_ranks(records):

@@ -1,0 +1,150 @@
+"""The table of what is tested, made from files: what tests showed, and what `make gpu` showed on a GPU.
+
+No framework is needed: frameworks do not coexist, and the table is about all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .evidence import ASPECTS, COMBINATIONS, Evidence
+from .frameworks import KNOWN
+
+GPU: Final = "tested on GPU"
+_NO: Final = "not supported"
+# What an opt level leaves out by its definition, in whatever framework.
+_BY_LEVEL: Final[dict[tuple[str, str], str]] = {
+    ("O0", "casting"): "O0 computes in float32.",
+    **{(level, "master weights"): f"{level} keeps parameters in float32: they need no copy." for level in ("O0", "O1")},
+    ("O3", "master weights"): "O3 is low precision throughout: O2 is the level with float32 copies.",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination: the status of every aspect, and where one is not supported the reason."""
+
+    framework: str
+    device: str
+    dtype: str
+    level: str
+    statuses: dict[str, str]
+    reasons: dict[str, str]
+
+    @property
+    def supported(self) -> bool:
+        """Whether anything is."""
+        return set(self.statuses.values()) != {_NO}
+
+
+def read_all(folder: Path) -> dict[str, Evidence]:
+    """Read the file of every framework, the known ones first. Sync: none."""
+    order = list(KNOWN)
+    names = sorted(path.stem for path in folder.glob("*.json"))
+    names.sort(key=lambda name: order.index(name) if name in order else len(order))
+    return {name: Evidence.read(folder / f"{name}.json") for name in names}
+
+
+def read_gpu(folder: Path) -> dict[str, set[str]]:
+    """Gather by framework the cells that passed checks on a CUDA device say they showed. Sync: none."""
+    shown: dict[str, set[str]] = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("device") != "cuda":
+            continue
+        for check in content["checks"]:
+            if check["status"] == "pass":
+                shown.setdefault(check["framework"], set()).update(check["covers"])
+    return shown
+
+
+def make_rows(framework: str, evidence: Evidence, gpu: Iterable[str] = ()) -> list[Row]:
+    """Give every combination of one framework's devices, dtypes and levels. Sync: none."""
+    shown = {**dict.fromkeys(evidence.tested, "tested"), **dict.fromkeys(gpu, GPU)}
+    devices = dict.fromkeys([*evidence.declared["devices"], *sorted(cell.split("/")[0] for cell in shown)])
+    rows = []
+    for device in devices:
+        for dtype, level in COMBINATIONS:
+            # A mode that is not a device of its own, such as static graphs, is known by its tests only.
+            if device in evidence.declared["devices"] or any(c.startswith(f"{device}/{dtype}/{level}/") for c in shown):
+                rows.append(_make_row(framework, evidence, shown, device, dtype, level))
+    return rows
+
+
+def _make_row(framework: str, evidence: Evidence, shown: Mapping[str, str], device: str, dtype: str, level: str) -> Row:
+    statuses, reasons = {}, {}
+    for aspect in ASPECTS:
+        status = shown.get(f"{device}/{dtype}/{level}/{aspect}")
+        reason = None if status else _why_not(evidence, device, dtype, level, aspect)
+        statuses[aspect] = status or (_NO if reason else "declared")
+        if reason:
+            reasons[aspect] = reason
+    return Row(framework, device, dtype, level, statuses, reasons)
+
+
+def _why_not(evidence: Evidence, device: str, dtype: str, level: str, aspect: str) -> str | None:
+    """Give the reason why something is not supported: the backend's own words, or the definition of the level."""
+    declared, asked = evidence.declared, f"{device}/{dtype}/{level}"
+    if asked in evidence.refused:
+        return evidence.refused[asked]
+    if level not in declared["levels"] or (dtype != "float32" and dtype not in declared["dtypes"]):
+        # No device has it, so what one of them said holds for all.
+        return next(message for name, message in evidence.refused.items() if name.endswith(f"/{dtype}/{level}"))
+    if (level, aspect) in _BY_LEVEL:
+        return _BY_LEVEL[level, aspect]
+    if device not in declared["devices"]:
+        return f"nothing is declared for {device}: what is there is tested."
+    if aspect == "distributed" and not declared["distributed"]:
+        return evidence.refused["distributed"]
+    return None
+
+
+def full_table(rows: Iterable[Row]) -> str:
+    """Give one line for each combination, and below the table the reasons, each once. Sync: none."""
+    notes: dict[str, int] = {}
+    lines = [_line("framework", "device", "dtype", "level", *ASPECTS), _line(*["---"] * (4 + len(ASPECTS)))]
+    for row in rows:
+        cells = []
+        for aspect in ASPECTS:
+            reason = row.reasons.get(aspect)
+            note = "" if reason is None else f": {notes.setdefault(reason, len(notes) + 1)}"
+            cells.append(row.statuses[aspect] + note)
+        lines.append(_line(row.framework, row.device, row.dtype, row.level, *cells))
+    reasons = [f"{number}. {' '.join(reason.split())}" for reason, number in notes.items()]
+    return "\n".join([*lines, "", "The reasons:", "", *reasons])
+
+
+def compact_table(rows: Iterable[Row]) -> str:
+    """Give one line for each device: for every aspect, at which levels it is tested or declared. Sync: none."""
+    by_device: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.supported:
+            by_device.setdefault((row.framework, row.device), []).append(row)
+    lines = [_line("framework", "device", "dtypes", *ASPECTS), _line(*["---"] * (3 + len(ASPECTS)))]
+    for (framework, device), found in by_device.items():
+        dtypes = list(dict.fromkeys(row.dtype for row in found if row.dtype != "float32"))
+        cells = [_summary(found, dtypes, aspect) for aspect in ASPECTS]
+        lines.append(_line(framework, device, ", ".join(dtypes) or "none", *cells))
+    return "\n".join(lines)
+
+
+def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
+    parts = []
+    for status in ("tested", GPU, "declared"):
+        found = [row for row in rows if row.statuses[aspect] == status]
+        levels = []
+        for level in dict.fromkeys(row.level for row in found):
+            having = [row.dtype for row in found if row.level == level]
+            whole = level == "O0" or set(having) == set(dtypes)
+            levels += [level] if whole else [f"{dtype} {level}" for dtype in having]
+        if levels:
+            parts.append(f"{status}: {', '.join(levels)}")
+    return "; ".join(parts) or "no"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

@@ -1,0 +1,63 @@
+"""Rewrite the generated tables of a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from ampx.errors import InvalidOptionError
+
+from .capability_table import BEGIN, END, Declared, to_markdown
+from .coverage import compact_table, full_table, make_rows, read_all, read_gpu
+
+EVIDENCE: Final = Path("docs", "evidence")
+RESULTS: Final = Path("benchmarks", "results")
+
+
+def render(root: Path) -> dict[Path, str]:
+    """Give the text of every file with a generated table, as it should be.
+
+    Args:
+        root: The checkout.
+
+    Raises:
+        InvalidOptionError: It is none, or a file has lost the marks between which its table stands.
+
+    Sync: none.
+    """
+    evidence, gpu = read_all(root / EVIDENCE), read_gpu(root / RESULTS)
+    if not evidence:
+        raise InvalidOptionError(
+            f"{str(root)!r} has no {EVIDENCE.as_posix()}/*.json; accepted: the root of a checkout of ampx. Pass that."
+        )
+    rows = [row for name, one in evidence.items() for row in make_rows(name, one, gpu.get(name, ()))]
+    declared = to_markdown([Declared(name, "", "", one.declared) for name, one in evidence.items()])
+    readme, page = root / "README.md", root / "docs" / "reference" / "capabilities.md"
+    text = _replace(readme, readme.read_text(encoding="utf-8"), BEGIN, END, declared)
+    return {
+        readme: _replace(readme, text, *_marked("ampx tested", compact_table(rows))),
+        page: _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested in full", full_table(rows))),
+    }
+
+
+def update(root: Path) -> list[Path]:
+    """Write the files whose tables have changed, and give them. Raises: as `render`. Sync: none."""
+    changed = [(path, text) for path, text in render(root).items() if path.read_text(encoding="utf-8") != text]
+    for path, text in changed:
+        path.write_text(text, encoding="utf-8")
+    return [path for path, _ in changed]
+
+
+def _marked(name: str, table: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    return begin, end, f"{begin}\n{table}\n{end}"
+
+
+def _replace(path: Path, text: str, begin: str, end: str, block: str) -> str:
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise InvalidOptionError(
+            f"{path.name} has no table between {begin} and {end}; accepted: both marks, each once. Put them back."
+        )
+    return before + block + after

@@ -1,0 +1,116 @@
+"""Which test showed what: gathered from the tests of a run, and kept in files or compared with them.
+
+A test says what it showed with pytest's own `record_property`; only what passed counts.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from ampx.cli.evidence import Evidence
+
+
+class EvidencePlugin:
+    """Gathers what the tests of a run showed, and compares it with the files, or writes them.
+
+    Tests marked `gpu` are left out: what a GPU showed is told by the files of `make gpu`.
+    """
+
+    def __init__(self, folder: pathlib.Path, regenerate: bool) -> None:
+        self.folder = folder
+        self.root = pathlib.Path()
+        self.regenerate = regenerate
+        self.found: dict[str, Evidence] = {}
+        self.collected: set[str] = set()
+        self.ignored: set[str] = set()
+        self.passed: set[str] = set()
+        self.ran: set[str] = set()
+        self.problems: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """See all tests, before -k and -m choose among them."""
+        self.collected |= {item.nodeid for item in items}
+        self.ignored |= {item.nodeid for item in items if item.get_closest_marker("gpu")}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take what a test that passed has on record."""
+        self.ran.add(report.nodeid)
+        if report.when != "call" or not report.passed or report.nodeid in self.ignored:
+            return
+        self.passed.add(report.nodeid)
+        for name, value in report.user_properties:
+            if name.startswith("ampx."):
+                self._take(name, value, report.nodeid)
+
+    def _take(self, name: str, value: Any, test: str) -> None:
+        evidence = self.found.setdefault(value[0], Evidence())
+        if name == "ampx.declared":
+            evidence.declared = value[1]
+        elif name == "ampx.refused":
+            evidence.refused[value[1]] = value[2]
+        else:
+            evidence.tested.setdefault(value[1], set()).add(test)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write the files, or fail the run where they say something else than its tests."""
+        self.root = session.config.rootpath
+        whole = not any("::" in argument for argument in session.config.args)
+        for framework, found in sorted(self.found.items()):
+            path = self.folder / f"{framework}.json"
+            known = Evidence.read(path)
+            if self.regenerate:
+                self._merge(known, found).write(path)
+            else:
+                self.problems += [f"{path.name}: {one}" for one in self._differences(known, found, whole)]
+        if self.problems and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Tell what is stale."""
+        if self.problems:
+            terminalreporter.section(f"stale: {self.folder.name}", red=True)
+            for one in self.problems:
+                terminalreporter.line(one)
+            terminalreporter.line("If the tests are right, write it anew with `pytest --regenerate`.")
+
+    def _merge(self, known: Evidence, found: Evidence) -> Evidence:
+        """Keep what tests of other files showed; what this run's files showed before must be shown again."""
+        files = {_file(test) for test in self.collected}
+        tested = {cell: set(tests) for cell, tests in found.tested.items()}
+        for cell, tests in known.tested.items():
+            kept = (test for test in tests if _file(test) not in files and (self.root / _file(test)).exists())
+            tested.setdefault(cell, set()).update(kept)
+        return Evidence(found.declared or known.declared, found.refused or known.refused, tested)
+
+    def _differences(self, known: Evidence, found: Evidence, whole: bool) -> list[str]:
+        problems = []
+        if found.declared and found.declared != known.declared:
+            problems.append("what the backend declares has changed")
+        problems += [
+            f"{asked} is refused with another message: {message}"
+            for asked, message in found.refused.items()
+            if known.refused.get(asked) != message
+        ]
+        for cell, tests in found.tested.items():
+            problems += [f"{cell} is not on file as shown by {test}" for test in tests - known.tested.get(cell, set())]
+        files = {_file(test) for test in self.collected}
+        for cell, tests in known.tested.items():
+            for test in sorted(tests - found.tested.get(cell, set())):
+                if test in self.passed:
+                    problems.append(f"{cell}: {test} no longer shows it")
+                elif test in self.ran:
+                    problems.append(f"{cell}: {test} did not pass")
+                elif not (self.root / _file(test)).exists() or (
+                    whole and _file(test) in files and test not in self.collected
+                ):
+                    problems.append(f"{cell}: {test} does not exist")
+        return problems
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]

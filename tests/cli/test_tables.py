@@ -1,0 +1,144 @@
+"""The generated tables: what a cell says, that README and manual show it, and that it is backed by a test."""
+
+import ast
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ampx.cli.coverage import compact_table, full_table, make_rows, read_gpu
+from ampx.cli.evidence import ASPECTS, COMBINATIONS, Evidence
+from ampx.cli.update_tables import render, update
+
+ROOT = Path(__file__).parents[2]
+DECLARED = {
+    "devices": ["gpu", "cpu"],
+    "dtypes": ["float16"],
+    "levels": ["O0", "O1"],
+    "distributed": False,
+    "master_weights": False,
+}
+REFUSED = {
+    "distributed": "one process only.",
+    "cpu/float16/O1": "the CPU casts nothing.",
+    **{f"cpu/float16/{level}": f"{level} is not there." for level in ("O2", "O3")},
+    **{f"cpu/bfloat16/{level}": "bfloat16 is not there." for level in ("O1", "O2", "O3")},
+}
+EVIDENCE = Evidence(
+    DECLARED,
+    REFUSED,
+    {"cpu/float32/O0/scaling": {"tests/a.py::b"}, "cpu, compiled/float16/O1/casting": {"tests/a.py::c"}},
+)
+
+
+def cells(rows):
+    return {
+        f"{row.device}/{row.dtype}/{row.level}/{aspect}": (row.statuses[aspect], row.reasons.get(aspect))
+        for row in rows
+        for aspect in ASPECTS
+    }
+
+
+def test_a_cell_is_tested_declared_or_not_supported_with_its_reason():
+    found = cells(make_rows("mine", EVIDENCE, ["gpu/float16/O1/casting"]))
+    assert found["cpu/float32/O0/scaling"] == ("tested", None)
+    assert found["cpu/float32/O0/state"] == ("declared", None)
+    assert found["cpu/float32/O0/distributed"] == ("not supported", "one process only.")
+    assert found["cpu/float32/O0/casting"] == ("not supported", "O0 computes in float32.")
+    assert found["cpu/float16/O1/state"] == ("not supported", "the CPU casts nothing.")
+    assert found["gpu/float16/O1/casting"] == ("tested on GPU", None)
+    assert found["gpu/float16/O1/scaling"] == ("declared", None)
+    assert found["gpu/float16/O2/scaling"] == ("not supported", "O2 is not there.")
+    assert found["gpu/bfloat16/O1/casting"] == ("not supported", "bfloat16 is not there.")
+    assert found["cpu, compiled/float16/O1/casting"] == ("tested", None)
+    assert found["cpu, compiled/float16/O1/state"][0] == "not supported"
+    assert "cpu, compiled/float32/O0/state" not in found
+    assert len(found) == (2 * len(COMBINATIONS) + 1) * len(ASPECTS)
+
+
+def test_the_full_table_gives_each_reason_once():
+    text = full_table(make_rows("mine", EVIDENCE))
+    assert text.count("the CPU casts nothing.") == 1
+    assert "| mine | cpu | float32 | O0 | not supported: " in text
+
+
+def test_the_compact_table_has_a_line_for_each_device():
+    text = compact_table(make_rows("mine", EVIDENCE, ["gpu/float16/O1/casting"]))
+    assert "| mine | gpu | float16 | tested on GPU: O1 | declared: O0, O1 | no | no | declared: O0, O1 |" in text
+    assert "| mine | cpu | none | no | tested: O0 | no | no | declared: O0 |" in text
+    assert "| mine | cpu, compiled | float16 | tested: O1 |" in text
+
+
+def test_only_checks_that_passed_on_a_cuda_device_count(tmp_path):
+    def write(name, device, **statuses):
+        checks = [
+            {"framework": "mine", "check": check, "status": status, "covers": [f"gpu/{check}/O1/casting"]}
+            for check, status in statuses.items()
+        ]
+        (tmp_path / name).write_text(json.dumps({"device": device, "checks": checks}))
+
+    write("gpu-a.json", "cuda", float16="pass", bfloat16="FAIL")
+    write("gpu-b.json", "cpu", float32="pass")
+    (tmp_path / "other.json").write_text('{"steps": []}')
+    assert read_gpu(tmp_path) == {"mine": {"gpu/float16/O1/casting"}}
+
+
+# -- this repository ------------------------------------------------------------------------------------
+
+
+def test_readme_and_manual_show_the_tables():
+    stale = [path.name for path, text in render(ROOT).items() if path.read_text(encoding="utf-8") != text]
+    assert stale == [], "run `make table`"
+
+
+def test_update_writes_what_has_changed_and_nothing_else(tmp_path, ampx_command):
+    for name in ("README.md", "docs/reference/capabilities.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for folder in ("docs/evidence", "benchmarks/results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    assert update(tmp_path) == []
+    before = (tmp_path / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").write_text(before.replace("tested: O", "tasted: O"), encoding="utf-8")
+    assert "README.md" in ampx_command("backends", "--update", str(tmp_path)).stdout
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
+    assert "up to date" in ampx_command("backends", "--update", str(tmp_path)).stdout
+
+
+def test_update_of_something_else_is_a_usage_error(tmp_path, ampx_command):
+    assert "accepted: the root of a checkout" in ampx_command("backends", "--update", str(tmp_path), code=2).stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "evidence").glob("*.json")), ids=lambda path: path.stem)
+def test_every_tested_cell_names_tests_of_this_repository(path):
+    """That they pass and show the cell is checked where they run; that they exist can be seen everywhere."""
+    evidence = Evidence.read(path)
+    for cell, tests in evidence.tested.items():
+        _, dtype, level, aspect = cell.split("/")
+        assert (dtype, level) in COMBINATIONS
+        assert aspect in ASPECTS
+        assert tests
+        for test in tests:
+            file, *_, name = test.partition("[")[0].split("::")
+            source = (ROOT / file).read_text(encoding="utf-8")
+            assert f"def {name}(" in source or "MatrixSuite" in source, test
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("_gpu_*.py")), ids=lambda path: path.stem)
+def test_every_gpu_check_that_covers_a_cell_exists(path):
+    assigned = {
+        target.id: node.value
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    if "CHECKS" not in assigned:
+        return
+    checks = {element.id for element in assigned["CHECKS"].elts}
+    covers = ast.literal_eval(assigned["COVERS"])
+    assert set(covers) <= checks
+    for cell in (cell for cells in covers.values() for cell in cells):
+        _, dtype, level, aspect = cell.split("/")
+        assert (dtype, level) in COMBINATIONS
+        assert aspect in ASPECTS
