@@ -145,3 +145,18 @@ def demo(
     console = Console(highlight=False)
     print_demo(console, results, notes)
     console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)
+
+
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Name of the framework's module, such as mylib.", show_default=False)],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder in which the package's folder is made.")] = Path(),
+) -> None:
+    """Write the package of a backend for another framework, ready to be filled in."""
+    from rich.console import Console
+
+    from .new_backend import write_package
+    from .render import print_new_backend
+
+    folder, written = write_package(name, out)
+    print_new_backend(Console(highlight=False), folder, written)

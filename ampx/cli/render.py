@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -12,6 +14,7 @@ from rich.table import Table
 
 from .capability_table import Declared
 from .demo import RunResult, ratio_to_float32
+from .new_backend import Written
 
 # Facts with a column of their own; a backend's further details are listed below the table.
 _COLUMNS = ("tf32", "fp8", "tensor_cores")
@@ -202,3 +205,17 @@ def print_demo(console: Console, results: Sequence[RunResult], notes: Sequence[s
     )
     for note in dict.fromkeys(notes):
         console.print(f"[yellow]Note:[/] {escape(note)}")
+
+
+def print_new_backend(console: Console, folder: Path, written: Sequence[Written]) -> None:
+    """Print what `ampx new-backend` wrote, and what to do next."""
+    files = Table.grid(padding=(0, 2))
+    for one in written:
+        files.add_row(f"  {escape(one.path.relative_to(folder).as_posix())}", f"[dim]{escape(one.purpose)}[/]")
+    console.print(f"[green]Written:[/] {escape(str(folder))}", soft_wrap=True)
+    console.print(files)
+    console.print(
+        f"\nNext:\n  cd {escape(shlex.quote(str(folder)))}\n  pip install -e '.\\[test]'\n  pytest -x\n"
+        "pytest runs the conformance kit and stops with what is to be written next. Write it, and run pytest -x again.",
+        soft_wrap=True,
+    )

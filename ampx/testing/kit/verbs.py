@@ -20,7 +20,9 @@ class VerbTests(KitTests):
                 verb = getattr(ampx.Backend, name)
                 if getattr(kind, name) is verb:
                     purpose = (inspect.getdoc(verb) or "").splitlines()[0]
-                    raise NotImplementedError(f"{kind.__name__}.{name}: {purpose} Wanted because {ability} is declared.")
+                    raise NotImplementedError(
+                        f"{kind.__name__}.{name}: {purpose} Wanted because {ability} is declared."
+                    )
 
     def _wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Give what is declared, with the verbs that it needs. A wrapper may clip by itself, so `clip` is not here."""

@@ -1,0 +1,107 @@
+"""`ampx new-backend`: what it writes, and what it refuses. The kit runs over the new package in tests/example."""
+
+import ast
+import inspect
+from importlib import resources
+
+import pytest
+
+import ampx
+from ampx.testing import Harness
+
+FILES = [
+    "README.md",
+    "pyproject.toml",
+    "src/ampx_my_lib/__init__.py",
+    "src/ampx_my_lib/backend.py",
+    "tests/test_conformance.py",
+]
+
+
+def files_of(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_it_writes_a_package_and_tells_what_to_do_next(ampx_command, tmp_path):
+    told = ampx_command("new-backend", "my_lib").stdout
+    folder = tmp_path / "ampx-my-lib"
+    assert files_of(folder) == FILES
+    assert all(name in told for name in FILES)
+    assert "cd ampx-my-lib" in told
+    assert "pip install -e '.[test]'" in told
+    assert "pytest -x" in told
+    for path in folder.rglob("*.*"):
+        assert "$" not in path.read_text()
+    assert 'my_lib = "ampx_my_lib"' in (folder / "pyproject.toml").read_text()
+
+
+def test_it_writes_where_it_is_told(ampx_command, tmp_path):
+    told = ampx_command("new-backend", "mylib", "--out", "some where/else").stdout
+    assert (tmp_path / "some where" / "else" / "ampx-mylib" / "pyproject.toml").is_file()
+    assert "cd 'some where/else/ampx-mylib'" in told
+
+
+def test_every_verb_and_every_harness_method_that_is_required_has_a_stub(ampx_command, tmp_path):
+    ampx_command("new-backend", "mylib")
+    for path, contract, extra in (
+        ("src/ampx_mylib/backend.py", ampx.Backend, {"gradients", "zero_gradients"}),
+        ("tests/test_conformance.py", Harness, set()),
+    ):
+        tree = ast.parse((tmp_path / "ampx-mylib" / path).read_text())
+        (cls,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and "My" in node.name and node.body[1:]]
+        methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+        assert set(methods) == contract.__abstractmethods__ | extra
+        for name, method in methods.items():
+            given = [argument.arg for argument in method.args.args]
+            assert given == list(inspect.signature(getattr(contract, name)).parameters), name
+
+
+def test_a_folder_that_is_there_is_left_alone(ampx_command, tmp_path):
+    folder = tmp_path / "ampx-mylib"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    told = ampx_command("new-backend", "mylib", code=2).stderr
+    assert "'ampx-mylib' is there already and is left as it is" in told
+    assert "--out" in told
+    assert files_of(folder) == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    "name", ["Mylib", "my-lib", "my lib", "2lib", "_lib", "my__lib", "lib_", "class", "", "../lib"]
+)
+def test_a_name_that_is_no_module_is_refused(ampx_command, tmp_path, name):
+    told = ampx_command("new-backend", name, code=2).stderr
+    assert f"NAME {name!r} cannot be the name of a module" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_a_plugin_has_is_refused(ampx_command, tmp_path):
+    ampx_command.add_module("plug_taken", _PLUGIN)
+    ampx_command.add_plugin("taken", "plug_taken")
+    told = ampx_command("new-backend", "taken", code=2).stderr
+    assert "NAME 'taken' is taken: plugin 'taken' registers that framework" in told
+    assert not (tmp_path / "ampx-taken").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told(ampx_command, tmp_path):
+    (tmp_path / "file").write_text("")
+    told = ampx_command("new-backend", "mylib", "--out", "file", code=2).stderr
+    assert "file" in told
+    told = ampx_command("new-backend", "mylib", "--out", "file/below", code=2).stderr
+    assert "cannot be written: Not a directory" in told
+
+
+def test_every_template_is_in_the_package():
+    names = {path.name for path in (resources.files("ampx.cli") / "new_backend_template").iterdir()}
+    from ampx.cli.new_backend import _FILES
+
+    assert names == set(_FILES)
+
+
+_PLUGIN = """
+import ampx
+
+@ampx.hookimpl
+def ampx_register_backends(register):
+    register("taken", lambda: None, roots=("taken",), requires="taken")
+"""
