@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from .folding import is_large, is_plain, reads_finite
 from .refusals import refuse_half
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
@@ -19,6 +20,9 @@ class GradientSet:
     """The gradients behind an optimizer's parameter groups, sorted by device and dtype.
 
     The sorting is done once and checked cheaply afterwards; only the gradients are looked up in every step.
+
+    Attributes:
+        reads_fast: The parameters are on a CPU and mostly large, so that reading takes less time than torch's kernel.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accepts_half: bool) -> None:
@@ -34,13 +38,14 @@ class GradientSet:
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
+        self.reads_fast = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """List the parameters. Sync: none."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def collect(self) -> list[list[torch.Tensor]]:
-        """List the gradients that exist, one list a device and dtype. Sync: none."""
+        """List the gradients that exist, one list a device, dtype and size: large or not. Sync: none."""
         parameters, known = self.parameters(), self._parameters
         if len(parameters) != len(known) or not all(map(is_, parameters, known)):
             self._sort(parameters)
@@ -59,6 +64,9 @@ class GradientSet:
             buckets.setdefault(_kind(parameter), []).append(parameter)
         self._buckets = list(buckets.values())
         self._parameters = parameters
+        on_cpu = [bucket for bucket in self._buckets if bucket[0].is_cpu]
+        large = sum(parameter.numel() for bucket in on_cpu if is_large(bucket[0]) for parameter in bucket)
+        self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))
 
     def unscale(self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass.
@@ -81,11 +89,20 @@ class GradientSet:
             for bucket in gradients:
                 if bucket[0].dtype is torch.float16:
                     refuse_half(self._optimizer.param_groups)
+        reads = self.reads_fast and not isinstance(scale, torch.Tensor) and scale == 1.0  # nothing to write
         for bucket in gradients:
             device = bucket[0].device
             flag = flags.get(device)
             if flag is None:
                 flag = flags[device] = self._flag(device, fresh)
+            if (
+                self.reads_fast
+                and not isinstance(scale, torch.Tensor)
+                and scale == 1.0
+                and is_plain(bucket)
+                and reads_finite(bucket)
+            ):
+                continue
             unscale_into(bucket, flag, self._reciprocal(device, scale))
         return list(flags.values())
 
@@ -125,8 +142,8 @@ class GradientSet:
         return known[1]
 
 
-def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype]:
-    return parameter.device, parameter.dtype
+def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
+    return parameter.device, parameter.dtype, is_large(parameter)
 
 
 def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> None:
@@ -157,7 +174,7 @@ def unscale_(gradients: Iterable[torch.Tensor], scale: Any) -> torch.Tensor:
     for gradient in gradients:
         kinds.setdefault(_kind(gradient), []).append(gradient)
     flags = []
-    for (device, _), bucket in kinds.items():
+    for (device, _, _), bucket in kinds.items():
         flag = torch.zeros((), dtype=torch.float32, device=device)
         reciprocal = torch.as_tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
         unscale_into(bucket, flag, reciprocal)

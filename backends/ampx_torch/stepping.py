@@ -11,7 +11,7 @@ import torch
 from ampx.events import UNCHECKED, StepResult
 from ampx.optimizer import WrappedOptimizer
 
-from . import casting
+from . import casting, folding
 from .closures import evaluates_once, step_with_closure
 from .delegation import DelegatingOptimizer
 from .gradients import GradientSet, clip
@@ -78,8 +78,9 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 loss = closure()
         gradients = self.pending_gradients()
         if gradients or (self._process_group is not None and member.stage != "idle"):
-            self.check_and_unscale(gradients)
-            self._finish()
+            if not self._step_folded(gradients):
+                self.check_and_unscale(gradients)
+                self._finish()
         else:
             self._step_without_gradients()
         return loss
@@ -149,6 +150,34 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         self._norm = norm if self._norm is None else self._norm
         return norm
 
+    def _step_folded(self, gradients: list[list[torch.Tensor]]) -> bool:
+        """Close the step with a kernel that unscales and clips, where nobody can tell; False: nothing was done."""
+        member, found = self.ampx_member, None
+        if member.stage == "scaled" and self._may_fold() and folding.accepts(self.optimizer, gradients):
+            scale = member.factor
+            if not self.on_device:
+                found = folding.on_host(gradients, scale, self._max_norm)
+            elif self._max_norm is not None and not _makes_momentum(self.optimizer):
+                found = folding.on_device(gradients, scale, self._max_norm)
+        if found is None:
+            return False
+        try:
+            self._run_fused(found.overflow, found.divisor)
+        except BaseException:
+            self.forget()  # some gradients may be true and others not, so that the next step must not use them
+            raise
+        self._norm = found.norm
+        self.close_step({next(iter(member.factors)): True if found.overflow is None else found.overflow})
+        return True
+
+    def _may_fold(self) -> bool:
+        """Tell whether there is but one loss to unscale, and folding the rest of the step pays."""
+        if self._checked or self.mixer.loss_id is not None:
+            return False
+        if self._max_value is not None or self._process_group is not None:
+            return False
+        return self._max_norm is not None or (self.gradients.reads_fast and not self.on_device)
+
     def _finish(self) -> None:
         """Apply or skip with the finiteness found, then close the step."""
         if self.on_device:
@@ -183,10 +212,10 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         casting.forget_weights()
         return result
 
-    def _run_fused(self, flag: torch.Tensor) -> None:
-        """Run a fused optimizer, whose kernel leaves everything as it is where the flag is set."""
+    def _run_fused(self, flag: torch.Tensor | None, divisor: torch.Tensor | None = None) -> None:
+        """Run a fused optimizer: its kernel divides gradients, and changes nothing where the flag is set."""
         raw: Any = self.optimizer
-        raw.grad_scale, raw.found_inf = None, flag
+        raw.grad_scale, raw.found_inf = divisor, flag
         try:
             self.run_raw()
         finally:
