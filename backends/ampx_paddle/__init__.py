@@ -13,6 +13,8 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 def load() -> ampx.Backend:
     """Give the backend, importing paddle."""
+    from . import sot
     from .backend import PaddleBackend
 
+    sot.run_as_written()
     return PaddleBackend()

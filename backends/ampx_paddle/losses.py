@@ -24,8 +24,9 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     """
     if isinstance(loss, paddle.pir.Value):
         raise LossDtypeError(
-            "scale_loss got a value of a static graph, where minimize scales the loss itself; accepted: eager tensors. "
-            "Call opt.minimize(loss) with the loss as it is."
+            "scale_loss got a value of a static graph; accepted: eager tensors. Under enable_static call "
+            "opt.minimize(loss), which scales the loss itself; under to_static put the model into the graph, not the "
+            "training step, or leave full_graph=False."
         )
     if not isinstance(loss, paddle.Tensor):
         raise LossDtypeError(

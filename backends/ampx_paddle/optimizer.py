@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
 
@@ -16,6 +16,7 @@ from ampx.events import UNCHECKED
 from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
 
+from . import sharding
 from .closures import needs_closure, refuse_missing, step_with_closure
 from .copies import CopiesWithCare
 from .delegation import DelegatingOptimizer
@@ -66,7 +67,13 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
+            if name in ("_parameter_list", "_param_groups"):
+                sharding.refuse_partition()
             setattr(self.optimizer, name, value)
+
+    def _apply_optimize(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: Paddle's sharding updates by this, without a step that checks the gradients."""
+        sharding.refuse("fleet asked for an update without a step")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Unscale if not done, check, apply or skip, move the loss scale.
@@ -82,10 +89,13 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         Raises:
             NotScaledError: There are gradients, but no `scale_loss` came since the last step.
             ProtocolError: LBFGS was stepped without a closure.
+            UnsupportedByBackendError: The step is part of a static graph.
 
         Sync: one a dtype, as Paddle's GradScaler; where nothing is pending, one a gradient.
         """
         member = self.ampx_member
+        if not paddle.in_dynamic_mode():
+            self._backend.refuse("step of an eager optimizer in a static graph (wrap it there, and call minimize)")
         if needs_closure(self.optimizer):
             if closure is None:
                 refuse_missing("step")

@@ -11,6 +11,7 @@ from ampx.backend import reject_unknown
 from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
 from ampx.group import Member
 
+from . import sharding
 from .gradients import parameters
 from .optimizer import AmpOptimizer
 from .static import StaticOptimizer
@@ -32,6 +33,8 @@ def make_wrapper(
     Sync: none.
     """
     reject_unknown("paddle", options, ())
+    if type(optimizer).__module__.startswith("paddle.distributed."):
+        sharding.refuse(f"wrap_optimizer got {type(optimizer).__name__}, which Paddle's distribution made")
     if type(optimizer).__module__ == "paddle.incubate.optimizer.lbfgs":
         raise UnsupportedByBackendError(
             "wrap_optimizer got paddle.incubate.optimizer.LBFGS, which Paddle has replaced; accepted: its successor. "

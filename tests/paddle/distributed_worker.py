@@ -48,6 +48,19 @@ def fleet(net, raw, loss_scale):
     return dist.fleet.distributed_model(net), opt, dist.fleet.distributed_optimizer(opt)
 
 
+def raw_optimizer():
+    model = paddle.nn.Sequential(paddle.nn.Linear(4, 8), paddle.nn.Linear(8, 1))
+    return paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+
+
+def refusal(call):
+    try:
+        call()
+    except ampx.AmpxError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
 def main():
     rank, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
     dist.init_parallel_env()
@@ -62,12 +75,13 @@ def main():
     strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 1, "pp_degree": 1}
     dist.fleet.init(is_collective=True, strategy=strategy)
     found["fleet"] = train(rank, fleet, scale, overflow_rank=1)
-    try:
-        ampx.wrap_optimizer(
-            dist.fleet.distributed_optimizer(paddle.optimizer.SGD(parameters=paddle.nn.Linear(1, 1).parameters()))
-        )
-    except ampx.NotAnOptimizerError as error:
-        found["wrong_order"] = str(error)
+    found["wrong_order"] = refusal(lambda: ampx.wrap_optimizer(dist.fleet.distributed_optimizer(raw_optimizer())))
+    found["sharded_first"] = refusal(lambda: ampx.wrap_optimizer(dist.shard_optimizer(raw_optimizer())))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    # What fleet does to an optimizer with sharding_degree=2, which it cannot be initialised with a second time.
+    opt = ampx.wrap_optimizer(raw_optimizer())
+    found["sharded_after"] = refusal(lambda: setattr(opt, "_parameter_list", opt._parameter_list[:2]))
+    found["sharded_update"] = refusal(lambda: opt._apply_optimize(None, None, []))
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -108,3 +108,11 @@ def test_what_fleet_gives_is_not_wrapped(records):
     """It may add up gradients inside its step, after they were checked; so the order is wrap first, then fleet."""
     for message in records("wrong_order"):
         assert "HybridParallelOptimizer" in message
+
+
+@pytest.mark.parametrize("scenario", ["sharded_first", "sharded_after", "sharded_update"])
+def test_sharding_is_refused_before_anything_is_trained(records, scenario):
+    """A process would see the gradients of its shard only, and skip by itself."""
+    for message in records(scenario):
+        assert message.startswith("UnsupportedByBackendError")
+        assert "sharding_degree=1" in message

@@ -200,6 +200,20 @@ def test_parameter_groups(amp, backward):
     assert same(values(nets[0]), values(nets[1]))
 
 
+@pytest.mark.filterwarnings("ignore:Op `increment` is executed through:DeprecationWarning")
+def test_lookahead_takes_its_slow_steps_with_applied_steps_only(amp, backward):
+    from paddle.incubate.optimizer import LookAhead
+
+    nets = make_net(), make_net()
+    raw, plain = (LookAhead(paddle.optimizer.Adam(0.1, parameters=net.parameters()), k=2) for net in nets)
+    opt = amp.wrap_optimizer(raw)
+    for factor in (1.0, math.inf, 2.0, math.inf, 3.0):
+        train(nets[0], opt, backward, factors=(factor,))
+        if math.isfinite(factor):
+            train(nets[1], plain, factors=(factor,))
+    assert same(values(nets[0]), values(nets[1]))
+
+
 def test_float64_parameters_are_divided_in_float64(amp):
     parameter = paddle.create_parameter([1], "float64", default_initializer=paddle.nn.initializer.Constant(1.0))
     other = paddle.create_parameter([1], "float32", default_initializer=paddle.nn.initializer.Constant(1.0))

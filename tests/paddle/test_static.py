@@ -139,7 +139,7 @@ def test_clipping_sees_true_gradients():
 @pytest.mark.parametrize(
     ("line", "error", "words"),
     [
-        ("ampx.scale_loss(loss, opt).__enter__()", "LossDtypeError", "minimize scales the loss itself"),
+        ("ampx.scale_loss(loss, opt).__enter__()", "LossDtypeError", "which scales the loss itself"),
         ("opt.minimize(loss); opt.minimize(loss)", "ProtocolError", "a second time"),
         (
             "ampx.init('paddle', level='O2', dtype='bfloat16'); ampx.wrap_optimizer(paddle.optimizer.SGD(0.1))",
