@@ -223,7 +223,8 @@ def describe(row: dict[str, object]) -> str:
     line = (
         f"{row['tensors']:>20} {row['optimizer']:6}{'clip' if row['clip'] else '':5}"
         f"ampx {number['median_a'] * 1e3:9.3f} ms  native {number['median_b'] * 1e3:9.3f} ms  "
-        f"ratio {number['ratio']:.3f} [{number['ratio_low']:.3f}, {number['ratio_high']:.3f}]  bytes {number['bytes_ratio']:.3f}  "
+        f"ratio {number['ratio']:.3f} [{number['ratio_low']:.3f}, {number['ratio_high']:.3f}]  "
+        f"bytes {number['bytes_ratio']:.3f}  "
         f"{number['bandwidth_a'] / 1e9:5.1f} and {number['bandwidth_b'] / 1e9:5.1f} GB/s"
     )
     return line + (f"  target {number['target']:.2f}" if "target" in row else "")

@@ -41,7 +41,10 @@ class Folded(NamedTuple):
 def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Tensor]]) -> bool:
     """Tell whether nobody sees gradients between the check and the kernel, and the kernel divides them. Sync: none."""
     # Not `_step_supports_amp_scaling`, which copies and loaded checkpoints do not have, or have for no reason.
-    if not all(group.get("fused") for group in optimizer.param_groups) or not _steps_as_torch(type(optimizer)):
+    if not all([group.get("fused") for group in optimizer.param_groups]):
+        return False
+    # A step that is not torch's own may look at the gradients before it calls the kernel.
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
         return False
     # The one hook is our guard; others would see gradients that still carry the scale.
     if len(optimizer._optimizer_step_pre_hooks) != 1 or _global_optimizer_pre_hooks:
@@ -58,12 +61,6 @@ def is_plain(bucket: list[torch.Tensor]) -> bool:
     if bucket[0].dtype is not torch.float32 or set(map(type, bucket)) != {torch.Tensor}:
         return False
     return not any([gradient.is_sparse for gradient in bucket])
-
-
-@lru_cache(maxsize=64)
-def _steps_as_torch(kind: Any) -> bool:
-    """Tell whether `step` is torch's own: another one may look at the gradients before it calls the kernel."""
-    return str(kind.step.__module__).startswith("torch.optim.")
 
 
 def on_host(gradients: Sequence[list[torch.Tensor]], scale: float, max_norm: float | None) -> Folded | None:

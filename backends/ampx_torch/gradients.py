@@ -95,13 +95,7 @@ class GradientSet:
             flag = flags.get(device)
             if flag is None:
                 flag = flags[device] = self._flag(device, fresh)
-            if (
-                self.reads_fast
-                and not isinstance(scale, torch.Tensor)
-                and scale == 1.0
-                and is_plain(bucket)
-                and reads_finite(bucket)
-            ):
+            if reads and is_plain(bucket) and reads_finite(bucket):
                 continue
             unscale_into(bucket, flag, self._reciprocal(device, scale))
         return list(flags.values())

@@ -7,7 +7,7 @@ patching the raw optimizer's `step` would be lost by copies and shadowed by sche
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Final
 from typing import cast as type_as
@@ -19,7 +19,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError
 from ampx.group import Member
 from ampx.ledger import HOST_LEDGER
 
-from . import casting, masters
+from . import casting, fusing, masters
 from .debug import nonfinite_parameters
 from .gradients import GradientSet
 from .guard import StepGuard
@@ -30,7 +30,18 @@ from .stepping import Stepping
 
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.
 _NOT_COPIED: Final = frozenset(
-    ("gradients", "_casting_off", "mixer", "_checked", "_norm", "_guard", "_guard_handle", "step", "_opt_called")
+    (
+        "gradients",
+        "_casting_off",
+        "mixer",
+        "_checked",
+        "_norm",
+        "_undo_fused",
+        "_guard",
+        "_guard_handle",
+        "step",
+        "_opt_called",
+    )
 )
 
 
@@ -43,6 +54,8 @@ class AmpOptimizer(Stepping):
     Attributes:
         ampx_member: Its place in the protocol.
     """
+
+    _undo_fused: Callable[[], None] | None
 
     def __init__(self, optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
@@ -57,7 +70,10 @@ class AmpOptimizer(Stepping):
         # Checked at the first scale_loss, because prepare may come after wrap_optimizer.
         self._must_be_prepared = plan is not None and options["level"].casts_params
         self._accepts_half = not member.group.enabled or options["level"].name == "O3"
+        self._fused = options.get("fused") is not None and member.group.enabled
         self._attach()
+        if self._fused:
+            self._undo_fused = fusing.use(optimizer)
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
@@ -67,6 +83,7 @@ class AmpOptimizer(Stepping):
         self.mixer = LossMixer()
         self._checked = {}
         self._norm = None
+        self._undo_fused = None
         self._guard = StepGuard(self.ampx_member)
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
         group = self.ampx_member.group
@@ -89,8 +106,10 @@ class AmpOptimizer(Stepping):
         return type_as("torch.Tensor", self._clip(max_norm, None))
 
     def ampx_unwrap(self) -> None:
-        """Take the guard off the raw optimizer."""
+        """Leave the raw optimizer as it was."""
         self._guard_handle.remove()
+        if self._undo_fused is not None:
+            self._undo_fused()
 
     def ampx_notice_cleared(self) -> None:
         """Forget true gradients that model.zero_grad() dropped: a step skipped by hand. Sync: none."""
@@ -146,6 +165,8 @@ class AmpOptimizer(Stepping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the raw optimizer's state; the loss scale stays."""
         self.optimizer.load_state_dict(state_dict)
+        if self._fused and not all(group["fused"] for group in self.param_groups):
+            fusing.use(self.optimizer)  # the checkpoint was written by an optimizer that was not
         if self.on_device and not all(group.get("fused") for group in self.param_groups):
             # torch takes over `fused` with the other options: only fused kernels know how to skip by themselves.
             self.ampx_member.group.resolve()

@@ -12,7 +12,7 @@ from ampx.errors import InvalidOptionError
 from ampx.group import Member
 from ampx.ledger import HOST_LEDGER
 
-from . import casting
+from . import casting, fusing
 from .ledger import DeviceLedger
 from .optimizer import AmpOptimizer
 from .refusals import refuse_half
@@ -27,13 +27,15 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
 
     Sync: none.
     """
-    reject_unknown("torch", options, ("process_group", "device_scale"))
+    reject_unknown("torch", options, ("process_group", "device_scale", "fused"))
+    fusing.check(optimizer, options.get("fused"))
     if options["plan"] is not None:
         casting.check_resolved(options["plan"])
     if member.group.enabled and options["level"].name != "O3":
         refuse_half(optimizer.param_groups)
     wanted = options.get("device_scale")
-    device = _device_of_scale(optimizer, wanted)
+    fused = options.get("fused") is not None
+    device = _device_of_scale(optimizer, wanted, fused)
     group = member.group
     if group.enabled:
         if len(group.members) == 1:
@@ -48,8 +50,8 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
     return AmpOptimizer(optimizer, member, options)
 
 
-def _device_of_scale(optimizer: torch.optim.Optimizer, wanted: object) -> torch.device | None:
-    """Give the device the scale can live on, or None for the host."""
+def _device_of_scale(optimizer: torch.optim.Optimizer, wanted: object, fused: bool) -> torch.device | None:
+    """Give the device the scale can live on, or None for the host; `fused` says that the optimizer will be so."""
     if wanted not in (None, True, False):
         raise InvalidOptionError(
             f"device_scale={wanted!r} is not a choice; accepted: None (for fused optimizers on an accelerator), True, "
@@ -57,7 +59,7 @@ def _device_of_scale(optimizer: torch.optim.Optimizer, wanted: object) -> torch.
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     devices = {parameter.device for parameter in parameters}
-    able = getattr(optimizer, "_step_supports_amp_scaling", False) and len(devices) == 1
+    able = (fused or getattr(optimizer, "_step_supports_amp_scaling", False)) and len(devices) == 1
     if wanted and not able:
         raise InvalidOptionError(
             "device_scale=True needs a fused optimizer with all parameters on one device; this one is not. Make it "

@@ -1,0 +1,88 @@
+"""Choose the fused implementation of an optimizer that was made without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ampx.errors import InvalidOptionError
+
+_FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_MARKS: Final = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
+
+
+def check(optimizer: torch.optim.Optimizer, wanted: object) -> None:
+    """Check the option `fused` of `wrap_optimizer`; nothing is changed.
+
+    Args:
+        optimizer: The raw optimizer.
+        wanted: None leaves its implementation as it is; `"auto"` asks for the fused one.
+
+    Raises:
+        InvalidOptionError: It is another value, or torch has no fused implementation for this optimizer.
+
+    Sync: none.
+    """
+    if wanted is None:
+        return
+    if wanted != "auto":
+        raise InvalidOptionError(
+            f"fused={wanted!r} is not a choice; accepted: None (as the optimizer was made) and 'auto' (fused). "
+            f"Pass one of these."
+        )
+    reason = _obstacle(optimizer)
+    if reason is not None:
+        raise InvalidOptionError(
+            f"fused='auto' got {type(optimizer).__name__}, {reason}; accepted: Adam, AdamW, SGD and Adagrad of "
+            f"torch.optim, not differentiable, with floating parameters on CPU or CUDA (Adagrad: CPU). Leave fused out."
+        )
+
+
+def use(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Switch a checked optimizer to its fused implementation, in place; its state stays.
+
+    Returns:
+        What switches it back.
+
+    Sync: none, unless its state is on an accelerator and its step counters are on the host.
+    """
+    every = (optimizer.defaults, *optimizer.param_groups)
+    chosen = [(options, options["fused"], options["foreach"]) for options in every]
+    counters = [(state, state["step"]) for state in optimizer.state.values() if "step" in state]
+    for options in every:
+        options["fused"], options["foreach"] = True, False
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            # Fused kernels count on the device, in float32; the others count on the host.
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
+    # What torch's own constructors set for fused=True.
+    marks = vars(optimizer)
+    before: dict[str, object] = {name: marks[name] for name in _MARKS if name in marks}
+    marks.update(dict.fromkeys(_MARKS, True))
+
+    def undo() -> None:
+        for options, fused, foreach in chosen:
+            options["fused"], options["foreach"] = fused, foreach
+        for state, count in counters:
+            state["step"] = count
+        for name in _MARKS:
+            del marks[name]
+        marks.update(before)
+
+    return undo
+
+
+def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    kind = type(optimizer)
+    if kind not in _FUSED:
+        return "for which torch has no fused implementation, or which is a subclass that may not use it"
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        return "which is differentiable"
+    devices = ("cpu",) if kind is torch.optim.Adagrad else ("cpu", "cuda")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device.type not in devices or not parameter.is_floating_point():
+                return f"which holds a parameter of {parameter.dtype} on {parameter.device}"
+    return None
