@@ -140,7 +140,7 @@ class GenericOptimizer(WrappedOptimizer):
             self._update(self._unscaled.grads)
         norm = self._norm
         self._unscaled = self._norm = None
-        member.finish(self.ampx_finite_by_loss(finite), None if norm is None else float(norm))
+        member.finish(self.ampx_finite_by_loss(finite), norm)  # `last_step` reads the norm: stepping does not
 
     def _update(self, grads: Any) -> None:
         """Clip true, finite gradients as asked and apply them."""

@@ -246,10 +246,10 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         return finite
 
     def close_step(self, finite: dict[int, bool]) -> None:
-        """Note a step's outcome and move the loss scale. Sync: one where a norm was measured."""
+        """Note a step's outcome and move the loss scale. Sync: none."""
         norm = self._norm
         self._unscaled = self._norm = None
-        self.ampx_member.finish(finite, None if norm is None else float(norm))
+        self.ampx_member.finish(finite, norm)
 
     def drop_pending(self) -> None:
         """Forget pending gradients without counting a step. Sync: none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import paddle
@@ -97,6 +97,12 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
     specification says, floors and ceilings included.
     """
 
+    # `paddle.static.amp.decorate` does none of this in Paddle 3.3's graphs, so there is nothing of it to stand on: it
+    # makes no variable for the scale and multiplies no loss by it, so that `minimize` raises for float16 and for any
+    # static scale; with bfloat16 it drops the scale, checks nothing and casts nothing. tests/paddle/test_static.py
+    # shows both. Casting is `auto_cast`'s work while the program is built, the check is Paddle's own kernel, and the
+    # condition is `paddle.static.nn.cond`.
+
     def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
         self.optimizer = optimizer
@@ -117,6 +123,14 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if name.startswith("__") or "optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            UnsupportedByBackendError: Always.
+        """
+        self._backend.refuse("copies of an optimizer of a static graph, which belongs to its program")
 
     @property
     def last_step(self) -> StepResult | None:

@@ -95,6 +95,60 @@ def test_input_without_gradient_in_bfloat16_is_refused_by_ampx():
     assert run(dtype="float32", stop_gradient=True, pattern=[0])["results"][0][0]
 
 
+DECORATED = """
+paddle.enable_static()
+main, startup = paddle.static.Program(), paddle.static.Program()
+with paddle.static.program_guard(main, startup):
+    x = paddle.static.data("x", [4, 8], "float32")
+    x.stop_gradient = False
+    linear = paddle.nn.Linear(8, 1)
+    loss = linear(x).astype("float32").mean()
+    opt = paddle.static.amp.decorate(paddle.optimizer.Momentum(0.1), level="O1", dtype={dtype!r}, **{options})
+    opt.minimize(loss)
+names = [operation.name() for operation in main.global_block().ops]
+executor = paddle.static.Executor(paddle.CPUPlace())
+executor.run(startup)
+(weight,) = executor.run(main, feed={{"x": np.full([4, 8], np.inf, "float32")}}, fetch_list=[linear.weight])
+print("SEEN", "pd_op.cast" in names, any("check_finite" in name for name in names), bool(np.isfinite(weight).all()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float16", {}),
+        ("float16", {"use_dynamic_loss_scaling": False, "init_loss_scaling": 8.0}),
+        ("bfloat16", {"use_dynamic_loss_scaling": False, "init_loss_scaling": 8.0}),
+    ],
+)
+def test_native_decorate_has_no_loss_scale_in_static_graphs(native, dtype, options):
+    """Why the backend does not stand on it: it never makes the variable that it hands to its own check."""
+    code, _, err = native(DECORATED.format(dtype=dtype, options=options))
+    assert code == 1
+    assert "check_finite_and_unscale_(): argument (position 2) must be Value, but got None" in err
+
+
+def test_native_decorate_neither_casts_nor_checks_in_bfloat16(native):
+    code, out, err = native(DECORATED.format(dtype="bfloat16", options={"use_dynamic_loss_scaling": True}))
+    assert code == 0, err[-2000:]
+    (seen,) = (line.split()[1:] for line in out.splitlines() if line.startswith("SEEN"))
+    assert seen == ["False", "False", "False"]  # no cast, no check, and the weights are not finite
+
+
+def test_what_native_decorate_gives_is_refused(native):
+    """The same names work underneath: wrap the optimizer itself."""
+    code, _, err = native(
+        """
+import ampx
+paddle.enable_static()
+ampx.init("paddle", dtype="bfloat16", device="cpu")
+ampx.wrap_optimizer(paddle.static.amp.decorate(paddle.optimizer.SGD(0.1), dtype="bfloat16"))
+"""
+    )
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("ampx.errors.NotAnOptimizerError"), err[-2000:]
+
+
 def test_bounds_hysteresis_and_factors():
     config = {
         "init_scale": 8.0,
@@ -146,6 +200,7 @@ def test_clipping_sees_true_gradients():
             "UnsupportedByBackendError",
             "level='O1'",
         ),
+        ("import copy; copy.deepcopy(opt)", "UnsupportedByBackendError", "belongs to its program"),
         ("opt.step()", "UnsupportedByBackendError", "static graph"),
         ("ampx.unscale(opt)", "UnsupportedByBackendError", "static graph"),
         ("ampx.clip_grad_norm(opt, 1.0)", "UnsupportedByBackendError", "max_grad_norm"),
