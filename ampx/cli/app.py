@@ -6,7 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -116,7 +116,10 @@ def backends(
 @app.command()
 def demo(
     framework: Annotated[str | None, _FRAMEWORK] = None,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Where results.json and demo.png go.")] = Path("ampx-demo"),
+    everywhere: Annotated[
+        bool, typer.Option("--all", help="Train with every framework installed, each in a process of its own.")
+    ] = False,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where JSON and pictures go.")] = Path("ampx-demo"),
     as_json: Annotated[bool, _JSON] = False,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 15,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a step.")] = 32,
@@ -134,17 +137,45 @@ def demo(
     from . import demo_command
 
     demo_command.make_folder(out)
-    chosen = demo_command.find_framework(framework)
-    found, results, notes = demo_command.train(chosen, dtype or (), demo_command.parse_seeds(seeds), epochs, batch_size)
+    options: dict[str, Any] = {
+        "dtypes": dtype or [],
+        "seeds": demo_command.parse_seeds(seeds),
+        "epochs": epochs,
+        "batch_size": batch_size,
+    }
+    if everywhere:
+        demo_command.refuse_both(framework)
+        raise typer.Exit(_demo_everywhere(out, options, as_json))
+    found, notes = demo_command.train(demo_command.find_framework(framework), **options)
     demo_command.write(out, found)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    from .render import print_demo
+    from .render_demo import print_demo
 
     console = Console(highlight=False)
-    print_demo(console, results, notes)
+    print_demo(console, found, notes)
     console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)
+
+
+def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
+    from rich.console import Console
+
+    from . import demo_all
+
+    with Console(stderr=True).status("Looking for frameworks …") as status:
+        outcomes = demo_all.train_everywhere(out, options, lambda name: status.update(f"Training with {name} …"))
+    found = demo_all.write_comparison(out, outcomes)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from .render_demo import print_all
+
+        console = Console(highlight=False)
+        print_all(console, outcomes)
+        where = f"{out / 'comparison.png'}, and for each framework in a folder of its name"
+        console.print(f"Curves and loss scales: {where}; numbers: {out / 'comparison.json'}", soft_wrap=True)
+    return 1 if any(one.state == "failed" for one in outcomes) else 0
 
 
 @app.command("new-backend")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +24,7 @@ SCHEMA = "ampx.demo/1"
 TEST_IMAGES = 450  # of 1797
 # The default interval of 2000 finite steps is longer than a run: growth would never be seen.
 DEMO_SCALE = LossScale(growth_interval=200)
+SCALED = "float32, scaled"
 
 
 class Digits(NamedTuple):
@@ -52,7 +53,8 @@ class Run:
         epochs: Passes over the training images.
         batch_size: Images a step; an incomplete last batch is left out.
         overflow_at: Step, counted from 0, whose loss is made infinite before backward; None: never.
-        loss_scale: What `wrap_optimizer` gets; None for the default of the dtype.
+        loss_scale: What `wrap_optimizer` gets; None for the default of the dtype. float32 with a loss scale computes
+            in float32 and scales for real: it is planned where the device has no low-precision dtype.
     """
 
     dtype: Dtype
@@ -61,6 +63,11 @@ class Run:
     batch_size: int
     overflow_at: int | None = None
     loss_scale: LossScale | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of the run in tables and pictures."""
+        return SCALED if self.dtype == "float32" and self.loss_scale is not None else self.dtype
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,32 @@ def choose_dtypes(backend: Backend, asked: Sequence[str] = ()) -> list[Dtype]:
     return ["float32", *(dtype for dtype in low if dtype != "float32")]
 
 
-def plan_runs(dtypes: Iterable[Dtype], seeds: Iterable[int], epochs: int, batch_size: int, images: int) -> list[Run]:
+def casts_nothing(backend: Backend) -> bool:
+    """Tell whether the backend's best device computes no low-precision dtype: only scaling is left. Sync: none."""
+    device = backend.device("auto")
+    return not device.native | device.emulated
+
+
+def plan_runs(
+    dtypes: Iterable[Dtype],
+    seeds: Iterable[int],
+    epochs: int,
+    batch_size: int,
+    images: int,
+    scaled: bool = False,
+) -> list[Run]:
     """List the runs: every dtype with every seed, with one overflow injected on the way.
 
     The float32 run is spared the overflow: with `enabled=False` nothing would keep it out of the weights.
+
+    Args:
+        dtypes: The compute dtypes.
+        seeds: The seeds; each once.
+        epochs: Passes over the training images.
+        batch_size: Images a step.
+        images: How many training images there are.
+        scaled: Add a float32 run whose loss is scaled. It gets no overflow, so that every number equals those of the
+            plain run: scales are powers of two.
 
     Raises:
         InvalidOptionError: There would be no run, or no step.
@@ -168,18 +197,15 @@ def plan_runs(dtypes: Iterable[Dtype], seeds: Iterable[int], epochs: int, batch_
             f"epochs={epochs}, batch size {batch_size} and seeds {chosen} give no run of at least 2 steps; accepted: "
             f"at least one epoch and one seed, and a batch size from 1 to {images}. Correct these."
         )
-    return [
-        Run(
-            dtype,
-            seed,
-            epochs,
-            batch_size,
-            overflow_at=None if dtype == "float32" else max(1, steps * 2 // 5),
-            loss_scale=DEMO_SCALE if dtype == "float16" else None,
-        )
-        for seed in chosen
-        for dtype in dtypes
-    ]
+    runs = []
+    for seed in chosen:
+        for dtype in dtypes:
+            overflow_at = None if dtype == "float32" else max(1, steps * 2 // 5)
+            scale = DEMO_SCALE if dtype == "float16" else None
+            runs.append(Run(dtype, seed, epochs, batch_size, overflow_at, scale))
+        if scaled:
+            runs.append(Run("float32", seed, epochs, batch_size, loss_scale=DEMO_SCALE))
+    return runs
 
 
 def train_all(
@@ -215,7 +241,7 @@ def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) ->
         "epochs": runs[0].epochs,
         "batch_size": runs[0].batch_size,
         "overflow_at": max((run.overflow_at for run in runs if run.overflow_at is not None), default=None),
-        "runs": [asdict(result) for result in results],
+        "runs": [{"label": run.label, **asdict(result)} for run, result in zip(runs, results, strict=True)],
     }
 
 
@@ -227,9 +253,12 @@ def write(folder: Path, found: dict[str, Any]) -> None:
     draw(found, folder / "demo.png")
 
 
-def ratio_to_float32(result: RunResult, results: Sequence[RunResult]) -> float | None:
-    """Give the speed against the float32 run of the same seed; None where there is none. Sync: none."""
-    for other in results:
-        if other.dtype == "float32" and other.seed == result.seed:
-            return result.steps_per_second / other.steps_per_second
-    return None
+def plain_run(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Give the float32 run of the same seed; None where there is none. Sync: none."""
+    return next((other for other in runs if other["label"] == "float32" and other["seed"] == run["seed"]), None)
+
+
+def equals_float32(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> bool:
+    """Tell whether every loss and the accuracy are exactly those of the float32 run. Sync: none."""
+    plain = plain_run(run, runs)
+    return plain is not None and (run["losses"], run["accuracy"]) == (plain["losses"], plain["accuracy"])

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ampx.errors import AmbiguousFrameworkError, FrameworkNotInstalledError, InvalidOptionError
 from ampx.registry import default_registry
 
-from .demo import Run, RunResult, choose_dtypes, load_digits, plan_runs, report, train_all
+from .demo import Run, casts_nothing, choose_dtypes, load_digits, plan_runs, report, train_all
 from .demo import write as write
 from .frameworks import is_installed
 
@@ -42,6 +42,20 @@ def find_framework(name: str | None) -> str:
         f"no framework was named, and {', '.join(installed)} are installed; accepted: one of them. "
         f"Say which: ampx demo --framework {installed[0]}."
     )
+
+
+def refuse_both(framework: str | None) -> None:
+    """Check that `--all` did not come with a framework.
+
+    Raises:
+        InvalidOptionError: It did.
+
+    Sync: none.
+    """
+    if framework is not None:
+        raise InvalidOptionError(
+            f"--all and --framework {framework} were both given; accepted: one of them. Leave one out."
+        )
 
 
 def make_folder(folder: Path) -> None:
@@ -83,11 +97,11 @@ def parse_seeds(text: str) -> list[int]:
 
 def train(
     framework: str, dtypes: Sequence[str], seeds: Sequence[int], epochs: int, batch_size: int
-) -> tuple[dict[str, Any], list[RunResult], list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Train every run under a progress bar.
 
     Returns:
-        The report, the results, and the warnings about precision.
+        The report, and the warnings about precision.
 
     Raises:
         AmpxError: The framework cannot be used, or an option cannot be honoured.
@@ -102,18 +116,18 @@ def train(
         trainer = backend.demo()
         chosen = choose_dtypes(backend, dtypes)
         data = load_digits()
-        runs = plan_runs(chosen, seeds, epochs, batch_size, len(data.train_images))
+        runs = plan_runs(chosen, seeds, epochs, batch_size, len(data.train_images), scaled=casts_nothing(backend))
         progress.remove_task(opening)
 
         def start(run: Run) -> Callable[[], None]:
             if not console.is_terminal:
-                console.print(f"training in {run.dtype}, seed {run.seed} …")
+                console.print(f"training in {run.label}, seed {run.seed} …")
             steps = run.epochs * (len(data.train_images) // run.batch_size)
-            task = progress.add_task(f"{run.dtype}, seed {run.seed}", total=steps)
+            task = progress.add_task(f"{run.label}, seed {run.seed}", total=steps)
             return lambda: progress.advance(task)
 
         results, notes = [], []
         for result, warned in train_all(trainer, data, runs, start):
             results.append(result)
             notes += warned
-    return report(framework, runs, results), results, notes
+    return report(framework, runs, results), notes

@@ -6,11 +6,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .demo import SCALED
+
 SIZE = (12.0, 5.2)  # inches
 DPI = 125
 _ALARM = "#b30000"
 # Legible to colour-blind readers, and in print by the line style.
-_STYLES = {"float32": ("#4d4d4d", "-"), "float16": ("#0072b2", "-"), "bfloat16": ("#d55e00", "--")}
+_STYLES = {
+    "float32": ("#4d4d4d", "-"),
+    "float16": ("#0072b2", "-"),
+    "bfloat16": ("#d55e00", "--"),
+    SCALED: ("#009e73", "--"),
+}
 
 
 def draw(found: dict[str, Any], target: Path) -> None:
@@ -30,7 +37,7 @@ def draw(found: dict[str, Any], target: Path) -> None:
     halves: Any = figure.subfigures(1, 2)
     left, right = halves
     losses = left.subplots()
-    _draw_losses(losses, found)
+    draw_losses(losses, found)
     panels = _draw_scales(right, found)
     for axes in (losses, *panels):
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -41,13 +48,14 @@ def draw(found: dict[str, Any], target: Path) -> None:
     figure.savefig(target, format="png")
 
 
-def _draw_losses(axes: Any, found: dict[str, Any]) -> None:
+def draw_losses(axes: Any, found: dict[str, Any]) -> None:
+    """Draw the smoothed loss curve of every run. Sync: none."""
     window = max(1, len(found["runs"][0]["losses"]) // 40)
     named: set[str] = set()
     for run in found["runs"]:
-        colour, line = _STYLES[run["dtype"]]
-        label = None if run["dtype"] in named else run["dtype"]
-        named.add(run["dtype"])
+        colour, line = _STYLES[run["label"]]
+        label = None if run["label"] in named else run["label"]
+        named.add(run["label"])
         axes.plot(_smooth(run["losses"], window), color=colour, linestyle=line, linewidth=1.6, label=label)
     axes.set_yscale("log")
     axes.set_ylabel("training loss")
@@ -59,7 +67,7 @@ def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
     """Draw the runs of the first seed, a panel for scales that move and a low one for those that stay."""
     seed = found["runs"][0]["seed"]
     runs = [run for run in found["runs"] if run["seed"] == seed]
-    runs = [run for run in runs if run["dtype"] != "float32"] or runs
+    runs = [run for run in runs if run["label"] != "float32"] or runs
     moving = [run for run in runs if len(set(run["scales"])) > 1]
     still = [run for run in runs if run not in moving]
     groups = [group for group in (moving, still) if group]
@@ -67,8 +75,8 @@ def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
     panels = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     for axes, group in zip(panels, groups, strict=True):
         for run in group:
-            _draw_scale(axes, run)
-        _set_powers(axes, [scale for run in group for scale in run["scales"]])
+            draw_scale(axes, run)
+        set_powers(axes, [scale for run in group for scale in run["scales"]])
         if found["overflow_at"] is not None:
             axes.axvline(found["overflow_at"], color=_ALARM, linewidth=0.9, linestyle=":", zorder=0)
         axes.legend(frameon=False, loc="upper left")
@@ -86,10 +94,12 @@ def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
     return panels
 
 
-def _draw_scale(axes: Any, run: dict[str, Any]) -> None:
-    colour, line = _STYLES[run["dtype"]]
+def draw_scale(axes: Any, run: dict[str, Any]) -> None:
+    """Draw the loss scale of one run, and mark its skipped steps. Sync: none."""
+    colour, line = _STYLES[run["label"]]
     steps = range(len(run["scales"]))
-    label = run["dtype"] + (" (static)" if len(set(run["scales"])) == 1 else "")
+    static = len(set(run["scales"])) == 1 and run["label"] != SCALED
+    label = run["label"] + (" (static)" if static else "")
     axes.step(steps, run["scales"], where="post", color=colour, linestyle=line, linewidth=1.8, label=label)
     if run["skipped"]:
         heights = [run["scales"][step] for step in run["skipped"]]
@@ -105,8 +115,8 @@ def _draw_scale(axes: Any, run: dict[str, Any]) -> None:
         )
 
 
-def _set_powers(axes: Any, scales: list[float]) -> None:
-    """Label every power of two that occurs, and leave room above for the legend."""
+def set_powers(axes: Any, scales: list[float]) -> None:
+    """Label every power of two that occurs, and leave room above for the legend. Sync: none."""
     low, high = math.floor(math.log2(min(scales))), math.ceil(math.log2(max(scales)))
     axes.set_yscale("log", base=2)
     axes.set_yticks([2.0**power for power in range(low, high + 1, max(1, (high - low) // 8))])

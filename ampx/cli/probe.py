@@ -23,13 +23,14 @@ probe_child.run(sys.argv[2], json.loads(sys.argv[3]))
 """
 
 
-def probe(question: str, *arguments: Any, time_limit: float = TIME_LIMIT) -> dict[str, Any]:
+def probe(question: str, *arguments: Any, time_limit: float = TIME_LIMIT, what: str = "the import") -> dict[str, Any]:
     """Ask a child process; whatever happens there becomes an answer.
 
     Args:
         question: A function of `probe_child`.
         *arguments: Its arguments; plain JSON types.
         time_limit: Seconds until the child is killed.
+        what: What the child does, for messages.
 
     Returns:
         What the function gave, or `{"error": why there is no answer}`.
@@ -55,7 +56,7 @@ def probe(question: str, *arguments: Any, time_limit: float = TIME_LIMIT) -> dic
             result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
             return result
         last = noise.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-    return {"error": f"the import {_ending(done.returncode)}" + (f": {last}" if last else "")}
+    return {"error": f"{what} {_ending(done.returncode)}" + (f": {last}" if last else "")}
 
 
 def _ending(code: int) -> str:

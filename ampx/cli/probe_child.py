@@ -21,6 +21,7 @@ def run(question: str, arguments: list[Any]) -> None:
         "plugins": plugins,
         "framework": framework,
         "capabilities": capabilities,
+        "demo": demo,
     }
     target, *rest = arguments
     text = json.dumps(answers[question](*rest), default=_plain)
@@ -68,6 +69,25 @@ def capabilities(name: str) -> dict[str, Any]:
         return {"capabilities": describe_capabilities(default_registry().load(name))}
     except ampx.AmpxError as error:
         return {"error": str(error)}
+
+
+def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train as `ampx demo --framework` does; give the report and the warnings about precision."""
+    from .demo_command import train
+
+    try:
+        default_registry().load(name).demo()
+    except ampx.UnsupportedByBackendError as error:
+        return {"refused": str(error)}
+    except Exception as error:
+        return {"error": _describe(error)}
+    try:
+        report, notes = train(name, **options)
+    except ampx.AmpxError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": _describe(error)}
+    return {"report": report, "notes": notes}
 
 
 def describe_capabilities(backend: Backend) -> dict[str, Any]:

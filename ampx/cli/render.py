@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from .capability_table import Declared
-from .demo import RunResult, ratio_to_float32
 from .new_backend import Written
 
 # Facts with a column of their own; a backend's further details are listed below the table.
@@ -28,7 +27,7 @@ _STATES = {
 
 def print_backends(console: Console, declared: list[Declared], broken: dict[str, str]) -> None:
     """Print the capability table."""
-    table = _table("Backends", "capability", *(escape(one.framework) for one in declared))
+    table = make_table("Backends", "capability", *(escape(one.framework) for one in declared))
     names = next((list(one.capabilities) for one in declared if one.capabilities is not None), ["state"])
     for name in names:
         table.add_row(name.replace("_", " "), *(_declared(one, name) for one in declared))
@@ -69,7 +68,8 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
     _print_broken(console, plugins["broken"])
 
 
-def _table(title: str, *headings: str) -> Table:
+def make_table(title: str, *headings: str) -> Table:
+    """Give an empty table in the style of the command."""
     table = Table(
         title=title,
         title_justify="left",
@@ -104,7 +104,7 @@ def _print_machine(console: Console, report: dict[str, Any]) -> None:
 
 
 def _framework_table(frameworks: list[dict[str, Any]]) -> Table:
-    table = _table("Frameworks", "framework", "version", "state", "mixed precision", "with")
+    table = make_table("Frameworks", "framework", "version", "state", "mixed precision", "with")
     for one in frameworks:
         own, *companions = one["versions"].items() or [("", one["version"])]
         table.add_row(
@@ -120,7 +120,7 @@ def _framework_table(frameworks: list[dict[str, Any]]) -> Table:
 
 
 def _device_table(frameworks: list[dict[str, Any]]) -> Table:
-    table = _table("Devices", "framework", "device", "float16", "bfloat16", "TF32", "FP8", "Tensor Cores")
+    table = make_table("Devices", "framework", "device", "float16", "bfloat16", "TF32", "FP8", "Tensor Cores")
     for one in frameworks:
         for device in one["devices"]:
             table.add_row(
@@ -178,33 +178,6 @@ def _print_verdict(console: Console, one: dict[str, Any]) -> None:
 def _print_broken(console: Console, broken: dict[str, str]) -> None:
     for name, problem in broken.items():
         console.print(f"[red]Plugin {escape(name)} is broken:[/] {escape(problem)}")
-
-
-def print_demo(console: Console, results: Sequence[RunResult], notes: Sequence[str]) -> None:
-    """Print the table of `ampx demo`."""
-    table = _table("Handwritten digits", "run", "accuracy", "loss", "seconds", "steps/s", "ratio", "skipped", "scale")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    several = len({one.seed for one in results}) > 1
-    for one in results:
-        ratio = ratio_to_float32(one, results)
-        table.add_row(
-            one.dtype + (f", seed {one.seed}" if several else ""),
-            f"{one.accuracy:.2%}",
-            f"{one.final_loss:.4f}",
-            f"{one.seconds:.2f}",
-            f"{one.steps_per_second:.0f}",
-            "–" if ratio is None else f"{ratio:.2f}",
-            str(len(one.skipped)),
-            f"{one.final_scale:g}",
-        )
-    console.print(table)
-    console.print(
-        "Ratio: steps per second as measured, against float32 of the same seed. Mixed precision pays on large layers; "
-        "on a network as small as this one its casts can cost more than they save."
-    )
-    for note in dict.fromkeys(notes):
-        console.print(f"[yellow]Note:[/] {escape(note)}")
 
 
 def print_new_backend(console: Console, folder: Path, written: Sequence[Written]) -> None:

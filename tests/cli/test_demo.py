@@ -103,11 +103,27 @@ def test_precision_warnings_become_notes_and_others_pass():
     assert (result.dtype, notes, steps) == ("float16", ["float16 is emulated"], ["float16"])
 
 
-def test_ratio_is_to_the_float32_run_of_the_same_seed():
-    runs = [make_result("float32", 0, steps_per_second=100.0), make_result("float32", 1, steps_per_second=50.0)]
-    mixed = make_result("float16", 1, steps_per_second=200.0)
-    assert demo.ratio_to_float32(mixed, [*runs, mixed]) == 4.0
-    assert demo.ratio_to_float32(mixed, [mixed]) is None
+def test_runs_are_compared_with_the_float32_run_of_the_same_seed():
+    plan = demo.plan_runs(["float32"], [0, 1], 4, 10, images=10, scaled=True)
+    results = [make_result("float32", run.seed, losses=[1.0 + run.seed]) for run in plan]
+    runs = demo.report("fake", plan, results)["runs"]
+    assert [(run["label"], run["seed"]) for run in runs] == [
+        (label, seed) for seed in (0, 1) for label in ("float32", "float32, scaled")
+    ]
+    assert demo.plain_run(runs[3], runs) is runs[2]
+    assert demo.equals_float32(runs[3], runs)
+    assert not demo.equals_float32({**runs[3], "losses": [1.0]}, runs)
+    assert not demo.equals_float32({**runs[3], "accuracy": 0.5}, runs)
+    assert demo.plain_run(runs[3], runs[:2]) is None
+
+
+def test_where_nothing_is_cast_scaling_alone_is_compared_with_float32():
+    """It gets no overflow: a skipped step would be a difference, and there must be none."""
+    assert demo.casts_nothing(Backend((), ()))
+    assert not demo.casts_nothing(Backend((), ("float16",)))
+    plain, scaled = demo.plan_runs(["float32"], [0], 2, 10, images=105, scaled=True)
+    assert (plain.label, plain.loss_scale, plain.overflow_at) == ("float32", None, None)
+    assert (scaled.label, scaled.loss_scale, scaled.overflow_at) == ("float32, scaled", demo.DEMO_SCALE, None)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float16", "bfloat16"), ("float32", "bfloat16"), ("float32",)])
