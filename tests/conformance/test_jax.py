@@ -121,6 +121,10 @@ if any(device.platform == "gpu" for device in jax.devices()):
     class TestOnCuda(BackendSuite):
         harness = CudaHarness
 
+    @pytest.mark.gpu
+    class TestMatrixOnCuda(MatrixSuite):
+        harness = CudaHarness
+
 else:
 
     @pytest.mark.gpu

@@ -100,6 +100,10 @@ if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
     class TestOnGpu(BackendSuite):
         harness = GpuHarness
 
+    @pytest.mark.gpu
+    class TestMatrixOnGpu(MatrixSuite):
+        harness = GpuHarness
+
 else:
 
     @pytest.mark.gpu

@@ -104,6 +104,10 @@ if torch.cuda.is_available():
     class TestOnCuda(BackendSuite):
         harness = CudaHarness
 
+    @pytest.mark.gpu
+    class TestMatrixOnCuda(MatrixSuite):
+        harness = CudaHarness
+
 else:
 
     @pytest.mark.gpu
