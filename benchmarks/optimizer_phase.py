@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from _paired import Ratio, machine, paired
@@ -28,17 +29,17 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
 }
-# name: tensors, shape. The first two have targets of their own; the others show how cost grows.
-TARGETED: dict[str, tuple[int, tuple[int, ...]]] = {
-    "50 x 1000 x 1000": (50, (1000, 1000)),
-    "300 x 64 x 64": (300, (64, 64)),
+TARGETS = {  # tensors and shape: the ratio ampx / native that is aimed at, without and with clipping
+    (50, (1000, 1000)): (0.60, 0.45),
+    (300, (64, 64)): (0.85, 0.60),
 }
-TARGETS = {  # ratio ampx / native without and with clipping
-    "50 x 1000 x 1000": (0.60, 0.45),
-    "300 x 64 x 64": (0.85, 0.60),
+GROWTH = {  # elements: numbers of tensors
+    10_000: (10, 100, 1000),
+    100_000: (10, 100, 1000, 10_000),
+    1_000_000: (10, 100, 1000, 10_000),
+    10_000_000: (10, 100, 1000, 10_000),
+    100_000_000: (10, 1000),
 }
-COUNTS = (10, 100, 1000, 10_000)
-ELEMENTS = (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 SCALE = 2.0**16
 MAX_NORM = 1.0
 
@@ -139,23 +140,6 @@ def measure(count: int, shape: tuple[int, ...], optimizer: str, clip: bool, pair
         )
 
 
-def call_overhead(pairs: int) -> Ratio:
-    """Time `scale_loss` and `step` on ten tensors of four elements, where nothing counts but Python."""
-    with ampx.init("torch", device="cpu", dtype="bfloat16", process_wide=False, nan_loss="skip"):
-        phase = Phase(10, (2, 2), "SGD", False)
-
-        def ours() -> None:
-            with ampx.scale_loss(phase.loss, phase.opt):
-                pass
-            phase.opt.step()
-
-        def theirs() -> None:
-            phase.scaler.scale(phase.loss)
-            phase.natively()
-
-        return paired(ours, theirs, pairs=pairs, repeat=5, before_a=phase.fill, before_b=phase.fill)
-
-
 def bandwidth(elements: int = 50_000_000, runs: int = 7) -> dict[str, float]:
     """Give the bytes a second that a plain read, and a read with a write in place, reach."""
     tensor = torch.ones(elements)
@@ -174,60 +158,59 @@ def bandwidth(elements: int = 50_000_000, runs: int = 7) -> dict[str, float]:
     }
 
 
-def sizes(quick: bool) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """List the sets of tensors by name."""
+def sizes(quick: bool) -> list[tuple[int, tuple[int, ...]]]:
+    """List number and shape of the tensors of each set."""
     if quick:
-        return {**TARGETED, "10 of 1000": (10, (1000,)), "1000 of 100": (1000, (100,))}
-    grown = {
-        f"{count} of {elements // count}": (count, (elements // count,))
-        for elements in ELEMENTS
-        for count in COUNTS
-        if elements >= 10 * count
-    }
-    return {**TARGETED, **grown}
+        return [*TARGETS, (10, (1000,)), (1000, (100,))]
+    return [*TARGETS, *((count, (elements // count,)) for elements, counts in GROWTH.items() for count in counts)]
 
 
-def run(quick: bool) -> list[dict[str, object]]:
+STEPS = len(sizes(quick=False)) * len(OPTIMIZERS) * 2
+"""How often `run` advances at most."""
+
+
+def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure every set of tensors with every optimizer, without and with clipping."""
+    reached = bandwidth()
     rows: list[dict[str, object]] = []
-    for name, (count, shape) in sizes(quick).items():
+    for count, shape in sizes(quick):
         elements = count * torch.Size(shape).numel()
         # About as long for each: short steps are timed more often.
-        pairs = max(9, min(200, 200_000_000 // (elements + 20_000 * count)) // (4 if quick else 1))
+        pairs = max(7, min(200, 200_000_000 // (elements + 20_000 * count)) // (4 if quick else 1))
         for optimizer in OPTIMIZERS:
-            for clip in (False, True):
-                ratio = measure(count, shape, optimizer, clip, pairs)
-                ours, native = bytes_moved(optimizer, clip, elements)
-                row: dict[str, object] = {
-                    "tensors": name,
-                    "count": count,
-                    "elements": elements,
-                    "optimizer": optimizer,
-                    "clip": clip,
-                    **ratio.to_json(),
-                    "bytes_a": ours,
-                    "bytes_b": native,
-                    "bytes_ratio": ours / native,
-                    "bandwidth_a": ours / ratio.median_a,
-                    "bandwidth_b": native / ratio.median_b,
-                }
-                if name in TARGETS:
-                    row["target"] = TARGETS[name][clip]
-                rows.append(row)
+            for clipped in (False, True):
+                ratio = measure(count, shape, optimizer, clipped, pairs)
+                ours, native = bytes_moved(optimizer, clipped, elements)
+                target = TARGETS.get((count, shape))
+                rows.append(
+                    {
+                        "optimizer": optimizer,
+                        "clipped": clipped,
+                        "tensors": count,
+                        "elements": elements,
+                        **ratio.to_json(),
+                        "target": None if target is None else target[clipped],
+                        "bytes_a": ours,
+                        "bytes_b": native,
+                        "bytes_ratio": ours / native,
+                        # Bytes a second: of both sides, and of plain passes over memory on this machine.
+                        "bandwidth_a": ours / ratio.median_a,
+                        "bandwidth_b": native / ratio.median_b,
+                        "bandwidth_of": reached,
+                    }
+                )
+                advance()
     return rows
 
 
-def describe(row: dict[str, object]) -> str:
+def describe(row: dict[str, Any]) -> str:
     """Give one row as a line."""
-    number = {key: float(str(row.get(key, "nan"))) for key in row if key not in ("tensors", "optimizer", "clip")}
-    line = (
-        f"{row['tensors']:>20} {row['optimizer']:6}{'clip' if row['clip'] else '':5}"
-        f"ampx {number['median_a'] * 1e3:9.3f} ms  native {number['median_b'] * 1e3:9.3f} ms  "
-        f"ratio {number['ratio']:.3f} [{number['ratio_low']:.3f}, {number['ratio_high']:.3f}]  "
-        f"bytes {number['bytes_ratio']:.3f}  "
-        f"{number['bandwidth_a'] / 1e9:5.1f} and {number['bandwidth_b'] / 1e9:5.1f} GB/s"
-    )
-    return line + (f"  target {number['target']:.2f}" if "target" in row else "")
+    name = f"{row['tensors']:>6} of {row['elements'] // row['tensors']:<9} {row['optimizer']:6}"
+    times = f"ampx {row['median_a'] * 1e3:9.3f} ms  native {row['median_b'] * 1e3:9.3f} ms"
+    ratio = f"ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+    limit = f"by bytes {row['bytes_ratio']:.3f}, {row['bandwidth_a'] / 1e9:.1f} and {row['bandwidth_b'] / 1e9:.1f} GB/s"
+    target = "" if row["target"] is None else f"  target {row['target']:.2f}"
+    return f"{name} {'clipped' if row['clipped'] else '':7} {times}  {ratio}  {limit}{target}"
 
 
 def main() -> None:
@@ -237,26 +220,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    overhead = call_overhead(50 if arguments.quick else 200)
-    results = {
-        "machine": {**machine(), "torch": torch.__version__, "threads": torch.get_num_threads()},
-        "quick": arguments.quick,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "bandwidth": bandwidth(),
-        "call_overhead": overhead.to_json(),
-        "optimizer_phase": run(arguments.quick),
-    }
-    for row in results["optimizer_phase"]:
+    rows = run(arguments.quick)
+    for row in rows:
         print(describe(row))
-    print(
-        f"scale_loss and step, 10 tensors of 4 elements: ampx {overhead.median_a * 1e6:.0f} us, native "
-        f"{overhead.median_b * 1e6:.0f} us, ratio {overhead.ratio:.3f} "
-        f"[{overhead.ratio_low:.3f}, {overhead.ratio_high:.3f}]"
-    )
-    print({name: f"{value / 1e9:.1f} GB/s" for name, value in results["bandwidth"].items()})
+    print("plain passes over memory, bytes a second:", bandwidth())
     if arguments.out is not None:
+        results = {
+            "machine": {**machine(), "torch": torch.__version__, "threads": torch.get_num_threads()},
+            "quick": arguments.quick,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "optimizer_phase": rows,
+        }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,12 +30,34 @@ class _Batch:
     arrived: torch.cuda.Event | None
 
 
-class DeviceLedger(Ledger):
-    """Keeps one group's scale on one device."""
+class TensorLedger(Ledger):
+    """A ledger whose scale and flags are tensors on one device.
+
+    Attributes:
+        device: The device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Choose the device; tensors are made on first use."""
         self.device = device
+
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Look at the flags now. Sync: one a loss id."""
+        return {loss_id: not bool(flag) for loss_id, flag in outcome.finite.items()}
+
+    def flag(self, found: bool | torch.Tensor) -> torch.Tensor:
+        """Give a flag on the device; a bool, where the host knows, says whether all was finite. Sync: none."""
+        if isinstance(found, torch.Tensor):
+            return found
+        return torch.full((), float(not found), dtype=torch.float32, device=self.device)
+
+
+class DeviceLedger(TensorLedger):
+    """Keeps one group's scale on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Choose the device; tensors are made on first use."""
+        super().__init__(device)
         self._states: dict[int, LossScaleState] = {}
         # Losses whose scale moves by the specification itself, in a few kernels more than torch's own.
         self._exact: set[int] = set()
@@ -65,20 +87,10 @@ class DeviceLedger(Ledger):
             self._send()
         self._land(group, wait=True)
 
-    def read(self, outcome: Outcome) -> dict[int, bool]:
-        """Look at the flags now. Sync: one a loss id."""
-        return {loss_id: not bool(flag) for loss_id, flag in outcome.finite.items()}
-
     def reload(self, group: ScaleGroup) -> None:
         """Put the group's states on the device. Sync: none."""
         self._states = {}
         self._exact = set()
-
-    def flag(self, found: bool | torch.Tensor) -> torch.Tensor:
-        """Give a flag on the device; a bool, where the host knows, says whether all was finite. Sync: none."""
-        if isinstance(found, torch.Tensor):
-            return found
-        return torch.full((), float(not found), dtype=torch.float32, device=self.device)
 
     def _state(self, group: ScaleGroup, loss_id: int) -> LossScaleState:
         state = self._states.get(loss_id)

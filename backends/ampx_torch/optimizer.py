@@ -23,7 +23,7 @@ from . import casting, fusing, masters
 from .debug import nonfinite_parameters
 from .gradients import GradientSet
 from .guard import StepGuard
-from .ledger import DeviceLedger
+from .ledger import TensorLedger
 from .losses_by_id import LossMixer
 from .refusals import refuse_half
 from .stepping import Stepping
@@ -194,15 +194,16 @@ class AmpOptimizer(Stepping):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what `_attach` makes, and a scheduler's patch of `step`."""
         kept = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
-        return {**kept, "_device_scale": self.on_device}
+        ledger = self.ampx_member.group.ledger
+        return {**kept, "_ledger": type(ledger) if isinstance(ledger, TensorLedger) else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back from a copy or a pickle; gradients did not travel, so nothing is pending."""
-        on_device = state.pop("_device_scale")
+        make_ledger = state.pop("_ledger")
         self.__dict__.update(state)
         group = self.ampx_member.group
-        if on_device and not self.on_device:
-            group.ledger = DeviceLedger(self.param_groups[0]["params"][0].device)
+        if make_ledger is not None and not self.on_device:
+            group.ledger = make_ledger(self.param_groups[0]["params"][0].device)
         self._attach()
         if self.ampx_member.stage != "idle":
             self.ampx_member.forget()

@@ -16,7 +16,7 @@ from .closures import evaluates_once, step_with_closure
 from .delegation import DelegatingOptimizer
 from .gradients import GradientSet, clip
 from .guard import StepGuard
-from .ledger import DeviceLedger
+from .ledger import TensorLedger
 from .losses_by_id import LossMixer
 from .masters import MasterWeights
 
@@ -47,7 +47,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     @property
     def on_device(self) -> bool:
         """Whether the loss scale lives on the device."""
-        return isinstance(self.ampx_member.group.ledger, DeviceLedger)
+        return isinstance(self.ampx_member.group.ledger, TensorLedger)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale if not done, check, apply or skip, move the loss scale.
@@ -226,7 +226,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         norm, self._norm = self._norm, None
         self.mixer.reset(self)
         ledger = self.ampx_member.group.ledger
-        if isinstance(ledger, DeviceLedger):
+        if isinstance(ledger, TensorLedger):
             checked = {loss_id: ledger.flag(found) for loss_id, found in checked.items()}
         self.ampx_member.finish(checked, norm)
 
