@@ -12,12 +12,25 @@ import pytest
 
 
 @contextmanager
-def refused(error: type[Exception], *, passed: str, accepted: str, advice: str) -> Iterator[None]:
-    """Expect exactly this error, with a message of three parts: what was passed, what is accepted, what to do."""
-    with pytest.raises(error) as caught:
+def refused(error: type[Exception], *, passed: str, accepted: str, advice: str, hint: str = "") -> Iterator[None]:
+    """Expect exactly this error, with a message of three parts: what was passed, what is accepted, what to do.
+
+    Args:
+        error: The error.
+        passed: Text of the first part.
+        accepted: Text of the second.
+        advice: Text of the third.
+        hint: What an author may do if nothing is raised.
+    """
+    caught: Exception | None = None
+    try:
         yield
-    assert caught.type is error
-    message = str(caught.value)
+    except error as raised:
+        caught = raised
+    if caught is None:
+        pytest.fail(f"nothing was raised; expected: {error.__name__} with {passed!r} in its message. {hint}".rstrip())
+    assert type(caught) is error
+    message = str(caught)
     parts = [part for part in re.split(r"[;:,.)] ", message) if part]
     assert len(parts) >= 3, f"the message has no three parts: {message}"
     assert message.endswith("."), f"the message breaks off: {message}"

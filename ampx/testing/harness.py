@@ -34,7 +34,7 @@ class Harness(abc.ABC):
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:
-        """Make a vector. `dtype` is "float32", "float16", "bfloat16", "int64" or "bool"."""
+        """Make a vector from which no gradient flows. `dtype`: "float32", "float16", "bfloat16", "int64" or "bool"."""
 
     @abc.abstractmethod
     def dtype_of(self, tensor: Any) -> str:

@@ -249,8 +249,10 @@ class LossErrorTests(KitTests):
         for error, loss, passed, accepted, advice in wrong:
             if error is ampx.DetachedLossError and not self.subject.detaches:
                 continue
+            hint = "If the framework cannot tell, set detaches = False in the harness."
+            hint = hint if error is ampx.DetachedLossError else ""
             for given in (loss, [bench.loss(), loss]):
-                with refused(error, passed=passed, accepted=accepted, advice=advice):
+                with refused(error, passed=passed, accepted=accepted, advice=advice, hint=hint):
                     amp.scale_loss(given, bench.opt).__enter__()
                 assert self.subject.casting() == casting
         assert bench.train().applied
