@@ -4,8 +4,10 @@ import ast
 import dataclasses
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,10 +15,15 @@ import ampx
 import ampx.testing.kit
 from ampx.testing import BackendSuite, Harness, PluginSuite, oracle
 from ampx.testing.bench import Bench
+from ampx.testing.checks import refused
+from ampx.testing.judging import suite_for
 from ampx.testing.runner import list_tests
 from ampx.testing.toy.harness import ImplicitToyHarness
+from ampx.testing.toy.implicit import ImplicitToy
+from ampx.testing.toy.mutation import verbs
 
 FOLDER = pathlib.Path(ampx.testing.kit.__file__).parent
+TOY = pathlib.Path(__file__).with_name("test_toy.py")
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
 
@@ -76,6 +83,36 @@ def test_failed_asserts_show_their_values():
             suite.test_the_harness_trains_in_float32()
     finally:
         suite.teardown_method()
+
+
+def test_a_declared_ability_without_its_verb_is_told_by_name():
+    claims = replace(ImplicitToy.capabilities, traces_overflow=True)
+    suite = suite_for(verbs("ClaimsTracing", capabilities=claims))()
+    suite.setup_method()
+    told = "ClaimsTracing.trace_overflow: Give a region .* Wanted because traces_overflow is declared"
+    try:
+        with pytest.raises(NotImplementedError, match=told):
+            suite.test_the_verbs_of_what_is_declared_are_written()
+    finally:
+        suite.teardown_method()
+
+
+def test_a_refusal_that_does_not_come_says_what_was_expected():
+    told = "nothing was raised; expected: LossShapeError with 'of 2' in its message. Try this."
+    nothing = refused(ampx.LossShapeError, passed="of 2", accepted="", advice="", hint="Try this.")
+    with pytest.raises(pytest.fail.Exception, match=re.escape(told)), nothing:
+        pass
+
+
+def test_the_tests_that_guide_an_author_come_first():
+    listing = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(TOY)]
+    done = subprocess.run(listing, capture_output=True, text=True, check=True)
+    first = [line.rpartition("::")[2] for line in done.stdout.splitlines() if "TestImplicit" in line][:3]
+    assert first == [
+        "test_the_verbs_of_what_is_declared_are_written",
+        "test_the_harness_gives_chosen_gradients",
+        "test_the_harness_trains_in_float32",
+    ]
 
 
 def _slow(self, parameters, momentum):
