@@ -50,11 +50,11 @@ def read_all(folder: Path) -> dict[str, Evidence]:
 
 
 def read_gpu(folder: Path) -> dict[str, set[str]]:
-    """Gather by framework the cells that passed checks on a CUDA device say they showed. Sync: none."""
+    """Gather, by framework, the cells shown by checks of `make gpu` that passed on a CUDA device. Sync: none."""
     shown: dict[str, set[str]] = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("gpu-*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content.get("device") != "cuda":
+        if content["device"] != "cuda":
             continue
         for check in content["checks"]:
             if check["status"] == "pass":

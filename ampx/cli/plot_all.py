@@ -44,5 +44,5 @@ def draw_all(reports: Sequence[dict[str, Any]], target: Path) -> None:
     for axes in panels[:, 1:].ravel():
         axes.set_ylabel("")
     panels[1, 0].set_ylabel("loss scale")
-    figure.suptitle("ampx demo: handwritten digits, the same script in every framework", fontsize=14)
+    figure.suptitle("ampx demo: handwritten digits in every framework", fontsize=14)
     figure.savefig(target, format="png")

@@ -49,7 +49,7 @@ def print_demo(console: Console, found: dict[str, Any], notes: Sequence[str]) ->
 
 def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
     """Print one table of all frameworks, and below it what is missing and why."""
-    headings = ("framework", "run", "accuracy", "to float32", "loss", "ratio", "skipped", "scale")
+    headings = ("framework", "run", "accuracy", "to float32", "ratio", "skipped", "scale")
     table = make_table("Handwritten digits, framework by framework", *headings)
     for column in table.columns[:2]:
         column.no_wrap = True
@@ -63,7 +63,6 @@ def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
                 _name(run, report["runs"]),
                 f"{run['accuracy']:.2%}",
                 _difference(run, report["runs"]),
-                f"{run['final_loss']:.4f}",
                 _speed(run, report["runs"])[1],
                 *_scale(run),
                 end_section=position == len(report["runs"]) - 1,
