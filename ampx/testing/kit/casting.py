@@ -148,6 +148,19 @@ class RegionTests(KitTests):
         assert bench.train().applied
         assert self.subject.casting() == self.outside
 
+    @requires("casting")
+    def test_a_region_casts_or_is_refused(self) -> None:
+        """A region that does nothing would be silent, where the framework has no switch for it too."""
+        if self.backend.capabilities.autocast == "process":
+            pytest.skip(f"backend {self.backend.name!r} casts for the whole process: it has no regions")
+        amp = self.start(process_wide=False)
+        try:
+            with amp.autocast():
+                assert self.subject.casting() != self.outside, "the region neither casts nor refuses"
+        except ampx.UnsupportedByBackendError:
+            assert self.backend.capabilities.autocast == "explicit", "regions are declared, but refused"
+        assert self.subject.casting() == self.outside
+
     @requires("regions")
     def test_regions_nest_and_restore(self) -> None:
         """Off in on in off, entered again and again; each exit gives back what was."""
