@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -145,6 +144,5 @@ def _norm_by_rows(gradient: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(gradient)
 
 
-@lru_cache(maxsize=32)
 def _scalar(value: float, device: torch.device) -> torch.Tensor:
     return torch.full((), value, dtype=torch.float32, device=device)

@@ -352,3 +352,30 @@ def test_the_norm_does_not_depend_on_the_number_of_threads(amp):
         _, step = through_ampx(ours, 1024.0, 1.0)
         found.add(step(ours.loss(1)).grad_norm)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("clip", [None, 1e9], ids=["", "clip"])
+@pytest.mark.parametrize("shapes", ["small", "large"])
+def test_master_weights_step_as_a_native_optimizer_of_float32_copies(shapes, clip, folded, same):
+    amp = ampx.init("torch", device="cpu", dtype="bfloat16", level="O2", loss_scale=2.0**10)
+    model = nn.ParameterList(Trainer(SHAPES[shapes], *OPTIMIZERS["adamw"]).parameters)
+    copies = [nn.Parameter(one.detach().clone()) for one in model]
+    raw = torch.optim.AdamW(model, lr=0.1, fused=True)
+    _, opt = amp.prepare(model, amp.wrap_optimizer(raw, max_grad_norm=clip))
+    native_opt, scaler = torch.optim.AdamW(copies, lr=0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for _ in range(3):
+        opt.zero_grad()
+        with ampx.scale_loss(sum(one.float().square().sum() for one in model), opt) as scaled:
+            scaled.backward()
+        scaler.scale(torch.ones(()))
+        for one, copied in zip(model, copies, strict=True):
+            copied.grad = one.grad.float()
+        if clip is not None:
+            scaler.unscale_(native_opt)
+            nn.utils.clip_grad_norm_(copies, clip)
+        scaler.step(native_opt)
+        scaler.update()
+        opt.step()
+        assert same([one.detach() for one in opt.param_groups[0]["params"]], [one.detach() for one in copies])
+        assert same([one.detach() for one in model], [one.detach().bfloat16() for one in copies])
+    assert len(folded) == (3 if clip or shapes == "large" else 0)
