@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import paddle
@@ -33,7 +34,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
             f"scale_loss got a loss of type {type(loss).__name__}; accepted: a paddle tensor. Pass the tensor that the "
             f"loss function returned, not loss.item()."
         )
-    elements, floating = int(loss.size), bool(loss.is_floating_point())
+    elements, floating = math.prod(loss.shape), bool(loss.is_floating_point())  # Tensor.size takes much longer
     nan: bool | None = None
     if elements == 1 and floating and check_nan is not False and (check_nan or loss.place.is_cpu_place()):
         value = loss.item()
