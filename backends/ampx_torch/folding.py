@@ -104,6 +104,7 @@ def on_device(gradients: Sequence[list[torch.Tensor]], scale: torch.Tensor, max_
     norms = torch._foreach_norm([one for bucket in gradients for one in bucket], 2, torch.float64)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     overflow = (~torch.isfinite(norm)).float()
+    scale = scale.to(norm.device)  # one backward for optimizers on several devices has the scale of one
     norm = norm / scale
     divisor = scale * ((norm + _EPSILON) / max_norm).clamp(min=1.0)
     return Folded(divisor.float(), overflow, norm.float())

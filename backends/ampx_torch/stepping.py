@@ -156,7 +156,9 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         if member.stage == "scaled" and self._may_fold() and folding.accepts(self.optimizer, gradients):
             scale = member.factor
             if not self.on_device:
-                found = folding.on_host(gradients, scale, self._max_norm)
+                # One backward with an optimizer whose scale is on a device gives a tensor, whose value is not known.
+                if not isinstance(scale, torch.Tensor):
+                    found = folding.on_host(gradients, scale, self._max_norm)
             elif self._max_norm is not None and not _makes_momentum(self.optimizer):
                 found = folding.on_device(gradients, scale, self._max_norm)
         if found is None:

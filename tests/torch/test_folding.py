@@ -379,3 +379,19 @@ def test_master_weights_step_as_a_native_optimizer_of_float32_copies(shapes, cli
         assert same([one.detach() for one in opt.param_groups[0]["params"]], [one.detach() for one in copies])
         assert same([one.detach() for one in model], [one.detach().bfloat16() for one in copies])
     assert len(folded) == (3 if clip or shapes == "large" else 0)
+
+
+@pytest.mark.parametrize("clip", [None, 1e9], ids=["", "clip"])
+def test_one_backward_may_serve_scales_on_the_host_and_on_the_device(clip, amp):
+    trainers = [Trainer(SHAPES["large"], *OPTIMIZERS["sgd"]) for _ in range(2)]
+    opts = [
+        ampx.wrap_optimizer(one.raw, loss_scale=1024.0, max_grad_norm=clip, device_scale=on_device)
+        for one, on_device in zip(trainers, (False, True), strict=True)
+    ]
+    with ampx.scale_loss(sum(one.loss(1) for one in trainers), opts) as scaled:
+        scaled.backward()
+    true = torch.autograd.grad(trainers[0].loss(1), trainers[0].parameters)
+    for one, opt in zip(trainers, opts, strict=True):
+        opt.step()
+        assert opt.last_step.applied
+        assert all(map(torch.equal, one.gradients(), true))
