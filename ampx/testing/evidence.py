@@ -22,6 +22,7 @@ class EvidencePlugin:
     def __init__(self, folder: pathlib.Path, regenerate: bool) -> None:
         self.folder = folder
         self.root = pathlib.Path()
+        self.files: set[str] = set()  # collected as a whole
         self.regenerate = regenerate
         self.found: dict[str, Evidence] = {}
         self.collected: set[str] = set()
@@ -59,14 +60,16 @@ class EvidencePlugin:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Write the files, or fail the run where they say something else than its tests."""
         self.root = session.config.rootpath
-        whole = not any("::" in argument for argument in session.config.args)
-        for framework, found in sorted(self.found.items()):
+        # Where single tests were named, nothing can be said about the others of their files.
+        if not any("::" in argument for argument in session.config.args):
+            self.files = {_file(test) for test in self.collected}
+        for framework in sorted({*self.found, *(path.stem for path in self.folder.glob("*.json"))}):
             path = self.folder / f"{framework}.json"
-            known = Evidence.read(path)
-            if self.regenerate:
+            known, found = Evidence.read(path), self.found.get(framework, Evidence())
+            if not self.regenerate:
+                self.problems += [f"{path.name}: {one}" for one in self._differences(known, found)]
+            elif framework in self.found:
                 self._merge(known, found).write(path)
-            else:
-                self.problems += [f"{path.name}: {one}" for one in self._differences(known, found, whole)]
         if self.problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -79,15 +82,16 @@ class EvidencePlugin:
             terminalreporter.line("If the tests are right, write it anew with `pytest --regenerate`.")
 
     def _merge(self, known: Evidence, found: Evidence) -> Evidence:
-        """Keep what tests of other files showed; what this run's files showed before must be shown again."""
-        files = {_file(test) for test in self.collected}
+        """Keep what tests showed that were not run and are still there; the others had to show it again."""
         tested = {cell: set(tests) for cell, tests in found.tested.items()}
         for cell, tests in known.tested.items():
-            kept = (test for test in tests if _file(test) not in files and (self.root / _file(test)).exists())
-            tested.setdefault(cell, set()).update(kept)
+            tested.setdefault(cell, set()).update(filter(self._is_there, tests - self.ran))
         return Evidence(found.declared or known.declared, found.refused or known.refused, tested)
 
-    def _differences(self, known: Evidence, found: Evidence, whole: bool) -> list[str]:
+    def _is_there(self, test: str) -> bool:
+        return test in self.collected or (_file(test) not in self.files and (self.root / _file(test)).exists())
+
+    def _differences(self, known: Evidence, found: Evidence) -> list[str]:
         problems = []
         if found.declared and found.declared != known.declared:
             problems.append("what the backend declares has changed")
@@ -98,16 +102,13 @@ class EvidencePlugin:
         ]
         for cell, tests in found.tested.items():
             problems += [f"{cell} is not on file as shown by {test}" for test in tests - known.tested.get(cell, set())]
-        files = {_file(test) for test in self.collected}
         for cell, tests in known.tested.items():
             for test in sorted(tests - found.tested.get(cell, set())):
                 if test in self.passed:
                     problems.append(f"{cell}: {test} no longer shows it")
                 elif test in self.ran:
                     problems.append(f"{cell}: {test} did not pass")
-                elif not (self.root / _file(test)).exists() or (
-                    whole and _file(test) in files and test not in self.collected
-                ):
+                elif not self._is_there(test):
                     problems.append(f"{cell}: {test} does not exist")
         return problems
 

@@ -111,6 +111,15 @@ def test_a_stale_file_fails_the_run_and_says_why(project, old, new, problem):
     assert "pytest --regenerate" in output
 
 
+def test_a_framework_of_which_nothing_is_shown_any_more_is_stale_too(project):
+    project.write(
+        TESTS.replace("(record_property):", "():\n    pytest.skip('not here')\n\ndef not_a_test(record_property):")
+    )
+    code, output = project.run()
+    assert code == 1, output
+    assert "test_a.py::test_state did not pass" in output
+
+
 def test_a_test_that_fails_shows_nothing(project):
     project.write(TESTS.replace('"cpu/float32/O0/state"])', '"cpu/float32/O0/state"]); assert False', 1))
     code, _ = project.run("--regenerate")
@@ -122,6 +131,14 @@ def test_a_test_that_fails_shows_nothing(project):
 def test_what_was_not_run_is_not_judged(project, chosen):
     code, output = project.run(*chosen)
     assert code == 0, output
+
+
+@pytest.mark.parametrize("chosen", [["-k", "state or declared"], ["test_a.py::test_state"]])
+def test_regenerating_some_tests_keeps_what_the_others_showed(project, chosen):
+    before = project.on_file()
+    code, _ = project.run("--regenerate", *chosen)
+    assert code == 0
+    assert project.on_file() == before
 
 
 def test_regenerating_one_file_keeps_what_others_showed(project):

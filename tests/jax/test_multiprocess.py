@@ -35,7 +35,7 @@ def plain(rows):
 
 
 @pytest.mark.slow
-def test_an_overflow_in_one_of_two_processes_is_skipped_by_both(tmp_path):
+def test_an_overflow_in_one_of_two_processes_is_skipped_by_both(tmp_path, covers):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -69,6 +69,7 @@ def test_an_overflow_in_one_of_two_processes_is_skipped_by_both(tmp_path):
         for row, right in zip(seen, expected, strict=True):
             assert row[:3] == right[:3]
             np.testing.assert_allclose(row[3], right[3], rtol=1e-6)  # one rounding of momentum times 0.9
+    covers("distributed", "jax", "cpu/float32/O0")
 
 
 @pytest.mark.parametrize("overflow", [0, 1])
