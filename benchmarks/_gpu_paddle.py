@@ -87,6 +87,24 @@ def o1_casts_products_and_trains(setup: Setup) -> Figure:
     return Figure(", ".join(f"{dtype} {loss:.4f}" for dtype, loss in losses.items()), losses)
 
 
+def op_lists_reach_the_operators(setup: Setup) -> Figure:
+    """A denied product is float32, an allowed exponential low; "*" leaves nothing low but products (level OD)."""
+    _needs_gpu(setup)
+    ones = paddle.ones([8, 8])
+    expected = {
+        "plain": ({}, ("float16", "float16", "float32")),
+        "deny matmul": ({"deny": ["matmul"]}, ("float32", "float32", "float32")),
+        "allow exp": ({"allow": [paddle.exp]}, ("float16", "float16", "float16")),
+        "deny *": ({"deny": ["*"]}, ("float16", "float32", "float32")),
+    }
+    for name, (lists, dtypes) in expected.items():
+        with _session(setup, dtype="float16", **lists):
+            product = paddle.matmul(ones, ones)
+            found = tuple(str(one.dtype)[7:] for one in (product, paddle.tanh(product), paddle.exp(product * 0.01)))
+            require(found == dtypes, f"{name}: matmul, tanh, exp are {found}, not {dtypes}")
+    return Figure(", ".join(expected))
+
+
 def master_weights_keep_small_updates(setup: Setup) -> Figure:
     """At O2, updates too small for a float16 weight add up in its float32 copy."""
     _needs_gpu(setup)
@@ -110,6 +128,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     scale_trace_is_the_reference_and_skips_change_nothing,
     sparse_gradients_step_like_dense_ones,
     o1_casts_products_and_trains,
+    op_lists_reach_the_operators,
     master_weights_keep_small_updates,
 )
 # Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
