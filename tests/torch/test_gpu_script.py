@@ -47,7 +47,7 @@ def test_all_checks_run_on_the_cpu_and_end_in_a_table_and_json(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(target.read_text())
     status = {check["check"]: check["status"] for check in found["checks"]}
-    assert len(status) == 15
+    assert len(status) == 17
     assert {name for name, one in status.items() if one != "pass"} == {"syncs_per_step_are_not_more"}
     assert found["machine"]["torch"]["torch"] == torch.__version__
     assert all(f" {name} " in done.stdout for name in status)
