@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ampx.contract import CastPlan
 from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.policy import Dtype, normalise_dtype
 
-from . import devices
-from .compat import mx
+from . import devices, oplists
+from .compat import amp, mx
 from .dtypes import DTYPES
-
-# Not an import statement: MXNet can be imported only after `compat`.
-native_amp = importlib.import_module("mxnet.contrib.amp")
 
 
 def convert_model(
@@ -24,8 +21,8 @@ def convert_model(
     aux_params: Mapping[str, mx.nd.NDArray],
     dtype: str | None = None,
     *,
-    allow: Sequence[str] = (),
-    deny: Sequence[str] = (),
+    allow: Sequence[Any] = (),
+    deny: Sequence[Any] = (),
     exclude: Sequence[str] = (),
     cast_parameters: bool = False,
 ) -> tuple[mx.sym.Symbol, dict[str, mx.nd.NDArray], dict[str, mx.nd.NDArray]]:
@@ -38,8 +35,8 @@ def convert_model(
         arg_params: Its float32 parameters by name, any shapes.
         aux_params: Its auxiliary states by name.
         dtype: The compute dtype; None for the one that the parameters' device prefers.
-        allow: Names of operators to compute in `dtype` beyond MXNet's own list.
-        deny: Names of operators to compute in float32.
+        allow: Operators, or their names, to compute in `dtype` beyond MXNet's own list.
+        deny: Operators, or their names, to compute in float32.
         exclude: Names of nodes (layers) of the symbol to leave in float32.
         cast_parameters: Store parameters in `dtype` where only operators in `dtype` use them.
 
@@ -57,7 +54,7 @@ def convert_model(
     _check_float32({**arg_params, **aux_params})
     options = _options(symbol, chosen, allow, deny, exclude)
     # Native defect: convert_model writes into the dictionaries it is given.
-    converted: tuple[Any, dict[str, Any], dict[str, Any]] = native_amp.convert_model(
+    converted: tuple[Any, dict[str, Any], dict[str, Any]] = amp.convert_model(
         symbol, dict(arg_params), dict(aux_params), chosen, cast_optional_params=cast_parameters, **options
     )
     return converted
@@ -67,8 +64,8 @@ def convert_hybrid_block(
     block: mx.gluon.HybridBlock,
     dtype: str | None = None,
     *,
-    allow: Sequence[str] = (),
-    deny: Sequence[str] = (),
+    allow: Sequence[Any] = (),
+    deny: Sequence[Any] = (),
     exclude: Sequence[str] = (),
     cast_parameters: bool = False,
 ) -> mx.gluon.SymbolBlock:
@@ -77,8 +74,8 @@ def convert_hybrid_block(
     Args:
         block: The float32 block.
         dtype: The compute dtype; None for the one that the parameters' device prefers.
-        allow: Names of operators to compute in `dtype` beyond MXNet's own list.
-        deny: Names of operators to compute in float32.
+        allow: Operators, or their names, to compute in `dtype` beyond MXNet's own list.
+        deny: Operators, or their names, to compute in float32.
         exclude: Names of nodes (layers) of the block's graph to leave in float32.
         cast_parameters: Store parameters in `dtype` where only operators in `dtype` use them.
 
@@ -105,7 +102,7 @@ def convert_hybrid_block(
     with warnings.catch_warnings():
         # It builds the new block before it knows the inputs' dtypes, which the first call tells.
         warnings.filterwarnings("ignore", "Cannot decide type for the following arguments", UserWarning)
-        return native_amp.convert_hybrid_block(
+        return amp.convert_hybrid_block(
             block, chosen, ctx=_context(list(parameters.values())), cast_optional_params=cast_parameters, **options
         )
 
@@ -137,31 +134,24 @@ def _check_float32(parameters: Mapping[str, mx.nd.NDArray]) -> None:
 
 
 def _options(
-    symbol: mx.sym.Symbol, dtype: Dtype, allow: Sequence[str], deny: Sequence[str], exclude: Sequence[str]
+    symbol: mx.sym.Symbol, dtype: Dtype, allow: Sequence[Any], deny: Sequence[Any], exclude: Sequence[str]
 ) -> dict[str, Any]:
     """Give the arguments of the native conversion that say what computes in which dtype."""
     nodes = [name.removesuffix("_output") for name in symbol.get_internals().list_outputs()]
     if unknown := sorted(set(exclude) - set(nodes)):
         raise InvalidOptionError(
-            f"exclude names {', '.join(unknown)}, which the graph does not contain; accepted: {', '.join(nodes)}. "
-            f"Correct or remove it."
+            f"exclude names {', '.join(unknown)}, which the graph does not contain; accepted: names of its nodes, such "
+            f"as {', '.join(nodes[:9])}. Correct or remove it."
         )
+    plan = oplists.check_plan(CastPlan("", dtype, "O1", tuple(allow), tuple(deny)))
     native_dtype = DTYPES[dtype]
-    low, high = native_amp.list_lp16_ops(native_dtype), native_amp.list_fp32_ops(native_dtype)
-    conditional = native_amp.list_conditional_fp32_ops(native_dtype)
-    known = {*low, *high, *native_amp.list_lp16_fp32_ops(native_dtype), *(one[0] for one in conditional)}
-    both = sorted(set(allow) & set(deny))
-    wrong = sorted({*allow, *deny} - known) or both
-    if wrong:
-        where = "in both allow and deny" if wrong is both else f"no operators that MXNet casts in {dtype}"
+    lists = amp.list_lp16_ops, amp.list_fp32_ops, amp.list_lp16_fp32_ops
+    known = {name for names in lists for name in names(native_dtype)}
+    known.update(entry[0] for entry in amp.list_conditional_fp32_ops(native_dtype))
+    if uncast := sorted({*plan.allow, *plan.deny} - known):
         raise UnsupportedOpError(
-            f"{', '.join(map(repr, wrong))}: {where}; accepted: names such as 'FullyConnected' and 'softmax', each in "
-            f"one list. Correct or remove it."
+            f"MXNet converts no {', '.join(uncast)} to or from {dtype}; accepted: operators of the lists that "
+            f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(known)[:5])}. Remove it."
         )
-    moved = {*allow, *deny}
-    return {
-        "target_dtype_ops": [one for one in low if one not in moved] + list(allow),
-        "fp32_ops": [one for one in high if one not in moved] + list(deny),
-        "conditional_fp32_ops": [one for one in conditional if one[0] not in moved],
-        "excluded_sym_names": list(exclude),
-    }
+    found = oplists.lists(plan)
+    return {"target_dtype_ops": found.pop("target_precision_ops"), **found, "excluded_sym_names": list(exclude)}

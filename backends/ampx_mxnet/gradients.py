@@ -1,0 +1,147 @@
+"""Gradients of a raw trainer: which there are, whether all are finite, and what they are unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from .compat import mx
+from .dtypes import name_of
+
+# As many as MXNet's own scaler gives its kernel in one call.
+CHUNK: Final = 200
+# The kernel takes one dtype a call, and not bfloat16.
+_CHECKED: Final = frozenset({"float16", "float32", "float64"})
+
+
+def parameters(trainer: Any) -> Iterator[Any]:
+    """Give the parameters that have gradients; one gradient a context. Sync: none."""
+    return (parameter for parameter in trainer._params if parameter._grad is not None)
+
+
+def any_fresh(trainer: Any) -> bool:
+    """Tell whether a backward wrote a gradient since the last step. Sync: none."""
+    return any(data._fresh_grad for parameter in parameters(trainer) for data in parameter._data)
+
+
+def mark_stale(trainer: Any) -> None:
+    """Forget that gradients were written. Sync: none."""
+    for parameter in parameters(trainer):
+        for data in parameter._data:
+            data._fresh_grad = False
+
+
+def clear(trainer: Any) -> None:
+    """Set gradients to zero, and forget that they were written. Sync: none."""
+    for parameter in parameters(trainer):
+        parameter.zero_grad()
+    mark_stale(trainer)
+
+
+def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
+    """List the gradients by context, and in each by dtype; sparse ones apart, as `"row_sparse"`.
+
+    Args:
+        trainer: The raw trainer.
+        only_fresh: Leave out those that no backward wrote since the last step.
+
+    Sync: none.
+    """
+    result: list[dict[str, list[Any]]] = []
+    last, kind = None, ""
+    for parameter in parameters(trainer):
+        if parameter.dtype is not last:  # most are the same, and naming one is slow
+            last, kind = parameter.dtype, name_of(parameter.dtype)
+        found = kind if parameter._grad_stype == "default" else "row_sparse"
+        for position, gradient in enumerate(parameter._grad):
+            if position == len(result):
+                result.append({})
+            if not only_fresh or parameter._data[position]._fresh_grad:
+                result[position].setdefault(found, []).append(gradient.as_nd_ndarray())
+    return result
+
+
+def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
+    """Test gradients for inf and NaN, with MXNet's own kernel, in one call for 200 of them.
+
+    Args:
+        gradients: What `collect` gave.
+
+    Returns:
+        One float32 element on the first context: 1 where all are finite, else 0.
+
+    Sync: none.
+    """
+    flags = []
+    with mx.autograd.pause():
+        for batches in gradients:
+            some = next(iter(batches.values()), ())
+            if not some:
+                continue
+            flag = mx.nd.ones((1,), ctx=some[0].context)
+            for kind, batch in batches.items():
+                dense = [_testable(kind, one) for one in batch]
+                for start in range(0, len(dense), CHUNK):
+                    chunk = dense[start : start + CHUNK]
+                    mx.nd.multi_all_finite(*chunk, num_arrays=len(chunk), init_output=False, out=flag)
+            flags.append(flag)
+        result = flags[0]
+        for flag in flags[1:]:
+            result = result * flag.as_in_context(result.context)
+    return result
+
+
+def unscale(gradients: list[dict[str, list[Any]]], scale: float) -> Any:
+    """Divide gradients by the scale in place and test the results.
+
+    Args:
+        gradients: What `collect` gave.
+        scale: The scale that they carry.
+
+    Returns:
+        As `all_finite`; dividing by less than one may overflow, so the quotients count.
+
+    Sync: none.
+    """
+    with mx.autograd.pause():
+        for batches in gradients:
+            for batch in batches.values():
+                for one in batch:
+                    mx.nd._internal._div_scalar(one, scalar=scale, out=one)
+    return all_finite(gradients)
+
+
+def _testable(kind: str, gradient: Any) -> Any:
+    if kind in _CHECKED:
+        return gradient
+    if kind == "row_sparse":
+        return mx.nd.cast_storage(gradient, "default")
+    return gradient.astype("float32")
+
+
+def name_nonfinite(trainer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+    """List (name, non-finite elements, elements) of parameters with non-finite gradients.
+
+    With several contexts, the worst of them counts.
+
+    Args:
+        trainer: The raw trainer.
+        model: A block whose names of parameters are told, or None for the parameters' own.
+
+    Sync: one a gradient.
+    """
+    names = {} if model is None else {id(one): name for name, one in model._collect_params_with_prefix().items()}
+    result = []
+    for parameter in parameters(trainer):
+        bad = max(_count_nonfinite(one) for one in parameter._grad)
+        if bad:
+            result.append((names.get(id(parameter), parameter.name), bad, int(parameter._data[0].size)))
+    return result
+
+
+def _count_nonfinite(gradient: Any) -> int:
+    values = gradient.data if gradient.stype == "row_sparse" else gradient.as_nd_ndarray()
+    if not values.size:
+        return 0
+    with mx.autograd.pause():
+        return int(values.size - mx.nd.contrib.isfinite(values.astype("float32")).sum().asscalar())
