@@ -4,7 +4,6 @@ import importlib.util
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 if importlib.util.find_spec("mxnet") is None:
@@ -17,7 +16,6 @@ from ampx_mxnet.compat import mx
 @pytest.fixture(autouse=True)
 def _no_session():
     mx.random.seed(0)
-    np.random.seed(0)
     ampx.shutdown()
     yield
     ampx.shutdown()
@@ -25,19 +23,19 @@ def _no_session():
 
 @pytest.fixture
 def amp():
-    """A session that scales losses dynamically and casts nothing."""
-    return ampx.init("mxnet", level="O0", loss_scale="dynamic")
+    """A session that scales losses dynamically; a loss that is NaN is an overflow like any other."""
+    return ampx.init("mxnet", level="O0", loss_scale="dynamic", nan_loss="skip")
 
 
 @pytest.fixture
-def array():
-    """Make an array of chosen numbers; nd.array would warn of SciPy."""
+def weights():
+    """Make a parameter vector with given values, on one or several contexts."""
 
-    def make(values, ctx=None, dtype="float32"):
-        values = np.asarray(values, dtype)
-        made = mx.nd.empty(values.shape, ctx=ctx or mx.cpu(), dtype=dtype)
-        made[:] = values
-        return made
+    def make(*values, name="w", dtype="float32", ctx=None, grad_req="write"):
+        parameter = mx.gluon.Parameter(name, shape=(len(values),), dtype=dtype, grad_req=grad_req)
+        parameter.initialize(mx.init.Zero(), ctx=ctx)
+        parameter.set_data(mx.nd.array(values, dtype=dtype))
+        return parameter
 
     return make
 
@@ -56,17 +54,29 @@ def dense():
 
 
 @pytest.fixture
+def backward():
+    """Compute a loss, scale it and run its backward."""
+
+    def run(compute, opt, **options):
+        with mx.autograd.record():
+            loss = compute()
+            with ampx.scale_loss(loss, opt, **options) as scaled:
+                mx.autograd.backward(scaled)
+
+    return run
+
+
+@pytest.fixture
 def native():
     """Run a script of plain MXNet in a process of its own: what it does to itself stays there."""
 
     def run(script, *, timeout=120):
-        head = "import numpy as np\nfrom ampx_mxnet.compat import amp, mx\nfrom mxnet import autograd, gluon, nd\n"
+        head = (
+            "import warnings\nwarnings.simplefilter('ignore')\nimport numpy as np\nfrom ampx_mxnet.compat import mx\n"
+            "from mxnet import autograd, gluon, nd\nfrom mxnet.contrib import amp\n"
+        )
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", head + script],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
+            [sys.executable, "-c", head + script], capture_output=True, text=True, check=False, timeout=timeout
         )
         return done.returncode, done.stdout, done.stderr
 
