@@ -98,6 +98,7 @@ def test_the_trainers_file_is_mxnets_own(tmp_path):
     options = {"learning_rate": 0.01, "momentum": 0.9}
     trainers = {one: gluon.Trainer(one.collect_params(), "nag", options) for one in (loaded, oracle)}
     trainers[loaded].load_states(str(tmp_path / "trainer"))
+    assert trainers[loaded].optimizer.rescale_grad == 1.0
     for network, steps in ((oracle, (0, 1, 2, 4, 5)), (loaded, (5,))):
         for step in steps:
             with autograd.record():

@@ -232,10 +232,12 @@ def test_block_without_a_graph_is_refused():
         convert_hybrid_block(gluon.nn.Sequential())
 
 
-def test_model_that_is_low_precision_already_is_refused(model):
-    converted = convert_model(*model, cast_parameters=True)
-    with pytest.raises(ampx.InvalidOptionError, match=r"4 parameters are not float32 \(c_bias, c_weight"):
-        convert_model(*converted)
+def test_model_that_is_low_precision_already_is_refused(model, block):
+    message = r"4 parameters are not float32 \(c_bias, c_weight"
+    with pytest.raises(ampx.InvalidOptionError, match=message):
+        convert_model(*convert_model(*model, cast_parameters=True))
+    with pytest.raises(ampx.InvalidOptionError, match=message):
+        convert_hybrid_block(convert_hybrid_block(block, cast_parameters=True))
 
 
 @pytest.mark.parametrize(
