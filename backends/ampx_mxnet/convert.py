@@ -71,6 +71,8 @@ def convert_hybrid_block(
 ) -> mx.gluon.SymbolBlock:
     """Convert a block that was hybridized and called at least once; the block itself stays as it is.
 
+    Export the result with `remove_amp_cast=False`: MXNet drops the casts otherwise.
+
     Args:
         block: The float32 block.
         dtype: The compute dtype; None for the one that the parameters' device prefers.

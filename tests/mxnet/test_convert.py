@@ -215,6 +215,19 @@ def test_converted_model_is_saved_and_loaded(model, images, tmp_path, cast_param
     np.testing.assert_array_equal(run(mx.model.load_checkpoint(prefix, 3), images), expected)
 
 
+@pytest.mark.parametrize("cast_parameters", [False, True])
+def test_converted_block_is_exported_and_imported(block, images, tmp_path, cast_parameters):
+    converted = convert_hybrid_block(block, cast_parameters=cast_parameters)
+    x = nd.array(images)
+    expected = converted(x).asnumpy()
+    converted.hybridize()
+    converted(x)
+    prefix = str(tmp_path / "model")
+    converted.export(prefix, 3, remove_amp_cast=False)
+    loaded = gluon.SymbolBlock.imports(f"{prefix}-symbol.json", ["data"], f"{prefix}-0003.params", ctx=mx.cpu())
+    np.testing.assert_array_equal(loaded(x).asnumpy(), expected)
+
+
 def test_float16_on_the_cpu_is_refused_with_what_works(model, block):
     for convert in (lambda: convert_model(*model, "float16"), lambda: convert_hybrid_block(block, "float16")):
         with pytest.raises(ampx.UnsupportedDtypeError, match=r"dtype='float16'.*on 'cpu'.*accepted: bfloat16"):
