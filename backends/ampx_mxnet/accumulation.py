@@ -6,12 +6,22 @@ such parameters get `grad_req='write'`, and every `scale_loss` body adds what wa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 from ampx.errors import ProtocolError
 
 from .compat import mx
+
+
+class _Body(threading.local):
+    """The contexts of the losses in the running `scale_loss` body, where gradients are accumulated here."""
+
+    contexts: list[Any] | None = None
+
+
+_body = _Body()
 
 
 class Accumulation:
@@ -37,6 +47,9 @@ class Accumulation:
 
     def begin(self) -> None:
         """Keep the gradients as they are before a backward. Sync: none."""
+        if not self.parameters:
+            return
+        _body.contexts = []
         with mx.autograd.pause():
             for parameter in self.parameters:
                 if parameter._grad is None:
@@ -48,6 +61,7 @@ class Accumulation:
     def end(self) -> None:
         """Add the kept gradients to those that a backward wrote. Sync: none."""
         kept, self._before = self._before, []
+        _body.contexts = None
         with mx.autograd.pause():
             for data, gradient, fresh, before in kept:
                 if data._fresh_grad:
@@ -71,3 +85,21 @@ def check_adds(parameters: Iterable[Any]) -> None:
             f"bfloat16 on the CPU; accepted: set before wrap_optimizer, which then accumulates by itself. Set grad_req "
             f"first, or to 'write'."
         )
+
+
+def check_alone(context: Any) -> None:
+    """Raise for a second loss of one context: its own backward would overwrite the gradients of the first.
+
+    Raises:
+        ProtocolError: The running body has one already, and gradients are accumulated here.
+
+    Sync: none.
+    """
+    if _body.contexts is None:
+        return
+    if context in _body.contexts:
+        raise ProtocolError(
+            f"scale_loss got several losses on {context} for parameters with grad_req='add', which MXNet computes "
+            f"wrongly in bfloat16 on the CPU; accepted: one loss a context. Add them up, or scale each by itself."
+        )
+    _body.contexts.append(context)

@@ -8,6 +8,9 @@ from typing import Any, Final
 from .compat import mx
 from .dtypes import name_of
 
+# The original, as in MXNet's own scaler: what `amp.init` makes of it looks at every gradient's dtype.
+_multi_all_finite: Final = mx.nd.multi_all_finite
+
 # As many as MXNet's own scaler gives its kernel in one call.
 CHUNK: Final = 200
 # The kernel takes one dtype a call, and not bfloat16.
@@ -31,6 +34,25 @@ def mark_stale(trainer: Any) -> None:
             data._fresh_grad = False
 
 
+def restore_fresh(trainer: Any, message: str) -> None:
+    """Undo what MXNet's update did before it met a stale gradient and raised.
+
+    Native defect: it had marked the gradients of the parameters before that one as used, so that a second try would
+    leave these parameters alone.
+
+    Args:
+        trainer: The raw trainer.
+        message: MXNet's; it names the parameter.
+
+    Sync: none.
+    """
+    for parameter in parameters(trainer):
+        if f"`{parameter.name}`" in message:
+            return
+        for data in parameter._data:
+            data._fresh_grad = True
+
+
 def clear(trainer: Any) -> None:
     """Set gradients to zero, and forget that they were written. Sync: none."""
     for parameter in parameters(trainer):
@@ -48,16 +70,24 @@ def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
     Sync: none.
     """
     result: list[dict[str, list[Any]]] = []
-    last, kind = None, ""
-    for parameter in parameters(trainer):
-        if parameter.dtype is not last:  # most are the same, and naming one is slow
-            last, kind = parameter.dtype, name_of(parameter.dtype)
+    last, kind, found = None, "", ""
+    for parameter in trainer._params:
+        gradients = parameter._grad
+        if gradients is None:
+            continue
+        if parameter._dtype is not last:  # most are the same, and naming one is slow
+            last = parameter._dtype
+            kind = name_of(last)
         found = kind if parameter._grad_stype == "default" else "row_sparse"
-        for position, gradient in enumerate(parameter._grad):
-            if position == len(result):
-                result.append({})
-            if not only_fresh or parameter._data[position]._fresh_grad:
-                result[position].setdefault(found, []).append(gradient.as_nd_ndarray())
+        if len(gradients) > len(result):
+            result.extend({} for _ in gradients[len(result) :])
+        for position, gradient in enumerate(gradients):
+            if only_fresh and not parameter._data[position]._fresh_grad:
+                continue
+            batches = result[position]
+            if found not in batches:
+                batches[found] = []
+            batches[found].append(gradient.as_nd_ndarray())
     return result
 
 
@@ -83,7 +113,7 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
                 dense = [_testable(kind, one) for one in batch]
                 for start in range(0, len(dense), CHUNK):
                     chunk = dense[start : start + CHUNK]
-                    mx.nd.multi_all_finite(*chunk, num_arrays=len(chunk), init_output=False, out=flag)
+                    _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=False, out=flag)
             flags.append(flag)
         result = flags[0]
         for flag in flags[1:]:

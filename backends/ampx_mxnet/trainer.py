@@ -11,9 +11,8 @@ from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED, StepResult
 from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
-from ampx.session_state import dump_session, load_session
 
-from . import gradients, switch
+from . import checkpoints, gradients, switch
 from .accumulation import Accumulation, check_adds
 from .clipping import clip
 from .delegation import DelegatingTrainer
@@ -39,8 +38,6 @@ _OWN: Final = frozenset(
         "__weakref__",
     )
 )
-# Under this name `save_states` leaves the loss scale in the file: an attribute that plain MXNet carries along.
-_SAVED: Final = "ampx_loss_scale"
 
 
 class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
@@ -116,7 +113,7 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
         self._step(self.trainer.step, batch_size, ignore_stale_grad)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Step without adding up the contexts' gradients, which `allreduce_grads` did; see `step`. Sync: one."""
+        """Step after `allreduce_grads`; see `step`. Sync: one."""
         self._step(self.trainer.update, batch_size, ignore_stale_grad)
 
     def allreduce_grads(self) -> None:
@@ -174,6 +171,9 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
                 raw._scale = before / member.factor
             with switch.within(None):
                 return OverflowHook(check).run(raw, run, batch_size, ignore_stale_grad)
+        except UserWarning as error:
+            gradients.restore_fresh(raw, str(error))
+            raise
         finally:
             # Native defect: left as it is, the factor would shrink the next step that was not scaled.
             raw._scale = before
@@ -209,13 +209,15 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
         if gradients.any_fresh(self.trainer):
             if not self._reduced:
                 self.allreduce_grads()
-            self._finite = gradients.unscale(gradients.collect(self.trainer, False), member.factor)
+            with switch.within(None):
+                self._finite = gradients.unscale(gradients.collect(self.trainer, False), member.factor)
         member.stage = "unscaled"
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Unscale, clip the true gradients and give their norm before. Sync: none without sparse gradients."""
         self.ampx_unscale()
-        norm = clip(gradients.collect(self.trainer, False), max_norm, None)
+        with switch.within(None):
+            norm = clip(gradients.collect(self.trainer, False), max_norm, None)
         self._norm = norm
         return norm
 
@@ -274,14 +276,7 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
 
         Sync: as MXNet's.
         """
-        group = self.ampx_member.group
-        optimizer = self.trainer._optimizer
-        if group.enabled:
-            setattr(optimizer, _SAVED, dump_session("mxnet", [group]))
-        try:
-            self.trainer.save_states(fname)
-        finally:
-            vars(optimizer).pop(_SAVED, None)
+        checkpoints.save(self.trainer, self.ampx_member.group, fname)
 
     def load_states(self, fname: str) -> None:
         """Load the optimizer's state, and the loss scale where the file has one.
@@ -294,10 +289,7 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
 
         Sync: as MXNet's.
         """
-        self.trainer.load_states(fname)
-        saved = vars(self.trainer._optimizer).pop(_SAVED, None)
-        if saved is not None and self.ampx_member.group.enabled:
-            load_session(saved, [self.ampx_member.group])
+        checkpoints.load(self.trainer, self.ampx_member.group, fname)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back from a copy; what is pending stays behind."""
