@@ -11,7 +11,7 @@ from ampx.errors import LossDtypeError
 
 from .accumulation import check_alone
 from .compat import mx
-from .dtypes import BFLOAT16, is_floating, name_of
+from .dtypes import BFLOAT16, cast_tensor, is_floating, name_of
 
 _new_empty_handle = mx.ndarray.ndarray._new_empty_handle
 
@@ -35,7 +35,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
             f"loss function returned, not loss.asscalar() and no symbol."
         )
     floating = is_floating(loss)
-    nan = bool((loss != loss).sum().asscalar()) if check_nan and floating else None
+    nan = bool(np.isnan(cast_tensor(loss, "float32").asnumpy()).any()) if check_nan and floating else None
     # MXNet does not tell whether a loss was recorded; its backward raises where it was not.
     return LossInfo(int(loss.size), name_of(loss.dtype), floating, True, nan)
 
@@ -55,7 +55,7 @@ def scale_loss(loss: Any, scale: float) -> Any:
 
     Sync: none.
     """
-    check_alone(loss.context)
+    check_alone(loss.ctx)
     if mx.autograd.is_recording():
         return _scaled(loss, scale)
     with mx.autograd.record(train_mode=mx.autograd.is_training()):
