@@ -1,13 +1,14 @@
 """Accumulate gradients where MXNet cannot: in bfloat16 on the CPU with `grad_req='add'`.
 
 Native defect: there the backward of MXNet's cast forgets to add, and the gradients of cast parameters stay zero. So
-such parameters get `grad_req='write'`, and every `scale_loss` body adds what was there before it.
+such parameters get `grad_req='write'`, and every backward in a `scale_loss` body is given what was there before it.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ampx.errors import ProtocolError
@@ -16,12 +17,13 @@ from .compat import mx
 
 
 class _Body(threading.local):
-    """The contexts of the losses in the running `scale_loss` body, where gradients are accumulated here."""
+    """Those who accumulate in the calling thread's `scale_loss` bodies."""
 
-    contexts: list[Any] | None = None
+    running: tuple[Accumulation, ...] = ()
 
 
 _body = _Body()
+_originals: dict[Any, Callable[..., Any]] = {}
 
 
 class Accumulation:
@@ -31,6 +33,7 @@ class Accumulation:
         """Start with none."""
         self.parameters: list[Any] = []
         self._before: list[tuple[Any, Any, bool, Any]] = []
+        self._began = False
 
     def adopt(self, parameters: Iterable[Any]) -> None:
         """Take over the parameters that add. Sync: none."""
@@ -49,7 +52,11 @@ class Accumulation:
         """Keep the gradients as they are before a backward. Sync: none."""
         if not self.parameters:
             return
-        _body.contexts = []
+        _body.running = (*_body.running, self)
+        self._keep()
+
+    def _keep(self) -> None:
+        self._began = False
         with mx.autograd.pause():
             for parameter in self.parameters:
                 if parameter._grad is None:
@@ -58,10 +65,20 @@ class Accumulation:
                     self._before.append((data, gradient, data._fresh_grad, gradient.copy()))
                     data._fresh_grad = False
 
+    def part(self) -> None:
+        """Add up before another backward of the same body begins. Sync: none."""
+        if self._began:
+            self._add()
+            self._keep()
+        self._began = True
+
     def end(self) -> None:
         """Add the kept gradients to those that a backward wrote. Sync: none."""
+        _body.running = tuple(one for one in _body.running if one is not self)
+        self._add()
+
+    def _add(self) -> None:
         kept, self._before = self._before, []
-        _body.contexts = None
         with mx.autograd.pause():
             for data, gradient, fresh, before in kept:
                 if data._fresh_grad:
@@ -87,19 +104,25 @@ def check_adds(parameters: Iterable[Any]) -> None:
         )
 
 
-def check_alone(context: Any) -> None:
-    """Raise for a second loss of one context: its own backward would overwrite the gradients of the first.
+def follow() -> None:
+    """Have every backward keep apart what it writes, so that a body may run several. Sync: none."""
+    for place in (mx.autograd, mx.nd.NDArray):
+        _originals[place] = place.backward
+        place.backward = _apart(place.backward)
 
-    Raises:
-        ProtocolError: The running body has one already, and gradients are accumulated here.
 
-    Sync: none.
-    """
-    if _body.contexts is None:
-        return
-    if context in _body.contexts:
-        raise ProtocolError(
-            f"scale_loss got several losses on {context} for parameters with grad_req='add', which MXNet computes "
-            f"wrongly in bfloat16 on the CPU; accepted: one loss a context. Add them up, or scale each by itself."
-        )
-    _body.contexts.append(context)
+def unfollow() -> None:
+    """Undo `follow`. Sync: none."""
+    while _originals:
+        place, original = _originals.popitem()
+        place.backward = original
+
+
+def _apart(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        for one in _body.running:
+            one.part()
+        return backward(*args, **kwargs)
+
+    return apart

@@ -19,7 +19,7 @@ from ampx import sessions
 from ampx.contract import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 
-from . import hybrid, oplists, switch
+from . import accumulation, hybrid, oplists, switch
 from .compat import amp, mx
 from .dtypes import DTYPES
 
@@ -145,12 +145,14 @@ def _install(plan: CastPlan) -> _Installed:
                 setattr(module, name, ours)
                 replaced.append((module, name, original, ours))
     hybrid.follow()
+    accumulation.follow()
     return _Installed(plan, replaced, flags)
 
 
 def _uninstall(installed: _Installed) -> None:
     _State.installed = None
     hybrid.unfollow()
+    accumulation.unfollow()
     for module, name, original, ours in installed.replaced:
         if vars(module).get(name) is ours:  # else somebody replaced it once more, and owns it
             setattr(module, name, original)

@@ -9,7 +9,6 @@ import numpy as np
 from ampx.contract import LossInfo
 from ampx.errors import LossDtypeError
 
-from .accumulation import check_alone
 from .compat import mx
 from .dtypes import BFLOAT16, cast_tensor, is_floating, name_of
 
@@ -50,12 +49,8 @@ def scale_loss(loss: Any, scale: float) -> Any:
         loss: Floating tensor of any shape.
         scale: The loss scale.
 
-    Raises:
-        ProtocolError: Gradients could not be added up; see `accumulation`.
-
     Sync: none.
     """
-    check_alone(loss.ctx)
     if mx.autograd.is_recording():
         return _scaled(loss, scale)
     with mx.autograd.record(train_mode=mx.autograd.is_training()):

@@ -21,7 +21,8 @@ def _modules():
 
 def _flags():
     names = ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler")
-    return [getattr(native_amp.amp, name) for name in names], dict(vars(mx.gluon.HybridBlock))
+    places = (mx.gluon.HybridBlock, mx.autograd, mx.nd.NDArray)
+    return [getattr(native_amp.amp, name) for name in names], [dict(vars(one)) for one in places]
 
 
 def _dtype(net):
@@ -154,20 +155,25 @@ def test_operators_that_make_their_own_gradient_need_a_scale_of_one(dense):
         assert opt.loss_scale in (1.0, 2.0**16)
 
 
-def test_gradients_that_add_need_one_loss_a_context_in_bfloat16(dense):
-    """Each loss's own backward would overwrite; so a second one is refused, and the sum is right."""
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("how", ["one by one", "one by one through autograd", "together"])
+def test_gradients_add_over_several_backwards_of_one_body(dense, hybridize, how):
+    """Three losses of slope 1: MXNet's cast to bfloat16 alone would leave the gradients zero."""
     amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
     net = dense(grad_req="add")
+    net.hybridize(hybridize)
     opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.125}))
-    with mx.autograd.record():
-        losses = [net(mx.nd.ones((1, 2))).astype("float32").sum() for _ in range(2)]
-        both = losses[0] + losses[1]
-    with pytest.raises(ampx.ProtocolError, match="Add them up"), ampx.scale_loss(losses, opt):
-        pass
-    with ampx.scale_loss(both, opt) as scaled:
-        scaled.backward()
-    opt.step(1)
-    assert net.weight.data().asnumpy().tolist() == [[0.75, 0.75]]
+    for after in (0.625, 0.25):
+        with mx.autograd.record():
+            losses = [net(mx.nd.ones((1, 2))).astype("float32").sum() for _ in range(3)]
+        with ampx.scale_loss(losses, opt) as scaled:
+            if how == "together":
+                mx.autograd.backward(scaled)
+            for one in scaled if how != "together" else ():
+                one.backward() if how == "one by one" else mx.autograd.backward([one])
+        opt.step(1)
+        opt.zero_grad()
+        assert net.weight.data().asnumpy().tolist() == [[after, after]]
 
 
 def test_gradients_that_begin_to_add_after_wrapping_are_refused(dense):
