@@ -85,6 +85,22 @@ def test_allreduce_grads_and_update_are_a_step(amp, dense):
             assert _weights(net) == [[after, after]] * 2
 
 
+def test_a_second_try_does_not_add_up_again(amp):
+    """MXNet raises for a stale gradient after it has added up the contexts."""
+    one, other = (mx.gluon.Parameter(name, shape=(2,)) for name in ("one", "other"))
+    for parameter in (one, other):
+        parameter.initialize(mx.init.One(), ctx=CONTEXTS)
+    opt = amp.wrap_optimizer(mx.gluon.Trainer([one, other], "sgd", {"learning_rate": 0.25}))
+    with mx.autograd.record():
+        losses = [(one.data(context) * slope).sum() for context, slope in zip(CONTEXTS, (1.0, 2.0), strict=True)]
+    with ampx.scale_loss(losses, opt) as scaled:
+        mx.autograd.backward(scaled)
+    with pytest.raises(UserWarning, match="`other`"):
+        opt.step(1)
+    opt.step(1, ignore_stale_grad=True)
+    assert [one.data(context).asnumpy().tolist() for context in CONTEXTS] == [[0.25, 0.25]] * 2
+
+
 def test_adding_after_allreduce_is_refused(amp, dense):
     net = dense(ctx=CONTEXTS, grad_req="add")
     opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25}))
