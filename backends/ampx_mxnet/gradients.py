@@ -70,25 +70,36 @@ def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
     Sync: none.
     """
     result: list[dict[str, list[Any]]] = []
-    last, kind, found = None, "", ""
+    last: Any = None
+    targets: list[list[Any]] = []
     for parameter in trainer._params:
         gradients = parameter._grad
         if gradients is None:
             continue
-        if parameter._dtype is not last:  # most are the same, and naming one is slow
-            last = parameter._dtype
-            kind = name_of(last)
-        found = kind if parameter._grad_stype == "default" else "row_sparse"
-        if len(gradients) > len(result):
-            result.extend({} for _ in gradients[len(result) :])
-        for position, gradient in enumerate(gradients):
-            if only_fresh and not parameter._data[position]._fresh_grad:
-                continue
-            batches = result[position]
-            if found not in batches:
-                batches[found] = []
-            batches[found].append(gradient.as_nd_ndarray())
-    return result
+        kind = parameter._dtype, parameter._grad_stype
+        if kind != last:  # most are the same, and naming a dtype is slow
+            last = kind
+            targets = _targets(result, parameter, len(gradients))
+        if only_fresh:
+            for batch, gradient, data in zip(targets, gradients, parameter._data, strict=True):
+                if data._fresh_grad:
+                    batch.append(gradient)
+        else:
+            for batch, gradient in zip(targets, gradients, strict=True):
+                batch.append(gradient)
+    return [{kind: _classic(batch) for kind, batch in batches.items() if batch} for batches in result]
+
+
+def _targets(result: list[dict[str, list[Any]]], parameter: Any, contexts: int) -> list[list[Any]]:
+    """Give the lists, one a context, in which gradients like a parameter's belong."""
+    kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
+    result.extend({} for _ in range(contexts - len(result)))
+    return [batches.setdefault(kind, []) for batches in result]
+
+
+def _classic(batch: list[Any]) -> list[Any]:
+    """Give MXNet's NumPy arrays, which its kernels refuse, as its classic ones; they share their memory."""
+    return [one.as_nd_ndarray() for one in batch] if isinstance(batch[0], mx.np.ndarray) else batch
 
 
 def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
@@ -110,7 +121,7 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
                 continue
             flag = mx.nd.ones((1,), ctx=some[0].context)
             for kind, batch in batches.items():
-                dense = [_testable(kind, one) for one in batch]
+                dense = batch if kind in _CHECKED else [_testable(kind, one) for one in batch]
                 for start in range(0, len(dense), CHUNK):
                     chunk = dense[start : start + CHUNK]
                     _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=False, out=flag)
@@ -142,8 +153,6 @@ def unscale(gradients: list[dict[str, list[Any]]], scale: float) -> Any:
 
 
 def _testable(kind: str, gradient: Any) -> Any:
-    if kind in _CHECKED:
-        return gradient
     if kind == "row_sparse":
         return mx.nd.cast_storage(gradient, "default")
     return gradient.astype("float32")
