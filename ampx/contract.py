@@ -37,6 +37,7 @@ class Capabilities:
         per_loss_scales: `scale_loss(…, loss_id=…)` accepts several ids for one optimizer.
         closures: `opt.step(closure)` works.
         sparse: Sparse gradients work.
+        vector_losses: `scale_loss` takes losses of any shape, whose elements the framework's backward adds up.
         distributed: Finiteness is agreed on across processes.
         device_scale: The scale can live on the device, so that a step need not sync.
         traceable: Everything traces under the framework's compiler.
@@ -58,6 +59,7 @@ class Capabilities:
     per_loss_scales: bool = False
     closures: bool = False
     sparse: bool = False
+    vector_losses: bool = False
     distributed: bool = False
     device_scale: bool = False
     traceable: bool = False

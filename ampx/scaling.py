@@ -166,7 +166,7 @@ def check_loss(amp: Amp, loss: Loss) -> None:
     Sync: as `Backend.inspect_loss`.
     """
     info = amp.backend.inspect_loss(loss, amp.check_nan)
-    if info.elements != 1:
+    if info.elements != 1 and not (info.elements and amp.backend.capabilities.vector_losses):
         raise LossShapeError(
             f"scale_loss got a loss of {info.elements} elements; accepted: a scalar. Reduce it first, for instance "
             f"with loss.mean()."

@@ -27,6 +27,7 @@ FRAMEWORKS: dict[str, tuple[str, str]] = {
     "torch": ("_gpu_torch", "ampx_torch"),
     "paddle": ("_gpu_paddle", "ampx_paddle"),
     "jax": ("_gpu_jax", "ampx_jax"),
+    "mxnet": ("_gpu_mxnet", "ampx_mxnet"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
@@ -46,15 +47,20 @@ def plugins() -> dict[str, Any]:
 
 def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
     """Import a framework and its backend; tell its devices and what `init` would choose."""
+    answer: dict[str, Any] = {}
     try:
-        imported = importlib.import_module(module)
+        # The backend comes first: it may have to make its framework importable, as MXNet's does.
+        backend = default_registry().load(name) if has_backend else None
+        answer["version"] = getattr(importlib.import_module(module), "__version__", None)
     except BaseException as error:  # SystemExit included: an import must not decide how this process ends
-        return {"error": f"importing {module} raised {_describe(error)}"}
-    answer: dict[str, Any] = {"version": getattr(imported, "__version__", None)}
-    if not has_backend:
+        if module in sys.modules:
+            answer["version"] = getattr(sys.modules[module], "__version__", None)
+            return {**answer, "error": f"its ampx backend failed: {_describe(error)}"}
+        cause = error.__cause__ if isinstance(error, ampx.AmpxError) else None
+        return {"error": f"importing {module} raised {_describe(cause or error)}"}
+    if backend is None:
         return answer
     try:
-        backend = default_registry().load(name)
         answer["capabilities"] = describe_capabilities(backend)
         answer["devices"], answer["absent"] = _devices(backend)
         answer["init"] = _init(name)

@@ -135,6 +135,18 @@ def _optimizer_objects(suite: KitTests) -> None:
     assert bench.train().applied
 
 
+def _vector_losses(suite: KitTests) -> None:
+    """Expect that a loss of two elements is refused, in a list too, and that training goes on."""
+    amp = suite.start()
+    bench, casting = suite.bench(amp), suite.subject.casting()
+    wide = suite.subject.wide_loss(bench.parameters)
+    for given in (wide, [bench.loss(), wide]):
+        with refused(ampx.LossShapeError, passed="of 2 elements", accepted="a scalar", advice="Reduce"):
+            amp.scale_loss(given, bench.opt).__enter__()
+        assert suite.subject.casting() == casting
+    assert bench.train().applied
+
+
 REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "casting": _casting,
     "clip_grad_norm": _clip_grad_norm,
@@ -149,4 +161,5 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "prepare": _prepare,
     "promotes": _promotes,
     "traces_overflow": _traces_overflow,
+    "vector_losses": _vector_losses,
 }

@@ -1,0 +1,128 @@
+"""Accumulate gradients where MXNet cannot: in bfloat16 on the CPU with `grad_req='add'`.
+
+Native defect: there the backward of MXNet's cast forgets to add, and the gradients of cast parameters stay zero. So
+such parameters get `grad_req='write'`, and every backward in a `scale_loss` body is given what was there before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ampx.errors import ProtocolError
+
+from .compat import mx
+
+
+class _Body(threading.local):
+    """Those who accumulate in the calling thread's `scale_loss` bodies."""
+
+    running: tuple[Accumulation, ...] = ()
+
+
+_body = _Body()
+_originals: dict[Any, Callable[..., Any]] = {}
+
+
+class Accumulation:
+    """Parameters that MXNet thinks it overwrites, and the gradients they had before the running body."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.parameters: list[Any] = []
+        self._before: list[tuple[Any, Any, bool, Any]] = []
+        self._began = False
+
+    def adopt(self, parameters: Iterable[Any]) -> None:
+        """Take over the parameters that add. Sync: none."""
+        for parameter in parameters:
+            if parameter.grad_req == "add":
+                parameter.grad_req = "write"
+                self.parameters.append(parameter)
+
+    def give_back(self) -> None:
+        """Let MXNet add again. Sync: none."""
+        for parameter in self.parameters:
+            parameter.grad_req = "add"
+        self.parameters = []
+
+    def begin(self) -> None:
+        """Keep the gradients as they are before a backward. Sync: none."""
+        if not self.parameters:
+            return
+        _body.running = (*_body.running, self)
+        self._keep()
+
+    def _keep(self) -> None:
+        self._began = False
+        with mx.autograd.pause():
+            for parameter in self.parameters:
+                if parameter._grad is None:
+                    continue  # not initialized yet
+                for data, gradient in zip(parameter._data, parameter._grad, strict=True):
+                    self._before.append((data, gradient, data._fresh_grad, gradient.copy()))
+                    data._fresh_grad = False
+
+    def part(self) -> None:
+        """Add up before another backward of the same body begins. Sync: none."""
+        if self._began:
+            self._add()
+            self._keep()
+        self._began = True
+
+    def end(self) -> None:
+        """Add the kept gradients to those that a backward wrote. Sync: none."""
+        _body.running = tuple(one for one in _body.running if one is not self)
+        self._add()
+
+    def _add(self) -> None:
+        kept, self._before = self._before, []
+        with mx.autograd.pause():
+            for data, gradient, fresh, before in kept:
+                if data._fresh_grad:
+                    gradient += before
+                else:
+                    data._fresh_grad = fresh
+
+
+def check_adds(parameters: Iterable[Any]) -> None:
+    """Raise for parameters that began to add after they were wrapped.
+
+    Raises:
+        ProtocolError: There are some.
+
+    Sync: none.
+    """
+    adding = [parameter.name for parameter in parameters if parameter.grad_req == "add"]
+    if adding:
+        raise ProtocolError(
+            f"{len(adding)} parameters ({', '.join(adding[:5])}) have grad_req='add', which MXNet computes wrongly in "
+            f"bfloat16 on the CPU; accepted: set before wrap_optimizer, which then accumulates by itself. Set grad_req "
+            f"first, or to 'write'."
+        )
+
+
+def follow() -> None:
+    """Have every backward keep apart what it writes, so that a body may run several. Sync: none."""
+    for place in (mx.autograd, mx.nd.NDArray):
+        _originals[place] = place.backward
+        place.backward = _apart(place.backward)
+
+
+def unfollow() -> None:
+    """Undo `follow`. Sync: none."""
+    while _originals:
+        place, original = _originals.popitem()
+        place.backward = original
+
+
+def _apart(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        for one in _body.running:
+            one.part()
+        return backward(*args, **kwargs)
+
+    return apart

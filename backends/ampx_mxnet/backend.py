@@ -1,0 +1,114 @@
+"""The verbs of ampx in MXNet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import ampx
+from ampx.contract import CastPlan, Device, LossInfo, Unscaled
+from ampx.group import Member
+from ampx.policy import Dtype
+
+from . import casting, clipping, devices, dtypes, gradients
+from .compat import mx
+from .losses import inspect_loss, scale_loss
+from .trainer import AmpTrainer
+from .wrapping import make_wrapper
+
+
+class MXNetBackend(ampx.Backend):
+    """MXNet 1.9.1: its own amp for casting, its gluon trainer and finiteness kernel for loss scaling."""
+
+    name: ClassVar[str] = "mxnet"
+    capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
+        devices=("gpu", "cpu"),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        levels=frozenset({"O0", "O1"}),
+        gradients="implicit",
+        autocast="scoped",
+        op_lists=True,
+        promotes=True,
+        clipping=True,
+        sparse=True,
+        vector_losses=True,
+        names_gradients=True,
+    )
+
+    def device(self, name: str) -> Device:
+        """Describe a device."""
+        return devices.describe(name)
+
+    def is_optimizer(self, candidate: object) -> bool:
+        """Tell whether this is a gluon trainer, not wrapped."""
+        return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
+
+    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+        """Give a region with casting on or off in the calling thread."""
+        return casting.region(plan, enabled)
+
+    def check_plan(self, plan: CastPlan) -> CastPlan:
+        """Resolve the op lists."""
+        return casting.check_plan(plan)
+
+    def activate(self, plan: CastPlan) -> None:
+        """Switch MXNet's amp on, in all threads."""
+        casting.activate(plan)
+
+    def deactivate(self, plan: CastPlan) -> None:
+        """Undo `activate`, which MXNet itself cannot."""
+        casting.deactivate()
+
+    def enter_thread(self, plan: CastPlan) -> None:
+        """Do nothing: MXNet's amp is on in every thread."""
+
+    def cast(self, tree: Any, dtype: Dtype) -> Any:
+        """Cast the floating arrays of a tree."""
+        return dtypes.cast(tree, dtype)
+
+    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
+        """Give the widest dtype among the floating arrays of a tree."""
+        return dtypes.widest(tree, at_least)
+
+    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
+        """Tell what `scale_loss` has to know about a loss."""
+        return inspect_loss(loss, check_nan)
+
+    def scale(self, loss: Any, scale: Any) -> Any:
+        """Give the loss in float32 times the scale."""
+        return scale_loss(loss, scale)
+
+    def gradients(self, optimizer: Any) -> Any:
+        """List the gradients that a backward wrote since the last step, by context and dtype."""
+        return gradients.collect(optimizer, True)
+
+    def zero_gradients(self, optimizer: Any) -> None:
+        """Set gradients to zero."""
+        gradients.clear(optimizer)
+
+    def unscale(self, grads: Any, scale: Any) -> Unscaled:
+        """Divide gradients by the scale in place and test them."""
+        return Unscaled(grads, bool(gradients.unscale(grads, scale).asscalar()))
+
+    def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
+        """Clip true gradients in place."""
+        return grads, clipping.clip(grads, max_norm, max_value)
+
+    def apply(self, optimizer: Any, grads: Any) -> None:
+        """Update with what hangs on the parameters; a batch size of 1 leaves the gradients as they are."""
+        optimizer.update(1, ignore_stale_grad=True)
+
+    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
+        """Give a gluon trainer that delegates to the raw one."""
+        return make_wrapper(self, optimizer, member, options)
+
+    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+        """List the parameters with non-finite gradients."""
+        return gradients.name_nonfinite(optimizer.trainer, model)
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`."""
+        from .demo import MxnetTrainer  # scikit-learn is needed for the demo only
+
+        return MxnetTrainer()

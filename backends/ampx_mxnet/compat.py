@@ -1,0 +1,45 @@
+"""Import MXNet where its own import fails: `from ampx_mxnet.compat import mx`.
+
+MXNet 1.9.1 uses two names that NumPy 1.24 removed. NumPy 2 removed many more, and changed what remains.
+"""
+
+from __future__ import annotations
+
+import builtins
+import warnings
+from typing import Final
+
+import numpy as np
+
+from ampx.errors import BackendLoadError
+
+# What MXNet 1.9.1 uses of what NumPy 1.24 removed: `bool` when it is imported, `int` in its test utilities.
+REMOVED: Final = ("bool", "int")
+
+
+def restore_names() -> None:
+    """Give NumPy back the names that MXNet needs, where they are missing.
+
+    Raises:
+        BackendLoadError: NumPy is 2.0 or newer.
+
+    Sync: none.
+    """
+    if int(np.__version__.partition(".")[0]) >= 2:
+        raise BackendLoadError(
+            f"MXNet 1.9.1 does not work with numpy {np.__version__}; accepted: numpy older than 2, in an environment "
+            f"of its own. Install it with `pip install 'numpy<2'`."
+        )
+    for name in REMOVED:
+        if name not in vars(np):
+            setattr(np, name, getattr(builtins, name))
+
+
+restore_names()
+with warnings.catch_warnings():
+    # MXNet's import touches names of NumPy that have warned since 1.20, and asks old Pythons' modules for more.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import mxnet as mx
+    from mxnet.contrib import amp  # not imported by mxnet itself
+
+__all__ = ["amp", "mx"]

@@ -1,0 +1,80 @@
+"""What the devices of this machine compute, as far as MXNet and the operating system tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from ampx.contract import Device
+from ampx.errors import UnsupportedDeviceError
+
+from .compat import mx
+
+# What oneDNN, on which MXNet computes on the CPU, has bfloat16 instructions for; and what it needs at least.
+_NATIVE: Final = ("avx512_bf16", "amx_bf16")
+_NEEDED: Final = "avx512bw"
+
+
+def describe(name: str) -> Device:
+    """Describe a device.
+
+    Args:
+        name: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"` for the best present.
+
+    Raises:
+        UnsupportedDeviceError: There is no such device here.
+
+    Sync: none.
+    """
+    count = mx.context.num_gpus()
+    wanted = ("gpu" if count else "cpu") if name == "auto" else str(name)
+    kind, _, index = wanted.partition(":")
+    if wanted == "cpu":
+        return _describe_cpu()
+    if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < count:
+        return _describe_gpu()
+    present = ["cpu", *(["gpu"] if count else []), *(f"gpu:{one}" for one in range(count))]
+    raise UnsupportedDeviceError(
+        f"device={name!r} is not a device that mxnet offers here; accepted: 'auto', {', '.join(map(repr, present))}. "
+        f"Pass one of these{'' if count else ', or install a CUDA build of mxnet'}."
+    )
+
+
+def _describe_cpu() -> Device:
+    flags = _cpu_flags()
+    found = [flag for flag in _NATIVE if flag in flags]
+    works = mx.runtime.Features().is_enabled("MKLDNN") and _NEEDED in flags
+    native = works and bool(found)
+    reason = f"this CPU computes bfloat16 natively ({', '.join(found)})"
+    if not native:
+        reason = "this CPU has no instructions for bfloat16" if works else "MXNet has no bfloat16 kernels for this CPU"
+    return Device(
+        name="cpu",
+        native=frozenset({"bfloat16"}) if native else frozenset(),
+        emulated=frozenset({"bfloat16"}) if works and not native else frozenset(),
+        preferred="bfloat16" if native else None,
+        # Errors of MXNet are asynchronous: without this refusal, training in float16 would fail steps later.
+        reason=f"{reason}; MXNet has no float16 matrix kernels on any CPU",
+        details={"version": mx.__version__, "instructions": found},
+    )
+
+
+def _describe_gpu() -> Device:
+    return Device(
+        name="gpu",
+        native=frozenset({"float16"}),
+        preferred="float16",
+        reason="MXNet computes float16 on NVIDIA GPUs; it does not tell whether this one has Tensor Cores",
+        details={"version": mx.__version__},
+    )
+
+
+def _cpu_flags() -> set[str]:
+    """List the CPU's instruction sets; empty where the operating system is not Linux."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return set()
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return set(match.group(1).split()) if match else set()

@@ -1,0 +1,186 @@
+"""Gradients of a raw trainer: which there are, whether all are finite, and what they are unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from .compat import mx
+from .dtypes import name_of
+
+# The original, as in MXNet's own scaler: what `amp.init` makes of it looks at every gradient's dtype.
+_multi_all_finite: Final = mx.nd.multi_all_finite
+
+# As many as MXNet's own scaler gives its kernel in one call.
+CHUNK: Final = 200
+# The kernel takes one dtype a call, and not bfloat16.
+_CHECKED: Final = frozenset({"float16", "float32", "float64"})
+
+
+def parameters(trainer: Any) -> Iterator[Any]:
+    """Give the parameters that have gradients; one gradient a context. Sync: none."""
+    return (parameter for parameter in trainer._params if parameter._grad is not None)
+
+
+def any_fresh(trainer: Any) -> bool:
+    """Tell whether a backward wrote a gradient since the last step. Sync: none."""
+    return any(data._fresh_grad for parameter in parameters(trainer) for data in parameter._data)
+
+
+def mark_stale(trainer: Any) -> None:
+    """Forget that gradients were written. Sync: none."""
+    for parameter in parameters(trainer):
+        for data in parameter._data:
+            data._fresh_grad = False
+
+
+def restore_fresh(trainer: Any, message: str) -> None:
+    """Undo what MXNet's update did before it met a stale gradient and raised.
+
+    Native defect: it had marked the gradients of the parameters before that one as used, so that a second try would
+    leave these parameters alone.
+
+    Args:
+        trainer: The raw trainer.
+        message: MXNet's; it names the parameter.
+
+    Sync: none.
+    """
+    for parameter in parameters(trainer):
+        if f"`{parameter.name}`" in message:
+            return
+        for data in parameter._data:
+            data._fresh_grad = True
+
+
+def clear(trainer: Any) -> None:
+    """Set gradients to zero, and forget that they were written. Sync: none."""
+    for parameter in parameters(trainer):
+        parameter.zero_grad()
+    mark_stale(trainer)
+
+
+def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
+    """List the gradients by context, and in each by dtype; sparse ones apart, as `"row_sparse"`.
+
+    Args:
+        trainer: The raw trainer.
+        only_fresh: Leave out those that no backward wrote since the last step.
+
+    Sync: none.
+    """
+    result: list[dict[str, list[Any]]] = []
+    last: Any = None
+    targets: list[list[Any]] = []
+    for parameter in trainer._params:
+        gradients = parameter._grad
+        if gradients is None:
+            continue
+        kind = parameter._dtype, parameter._grad_stype
+        if kind != last:  # most are the same, and naming a dtype is slow
+            last = kind
+            targets = _targets(result, parameter, len(gradients))
+        if only_fresh:
+            for batch, gradient, data in zip(targets, gradients, parameter._data, strict=True):
+                if data._fresh_grad:
+                    batch.append(gradient)
+        else:
+            for batch, gradient in zip(targets, gradients, strict=True):
+                batch.append(gradient)
+    return [{kind: _classic(batch) for kind, batch in batches.items() if batch} for batches in result]
+
+
+def _targets(result: list[dict[str, list[Any]]], parameter: Any, contexts: int) -> list[list[Any]]:
+    """Give the lists, one a context, in which gradients like a parameter's belong."""
+    kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
+    result.extend({} for _ in range(contexts - len(result)))
+    return [batches.setdefault(kind, []) for batches in result]
+
+
+def _classic(batch: list[Any]) -> list[Any]:
+    """Give MXNet's NumPy arrays, which its kernels refuse, as its classic ones; they share their memory."""
+    return [one.as_nd_ndarray() for one in batch] if isinstance(batch[0], mx.np.ndarray) else batch
+
+
+def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
+    """Test gradients for inf and NaN, with MXNet's own kernel, in one call for 200 of them.
+
+    Args:
+        gradients: What `collect` gave.
+
+    Returns:
+        One float32 element on the first context: 1 where all are finite, else 0.
+
+    Sync: none.
+    """
+    flags = []
+    with mx.autograd.pause():
+        for batches in gradients:
+            some = next(iter(batches.values()), ())
+            if not some:
+                continue
+            flag = mx.nd.ones((1,), ctx=some[0].context)
+            for kind, batch in batches.items():
+                dense = batch if kind in _CHECKED else [_testable(kind, one) for one in batch]
+                for start in range(0, len(dense), CHUNK):
+                    chunk = dense[start : start + CHUNK]
+                    _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=False, out=flag)
+            flags.append(flag)
+        result = flags[0]
+        for flag in flags[1:]:
+            result = result * flag.as_in_context(result.context)
+    return result
+
+
+def unscale(gradients: list[dict[str, list[Any]]], scale: float) -> Any:
+    """Divide gradients by the scale in place and test the results.
+
+    Args:
+        gradients: What `collect` gave.
+        scale: The scale that they carry.
+
+    Returns:
+        As `all_finite`; dividing by less than one may overflow, so the quotients count.
+
+    Sync: none.
+    """
+    with mx.autograd.pause():
+        for batches in gradients:
+            for batch in batches.values():
+                for one in batch:
+                    mx.nd._internal._div_scalar(one, scalar=scale, out=one)
+    return all_finite(gradients)
+
+
+def _testable(kind: str, gradient: Any) -> Any:
+    if kind == "row_sparse":
+        return mx.nd.cast_storage(gradient, "default")
+    return gradient.astype("float32")
+
+
+def name_nonfinite(trainer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+    """List (name, non-finite elements, elements) of parameters with non-finite gradients.
+
+    With several contexts, the worst of them counts.
+
+    Args:
+        trainer: The raw trainer.
+        model: A block whose names of parameters are told, or None for the parameters' own.
+
+    Sync: one a gradient.
+    """
+    names = {} if model is None else {id(one): name for name, one in model._collect_params_with_prefix().items()}
+    result = []
+    for parameter in parameters(trainer):
+        bad = max(_count_nonfinite(one) for one in parameter._grad)
+        if bad:
+            result.append((names.get(id(parameter), parameter.name), bad, int(parameter._data[0].size)))
+    return result
+
+
+def _count_nonfinite(gradient: Any) -> int:
+    values = gradient.data if gradient.stype == "row_sparse" else gradient.as_nd_ndarray()
+    if not values.size:
+        return 0
+    with mx.autograd.pause():
+        return int(values.size - mx.nd.contrib.isfinite(values.astype("float32")).sum().asscalar())

@@ -1,0 +1,71 @@
+"""Look at a loss and scale it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ampx.contract import LossInfo
+from ampx.errors import LossDtypeError
+
+from .compat import mx
+from .dtypes import BFLOAT16, cast_tensor, is_floating, name_of
+
+_new_empty_handle = mx.ndarray.ndarray._new_empty_handle
+
+
+def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
+    """Tell what `scale_loss` has to know about a loss.
+
+    Args:
+        loss: What the user passed. A vector is a loss too: gluon's losses have one element a sample, and
+            `backward` adds them up.
+        check_nan: True: look for NaN, which syncs. Else do not look: MXNet computes asynchronously on the CPU too.
+
+    Raises:
+        LossDtypeError: It is no tensor.
+
+    Sync: none unless `check_nan` is True.
+    """
+    if not isinstance(loss, mx.nd.NDArray):
+        raise LossDtypeError(
+            f"scale_loss got a loss of type {type(loss).__name__}; accepted: an MXNet array. Pass the array that the "
+            f"loss function returned, not loss.asscalar() and no symbol."
+        )
+    floating = is_floating(loss)
+    nan = bool(np.isnan(cast_tensor(loss, "float32").asnumpy()).any()) if check_nan and floating else None
+    # MXNet does not tell whether a loss was recorded; its backward raises where it was not.
+    return LossInfo(int(loss.size), name_of(loss.dtype), floating, True, nan)
+
+
+def scale_loss(loss: Any, scale: float) -> Any:
+    """Give the loss in float32 times the scale; in float16 the product would overflow.
+
+    Native defect: outside `autograd.record()` MXNet does not record the multiplication, and backward then raises.
+    So it is recorded here wherever it stands.
+
+    Args:
+        loss: Floating tensor of any shape.
+        scale: The loss scale.
+
+    Sync: none.
+    """
+    if mx.autograd.is_recording():
+        return _scaled(loss, scale)
+    with mx.autograd.record(train_mode=mx.autograd.is_training()):
+        return _scaled(loss, scale)
+
+
+def _scaled(loss: Any, scale: float) -> Any:
+    if np.dtype(loss.dtype) in (np.dtype("float16"), BFLOAT16):
+        loss = loss.astype("float32")
+    if isinstance(loss, mx.np.ndarray):
+        return loss * scale
+    return mx.nd._internal._mul_scalar(loss, scalar=scale, out=ScaledLoss(_new_empty_handle()))
+
+
+class ScaledLoss(mx.nd.NDArray):  # type: ignore[misc]
+    """An array that can be referred to weakly, as MXNet's cannot: so a loss that is scaled twice is noticed."""
+
+    __slots__ = ("__weakref__",)

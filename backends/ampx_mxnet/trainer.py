@@ -1,0 +1,302 @@
+"""The trainer that MXNet sees: it delegates to the raw one, which updates only with finite gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from ampx import sessions
+from ampx.errors import ProtocolError
+from ampx.events import UNCHECKED, StepResult
+from ampx.group import Member
+from ampx.optimizer import WrappedOptimizer
+
+from . import checkpoints, gradients, switch
+from .accumulation import Accumulation, check_adds
+from .clipping import clip
+from .delegation import DelegatingTrainer
+from .hook import OverflowHook
+
+if TYPE_CHECKING:
+    from .backend import MXNetBackend
+
+# What is the wrapper's own; everything else is read and set on the raw trainer.
+_OWN: Final = frozenset(
+    (
+        "trainer",
+        "ampx_member",
+        "_backend",
+        "_max_grad_norm",
+        "_max_grad_value",
+        "_accumulation",
+        "_finite",
+        "_norm",
+        "_reduced",
+        "_kvstore_before",
+        "_used",
+        "__weakref__",
+    )
+)
+
+
+class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
+    """A gluon trainer with its own loss scale.
+
+    True gradients are what hangs on the parameters, divided by the loss scale. The batch size divides later, in `step`,
+    as in MXNet: bounds of clipping are compared before that.
+
+    Attributes:
+        trainer: The raw trainer.
+        ampx_member: Its place in the protocol.
+    """
+
+    def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Made by `ampx.wrap_optimizer`."""
+        self.trainer = trainer
+        self.ampx_member = member
+        self._backend = backend
+        self._max_grad_norm: float | None = options.get("max_grad_norm")
+        self._max_grad_value: float | None = options.get("max_grad_value")
+        self._accumulation = Accumulation()
+        self._kvstore_before = dict(trainer._kvstore_params)
+        # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
+        self._used = False
+        self._forget_pending()
+        self._attach()
+
+    def _forget_pending(self) -> None:
+        # Finiteness of true gradients, on their device; None while they still carry the scale.
+        self._finite: Any = None
+        self._norm: Any = None
+        # Whether the contexts' gradients are added up already.
+        self._reduced = False
+
+    def _attach(self) -> None:
+        """Tell the group whom to send events to and whom to ask for names; neither can be copied."""
+        group = self.ampx_member.group
+        group.emit = sessions.emit
+        culprits = weakref.WeakMethod(self._culprits)
+        group.culprits = lambda: found() if (found := culprits()) is not None else ()
+
+    def _culprits(self) -> tuple[str, ...]:
+        return tuple(name for name, _, _ in gradients.name_nonfinite(self.trainer, None))
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the raw trainer."""
+        if name.startswith("__") or "trainer" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.trainer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the raw trainer what is not the wrapper's own."""
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.trainer, name, value)
+
+    # -- stepping ------------------------------------------------------------------------------------
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Add up the contexts' gradients, unscale, check, update or skip, move the loss scale.
+
+        Args:
+            batch_size: Divides the gradients; 1 where the loss is a mean.
+            ignore_stale_grad: Leave parameters alone whose gradients no backward wrote since the last step.
+
+        Raises:
+            NotScaledError: There are gradients, but no `scale_loss` came since the last step.
+            UserWarning: MXNet's, where a gradient is stale and that is not ignored; nothing has changed then.
+
+        Sync: one, as with MXNet's own scaler.
+        """
+        self._step(self.trainer.step, batch_size, ignore_stale_grad)
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Step after `allreduce_grads`; see `step`. Sync: one."""
+        self._step(self.trainer.update, batch_size, ignore_stale_grad)
+
+    def allreduce_grads(self) -> None:
+        """Add up the contexts' gradients, for `update` or `step`. Sync: as the trainer's store."""
+        self.trainer.allreduce_grads()
+        self._reduced = True
+
+    def _step(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
+        raw, member = self.trainer, self.ampx_member
+        if callable(batch_size):
+            self._backend.refuse("arguments of step beyond MXNet's (closures)")
+        if member.group.enabled:
+            fresh = gradients.any_fresh(raw)
+            if fresh or member.stage != "idle" or (self._used and not ignore_stale_grad):
+                member.check_step()
+            if not fresh:
+                self._nothing_to_do()
+                return
+        finite = self._run(raw.update if self._reduced else run, batch_size, ignore_stale_grad)
+        norm, self._used = self._norm, True
+        self._forget_pending()
+        if not member.group.enabled:
+            member.result = UNCHECKED
+            return
+        if not finite:
+            gradients.mark_stale(raw)  # or a parameter that the next loss does not use would overflow again
+        member.finish(dict.fromkeys(member.factors, finite), norm)
+
+    def _run(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> bool:
+        """Run the raw trainer's own step; tell whether it updated."""
+        raw, member = self.trainer, self.ampx_member
+        enabled = member.group.enabled
+        clips = self._max_grad_norm is not None or self._max_grad_value is not None
+        scaled = enabled and self._finite is None
+        # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
+        folds = scaled and not clips and member.factor >= 1
+
+        def check() -> bool:
+            self._reduced = True  # should the update fail, a second try must not add up again, nor divide
+            found = gradients.collect(raw, ignore_stale_grad)
+            if folds:
+                return bool(gradients.all_finite(found).asscalar())
+            if scaled:
+                self._finite = gradients.unscale(found, member.factor)
+                member.stage = "unscaled"
+            finite = not enabled or bool(self._finite.asscalar())
+            if finite and clips:
+                norm = clip(found, self._max_grad_norm, self._max_grad_value)
+                self._norm = norm if self._norm is None else self._norm
+            return finite
+
+        before = raw._scale
+        try:
+            if folds:
+                raw._scale = before / member.factor
+            with switch.within(None):
+                return OverflowHook(check).run(raw, run, batch_size, ignore_stale_grad)
+        except UserWarning as error:
+            gradients.restore_fresh(raw, str(error))
+            raise
+        finally:
+            # Native defect: left as it is, the factor would shrink the next step that was not scaled.
+            raw._scale = before
+            if folds:
+                raw._optimizer.rescale_grad = before / batch_size
+
+    def _nothing_to_do(self) -> None:
+        self._forget_pending()
+        state = self.ampx_member.group.states[0]
+        scale: Any = state.scale
+        skips: Any = state.consecutive_skips
+        self.ampx_member.forget(StepResult(False, True, scale, scale, skips))
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step. Sync: none."""
+        gradients.clear(self.trainer)
+        self._used = False
+        self._drop()
+
+    def _drop(self) -> None:
+        self._forget_pending()
+        if self.ampx_member.stage in ("scaled", "unscaled"):
+            self.ampx_member.forget()
+
+    # -- true gradients ------------------------------------------------------------------------------
+
+    def ampx_unscale(self) -> None:
+        """Add up the contexts' gradients and divide by the scale, in place. Sync: none."""
+        member = self.ampx_member
+        if member.stage == "unscaled" or not member.group.enabled:
+            return
+        member.check_step()
+        if gradients.any_fresh(self.trainer):
+            if not self._reduced:
+                self.allreduce_grads()
+            with switch.within(None):
+                self._finite = gradients.unscale(gradients.collect(self.trainer, False), member.factor)
+        member.stage = "unscaled"
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Unscale, clip the true gradients and give their norm before. Sync: none without sparse gradients."""
+        self.ampx_unscale()
+        with switch.within(None):
+            norm = clip(gradients.collect(self.trainer, False), max_norm, None)
+        self._norm = norm
+        return norm
+
+    def ampx_adopt_adding(self) -> None:
+        """Accumulate here where parameters have `grad_req='add'` and MXNet would not. Sync: none."""
+        self._accumulation.adopt(self.trainer._params)
+
+    def ampx_notice_cleared(self) -> None:
+        """Forget true gradients that the next backward overwrites: a step skipped by hand. Sync: none."""
+        adds = self._accumulation.parameters or any(
+            parameter.grad_req == "add" for parameter in gradients.parameters(self.trainer)
+        )
+        if not adds:
+            gradients.mark_stale(self.trainer)
+            self._drop()
+
+    def ampx_before_backward(self, loss_id: int) -> None:
+        """Keep what MXNet would forget to add to. Sync: none."""
+        session = sessions.get("mxnet")
+        if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
+            check_adds(self.trainer._params)
+        if self._reduced:
+            self._check_reduced()
+        self._accumulation.begin()
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Add it. Sync: none."""
+        self._accumulation.end()
+
+    def ampx_abandon_backward(self, loss_id: int) -> None:
+        """Add it to what was written before the exception. Sync: none."""
+        self._accumulation.end()
+
+    def _check_reduced(self) -> None:
+        """Raise where new gradients would be added to those of all contexts; overwritten, they are not added up yet."""
+        adding = [one.name for one in (*self.trainer._params, *self._accumulation.parameters) if one.grad_req == "add"]
+        if len(self.trainer._contexts) > 1 and (adding or self._accumulation.parameters):
+            raise ProtocolError(
+                "scale_loss was called after allreduce_grads and before the step, with grad_req='add'; the contexts' "
+                "sum would be added up again. Call allreduce_grads after the last backward."
+            )
+        self._reduced = False
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def ampx_unwrap(self) -> None:
+        """Give the raw trainer its store's settings and its parameters their `grad_req` back. Sync: none."""
+        self.trainer._kvstore_params = self._kvstore_before
+        self._accumulation.give_back()
+
+    def save_states(self, fname: str) -> None:
+        """Save the optimizer's state and the loss scale; plain MXNet reads the file too.
+
+        Args:
+            fname: Path of the file.
+
+        Sync: as MXNet's.
+        """
+        checkpoints.save(self.trainer, self.ampx_member.group, fname)
+
+    def load_states(self, fname: str) -> None:
+        """Load the optimizer's state, and the loss scale where the file has one.
+
+        Args:
+            fname: Path of a file that this or plain MXNet's `save_states` wrote.
+
+        Raises:
+            UnknownSchemaError, InvalidStateError: The loss scale in it cannot be read.
+
+        Sync: as MXNet's.
+        """
+        checkpoints.load(self.trainer, self.ampx_member.group, fname)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a copy; what is pending stays behind."""
+        self.__dict__.update(state)
+        self._attach()
+        self._drop()
+
+    def __repr__(self) -> str:
+        """Tell the raw trainer."""
+        return f"AmpTrainer({self.trainer!r})"

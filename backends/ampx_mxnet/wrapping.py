@@ -1,0 +1,84 @@
+"""Check a raw trainer and wrap it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ampx.backend import reject_unknown
+from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
+from ampx.group import Member
+
+from .dtypes import name_of
+from .trainer import AmpTrainer
+
+if TYPE_CHECKING:
+    from .backend import MXNetBackend
+
+
+def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
+    """Wrap a raw trainer.
+
+    Raises:
+        InvalidOptionError: An option is unknown.
+        LowPrecisionParametersError: It holds low-precision parameters without master weights.
+        ProtocolError: MXNet's own loss scaling was switched on for it.
+        UnsupportedByBackendError: It must update in its store, before anything can be checked.
+
+    Sync: none.
+    """
+    reject_unknown("mxnet", options, ())
+    if not member.group.enabled:
+        return AmpTrainer(backend, trainer, member, options)
+    _check_native(trainer)
+    _check_store(trainer)
+    _check_dtypes(trainer)
+    wrapped = AmpTrainer(backend, trainer, member, options)
+    # Native defect: by default several contexts update while their gradients are added up, before the overflow check.
+    trainer._kvstore_params["update_on_kvstore"] = False
+    plan = options["plan"]
+    if plan is not None and plan.dtype == "bfloat16":
+        wrapped.ampx_adopt_adding()
+    return wrapped
+
+
+def _check_native(trainer: Any) -> None:
+    if getattr(trainer, "_amp_loss_scaler", None) is not None:
+        raise ProtocolError(
+            "wrap_optimizer got a trainer for which mxnet's amp.init_trainer was called; its gradients would be "
+            "unscaled twice. Leave amp.init_trainer out."
+        )
+
+
+def _check_store(trainer: Any) -> None:
+    store = trainer._kvstore_params["kvstore"]
+    name = store if isinstance(store, str) else getattr(store, "type", "")
+    passed = None
+    if trainer._kvstore_params["update_on_kvstore"]:
+        passed = "update_on_kvstore=True"
+    elif trainer._kv_initialized and trainer._update_on_kvstore:
+        passed = "a store that has begun to update (it stepped before it was wrapped, with several contexts)"
+    elif trainer._contains_sparse_weight:
+        passed = "sparse parameters, which MXNet updates in the store"
+    elif "async" in name:
+        passed = f"kvstore={name!r}"
+    elif "dist" in name and trainer._contains_sparse_grad:
+        passed = f"sparse gradients and kvstore={name!r}"
+    if passed is not None:
+        raise UnsupportedByBackendError(
+            f"wrap_optimizer got a trainer with {passed}: it would update before gradients can be checked; accepted: "
+            f"trainers that update outside the store. Make it with gluon.Trainer(…, update_on_kvstore=False), and wrap "
+            f"it before its first step."
+        )
+
+
+def _check_dtypes(trainer: Any) -> None:
+    masters = getattr(trainer._optimizer, "multi_precision", False)
+    low = {"bfloat16"} if masters else {"bfloat16", "float16"}  # MXNet keeps masters of float16 parameters only
+    found = [one.name for one in trainer._params if one.grad_req != "null" and name_of(one.dtype) in low]
+    if found:
+        raise LowPrecisionParametersError(
+            f"the trainer holds {len(found)} low-precision parameters ({', '.join(found[:5])}); updates smaller than "
+            f"their precision would be lost. Keep the parameters in float32, or make the trainer of float16 parameters "
+            f"with multi_precision=True."
+        )

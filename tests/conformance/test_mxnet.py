@@ -1,0 +1,145 @@
+"""The kit on MXNet."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("mxnet") is None:
+    pytest.skip("MXNet is not installed", allow_module_level=True)
+
+from ampx.testing import BackendSuite, Harness, PluginSuite
+from ampx_mxnet.compat import mx
+from ampx_mxnet.dtypes import DTYPES, name_of
+
+
+class Pull(mx.autograd.Function):
+    """The sum of a parameter, with derivatives of the caller's choice."""
+
+    def __init__(self, slopes):
+        super().__init__()
+        self.slopes = slopes
+
+    def forward(self, values):
+        return values.sum()
+
+    def backward(self, upstream):
+        return upstream * self.slopes
+
+
+class MXNetHarness(Harness):
+    framework, plugin, device, dtype = "mxnet", "ampx_mxnet", "cpu", "bfloat16"
+    detaches = False  # MXNet tells only in backward, which raises
+
+    def tensor(self, values, dtype):
+        if dtype == "bfloat16":
+            return self.tensor(values, "float32").astype(DTYPES["bfloat16"])
+        tensor = mx.nd.empty((len(values),), dtype=dtype, ctx=self._context())
+        tensor[:] = np.array(values, dtype)  # nd.array warns of SciPy, and the kit looks at warnings
+        return tensor
+
+    def dtype_of(self, tensor):
+        return name_of(tensor.dtype)
+
+    def numbers(self, tensor):
+        values = tensor.data() if isinstance(tensor, mx.gluon.Parameter) else tensor
+        if name_of(values.dtype) == "bfloat16":
+            values = values.astype("float32")
+        return values.asnumpy().flatten().tolist()
+
+    def parameter(self, values):
+        parameter = mx.gluon.Parameter("weight", shape=(len(values),), grad_req="add")
+        parameter.initialize(mx.init.Constant(mx.nd.array(values)), ctx=self._context())
+        return parameter
+
+    def optimizer(self, parameters, momentum):
+        options = {"learning_rate": 0.5, **({"momentum": 0.5} if momentum else {})}
+        return mx.gluon.Trainer(parameters, "sgd", options)
+
+    def optimizer_state(self, raw):
+        momenta = [None if one is None else one.asnumpy().tolist() for one in raw._updaters[0].states.values()]
+        return momenta, raw._optimizer.num_update, raw._scale
+
+    def loss(self, parameters, gradients):
+        with mx.autograd.record():
+            pairs = zip(parameters, gradients, strict=True)
+            # Times one, because MXNet's custom functions write nothing where a parameter's gradients are added up.
+            return sum(Pull(self.tensor(slopes, "float32"))(p.data() * 1) for p, slopes in pairs)
+
+    def nan_loss(self, parameters):
+        with mx.autograd.record():
+            return super().nan_loss(parameters)
+
+    def wide_loss(self, parameters):
+        with mx.autograd.record():
+            # Every parameter takes part: MXNet's trainer insists on it.
+            return parameters[0].data() * 2.0 + mx.nd.broadcast_mul(parameters[1].data(), mx.nd.zeros((2,)))
+
+    def backward(self, scaled, parameters):
+        scaled.backward()
+
+    def gradients(self, parameters):
+        return [p.grad().asnumpy().tolist() if p.data()._fresh_grad else None for p in parameters]
+
+    def step(self, opt, gradients):
+        opt.step(1)
+
+    def step_closure(self, opt, closure):
+        return opt.step(closure)
+
+    def watch_update(self, raw, watch):
+        update = raw._updaters[0]
+
+        def watched(*args):
+            watch()
+            return update(*args)
+
+        raw._updaters[0] = watched
+
+    def zero_grad(self, opt):
+        if hasattr(opt, "zero_grad"):
+            opt.zero_grad()
+            return
+        for parameter in opt._params:
+            parameter.zero_grad()
+            parameter.data()._fresh_grad = False
+
+    def casting(self):
+        return self.computes_in(), mx.nd.FullyConnected, mx.sym.FullyConnected
+
+    def computes_in(self):
+        ones = mx.nd.ones((2, 2), ctx=self._context())
+        return self.dtype_of(mx.nd.FullyConnected(ones, ones, num_hidden=2, no_bias=True))
+
+    def operation(self):
+        return mx.nd.FullyConnected
+
+    def surroundings(self):
+        return mx.autograd.is_recording(), mx.autograd.is_training(), mx.util.is_np_array()
+
+    def _context(self):
+        return mx.Context(self.device)
+
+
+class TestCpu(BackendSuite):
+    harness = MXNetHarness
+
+
+if mx.context.num_gpus():
+
+    class GpuHarness(MXNetHarness):
+        device, dtype = "gpu", "float16"
+
+    @pytest.mark.gpu
+    class TestOnGpu(BackendSuite):
+        harness = GpuHarness
+
+else:
+
+    @pytest.mark.gpu
+    def test_on_gpu():
+        pytest.skip("no CUDA device for mxnet: the kit did not run on one")
+
+
+class TestPlugin(PluginSuite):
+    plugin, framework, modules = "ampx_mxnet", "mxnet", ("ampx_mxnet.compat", "mxnet")

@@ -1,0 +1,187 @@
+"""MXNet's amp switched on and off: everything comes back, and hybridized blocks follow."""
+
+import logging
+
+import pytest
+
+import ampx
+from ampx_mxnet.compat import amp as native_amp
+from ampx_mxnet.compat import mx
+from ampx_mxnet.dtypes import name_of
+
+
+def _modules():
+    found = {}
+    for module in (mx.ndarray, mx.symbol):
+        parts = [getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST]
+        for one in (module, module.op, module._internal, *parts):
+            found[one.__name__] = dict(vars(one))
+    return found
+
+
+def _flags():
+    names = ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler")
+    places = (mx.gluon.HybridBlock, mx.autograd, mx.nd.NDArray)
+    return [getattr(native_amp.amp, name) for name in names], [dict(vars(one)) for one in places]
+
+
+def _dtype(net):
+    return name_of(net(mx.nd.ones((1, 2))).dtype)
+
+
+def test_shutdown_restores_every_function(monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep MXNet from adding one
+    before = _modules(), _flags()
+    for options in ({}, {"deny": ["FullyConnected"]}, {"process_wide": False}):
+        amp = ampx.init("mxnet", dtype="bfloat16", **options)
+        with amp.autocast():
+            assert _modules() != before[0]
+        assert (_modules() == before[0]) is ("process_wide" in options)
+        amp.shutdown()
+        assert (_modules(), _flags()) == before
+        assert logging.getLogger().handlers == []
+
+
+def test_nothing_is_left_where_switching_on_fails(monkeypatch):
+    before = _modules(), _flags()
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("half way")
+
+    monkeypatch.setattr(native_amp.amp, "_wrap_loss_output_functions", fail)
+    with pytest.raises(RuntimeError, match="half way"):
+        ampx.init("mxnet", dtype="bfloat16")
+    assert (_modules(), _flags()) == before
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_hybridized_blocks_follow_the_switch(dense, static):
+    """Traced before `init`, in a region, after it: every call computes as the moment says."""
+    net = dense()
+    net.hybridize(static_alloc=static, static_shape=static)
+    assert _dtype(net) == "float32"
+    amp = ampx.init("mxnet", dtype="bfloat16")
+    for _ in range(2):
+        assert _dtype(net) == "bfloat16"
+        with amp.autocast(enabled=False):
+            assert _dtype(net) == "float32"
+            with amp.autocast():
+                assert _dtype(net) == "bfloat16"
+    ampx.init("mxnet", dtype="bfloat16", deny=[mx.nd.FullyConnected])
+    assert _dtype(net) == "float32"
+    ampx.init("mxnet", dtype="bfloat16")
+    assert _dtype(net) == "bfloat16"
+    ampx.shutdown()
+    assert _dtype(net) == "float32"
+
+
+def test_a_graph_is_traced_once(dense):
+    """Calls that change nothing keep the graph."""
+    ampx.init("mxnet", dtype="bfloat16")
+    net = dense()
+    net.hybridize()
+    net(mx.nd.ones((1, 2)))
+    graph = net._cached_op
+    net(mx.nd.ones((1, 2)))
+    assert net._cached_op is graph
+
+
+def test_imported_symbol_blocks_keep_their_graph():
+    data = mx.sym.var("data", dtype="float32")
+    block = mx.gluon.SymbolBlock(mx.sym.FullyConnected(data, num_hidden=1, no_bias=True, name="fc"), data)
+    block.initialize(mx.init.One())
+    for _ in range(2):
+        assert block(mx.nd.ones((1, 2))).asnumpy().tolist() == [[2.0]]
+        ampx.init("mxnet", dtype="bfloat16")
+    assert block(mx.nd.ones((1, 2))).asnumpy().tolist() == [[2.0]]
+
+
+def test_symbols_are_cast_where_arrays_are():
+    def inside():
+        made = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
+        return sum("amp_cast" in name for name in made.get_internals().list_outputs())
+
+    assert inside() == 0
+    amp = ampx.init("mxnet", dtype="bfloat16")
+    assert inside() > 0
+    with amp.autocast(enabled=False):
+        assert inside() == 0
+
+
+def test_float16_on_the_cpu_is_refused_with_the_reason():
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"float16.*supported: bfloat16"):
+        ampx.init("mxnet", dtype="float16", device="cpu")
+    with pytest.warns(ampx.PrecisionWarning, match="falling back to bfloat16"):
+        amp = ampx.init("mxnet", dtype="float16", device="cpu", on_unsupported="warn")
+    assert amp.effective.dtype == "bfloat16"
+    assert "no float16 matrix kernels" in amp.backend.device("cpu").reason
+
+
+def test_mxnets_own_init_is_refused(native):
+    code, out, _ = native(
+        "import ampx\namp.init('bfloat16')\ntry:\n    ampx.init('mxnet', dtype='bfloat16')\n"
+        "except ampx.ProtocolError as error:\n    print(error)\n"
+    )
+    assert code == 0
+    assert "Remove amp.init" in out
+
+
+def test_op_lists_take_names_and_functions():
+    for entry in ("FullyConnected", mx.nd.FullyConnected, mx.sym.FullyConnected):
+        amp = ampx.init("mxnet", dtype="bfloat16", deny=[entry])
+        assert amp.plan.deny == ("FullyConnected",)
+        # The same function while casting is on is another object.
+        assert ampx.init("mxnet", dtype="bfloat16", deny=[mx.nd.FullyConnected]).plan.deny == ("FullyConnected",)
+    amp = ampx.init("mxnet", dtype="bfloat16", deny=[mx.nd.linalg.gemm2])
+    assert amp.plan.deny == ("_linalg_gemm2",)
+    for wrong in ("NoSuchOperator", "float32", print):
+        with pytest.raises(ampx.UnsupportedOpError, match="is no operator of mxnet"):
+            ampx.init("mxnet", dtype="bfloat16", allow=[wrong])
+    with pytest.raises(ampx.UnsupportedOpError, match="both name FullyConnected"):
+        ampx.init("mxnet", dtype="bfloat16", allow=["FullyConnected"], deny=["FullyConnected"])
+
+
+def test_operators_that_make_their_own_gradient_need_a_scale_of_one(dense):
+    """Their gradient does not come through the loss, so nothing would scale it."""
+    data, label = mx.nd.ones((2, 2)), mx.nd.ones((2,))
+    for loss_scale, works in ((1.0, True), ("dynamic", False)):
+        amp = ampx.init("mxnet", dtype="bfloat16", loss_scale=loss_scale)
+        opt = amp.wrap_optimizer(mx.gluon.Trainer(dense().collect_params(), "sgd"))
+        if works:
+            assert mx.nd.SoftmaxOutput(data, label).asnumpy().tolist() == [[0.5, 0.5]] * 2
+        else:
+            with pytest.raises(ampx.UnsupportedByBackendError, match="SoftmaxOutput makes its own gradient"):
+                mx.nd.SoftmaxOutput(data, label)
+        assert opt.loss_scale in (1.0, 2.0**16)
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("how", ["one by one", "one by one through autograd", "together"])
+def test_gradients_add_over_several_backwards_of_one_body(dense, hybridize, how):
+    """Three losses of slope 1: MXNet's cast to bfloat16 alone would leave the gradients zero."""
+    amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
+    net = dense(grad_req="add")
+    net.hybridize(hybridize)
+    opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.125}))
+    for after in (0.625, 0.25):
+        with mx.autograd.record():
+            losses = [net(mx.nd.ones((1, 2))).astype("float32").sum() for _ in range(3)]
+        with ampx.scale_loss(losses, opt) as scaled:
+            if how == "together":
+                mx.autograd.backward(scaled)
+            for one in scaled if how != "together" else ():
+                one.backward() if how == "one by one" else mx.autograd.backward([one])
+        opt.step(1)
+        opt.zero_grad()
+        assert net.weight.data().asnumpy().tolist() == [[after, after]]
+
+
+def test_gradients_that_begin_to_add_after_wrapping_are_refused(dense):
+    amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
+    net = dense()
+    opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd"))
+    net.collect_params().setattr("grad_req", "add")
+    with mx.autograd.record():
+        loss = net(mx.nd.ones((1, 2))).astype("float32").sum()
+    with pytest.raises(ampx.ProtocolError, match="grad_req='add'"), ampx.scale_loss(loss, opt):
+        pass

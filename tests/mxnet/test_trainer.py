@@ -1,0 +1,236 @@
+"""The wrapped trainer: a gluon trainer to everybody, with the loss scale its own."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+import ampx
+from ampx_mxnet.compat import mx
+
+gluon, autograd = mx.gluon, mx.autograd
+
+
+def _trainer(net, **options):
+    return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "momentum": 0.5}, **options)
+
+
+def _backward(net, opt, slope=1.0):
+    with autograd.record():
+        loss = (net(mx.nd.ones((1, 2))) * slope).sum()
+    with ampx.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+
+
+def test_it_is_a_trainer_and_everything_else_is_the_raw_ones(amp, dense):
+    raw = _trainer(dense())
+    opt = amp.wrap_optimizer(raw)
+    assert isinstance(opt, gluon.Trainer)
+    assert opt.optimizer is raw.optimizer
+    opt.set_learning_rate(0.125)
+    assert raw.learning_rate == opt.learning_rate == 0.125
+    estimator = pytest.importorskip("mxnet.gluon.contrib.estimator", reason="no estimator in this MXNet")
+    made = estimator.Estimator(dense(), gluon.loss.L2Loss(), trainer=opt, context=mx.cpu())
+    assert made.trainer is opt
+
+
+def test_the_batch_size_divides_like_in_mxnet(amp, dense):
+    """Bit for bit, for a batch size that is no power of two too."""
+    nets = dense(), dense()
+    opt, plain = amp.wrap_optimizer(_trainer(nets[0])), _trainer(nets[1])
+    for slope, batch_size in ((0.1, 3), (0.7, 7), (1.3, 5)):
+        _backward(nets[0], opt, slope)
+        opt.step(batch_size)
+        with autograd.record():
+            loss = (nets[1](mx.nd.ones((1, 2))) * slope).sum()
+        loss.backward()
+        plain.step(batch_size)
+        assert nets[0].weight.data().asnumpy().tolist() == nets[1].weight.data().asnumpy().tolist()
+    assert opt.trainer._optimizer.rescale_grad == plain._optimizer.rescale_grad
+    assert opt.trainer._scale == plain._scale == 1.0
+
+
+def test_deepcopies_and_pickles_go_their_own_way(dense):
+    amp = ampx.init("mxnet", level="O0", loss_scale=ampx.LossScale(growth_interval=1))
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    _backward(net, opt)
+    opt.step(1)
+    _backward(net, opt)
+    for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        assert (type(twin), twin.loss_scale) == (type(opt), 2.0**17)
+        assert twin.ampx_member.stage == "idle"
+        assert twin.trainer is not opt.trainer
+    opt.step(1)
+    assert opt.loss_scale == 2.0**18
+
+
+def test_a_failed_step_can_be_tried_again(amp):
+    """MXNet raises for a parameter without a new gradient; nothing has changed, and the second try updates the rest."""
+    one, other = (gluon.Parameter(name, shape=(2,)) for name in ("one", "other"))
+    for parameter in (one, other):
+        parameter.initialize(mx.init.One())
+    opt = amp.wrap_optimizer(gluon.Trainer([one, other], "sgd", {"learning_rate": 0.5}))
+    with autograd.record():
+        loss = (one.data() * 1).sum()
+    with ampx.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    with pytest.raises(UserWarning, match="`other`"):
+        opt.step(1)
+    assert (opt.last_step, opt.trainer._scale) == (None, 1.0)
+    opt.step(1, ignore_stale_grad=True)
+    assert opt.last_step.applied
+    assert one.data().asnumpy().tolist() == [0.5, 0.5]
+    assert other.data().asnumpy().tolist() == [1.0, 1.0]
+
+
+def test_an_old_overflow_of_an_unused_parameter_is_not_seen_again(amp):
+    one, other = (gluon.Parameter(name, shape=(2,)) for name in ("one", "other"))
+    for parameter in (one, other):
+        parameter.initialize(mx.init.One())
+    opt = amp.wrap_optimizer(gluon.Trainer([one, other], "sgd", {"learning_rate": 0.5}))
+    for use_both in (True, False):
+        with autograd.record():
+            loss = (one.data() * 1).sum() + ((other.data() * math.inf).sum() if use_both else 0)
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step(1, ignore_stale_grad=True)
+        assert opt.last_step.applied is not use_both
+    assert (one.data().asnumpy().tolist(), other.data().asnumpy().tolist()) == ([0.5, 0.5], [1.0, 1.0])
+
+
+def test_stepping_without_a_new_backward_is_refused(amp, dense):
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    _backward(net, opt)
+    opt.step(1)
+    after = net.weight.data().asnumpy().tolist()
+    with pytest.raises(ampx.NotScaledError):
+        opt.step(1)
+    opt.step(1, ignore_stale_grad=True)
+    assert not opt.last_step.applied
+    assert net.weight.data().asnumpy().tolist() == after
+
+
+def test_an_unscaled_backward_is_refused(amp, dense):
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 2))).sum()
+    loss.backward()
+    with pytest.raises(ampx.NotScaledError):
+        opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+
+
+def test_overwritten_gradients_are_a_step_skipped_by_hand(amp, dense):
+    """With grad_req='write', true gradients that were not stepped with vanish in the next backward."""
+    net = dense()
+    opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}))
+    _backward(net, opt, 100.0)
+    assert float(ampx.clip_grad_norm(opt, 1000.0)) > 100.0
+    _backward(net, opt, 1.0)
+    opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+    assert opt.ampx_member.group.steps == 1
+
+
+def test_scales_below_one_that_overflow_on_dividing_are_skipped(dense):
+    amp = ampx.init("mxnet", level="O0", loss_scale=ampx.LossScale(init_scale=2.0**-4, min_scale=2.0**-8))
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    with autograd.record():
+        loss = (net(mx.nd.ones((1, 2))) * 2.0**127).sum() * 4.0
+    with ampx.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    assert net.weight.grad().asnumpy().tolist() == [[2.0**125, 2.0**125]]
+    opt.step(1)
+    assert not opt.last_step.applied
+    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+
+
+def test_stepping_waits_for_the_device_as_often_as_mxnet(amp, dense, monkeypatch):
+    """Once: every reading of an array on the host goes through `asnumpy`, every waiting through these functions."""
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    waits = []
+    for name in ("asnumpy", "wait_to_read"):
+        native = getattr(mx.nd.NDArray, name)
+        monkeypatch.setattr(mx.nd.NDArray, name, lambda self, native=native: (waits.append(1), native(self))[1])
+    for slope in (1.0, math.inf):
+        _backward(net, opt, slope)
+        assert waits == []
+        opt.step(1)
+        assert waits == [1]
+        waits.clear()
+    _backward(net, opt)
+    ampx.clip_grad_norm(opt, 1.0)
+    assert waits == []
+    opt.step(1)
+    assert waits == [1]
+
+
+def test_numpy_arrays_of_mxnet_train_too():
+    amp = ampx.init("mxnet", level="O0", loss_scale="dynamic")
+    mx.npx.set_np()
+    try:
+        net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+        net.initialize(mx.init.One())
+        opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}), max_grad_norm=1.0)
+        for slope, after in ((math.inf, 1.0), (1.0, 1.0 - math.sqrt(0.5))):
+            with autograd.record():
+                loss = (net(mx.np.ones((1, 2))) * slope).sum()
+            with ampx.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+            opt.step(1)
+            # float32 has 24 bits; the norm and the two products round three times.
+            np.testing.assert_allclose(net.weight.data().asnumpy(), [[after, after]], rtol=3 * 2.0**-24 / after)
+    finally:
+        mx.npx.reset_np()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_sparse_gradients_are_scaled_checked_and_clipped(amp, max_grad_norm):
+    layer = gluon.nn.Embedding(5, 2, sparse_grad=True)
+    layer.initialize(mx.init.One())
+    raw = gluon.Trainer(layer.collect_params(), "sgd", {"learning_rate": 1.0})
+    opt = amp.wrap_optimizer(raw, max_grad_norm=max_grad_norm)
+    # Four ones: a norm of 2, cut to 1.
+    step = 1.0 if max_grad_norm is None else 0.5
+    for slope, after in ((math.inf, 1.0), (1.0, 1.0 - step)):
+        with autograd.record():
+            loss = (layer(mx.nd.arange(1, 5, 2)) * slope).sum()
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step(1)
+        rows = layer.weight.data().asnumpy()[:, 0].tolist()
+        assert rows == [1.0, after, 1.0, after, 1.0]
+        assert opt.last_step.applied is (slope == 1.0)
+
+
+def test_mxnets_own_loss_scaling_is_refused(amp, dense, monkeypatch):
+    raw = _trainer(dense())
+    raw._amp_loss_scaler = object()  # what amp.init_trainer sets
+    with pytest.raises(ampx.ProtocolError, match="init_trainer"):
+        amp.wrap_optimizer(raw)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_low_precision_parameters_need_master_weights(amp, masters):
+    parameter = gluon.Parameter("w", shape=(2,), dtype="float16")
+    parameter.initialize(mx.init.One())
+    raw = gluon.Trainer([parameter], "sgd", {"learning_rate": 2.0**-12, "multi_precision": masters})
+    if not masters:
+        with pytest.raises(ampx.LowPrecisionParametersError, match="multi_precision"):
+            amp.wrap_optimizer(raw)
+        return
+    opt = amp.wrap_optimizer(raw, loss_scale=8.0)
+    for _ in range(4):  # each update is lost in float16, where 1 - 2**-12 is 1; four are not
+        with autograd.record():
+            loss = (parameter.data() * 1).sum()
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step(1)
+    assert parameter.data().asnumpy().tolist() == [1 - 2.0**-10] * 2
