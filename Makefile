@@ -1,6 +1,6 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
-FRAMEWORK ?= core,torch,jax,paddle
+FRAMEWORK ?= core,torch,jax,paddle,tensorflow
 TOX = .venv-tox/bin/tox run
 
 .PHONY: demo test lint types docs bench gpu clean

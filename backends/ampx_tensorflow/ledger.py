@@ -1,0 +1,169 @@
+"""The loss scale in variables: any trace moves it by the specification, and the host follows by reading a history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any, Final, NamedTuple
+
+import tensorflow as tf
+
+from ampx.events import StepResult
+from ampx.group import Member, Outcome, ScaleGroup
+from ampx.ledger import Ledger
+from ampx.scale_state import LossScaleState, next_state, round_to_float32
+
+from .contexts import Contexts, on_host
+
+# So many steps between two looks of the host are told one by one; of more, only the last.
+REMEMBERED: Final = 62
+
+
+class Slots(NamedTuple):
+    """What one optimizer keeps in variables.
+
+    Attributes:
+        pending: The scale that waiting gradients carry; 0 where none wait.
+        last: Of the last step: the scale its gradients carried, whether they were finite, and their norm (NaN
+            where none was measured). All 0 before the first.
+    """
+
+    pending: Any
+    last: Any
+
+
+class VariableLedger(Ledger):
+    """Keeps one group's scale in variables."""
+
+    def __init__(self, group: ScaleGroup, scale: Any, counters: Any) -> None:
+        """Take the variables.
+
+        Args:
+            group: The group on the host.
+            scale: Float32 scalar.
+            counters: Int64 vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps, and the
+                finiteness of the last steps as bits, the last step lowest, 1 for an overflow.
+        """
+        self.scale = scale
+        self.counters = counters
+        self.slots: list[Slots] = []
+        self.contexts = Contexts(group)
+        self._resolving = False
+
+    def join(self, slots: Slots) -> int:
+        """Take the variables of one more optimizer; gives its position. Sync: none."""
+        self.slots.append(slots)
+        return len(self.slots) - 1
+
+    def factor(self, group: ScaleGroup, loss_id: int) -> Any:
+        """Give the scale that waiting gradients carry, or else the current one. Sync: none."""
+        scale = tf.convert_to_tensor(self.scale)
+        pending = [tf.convert_to_tensor(slots.pending) for slots in self.slots]
+        waiting = pending[0] if len(pending) == 1 else tf.reduce_max(tf.stack(pending))
+        return tf.where(waiting > 0, waiting, scale)
+
+    def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        """Move the scale; on the host at once with its events, in a trace by operations. Sync: on the host, one."""
+        if on_host():
+            self._settle_on_host(group, window)
+        else:
+            self._settle_in_trace(group, window)
+        for outcome in window:
+            self._note(group, outcome)
+
+    def _settle_on_host(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        self.resolve(group)
+        history = int(self.counters.numpy()[4])
+        for outcome in window:
+            outcome.finite = {loss_id: bool(finite) for loss_id, finite in outcome.finite.items()}
+            outcome.scale = float(outcome.scale)
+        bad = not all(finite for outcome in window for finite in outcome.finite.values())
+        try:
+            group.advance(window)
+        finally:  # a listener may raise; the step is counted all the same
+            self._write(group.states[0], group.steps, history << 1 | bad)
+
+    def _settle_in_trace(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        flags = [finite for outcome in window for finite in outcome.finite.values()]
+        finite = flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
+        counters = tf.unstack(tf.convert_to_tensor(self.counters))
+        state = LossScaleState(tf.convert_to_tensor(self.scale), *counters[:3])
+        after = next_state(group.config, state, finite, where)
+        history = tf.bitwise.left_shift(counters[4], tf.constant(1, tf.int64)) + tf.cast(~finite, tf.int64)
+        self.scale.assign(after.scale)
+        self.counters.assign(tf.stack([*astuple(after)[1:], counters[3] + 1, history]))
+
+    def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
+        (finite,) = outcome.finite.values()
+        norm = float("nan") if outcome.grad_norm is None else outcome.grad_norm
+        numbers = [tf.cast(one, tf.float32) for one in (outcome.scale, finite, norm)]
+        self.slots[group.members.index(outcome.member)].last.assign(tf.stack(numbers))
+
+    def resolve(self, group: ScaleGroup) -> None:
+        """Follow the steps that traces have made, and send their events. Sync: one."""
+        if self._resolving or not on_host():
+            return
+        self._resolving = True
+        try:
+            self._follow(group)
+        finally:
+            self._resolving = False
+
+    def _follow(self, group: ScaleGroup) -> None:
+        *trackers, steps, history = (int(number) for number in self.counters.numpy())
+        state = LossScaleState(float(self.scale.numpy()), *trackers)
+        missed = steps - group.steps
+        if missed == 0 and state == group.states[0]:
+            return
+        bits = [history >> place & 1 == 1 for place in reversed(range(min(max(missed, 0), REMEMBERED)))]
+        if missed <= REMEMBERED and _replay(group, bits) == state:
+            for bad in bits:
+                scale = group.states[0].scale
+                group.advance([Outcome(group.members[0], {0: not bad}, scale)])
+        else:  # too many steps, or variables that were restored
+            group.steps, group.states[0] = steps, state
+        for member, slots in zip(group.members, self.slots, strict=True):
+            _take_over(member, slots, state)
+
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Look at the flags. Sync: one."""
+        return {loss_id: bool(finite) for loss_id, finite in outcome.finite.items()}
+
+    def reload(self, group: ScaleGroup) -> None:
+        """Write the group's states into the variables. Sync: one."""
+        self._write(group.states[0], group.steps, int(self.counters.numpy()[4]))
+
+    def _write(self, state: LossScaleState, steps: int, history: int) -> None:
+        self.scale.assign(round_to_float32(state.scale))
+        signed = (history & 2**64 - 1 ^ 2**63) - 2**63
+        self.counters.assign([*astuple(state)[1:], steps, signed])
+
+    def result(self, position: int, measured: bool) -> StepResult:
+        """Tell in a trace what the last step did, as tensors; the norm where it is measured. Sync: none."""
+        scale, finite, norm = tf.unstack(tf.convert_to_tensor(self.slots[position].last))
+        skips = tf.convert_to_tensor(self.counters)[2]
+        return StepResult(
+            finite > 0, finite > 0, scale, tf.convert_to_tensor(self.scale), skips, norm if measured else None
+        )
+
+
+def where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Choose in a trace; a Python number takes the dtype of what it meets. Sync: none."""
+    dtype = next((one.dtype for one in (if_true, if_false) if tf.is_tensor(one)), None)
+    return tf.where(condition, tf.convert_to_tensor(if_true, dtype), tf.convert_to_tensor(if_false, dtype))
+
+
+def _replay(group: ScaleGroup, bits: Sequence[bool]) -> LossScaleState:
+    state = group.states[0]
+    for bad in bits:
+        state = next_state(group.config, state, not bad)
+    return state
+
+
+def _take_over(member: Member, slots: Slots, state: LossScaleState) -> None:
+    scale, finite, norm = (float(number) for number in slots.last.numpy())
+    if scale > 0:
+        fine = finite > 0
+        member.result = StepResult(
+            fine, fine, scale, state.scale, state.consecutive_skips, norm if fine and norm == norm else None
+        )
