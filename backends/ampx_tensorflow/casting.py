@@ -14,6 +14,8 @@ import tensorflow as tf
 from ampx.contract import CastPlan
 from ampx.policy import Dtype
 
+# Keras' policies with float32 variables: those of models that were made before `init`, or loaded.
+_REPLACED: Final = ("float32", "mixed_float16", "mixed_bfloat16")
 DTYPES: Final = {"float16": tf.float16, "bfloat16": tf.bfloat16, "float32": tf.float32}
 
 
@@ -51,6 +53,11 @@ class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
     def compute_dtype(self) -> str:
         """The dtype of the moment."""
         return compute_dtype()
+
+    @property
+    def __class__(self) -> type:
+        """Keras' own class: saved models then hold its policy, and load where there is no ampx."""
+        return keras.DTypePolicy  # type: ignore[no-any-return]
 
 
 def policy_for(dtype: Dtype) -> AmpPolicy:
@@ -118,7 +125,7 @@ def restore() -> None:
 def prepare(model: Any, plan: CastPlan) -> Any:
     """Let the layers of a model that was made before `init` cast; in place.
 
-    Layers with a policy of their own, other than float32, keep it.
+    Layers in low precision altogether, quantized layers and layers with other policies keep them.
 
     Args:
         model: A Keras layer or model.
@@ -131,7 +138,7 @@ def prepare(model: Any, plan: CastPlan) -> Any:
     """
     for layer in model._flatten_layers():
         policy = layer.dtype_policy
-        if type(policy) is keras.DTypePolicy and policy.name == "float32":
+        if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
             _session.prepared[layer] = policy
             layer.dtype_policy = policy_for(plan.dtype)
         forget_functions(layer)

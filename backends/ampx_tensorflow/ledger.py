@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
@@ -15,8 +14,8 @@ from ampx.scale_state import LossScaleState, next_state, round_to_float32
 
 from .contexts import Contexts, on_host
 
-# So many steps between two looks of the host are told one by one; of more, only the last.
-REMEMBERED: Final = 62
+# So many steps of traces between two looks of the host send their events; of more, none do.
+REMEMBERED: Final = 63
 
 
 class Slots(NamedTuple):
@@ -35,17 +34,20 @@ class Slots(NamedTuple):
 class VariableLedger(Ledger):
     """Keeps one group's scale in variables."""
 
-    def __init__(self, group: ScaleGroup, scale: Any, counters: Any) -> None:
+    def __init__(self, group: ScaleGroup, scale: Any, counters: Any, traced: Any) -> None:
         """Take the variables.
 
         Args:
             group: The group on the host.
             scale: Float32 scalar.
-            counters: Int64 vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps, and the
-                finiteness of the last steps as bits, the last step lowest, 1 for an overflow.
+            counters: Int64 vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps.
+            traced: Int64 vector that no checkpoint restores: the steps that traces made in this process, and the
+                finiteness of the last of them as bits, the last step lowest, 1 for an overflow.
         """
         self.scale = scale
         self.counters = counters
+        self.traced = traced
+        self._seen = 0
         self.slots: list[Slots] = []
         self.contexts = Contexts(group)
         self._resolving = False
@@ -73,15 +75,13 @@ class VariableLedger(Ledger):
 
     def _settle_on_host(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         self.resolve(group)
-        history = int(self.counters.numpy()[4])
         for outcome in window:
             outcome.finite = {loss_id: bool(finite) for loss_id, finite in outcome.finite.items()}
             outcome.scale = float(outcome.scale)
-        bad = not all(finite for outcome in window for finite in outcome.finite.values())
         try:
             group.advance(window)
         finally:  # a listener may raise; the step is counted all the same
-            self._write(group.states[0], group.steps, history << 1 | bad)
+            self._write(group.states[0], group.steps)
 
     def _settle_in_trace(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         flags = [finite for outcome in window for finite in outcome.finite.values()]
@@ -89,9 +89,10 @@ class VariableLedger(Ledger):
         counters = tf.unstack(tf.convert_to_tensor(self.counters))
         state = LossScaleState(tf.convert_to_tensor(self.scale), *counters[:3])
         after = next_state(group.config, state, finite, where)
-        history = tf.bitwise.left_shift(counters[4], tf.constant(1, tf.int64)) + tf.cast(~finite, tf.int64)
         self.scale.assign(after.scale)
-        self.counters.assign(tf.stack([*astuple(after)[1:], counters[3] + 1, history]))
+        self.counters.assign(tf.stack([*_trackers(after), counters[3] + 1]))
+        count, bits = tf.unstack(tf.convert_to_tensor(self.traced))
+        self.traced.assign(tf.stack([count + 1, bits * 2 + tf.cast(~finite, tf.int64)]))
 
     def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
         (finite,) = outcome.finite.values()
@@ -110,20 +111,23 @@ class VariableLedger(Ledger):
             self._resolving = False
 
     def _follow(self, group: ScaleGroup) -> None:
-        *trackers, steps, history = (int(number) for number in self.counters.numpy())
+        *trackers, steps = (int(number) for number in self.counters.numpy())
         state = LossScaleState(float(self.scale.numpy()), *trackers)
-        missed = steps - group.steps
-        if missed == 0 and state == group.states[0]:
+        count, history = (int(number) for number in self.traced.numpy())
+        missed, self._seen = count - self._seen, count
+        if missed == 0 and state == group.states[0] and steps == group.steps:
             return
-        bits = [history >> place & 1 == 1 for place in reversed(range(min(max(missed, 0), REMEMBERED)))]
-        if missed <= REMEMBERED and _replay(group, bits) == state:
-            for bad in bits:
-                scale = group.states[0].scale
-                group.advance([Outcome(group.members[0], {0: not bad}, scale)])
-        else:  # too many steps, or variables that were restored
+        bits = [history >> place & 1 == 1 for place in reversed(range(min(missed, REMEMBERED)))]
+        try:
+            if missed <= REMEMBERED and _replay(group, bits) == state:
+                for bad in bits:
+                    scale = group.states[0].scale
+                    group.advance([Outcome(group.members[0], {0: not bad}, scale)])
+        finally:  # a listener may raise; or there were too many steps, or a checkpoint was restored
             group.steps, group.states[0] = steps, state
-        for member, slots in zip(group.members, self.slots, strict=True):
-            _take_over(member, slots, state)
+            for member, slots in zip(group.members, self.slots, strict=True):
+                if missed:
+                    _take_over(member, slots, state)
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Look at the flags. Sync: one."""
@@ -131,12 +135,11 @@ class VariableLedger(Ledger):
 
     def reload(self, group: ScaleGroup) -> None:
         """Write the group's states into the variables. Sync: one."""
-        self._write(group.states[0], group.steps, int(self.counters.numpy()[4]))
+        self._write(group.states[0], group.steps)
 
-    def _write(self, state: LossScaleState, steps: int, history: int) -> None:
+    def _write(self, state: LossScaleState, steps: int) -> None:
         self.scale.assign(round_to_float32(state.scale))
-        signed = (history & 2**64 - 1 ^ 2**63) - 2**63
-        self.counters.assign([*astuple(state)[1:], steps, signed])
+        self.counters.assign([*_trackers(state), steps])
 
     def result(self, position: int, measured: bool) -> StepResult:
         """Tell in a trace what the last step did, as tensors; the norm where it is measured. Sync: none."""
@@ -151,6 +154,10 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Choose in a trace; a Python number takes the dtype of what it meets. Sync: none."""
     dtype = next((one.dtype for one in (if_true, if_false) if tf.is_tensor(one)), None)
     return tf.where(condition, tf.convert_to_tensor(if_true, dtype), tf.convert_to_tensor(if_false, dtype))
+
+
+def _trackers(state: LossScaleState) -> tuple[Any, Any, Any]:
+    return state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips
 
 
 def _replay(group: ScaleGroup, bits: Sequence[bool]) -> LossScaleState:

@@ -59,13 +59,14 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
         self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
         self._place = group.ledger.join(_make_slots())
 
-    def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any]:
+    def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any, Any]:
         state = group.states[0]
-        first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0, 0]
+        first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0]
         scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
         counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
         counters.assign(first)
-        return scale, counters
+        with tf.init_scope():  # no attribute of the optimizer, so that nothing saves it
+            return scale, counters, tf.Variable([0, 0], trainable=False, dtype=tf.int64)
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the raw optimizer's variables; the loss scale's are there already."""
@@ -101,6 +102,7 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
         if not on_host():
             member.factors = {}  # a tensor of this trace; the variable tells it everywhere
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def scale_loss(self, loss: Any) -> Any:
         """Scale a loss inside the tape, as Keras does in `fit`: `ampx.scale_loss` without its checks of the loss.
 
@@ -127,6 +129,7 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
 
     # -- stepping -------------------------------------------------------------------------------------
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Unscale, check, clip, apply or skip, move the loss scale.
 
@@ -169,6 +172,7 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
         member.factors = {0: factor}
         member.finish({0: finite}, norm)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Call `apply` with pairs of gradients and variables; gives `iterations`."""
         pairs = list(grads_and_vars)
