@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import keras
@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from ampx.contract import CastPlan
 from ampx.policy import Dtype
+
+from . import retracing
 
 # Keras' policies with float32 variables: those of models that were made before `init`, or loaded.
 _REPLACED: Final = ("float32", "mixed_float16", "mixed_bfloat16")
@@ -27,20 +29,35 @@ class _Session:
         self.prepared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class _Thread(threading.local):
-    """The regions of one thread, and the policies that Keras had in it before: Keras keeps its own by thread."""
+class _Before(threading.local):
+    """The policy that Keras had in a thread before: it keeps its own by thread."""
 
-    regions: tuple[Dtype, ...] = ()
-    before: tuple[Any, ...] = ()
+    policies: tuple[Any, ...] = ()
 
 
 _session = _Session()
-_thread = _Thread()
+_before = _Before()
+_regions: Final[dict[int, tuple[Dtype, ...]]] = {}  # by thread, the innermost last
 
 
+@retracing.decided_by
 def compute_dtype() -> Dtype:
     """Give the dtype in which layers compute in the calling thread now. Sync: none."""
-    return _thread.regions[-1] if _thread.regions else _session.dtype or "float32"
+    regions = _regions.get(threading.get_ident()) or _regions.get(retracing.launcher() or 0)
+    return regions[-1] if regions else _session.dtype or "float32"
+
+
+@contextmanager
+def _region(dtype: Dtype) -> Iterator[None]:
+    thread = threading.get_ident()
+    before = _regions.get(thread, ())
+    _regions[thread] = (*before, dtype)
+    try:
+        yield
+    finally:
+        _regions[thread] = before
+        if not before:
+            del _regions[thread]
 
 
 class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
@@ -50,11 +67,12 @@ class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
     """
 
     @property
-    def compute_dtype(self) -> str:
+    def compute_dtype(self) -> Dtype:
         """The dtype of the moment."""
+        retracing.depend()
         return compute_dtype()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         """Keras' own class: saved models then hold its policy, and load where there is no ampx."""
         return keras.DTypePolicy  # type: ignore[no-any-return]
@@ -71,26 +89,19 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
 
     Sync: none.
     """
-    before, policy = _thread.regions, keras.config.dtype_policy()
-    _thread.regions = (*before, plan.dtype if enabled else "float32")
+    policy = keras.config.dtype_policy()
     if enabled:
         keras.config.set_dtype_policy(policy_for(plan.dtype))
     try:
-        yield
+        with _region(plan.dtype if enabled else "float32"):
+            yield
     finally:
-        _thread.regions = before
         keras.config.set_dtype_policy(policy)
 
 
-@contextmanager
-def off() -> Iterator[None]:
+def off() -> AbstractContextManager[None]:
     """Give a region with casting off, whatever the plan. Sync: none."""
-    before = _thread.regions
-    _thread.regions = (*before, "float32")
-    try:
-        yield
-    finally:
-        _thread.regions = before
+    return _region("float32")
 
 
 def activate(plan: CastPlan) -> None:
@@ -101,17 +112,17 @@ def activate(plan: CastPlan) -> None:
 
 def enter_thread(plan: CastPlan) -> None:
     """Let new layers of the calling thread cast: Keras keeps the policy for them by thread. Sync: none."""
-    if not _thread.before:
-        _thread.before = (keras.config.dtype_policy(),)
+    if not _before.policies:
+        _before.policies = (keras.config.dtype_policy(),)
     keras.config.set_dtype_policy(policy_for(plan.dtype))
 
 
 def deactivate() -> None:
     """Undo `activate` and `prepare`. Sync: none."""
     _session.dtype = None
-    if _thread.before:
-        (before,), _thread.before = _thread.before, ()
-        keras.config.set_dtype_policy(before)
+    if _before.policies:
+        (policy,), _before.policies = _before.policies, ()
+        keras.config.set_dtype_policy(policy)
     restore()
 
 

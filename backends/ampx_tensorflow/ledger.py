@@ -12,6 +12,7 @@ from ampx.group import Member, Outcome, ScaleGroup
 from ampx.ledger import Ledger
 from ampx.scale_state import LossScaleState, next_state, round_to_float32
 
+from . import retracing
 from .contexts import Contexts, on_host
 
 # So many steps of traces between two looks of the host send their events; of more, none do.
@@ -84,6 +85,7 @@ class VariableLedger(Ledger):
             self._write(group.states[0], group.steps)
 
     def _settle_in_trace(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        retracing.depend()
         flags = [finite for outcome in window for finite in outcome.finite.values()]
         finite = flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
         counters = tf.unstack(tf.convert_to_tensor(self.counters))
@@ -134,7 +136,12 @@ class VariableLedger(Ledger):
         return {loss_id: bool(finite) for loss_id, finite in outcome.finite.items()}
 
     def reload(self, group: ScaleGroup) -> None:
-        """Write the group's states into the variables. Sync: one."""
+        """Write the group's states into the variables; a trace holds the configuration, so there are new ones now.
+
+        Sync: one.
+        """
+        _configurations.loaded += 1
+        self.contexts.forget()
         self._write(group.states[0], group.steps)
 
     def _write(self, state: LossScaleState, steps: int) -> None:
@@ -148,6 +155,22 @@ class VariableLedger(Ledger):
         return StepResult(
             finite > 0, finite > 0, scale, tf.convert_to_tensor(self.scale), skips, norm if measured else None
         )
+
+
+class _Configurations:
+    """How often a configuration was loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+
+_configurations: Final = _Configurations()
+
+
+@retracing.decided_by
+def configurations() -> int:
+    """Tell how often a configuration was loaded in this process. Sync: none."""
+    return _configurations.loaded
 
 
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:
