@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
 from ampx.policy import Dtype
 
-from . import casting, devices, gradients
+from . import casting, devices, gradients, rewrite
 from .losses import inspect_loss, scale_loss
 from .wrapping import is_optimizer, make_wrapper
 
@@ -46,15 +47,21 @@ class TensorFlowBackend(ampx.Backend):
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Give a region that Keras layers follow."""
+        if "tf_keras" in sys.modules:
+            return _both(casting.region(plan, enabled), _legacy_casting().region(plan, enabled))
         return casting.region(plan, enabled)
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process; for layers made from now on, in the calling thread."""
         casting.activate(plan)
+        if "tf_keras" in sys.modules:
+            _legacy_casting().activate(plan)
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`, and what `prepare` did."""
         casting.deactivate()
+        if "tf_keras" in sys.modules:
+            _legacy_casting().deactivate()
 
     def enter_thread(self, plan: CastPlan) -> None:
         """Let layers made in the calling thread cast, too."""
@@ -99,6 +106,29 @@ class TensorFlowBackend(ampx.Backend):
         return make_wrapper(self, optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-        """Let a model that was made before `init` cast."""
-        prepared = casting.prepare(model, plan)
+        """Let a model that was made before `init`, or a `tf.function`, cast."""
+        if rewrite.is_function(model):
+            prepared = rewrite.prepare(model, plan)
+        elif "tf_keras" in sys.modules and _legacy_casting().is_model(model):
+            prepared = _legacy_casting().prepare(model, plan)
+        else:
+            prepared = casting.prepare(model, plan)
         return prepared if optimizer is None else (prepared, optimizer)
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`."""
+        from .demo import KerasTrainer  # scikit-learn is needed for the demo only
+
+        return KerasTrainer()
+
+
+def _legacy_casting() -> Any:
+    from . import legacy_casting  # imports tf_keras, which few programs use
+
+    return legacy_casting
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield

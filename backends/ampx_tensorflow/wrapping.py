@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ampx.errors import AlreadyWrappedError, InvalidOptionError, LowPrecisionPar
 from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 
+from . import graph
 from .optimizer import AmpOptimizer
 
 if TYPE_CHECKING:
@@ -20,7 +22,17 @@ if TYPE_CHECKING:
 
 def is_optimizer(candidate: object) -> bool:
     """Tell whether this is an optimizer that can be wrapped, and is not. Sync: none."""
-    return isinstance(candidate, keras.optimizers.Optimizer) and not isinstance(candidate, WrappedOptimizer)
+    if isinstance(candidate, WrappedOptimizer):
+        return False
+    if isinstance(candidate, keras.optimizers.Optimizer) or graph.is_optimizer(candidate):
+        return True
+    return "tf_keras" in sys.modules and _legacy().is_optimizer(candidate)
+
+
+def _legacy() -> Any:
+    from . import legacy  # imports tf_keras, which few programs use
+
+    return legacy
 
 
 def make_wrapper(
@@ -36,6 +48,11 @@ def make_wrapper(
     Sync: none.
     """
     reject_unknown(backend.name, options, ())
+    if graph.is_optimizer(optimizer):
+        return graph.wrap(backend, optimizer, member, options)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        wrapper: WrappedOptimizer = _legacy().wrap(backend, optimizer, member, options)
+        return wrapper
     return _wrap_keras(optimizer, member, options)
 
 

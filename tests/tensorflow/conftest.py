@@ -10,7 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
 
-import ampx
+import ampx  # noqa: E402 -- after the check that there is anything to test
 
 
 @pytest.fixture(autouse=True)
