@@ -18,10 +18,12 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
 
     Args:
         grads: Tensors, `IndexedSlices` or None.
-        scale: Float32 scalar.
+        scale: Float32 scalar; None gives the gradients as they are.
 
     Sync: none.
     """
+    if scale is None:
+        return list(grads)
 
     def divide(values: Any) -> Any:
         if values.dtype in (tf.float16, tf.bfloat16):
@@ -33,7 +35,6 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
 
 def finite(grads: Sequence[Any]) -> Any:
     """Tell whether all gradients are free of inf and NaN, as a boolean scalar tensor. Sync: none."""
-    # x - x is 0 for every number and NaN for inf and NaN: one sum then tells of all tensors.
     flags = [tf.reduce_all(tf.math.is_finite(values)) for values in map(_values, grads) if _floating(values)]
     return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
 

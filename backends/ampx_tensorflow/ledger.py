@@ -10,7 +10,7 @@ import tensorflow as tf
 from ampx.events import StepResult
 from ampx.group import Member, Outcome, ScaleGroup
 from ampx.ledger import Ledger
-from ampx.scale_state import LossScaleState, next_state, round_to_float32
+from ampx.scale_state import LossScale, LossScaleState, next_state, round_to_float32
 
 from . import retracing
 from .contexts import Contexts, on_host
@@ -48,6 +48,7 @@ class VariableLedger(Ledger):
         self.scale = scale
         self.counters = counters
         self.traced = traced
+        self.given: Any = None  # what `factor` gave last
         self._seen = 0
         self.slots: list[Slots] = []
         self.contexts = Contexts(group)
@@ -60,10 +61,14 @@ class VariableLedger(Ledger):
 
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
         """Give the scale that waiting gradients carry, or else the current one. Sync: none."""
+        if is_one(group.config):
+            self.given = tf.constant(1.0)
+            return self.given
         scale = tf.convert_to_tensor(self.scale)
         pending = [tf.convert_to_tensor(slots.pending) for slots in self.slots]
         waiting = pending[0] if len(pending) == 1 else tf.reduce_max(tf.stack(pending))
-        return tf.where(waiting > 0, waiting, scale)
+        self.given = tf.where(waiting > 0, waiting, scale)
+        return self.given
 
     def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         """Move the scale; on the host at once with its events, in a trace by operations. Sync: on the host, one."""
@@ -155,6 +160,11 @@ class VariableLedger(Ledger):
         return StepResult(
             finite > 0, finite > 0, scale, tf.convert_to_tensor(self.scale), skips, norm if measured else None
         )
+
+
+def is_one(config: LossScale) -> bool:
+    """Tell whether a loss scale is 1 for ever, so that there is nothing to multiply or divide. Sync: none."""
+    return not config.dynamic and config.init_scale == 1.0
 
 
 class _Configurations:

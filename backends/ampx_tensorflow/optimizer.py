@@ -18,7 +18,7 @@ from ampx.scale_state import LossScale
 
 from . import casting, gradients, replicas
 from .contexts import on_host
-from .ledger import Slots, VariableLedger
+from .ledger import Slots, VariableLedger, is_one
 from .losses import scale_loss
 
 
@@ -58,6 +58,7 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
         # Tracked under these names: models and checkpoints save them.
         self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
         self._place = group.ledger.join(_make_slots())
+        self._shared_loss = False
 
     def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any, Any]:
         state = group.states[0]
@@ -98,6 +99,8 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep the scale that gradients now carry in a variable: another function may step."""
         member = self.ampx_member
+        # One backward of optimizers with several scales takes the smallest, which need not be this one's.
+        self._shared_loss = self._shared_loss or member.factor is not self._ledger.given
         self._ledger.slots[self._place].pending.assign(tf.convert_to_tensor(member.factor, tf.float32))
         if not on_host():
             member.factors = {}  # a tensor of this trace; the variable tells it everywhere
@@ -148,7 +151,7 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
         member = self.ampx_member
         if not member.group.enabled:
             self._build(variables)
-            self._update(grads, variables)
+            self._update(grads, variables, None)
             member.result = UNCHECKED
             return
         if not grads:
@@ -162,12 +165,13 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
                 f"scaled.gradient(tape, variables)."
             )
         self._build(variables)
-        true = gradients.unscale(grads, factor)
-        finite = replicas.everywhere(gradients.finite(true))
-        norm = None
+        norm, divisor = None, factor if self._divides(member.group.config) else None
+        if self.max_grad_norm is not None or self.max_grad_value is not None or not self._shrinks(member.group.config):
+            grads, divisor = gradients.unscale(grads, divisor), None
+        finite = replicas.everywhere(gradients.finite(grads))
         if self.max_grad_norm is not None or self.max_grad_value is not None:
-            true, norm = gradients.clip(true, self.max_grad_norm, self.max_grad_value)
-        replicas.conditionally(finite, self._update, true, variables)
+            grads, norm = gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
+        replicas.conditionally(finite, self._update, grads, variables, divisor)
         self._ledger.slots[self._place].pending.assign(0.0)
         member.factors = {0: factor}
         member.finish({0: finite}, norm)
@@ -179,15 +183,26 @@ class AmpOptimizer(keras.optimizers.LossScaleOptimizer, WrappedOptimizer):  # ty
         self.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
 
-    def _update(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
+    def _update(self, grads: Sequence[Any], variables: Sequence[Any] | None, divisor: Any) -> None:
         with casting.off():
-            self.inner_optimizer.apply(grads, trainable_variables=variables)
+            self.inner_optimizer.apply(gradients.unscale(grads, divisor), trainable_variables=variables)
+
+    def _divides(self, config: LossScale) -> bool:
+        return self._shared_loss or not is_one(config)
+
+    def _shrinks(self, config: LossScale) -> bool:
+        """Tell whether dividing by any scale that may come keeps finite gradients finite."""
+        lowest = min(
+            config.min_scale if config.dynamic else config.init_scale, self._ledger.contexts.host.states[0].scale
+        )
+        return lowest >= 1 and not self._shared_loss
 
     def _build(self, variables: Sequence[Any] | None) -> None:
         if not self.built and variables is None and self.inner_optimizer.built:
             variables = self.inner_optimizer._trainable_variables
         if not self.built and variables is not None:
-            with keras.name_scope(self.name, caller=self):
+            # Natively, variables that are made in a function first called on several replicas break it.
+            with tf.init_scope(), keras.name_scope(self.name, caller=self):
                 self.build(variables)
 
     def _check_step(self, member: Member) -> Any:
