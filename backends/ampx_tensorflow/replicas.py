@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +21,38 @@ def everywhere(finite: Any) -> Any:
         return finite
     overflows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32))
     return tf.equal(overflows, 0.0)
+
+
+def several() -> bool:
+    """Tell whether the caller runs on one of several replicas. Sync: none."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1
+
+
+def summed(grads: Sequence[Any]) -> list[Any]:
+    """Add up the gradients of all replicas, so that their global norm can be told; None stays.
+
+    Sync: none with the host; one all-reduce between several replicas.
+    """
+    found = [one for one in grads if one is not None]
+    if not found or not several():
+        return list(grads)
+    total = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, found))
+    return [None if one is None else next(total) for one in grads]
+
+
+def shared(grads: Sequence[Any]) -> list[Any]:
+    """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up. Sync: none."""
+    if not several():
+        return list(grads)
+    count = tf.distribute.get_replica_context().num_replicas_in_sync
+
+    def share(gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(share(gradient.values), gradient.indices, gradient.dense_shape)
+        return None if gradient is None else gradient / tf.cast(count, gradient.dtype)
+
+    return [share(one) for one in grads]
 
 
 def conditionally(finite: Any, function: Callable[..., None], *args: Any) -> None:
