@@ -19,7 +19,8 @@ def _replica() -> Any:
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return None
-    return context.replica_id_in_sync_group
+    # A constant tensor, which cannot be a key.
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 class Contexts:

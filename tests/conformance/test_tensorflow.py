@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import settings
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 keras = pytest.importorskip("keras", reason="Keras is not installed")
@@ -101,12 +102,18 @@ class InsideTheTape(TensorFlowHarness):
             return self.tape.gradient(scaled, parameters)
 
 
+# Eager steps of Keras take milliseconds.
+FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
+
+
 class TestOutsideTheTape(BackendSuite):
     harness = TensorFlowHarness
+    hypothesis = FEW
 
 
 class TestInsideTheTape(BackendSuite):
     harness = InsideTheTape
+    hypothesis = FEW
 
 
 if tf.config.list_physical_devices("GPU"):
