@@ -19,18 +19,15 @@ from ampx.errors import (
     AlreadyWrappedError,
     LowPrecisionParametersError,
     NotInitializedError,
-    ProtocolError,
     UnsupportedByBackendError,
 )
-from ampx.events import StepResult
 from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale
 
-from . import casting, gradients, legacy_casting
-from .contexts import on_host
-from .ledger import Slots, VariableLedger
-from .replicas import conditionally, everywhere
+from . import casting, gradients, legacy_casting, replicas
+from .ledger import VariableLedger
+from .protocol import LedgerOptimizer, make_slots
 
 if TYPE_CHECKING:
     from .backend import TensorFlowBackend
@@ -40,7 +37,7 @@ class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):  # type: ignore[misc]
     """What both bases below ask of a class."""
 
 
-class _Scaling(WrappedOptimizer, metaclass=_Meta):
+class _Scaling(LedgerOptimizer, metaclass=_Meta):
     """What the two classes below share; `native` is tf_keras's own class of the same kind.
 
     `minimize`, and so `fit`, scales the loss and gives `apply_gradients` true gradients. Gradients of a loss that came
@@ -56,39 +53,20 @@ class _Scaling(WrappedOptimizer, metaclass=_Meta):
         group = member.group
         # Native defect: with dynamic=False gradients that are not finite are applied.
         self.native.__init__(self, optimizer, initial_scale=group.config.init_scale)
-        self._backend = backend
         self._max_grad_norm = options["max_grad_norm"]
         self._max_grad_value = options["max_grad_value"]
-        add = self._loss_scale._add_weight
         if not isinstance(group.ledger, VariableLedger):
-            counters = add("counters", [0, group.config.hysteresis, 0, 0], tf.int64)
+            counters = self._loss_scale._add_weight("counters", [0, group.config.hysteresis, 0, 0], tf.int64)
             scale, traced = self._loss_scale.current_loss_scale, tf.Variable([0, 0], False, dtype=tf.int64)
             group.ledger = VariableLedger(group, scale, counters, traced)
         self._ledger = group.ledger
-        # Made as Keras makes them, but tracked by nothing: they are not saved.
-        self._place = self._ledger.join(Slots(tf.Variable(0.0, False), tf.Variable([0.0, 0.0, 0.0], False)))
+        self._place = self._ledger.join(make_slots())
 
     @property
-    def ampx_member(self) -> Member:  # type: ignore[override]
-        """Its place in the protocol: that of the host, or of the trace and replica that asks."""
-        return self._ledger.contexts.member(self._place)
+    def _measures(self) -> bool:
+        return self._max_grad_norm is not None
 
-    @property
-    def last_step(self) -> StepResult | None:
-        """What the last step did; None before the first. In a function its fields are tensors.
-
-        Sync: one on an accelerator, none in a function.
-        """
-        if not on_host():
-            return self._ledger.result(self._place, self._max_grad_norm is not None)
-        return super().last_step
-
-    @property
-    def loss_scale(self) -> Any:
-        """The current loss scale: a number, in a function a tensor. Sync: one on an accelerator."""
-        return super().loss_scale if on_host() else tf.convert_to_tensor(self._ledger.scale)
-
-    @tf.autograph.experimental.do_not_convert
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_scaled_loss(self, loss: Any) -> Any:
         """Give the loss in float32 times the loss scale.
 
@@ -99,61 +77,47 @@ class _Scaling(WrappedOptimizer, metaclass=_Meta):
 
         Sync: none.
         """
-        member = self.ampx_member
-        if not member.group.enabled:
-            return loss
-        if callable(loss):
-            return lambda: self.get_scaled_loss(loss())
         self._loss_has_been_scaled = True
-        if member.stage == "idle":
-            member.enter(self._ledger.factor(member.group, 0), 0)
-            member.leave(True)
-            self.ampx_after_backward(0)
-        return tf.cast(loss, tf.float32) * member.factor
+        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Give true gradients; `apply_gradients` then takes them as they are. Sync: none."""
+        """Give true gradients; `apply_gradients` then takes them as they are.
+
+        Args:
+            grads: Tensors, `IndexedSlices` or None.
+
+        Raises:
+            NotScaledError: The loss was not scaled.
+
+        Sync: none.
+        """
         member = self.ampx_member
         if not member.group.enabled:
             return list(grads)
-        member.check_step()
+        factor = self._check_step(member)
         self._gradients_have_been_unscaled = True
-        true = gradients.unscale(grads, member.factor)
+        true = gradients.unscale(grads, factor)
+        if member.stage == "idle":  # scaled in another function
+            member.enter(factor, 0)
         member.stage = "unscaled"
         return true
 
-    def ampx_after_backward(self, loss_id: int) -> None:
-        """Note the scale for a step that another function makes. Sync: none."""
-        self._ledger.slots[self._place].pending.assign(self.ampx_member.factor)
-
-    def _find_scaled(self) -> Member:
-        """Give the member, with the scale that its gradients carry; they may have been scaled in another function."""
-        member = self.ampx_member
-        elsewhere = self._ledger.contexts.elsewhere(self._place)
-        if member.stage == "idle" and elsewhere:
-            for other in elsewhere:
-                other.forget()
-            member.enter(tf.convert_to_tensor(self._ledger.slots[self._place].pending), 0)
-            member.leave(True)
-        member.check_step()
-        return member
-
     def _step(self, grads_and_vars: Any, aggregate: bool) -> None:
         """Make gradients true if they are not, add them up over the replicas, apply or skip, move the scale."""
-        pairs = [pair for pair in grads_and_vars if pair[0] is not None]
+        member, pairs = self.ampx_member, [pair for pair in grads_and_vars if pair[0] is not None]
         if not pairs:
-            if self.ampx_member.stage != "idle":
-                scale = self.loss_scale
-                self.ampx_member.forget(StepResult(False, True, scale, scale, 0))
+            self._nothing_to_do(member)
             return
-        member = self._find_scaled()
-        self._check(pairs)
-        if member.stage == "scaled":
-            grads = gradients.unscale([gradient for gradient, _ in pairs], member.factor)
+        factor = self._check_step(member)
+        self._check_replicas()
+        _refuse_low_precision([variable for _, variable in pairs])
+        if member.stage != "unscaled":
+            grads = gradients.unscale([gradient for gradient, _ in pairs], factor)
             pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
-        member.stage = "unscaled"  # should the update fail, a second try must not divide again
+        if member.stage == "scaled":
+            member.stage = "unscaled"  # should the update fail, a second try must not divide again
         variables = [variable for _, variable in pairs]
-        slots = self._ledger.slots[self._place]
         with casting.off():
             with tf.init_scope():
                 self._make_slots(variables)
@@ -161,7 +125,7 @@ class _Scaling(WrappedOptimizer, metaclass=_Meta):
                 # First, as natively: an overflow on any replica is then one on all.
                 pairs = list(self._aggregate(pairs))
             grads = [gradient for gradient, _ in pairs]
-            finite = everywhere(gradients.finite(grads))
+            finite = replicas.everywhere(gradients.finite(grads))
             norm = None
             if self._max_grad_norm is not None or self._max_grad_value is not None:
                 grads, norm = gradients.clip(grads, self._max_grad_norm, self._max_grad_value)
@@ -170,30 +134,8 @@ class _Scaling(WrappedOptimizer, metaclass=_Meta):
                 self._apply_true(list(zip(grads, variables, strict=True)))
 
             # Native defect: a skipped step advances `iterations`, and schedules with it.
-            conditionally(finite, apply, grads)
-        slots.pending.assign(0.0)
-        member.finish({0: finite}, norm)
-
-    def _check(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        context = tf.distribute.get_replica_context()
-        if context is None:
-            raise ProtocolError(
-                "apply_gradients was called outside the replicas of a strategy; accepted: inside the function that "
-                "strategy.run gets. Call it there."
-            )
-        scale = self._ledger.scale
-        if context.num_replicas_in_sync > 1 and not isinstance(scale, tf.distribute.DistributedValues):
-            raise ProtocolError(
-                f"the optimizer was wrapped outside the scope of a strategy with {context.num_replicas_in_sync} "
-                f"replicas, so that they would share one loss scale and each move it; accepted: wrapping inside "
-                f"`with strategy.scope():`. Call wrap_optimizer there."
-            )
-        low = [variable.name for _, variable in pairs if variable.dtype in (tf.float16, tf.bfloat16)]
-        if low:
-            raise LowPrecisionParametersError(
-                f"the optimizer was given {len(low)} low-precision variables ({', '.join(low[:5])}); updates smaller "
-                f"than their precision would be lost. Keep the variables in float32 and let a policy cast them."
-            )
+            replicas.conditionally(finite, apply, grads)
+        self._finish(member, factor, finite, norm)
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         raise NotImplementedError
@@ -203,14 +145,6 @@ class _Scaling(WrappedOptimizer, metaclass=_Meta):
 
     def _apply_true(self, pairs: Any) -> None:
         raise NotImplementedError
-
-    def ampx_unscale(self) -> None:
-        """Refuse: gradients are values."""
-        self._backend.refuse("unscale (get_unscaled_gradients gives true gradients)")
-
-    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Refuse: pass `max_grad_norm` to `wrap_optimizer`."""
-        self._backend.refuse("clip_grad_norm (gradients are values; wrap_optimizer takes max_grad_norm)")
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
@@ -320,6 +254,15 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[m
 
     def _apply_true(self, pairs: Any) -> None:
         self._optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
+
+
+def _refuse_low_precision(variables: Sequence[Any]) -> None:
+    low = [variable.name for variable in variables if variable.dtype in (tf.float16, tf.bfloat16)]
+    if low:
+        raise LowPrecisionParametersError(
+            f"the optimizer was given {len(low)} low-precision variables ({', '.join(low[:5])}); updates smaller "
+            f"than their precision would be lost. Keep the variables in float32 and let a policy cast them."
+        )
 
 
 def is_optimizer(candidate: object) -> bool:

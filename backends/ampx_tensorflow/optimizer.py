@@ -127,13 +127,18 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
                 f"on the variables; accepted: gradients of the scaled loss. Enter scale_loss inside the tape, or call "
                 f"scaled.gradient(tape, variables)."
             )
+        self._check_replicas()
         self._build(variables)
         norm, divisor = None, factor if self._divides(member.group.config) else None
-        if self.max_grad_norm is not None or self.max_grad_value is not None or not self._shrinks(member.group.config):
+        clips = self.max_grad_norm is not None or self.max_grad_value is not None
+        if clips or not self._shrinks(member.group.config):
             grads, divisor = gradients.unscale(grads, divisor), None
+        if clips:
+            grads = replicas.summed(grads)
         finite = replicas.everywhere(gradients.finite(grads))
-        if self.max_grad_norm is not None or self.max_grad_value is not None:
+        if clips:
             grads, norm = gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
+            grads = replicas.shared(grads)
         replicas.conditionally(finite, self._update, grads, variables, divisor)
         self._finish(member, factor, finite, norm)
 

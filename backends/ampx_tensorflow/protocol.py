@@ -12,6 +12,7 @@ from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale
 
+from . import replicas
 from .contexts import on_host
 from .ledger import Slots, VariableLedger, is_one
 from .losses import scale_loss
@@ -116,6 +117,26 @@ class LedgerOptimizer(WrappedOptimizer):
         with tf.control_dependencies([tf.debugging.Assert(factor > 0, [message])]):
             return tf.identity(factor)
 
+    def _check_replicas(self) -> None:
+        """Raise where replicas would not each have the loss scale.
+
+        Raises:
+            ProtocolError: The caller is no replica of the strategy, or the loss scale was made outside of its scope.
+
+        Sync: none.
+        """
+        if tf.distribute.in_cross_replica_context():
+            raise ProtocolError(
+                "gradients were applied outside the replicas of a strategy; accepted: inside the function that "
+                "strategy.run gets. Apply them there."
+            )
+        if replicas.several() and not isinstance(_plain(self._ledger.scale), tf.distribute.DistributedValues):
+            raise ProtocolError(
+                "the optimizer was wrapped outside the scope of a strategy with several replicas, so that they would "
+                "share one loss scale and each move it; accepted: wrapping inside `with strategy.scope():`. Call "
+                "wrap_optimizer there."
+            )
+
     def _finish(self, member: Member, factor: Any, finite: Any, norm: Any) -> None:
         """Close the step, move the scale."""
         self._slots.pending.assign(0.0)
@@ -141,6 +162,10 @@ class LedgerOptimizer(WrappedOptimizer):
         now = self._ledger.contexts.host.states[0].scale
         lowest = min(config.min_scale if config.dynamic else config.init_scale, now)
         return lowest >= 1 and not self._shared_loss
+
+
+def _plain(variable: Any) -> Any:
+    return getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable
 
 
 def make_slots() -> Slots:
