@@ -50,10 +50,6 @@ class Contexts:
             places[replica] = found
         return found
 
-    def forget(self) -> None:
-        """Drop what was noted of traces: they will be made anew. Sync: none."""
-        self._others.clear()
-
     def member(self, position: int) -> Member:
         """Give a member of the group of `here`. Sync: none."""
         return self.here().members[position]

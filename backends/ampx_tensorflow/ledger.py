@@ -146,7 +146,6 @@ class VariableLedger(Ledger):
         Sync: one.
         """
         _configurations.loaded += 1
-        self.contexts.forget()
         self._write(group.states[0], group.steps)
 
     def _write(self, state: LossScaleState, steps: int) -> None:
