@@ -54,6 +54,8 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         """Make the variables; the native ones are never made."""
         super(_v1.mixed_precision.DynamicLossScale, self).__init__()
         self.numbers = ScaleVariables(config, first, self._add_weight)
+        # Whether gradients were finite when they were computed: clipping by value would hide an overflow.
+        self.found: list[Any] = []
 
     def __call__(self) -> Any:
         """Give the current scale as a float32 scalar tensor."""
@@ -67,6 +69,7 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         )
         total = distribution.reduce(tf.distribute.ReduceOp.SUM, found, axis=None)
         finite = tf.equal(total, float(distribution.num_replicas_in_sync))
+        finite, self.found = tf.reduce_all([finite, *self.found]), []
         done = self.numbers.move(finite)
         return (None if tf.executing_eagerly() else tf.group(*done)), finite
 
@@ -154,6 +157,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
             pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
         else:
             pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
+        self._loss_scale.found.append(gradients.finite([gradient for gradient, _ in pairs]))
         if member.stage == "inside":
             self._computed = True  # leaving the body would call the gradients scaled
         else:

@@ -47,6 +47,8 @@ class ScaleVariables:
         """
         self.config = config
         self.traced = False
+        # None: the variables are eager ones.
+        self._graph = None if tf.compat.v1.executing_eagerly_outside_functions() else tf.compat.v1.get_default_graph()
         numbers = {field.name: getattr(first, field.name) for field in fields(LossScaleState)}
         told = {"used": first.scale, "finite": 1, "steps": 0, "grad_norm": 0.0}
         self.variables = {
@@ -77,11 +79,12 @@ class ScaleVariables:
 
         Sync: one on an accelerator.
         """
-        first = self.variables["scale"]
-        if tf.executing_eagerly():
+        if self._graph is None and tf.inside_function():
+            return None
+        if self._graph is None:
             return {name: variable.numpy().item() for name, variable in self.variables.items()}
         session = tf.compat.v1.get_default_session()
-        if session is None or session.graph is not first.graph:
+        if session is None or session.graph is not self._graph:
             return None
         try:
             found = session.run(self.variables)
@@ -98,7 +101,7 @@ class ScaleVariables:
         Sync: one on an accelerator.
         """
         values = {self.variables[one.name]: getattr(state, one.name) for one in fields(LossScaleState)}
-        if tf.executing_eagerly():
+        if self._graph is None:
             for variable, value in values.items():
                 variable.assign(value)
             return
