@@ -1,5 +1,7 @@
 """`compile` and `fit` with a wrapped optimizer; saving, loading, checkpoints."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -173,3 +175,19 @@ def test_wrapping_a_built_optimizer_keeps_its_slots(amp):
     assert [one.numpy().tolist() for one in raw.variables] == slots
     model.fit(X, Y, verbose=0)
     assert int(opt.iterations) == 2
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
+)
+def test_copies_have_a_loss_scale_of_their_own(amp, how):
+    variable, other = tf.Variable([1.0]), tf.Variable([1.0])
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), loss_scale=ampx.LossScale(init_scale=8.0, growth_interval=1))
+    opt.scale_loss(tf.constant(1.0))
+    opt.apply([tf.constant([8.0])], [variable])
+    copied = how(opt)
+    assert copied.loss_scale == 16.0
+    copied.scale_loss(tf.constant(1.0))
+    copied.apply([tf.constant([np.inf])], [other] if not copied.built else None)
+    assert (opt.loss_scale, copied.loss_scale) == (16.0, 8.0)
+    assert variable.numpy().tolist() == [0.0]
