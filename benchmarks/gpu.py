@@ -26,6 +26,7 @@ import ampx
 FRAMEWORKS: dict[str, tuple[str, str]] = {
     "torch": ("_gpu_torch", "ampx_torch"),
     "paddle": ("_gpu_paddle", "ampx_paddle"),
+    "tensorflow": ("_gpu_tensorflow", "ampx_tensorflow"),
 }
 
 
