@@ -135,7 +135,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
             grads, divisor = gradients.unscale(grads, divisor), None
         if clips:
             grads = replicas.summed(grads)
-        finite = replicas.everywhere(gradients.finite(grads))
+        finite = replicas.everywhere(gradients.finite(grads if clips else replicas.with_headroom(grads)))
         if clips:
             grads, norm = gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
             grads = replicas.shared(grads)

@@ -41,6 +41,15 @@ def summed(grads: Sequence[Any]) -> list[Any]:
     return [None if one is None else next(total) for one in grads]
 
 
+def with_headroom(grads: Sequence[Any]) -> list[Any]:
+    """Give what to test so that the sum over all replicas, which Keras makes later, is finite too. Sync: none."""
+    if not several():
+        return list(grads)
+    count = tf.distribute.get_replica_context().num_replicas_in_sync
+    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads if one is not None]
+    return [one * tf.cast(count, one.dtype) for one in values]
+
+
 def shared(grads: Sequence[Any]) -> list[Any]:
     """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up. Sync: none."""
     if not several():

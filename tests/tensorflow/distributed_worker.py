@@ -147,6 +147,26 @@ def clip_and_embed(strategy):
     return seen
 
 
+def overflow_of_the_sum(strategy, keras_name):
+    """Each replica's gradient is finite, their sum is not."""
+    keras = importlib.import_module(keras_name)
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+        opt = ampx.wrap_optimizer(keras.optimizers.SGD(1.0), loss_scale=1.0)
+
+    @tf.function
+    def step():
+        def replica_step():
+            with tf.GradientTape() as tape, ampx.scale_loss(variable * 2e38, opt) as scaled:
+                pass
+            opt.apply_gradients([(tape.gradient(scaled, variable), variable)])
+
+        strategy.run(replica_step)
+
+    step()
+    return [bool(opt.last_step.applied), float(strategy.experimental_local_results(variable)[0])]
+
+
 def outside_the_scope(strategy, keras_name):
     """Wrap before the scope: the replicas would share one variable and each move it."""
     keras = importlib.import_module(keras_name)
@@ -197,6 +217,7 @@ def main():
                 continue
             for overflowing in range(len(ROWS)):
                 keep(f"{keras_name} {loop} {overflowing}", train(strategy, keras_name, loop, overflowing))
+        keep(f"sum {keras_name}", overflow_of_the_sum(strategy, keras_name))
         if kind == "mirrored":
             keep(f"outside {keras_name}", outside_the_scope(strategy, keras_name))
     keep("clip", clip_and_embed(strategy))

@@ -143,6 +143,13 @@ def test_clipping_takes_the_norm_of_all_replicas(request, strategy):
         assert after == tables
 
 
+@pytest.mark.parametrize("strategy", ["mirrored", "workers"])
+@pytest.mark.parametrize("keras_name", ["keras", "tf_keras"])
+def test_a_sum_that_overflows_is_skipped(request, strategy, keras_name):
+    for applied, weight in request.getfixturevalue(strategy)(f"sum {keras_name}"):
+        assert (applied, weight) == (False, 1.0)
+
+
 @pytest.mark.parametrize("keras_name", ["keras", "tf_keras"])
 def test_wrapping_outside_the_scope_is_refused(mirrored, keras_name):
     for message, weight in mirrored(f"outside {keras_name}"):
