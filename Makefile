@@ -1,6 +1,6 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
-FRAMEWORK ?= core,torch,jax,paddle,mxnet,example
+FRAMEWORK ?= core,torch,jax,paddle,tensorflow,mxnet,example
 TOX = .venv-tox/bin/tox run
 
 .PHONY: demo test evidence table lint types docs bench gpu clean

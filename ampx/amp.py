@@ -245,7 +245,7 @@ class Amp(Casting, Reporting):
             return
         try:
             for group in self.live_groups():
-                group.resolve()
+                group.ledger.close(group)
         finally:  # a listener may raise; the framework is restored all the same
             self._active = False
             self.casting = None

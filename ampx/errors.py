@@ -10,6 +10,9 @@ from __future__ import annotations
 class AmpxError(Exception):
     """Base of all errors raised by ampx."""
 
+    # Of errors in functions that it rewrites, TensorFlow's AutoGraph keeps the type only where this is set.
+    ag_pass_through = True
+
 
 class AmpxWarning(UserWarning):
     """Base of all warnings issued by ampx."""

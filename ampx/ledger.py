@@ -27,6 +27,10 @@ class Ledger(abc.ABC):
     def resolve(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date. Sync: allowed."""
 
+    def close(self, group: ScaleGroup) -> None:
+        """Bring the host's view up to date for the last time, because the session ends. Sync: allowed."""
+        self.resolve(group)
+
     @abc.abstractmethod
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Tell the finiteness by loss id of a step whose window is not settled yet. Sync: allowed."""

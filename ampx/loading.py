@@ -12,7 +12,7 @@ from typing import Any
 from . import hookspecs
 from .backend import Backend
 from .contract import Capabilities
-from .errors import BackendLoadError, FrameworkNotInstalledError, PluginError
+from .errors import AmpxError, BackendLoadError, FrameworkNotInstalledError, PluginError
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,14 @@ def load_backend(found: Registration) -> Backend:
     Raises:
         FrameworkNotInstalledError: The framework is not importable.
         BackendLoadError: It is there, but loading it failed; or what was loaded is no backend of that name.
+        AmpxError: The plugin itself refuses what it found, and says why.
 
     Sync: none.
     """
     try:
         backend = found.load()
+    except AmpxError:
+        raise
     except ImportError as error:
         if error.name is not None and error.name in found.roots and not _is_present(error.name):
             raise FrameworkNotInstalledError(

@@ -28,6 +28,7 @@ FRAMEWORKS: dict[str, tuple[str, str]] = {
     "paddle": ("_gpu_paddle", "ampx_paddle"),
     "jax": ("_gpu_jax", "ampx_jax"),
     "mxnet": ("_gpu_mxnet", "ampx_mxnet"),
+    "tensorflow": ("_gpu_tensorflow", "ampx_tensorflow"),
 }
 
 

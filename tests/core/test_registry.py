@@ -272,6 +272,14 @@ def test_a_broken_framework_does_not_look_absent(error):
     assert caught.value.__cause__ is error
 
 
+def test_a_refusal_of_the_plugin_itself_reaches_the_user():
+    error = ampx.UnsupportedByBackendError("not on this engine")
+    registry = Registry([Dist("fw", lambda: plugin("fw", raising(error)))])
+    with pytest.raises(ampx.UnsupportedByBackendError) as caught:
+        registry.load("fw")
+    assert caught.value is error
+
+
 def test_a_failed_load_is_tried_again():
     outcomes = [raising(RuntimeError("driver")), backend_of("fw")]
     registry = Registry([Dist("fw", lambda: plugin("fw", lambda: outcomes.pop(0)()))])

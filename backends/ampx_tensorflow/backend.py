@@ -1,0 +1,134 @@
+"""The verbs of ampx in TensorFlow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+import ampx
+from ampx.contract import CastPlan, Device, LossInfo, Unscaled
+from ampx.group import Member
+from ampx.policy import Dtype
+
+from . import casting, devices, gradients, rewrite
+from .losses import inspect_loss, scale_loss
+from .wrapping import is_optimizer, make_wrapper
+
+
+class TensorFlowBackend(ampx.Backend):
+    """TensorFlow and Keras: dtype policies for casting, Keras' own LossScaleOptimizer for loss scaling."""
+
+    name: ClassVar[str] = "tensorflow"
+    capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
+        devices=("gpu", "cpu"),
+        dtypes=frozenset({"float16", "bfloat16"}),
+        levels=frozenset({"O0", "O1"}),
+        gradients="explicit",
+        autocast="scoped",
+        promotes=True,
+        clipping=True,
+        sparse=True,
+        distributed=True,
+        device_scale=True,
+        traceable=True,
+    )
+
+    def device(self, name: str) -> Device:
+        """Describe a device."""
+        return devices.describe(name)
+
+    def is_optimizer(self, candidate: object) -> bool:
+        """Tell whether this is an optimizer of Keras or TensorFlow, not wrapped."""
+        return is_optimizer(candidate)
+
+    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+        """Give a region that Keras layers follow."""
+        if "tf_keras" in sys.modules:
+            return _both(casting.region(plan, enabled), _legacy_casting().region(plan, enabled))
+        return casting.region(plan, enabled)
+
+    def activate(self, plan: CastPlan) -> None:
+        """Switch casting on for the process; for layers made from now on, in the calling thread."""
+        casting.activate(plan)
+        if "tf_keras" in sys.modules:
+            _legacy_casting().activate(plan)
+
+    def deactivate(self, plan: CastPlan) -> None:
+        """Undo `activate`, and what `prepare` did."""
+        casting.deactivate()
+        if "tf_keras" in sys.modules:
+            _legacy_casting().deactivate()
+
+    def enter_thread(self, plan: CastPlan) -> None:
+        """Let layers made in the calling thread cast, too."""
+        casting.enter_thread(plan)
+
+    def cast(self, tree: Any, dtype: Dtype) -> Any:
+        """Cast the floating tensors of a tree."""
+        return casting.cast(tree, dtype)
+
+    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
+        """Give the widest dtype among the floating tensors of a tree."""
+        return casting.widest(tree, at_least)
+
+    def smallest(self, scales: Sequence[Any]) -> Any:
+        """Give the smallest of some scales, which are tensors."""
+        return tf.reduce_min(tf.stack([tf.convert_to_tensor(scale, tf.float32) for scale in scales]))
+
+    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
+        """Tell what `scale_loss` has to know about a loss."""
+        return inspect_loss(loss, check_nan)
+
+    def scale(self, loss: Any, scale: Any) -> Any:
+        """Give the loss in float32 times the scale, with a `gradient` of its own for use outside the tape."""
+        return scale_loss(loss, scale)
+
+    def unscale(self, grads: Any, scale: Any) -> Unscaled:
+        """Divide gradients by the scale and test them."""
+        true = gradients.unscale(grads, scale)
+        return Unscaled(true, gradients.finite(true))
+
+    def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
+        """Clip true gradients by value, then by global norm."""
+        return gradients.clip(grads, max_norm, max_value)
+
+    def apply(self, optimizer: Any, grads: Any) -> None:
+        """Run a raw optimizer that was built, with casting off."""
+        with casting.off():
+            optimizer.apply(grads)
+
+    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
+        """Give an optimizer that Keras accepts wherever it accepts the raw one."""
+        return make_wrapper(self, optimizer, member, options)
+
+    def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
+        """Let a model that was made before `init`, or a `tf.function`, cast."""
+        if rewrite.is_function(model):
+            prepared = rewrite.prepare(model, plan)
+        elif "tf_keras" in sys.modules and _legacy_casting().is_model(model):
+            prepared = _legacy_casting().prepare(model, plan)
+        else:
+            prepared = casting.prepare(model, plan)
+        return prepared if optimizer is None else (prepared, optimizer)
+
+    def demo(self) -> Any:
+        """Give the trainer behind `ampx demo`."""
+        from .demo import KerasTrainer  # scikit-learn is needed for the demo only
+
+        return KerasTrainer()
+
+
+def _legacy_casting() -> Any:
+    from . import legacy_casting  # imports tf_keras, which few programs use
+
+    return legacy_casting
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield

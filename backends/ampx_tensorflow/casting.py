@@ -1,0 +1,182 @@
+"""Casting of Keras layers: a dtype policy whose compute dtype follows the session and its regions."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from ampx.contract import CastPlan
+from ampx.policy import Dtype
+
+from . import retracing
+
+# Keras' policies with float32 variables: those of models that were made before `init`, or loaded.
+_REPLACED: Final = ("float32", "mixed_float16", "mixed_bfloat16")
+DTYPES: Final = {"float16": tf.float16, "bfloat16": tf.bfloat16, "float32": tf.float32}
+
+
+class _Session:
+    """What `activate` switched on in this process, and the layers whose policies `prepare` replaced."""
+
+    def __init__(self) -> None:
+        self.dtype: Dtype | None = None
+        self.prepared: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+class _Before(threading.local):
+    """The policy that Keras had in a thread before: it keeps its own by thread."""
+
+    policies: tuple[Any, ...] = ()
+
+
+_session = _Session()
+_before = _Before()
+_regions: Final[dict[int, tuple[Dtype, ...]]] = {}  # by thread, the innermost last
+
+
+@retracing.decided_by
+def compute_dtype() -> Dtype:
+    """Give the dtype in which layers compute in the calling thread now. Sync: none."""
+    regions = _regions.get(threading.get_ident()) or _regions.get(retracing.launcher() or 0)
+    return regions[-1] if regions else _session.dtype or "float32"
+
+
+@contextmanager
+def _region(dtype: Dtype) -> Iterator[None]:
+    thread = threading.get_ident()
+    before = _regions.get(thread, ())
+    _regions[thread] = (*before, dtype)
+    try:
+        yield
+    finally:
+        _regions[thread] = before
+        if not before:
+            del _regions[thread]
+
+
+class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
+    """Float32 variables, and computation in whatever dtype the session and its regions say at the moment.
+
+    Its name is that of Keras' own policy, as which it is saved.
+    """
+
+    @property
+    def compute_dtype(self) -> Dtype:
+        """The dtype of the moment."""
+        retracing.depend()
+        return compute_dtype()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Keras' own class: saved models then hold its policy, and load where there is no ampx."""
+        return keras.DTypePolicy  # type: ignore[no-any-return]
+
+
+def policy_for(dtype: Dtype) -> AmpPolicy:
+    """Give a policy for new layers. Sync: none."""
+    return AmpPolicy("float32" if dtype == "float32" else f"mixed_{dtype}")
+
+
+@contextmanager
+def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
+    """Give a region with casting on or off; layers that are made inside one with casting on follow later ones.
+
+    Sync: none.
+    """
+    policy = keras.config.dtype_policy()
+    if enabled:
+        keras.config.set_dtype_policy(policy_for(plan.dtype))
+    try:
+        with _region(plan.dtype if enabled else "float32"):
+            yield
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def off() -> AbstractContextManager[None]:
+    """Give a region with casting off, whatever the plan. Sync: none."""
+    return _region("float32")
+
+
+def activate(plan: CastPlan) -> None:
+    """Switch casting on in the process, and for new layers in the calling thread. Sync: none."""
+    _session.dtype = plan.dtype
+    enter_thread(plan)
+
+
+def enter_thread(plan: CastPlan) -> None:
+    """Let new layers of the calling thread cast: Keras keeps the policy for them by thread. Sync: none."""
+    if not _before.policies:
+        _before.policies = (keras.config.dtype_policy(),)
+    keras.config.set_dtype_policy(policy_for(plan.dtype))
+
+
+def deactivate() -> None:
+    """Undo `activate` and `prepare`. Sync: none."""
+    _session.dtype = None
+    if _before.policies:
+        (policy,), _before.policies = _before.policies, ()
+        keras.config.set_dtype_policy(policy)
+    restore()
+
+
+def restore() -> None:
+    """Give the layers that `prepare` changed their own policies again. Sync: none."""
+    for layer, policy in list(_session.prepared.items()):
+        layer.dtype_policy = policy
+    _session.prepared.clear()
+
+
+def prepare(model: Any, plan: CastPlan) -> Any:
+    """Let the layers of a model that was made before `init` cast; in place.
+
+    Layers in low precision altogether, quantized layers and layers with other policies keep them.
+
+    Args:
+        model: A Keras layer or model.
+        plan: The session's casting.
+
+    Returns:
+        The model.
+
+    Sync: none.
+    """
+    for layer in model._flatten_layers():
+        policy = layer.dtype_policy
+        if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
+            _session.prepared[layer] = policy
+            layer.dtype_policy = policy_for(plan.dtype)
+        forget_functions(layer)
+    return model
+
+
+def forget_functions(layer: Any) -> None:
+    """Have a model build its functions for fit, evaluate and predict anew. Sync: none."""
+    if isinstance(layer, keras.Model):
+        layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def cast(tree: Any, dtype: Dtype) -> Any:
+    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is. Sync: none."""
+    if tf.is_tensor(tree) and not isinstance(tree, tf.Variable):
+        wanted = DTYPES[dtype]
+        return tf.cast(tree, wanted) if tree.dtype.is_floating and tree.dtype != wanted else tree
+    if isinstance(tree, Mapping):
+        kind: Any = type(tree)
+        return kind({key: cast(value, dtype) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        values = [cast(value, dtype) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return tree
+
+
+def widest(tree: Any, at_least: Dtype) -> Dtype:
+    """Give float32 if any floating tensor of a tree is wider than `at_least`. Sync: none."""
+    found = [one for one in tf.nest.flatten(tree) if tf.is_tensor(one) and one.dtype.is_floating]
+    return at_least if all(one.dtype == DTYPES[at_least] for one in found) else "float32"

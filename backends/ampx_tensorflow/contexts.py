@@ -1,0 +1,62 @@
+"""Where code runs: on the host, in a trace of a `tf.function`, or on one of several replicas."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from ampx.group import Member, ScaleGroup
+
+
+def on_host() -> bool:
+    """Tell whether Python itself runs the steps: not in a trace, and not on one of several replicas. Sync: none."""
+    return bool(tf.executing_eagerly()) and _replica() is None
+
+
+def _replica() -> Any:
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return None
+    # A constant tensor, which cannot be a key.
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
+
+
+class Contexts:
+    """The protocol of one loss scale, kept apart for the host, each trace and each replica.
+
+    A trace runs Python once and its operations often, so what Python notes in one place means nothing in another:
+    each place has a group of its own, with the same members.
+    """
+
+    def __init__(self, group: ScaleGroup) -> None:
+        """Remember the group of the host."""
+        self.host = group
+        self._others: weakref.WeakKeyDictionary[Any, dict[Any, ScaleGroup]] = weakref.WeakKeyDictionary()
+
+    def here(self) -> ScaleGroup:
+        """Give the group of the place where the caller runs. Sync: none."""
+        if on_host():
+            return self.host
+        places = self._others.setdefault(tf.compat.v1.get_default_graph(), {})
+        replica = _replica()
+        found = places.get(replica)
+        if found is None:
+            host = self.host
+            found = ScaleGroup(host.framework, host.config, host.enabled, host.index, ledger=host.ledger)
+            for _ in host.members:
+                found.add_member()
+            places[replica] = found
+        return found
+
+    def member(self, position: int) -> Member:
+        """Give a member of the group of `here`. Sync: none."""
+        return self.here().members[position]
+
+    def elsewhere(self, position: int) -> list[Member]:
+        """List the other places of a member where scaled gradients were left. Sync: none."""
+        here = self.here()
+        groups = [self.host, *(group for places in self._others.values() for group in places.values())]
+        found = [group.members[position] for group in groups if group is not here]
+        return [member for member in found if member.stage == "scaled"]

@@ -1,0 +1,75 @@
+"""What the devices of this machine compute, as TensorFlow tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import tensorflow as tf
+
+from ampx.contract import Device
+from ampx.errors import UnsupportedDeviceError
+from ampx.policy import Dtype
+
+_BOTH: Final[frozenset[Dtype]] = frozenset({"float16", "bfloat16"})
+
+
+def describe(name: str) -> Device:
+    """Describe a device.
+
+    Args:
+        name: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"` for the best present.
+
+    Raises:
+        UnsupportedDeviceError: There is no such device here.
+
+    Sync: none.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    wanted = ("gpu" if gpus else "cpu") if name == "auto" else str(name)
+    kind, _, index = wanted.partition(":")
+    if wanted == "cpu":
+        return _describe_cpu()
+    if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < len(gpus):
+        return _describe_gpu(gpus[int(index or 0)])
+    present = ["cpu", *(["gpu"] if gpus else []), *(f"gpu:{one}" for one in range(len(gpus)))]
+    raise UnsupportedDeviceError(
+        f"device={name!r} is not a device that TensorFlow offers here; accepted: 'auto', "
+        f"{', '.join(map(repr, present))}. Pass one of these{'' if gpus else ', or install a CUDA build'}."
+    )
+
+
+def _describe_cpu() -> Device:
+    details = {"version": tf.__version__}
+    if "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags():
+        native: frozenset[Dtype] = frozenset({"bfloat16"})
+        reason = "this CPU has instructions for bfloat16, which TensorFlow uses"
+        return Device("cpu", native, _BOTH - native, preferred="bfloat16", reason=reason, details=details)
+    reason = "TensorFlow computes low precision on this CPU, but not faster than float32"
+    return Device("cpu", emulated=_BOTH, reason=reason, details=details)
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _describe_gpu(device: Any) -> Device:
+    facts = tf.config.experimental.get_device_details(device)
+    capability = tuple(facts.get("compute_capability", (0, 0)))
+    label = f"{facts.get('device_name', device.name)}, compute capability {'.'.join(map(str, capability))}"
+    details = {"name": facts.get("device_name"), "compute_capability": capability, "version": tf.__version__}
+    if capability >= (8, 0):
+        return Device(
+            "gpu", _BOTH, preferred="float16", reason=f"{label}: Tensor Cores compute float16", details=details
+        )
+    if capability >= (7, 0):
+        native: frozenset[Dtype] = frozenset({"float16"})
+        reason = f"{label}: Tensor Cores compute float16"
+        return Device("gpu", native, _BOTH - native, preferred="float16", reason=reason, details=details)
+    reason = f"{label}: no Tensor Cores (they start at 7.0)"
+    return Device("gpu", emulated=_BOTH, reason=reason, details=details)

@@ -1,0 +1,90 @@
+"""Lists of gradients, dense or sparse, with None where there is none: unscale, check, clip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def present(grads: Sequence[Any]) -> bool:
+    """Tell whether there is any gradient at all. Sync: none."""
+    return any(grad is not None for grad in grads)
+
+
+def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
+    """Divide gradients by the scale, in float32 or wider; their dtypes stay.
+
+    Args:
+        grads: Tensors, `IndexedSlices` or None.
+        scale: Float32 scalar; None gives the gradients as they are.
+
+    Sync: none.
+    """
+    if scale is None:
+        return list(grads)
+
+    def divide(values: Any) -> Any:
+        if values.dtype in (tf.float16, tf.bfloat16):
+            return tf.cast(tf.cast(values, tf.float32) / scale, values.dtype)
+        return values / tf.cast(scale, values.dtype)
+
+    return [_each(divide, grad) for grad in grads]
+
+
+def finite(grads: Sequence[Any]) -> Any:
+    """Tell whether all gradients are free of inf and NaN, as a boolean scalar tensor. Sync: none."""
+    flags = [tf.reduce_all(tf.math.is_finite(values)) for values in map(_values, grads) if _floating(values)]
+    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
+
+
+def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) -> tuple[list[Any], Any]:
+    """Clip true gradients by value, then by global L2 norm.
+
+    Rows of `IndexedSlices` that name one row twice are added up first: their sum is what is clipped.
+
+    Returns:
+        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None).
+
+    Sync: none.
+    """
+    merged = [_merge(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+    if max_value is not None:
+        merged = [_each(lambda values: tf.clip_by_value(values, -max_value, max_value), grad) for grad in merged]
+    if max_norm is None:
+        return merged, None
+    squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float32))) for v in map(_values, merged) if _floating(v)]
+    norm = tf.sqrt(tf.add_n(squares)) if squares else tf.constant(0.0)
+    factor = tf.where(norm > max_norm, max_norm / norm, 1.0)
+    return [_each(lambda values: values * tf.cast(factor, values.dtype), grad) for grad in merged], norm
+
+
+def _values(grad: Any) -> Any:
+    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+
+
+def _floating(values: Any) -> bool:
+    return values is not None and bool(values.dtype.is_floating or values.dtype.is_complex)
+
+
+def _each(function: Callable[[Any], Any], grad: Any) -> Any:
+    """Apply a function to a gradient's floating values."""
+    if not _floating(_values(grad)):
+        return grad
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
+    return function(grad)
+
+
+def _merge(grad: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Add up the rows that name the same row; shapes stay, so that it compiles: rows left over are zero."""
+    order = tf.argsort(grad.indices, stable=True)
+    indices, values = tf.gather(grad.indices, order), tf.gather(grad.values, order)
+    new = tf.concat([[0], tf.cast(indices[1:] != indices[:-1], tf.int32)], 0)
+    segments = tf.cumsum(new)
+    rows = tf.shape(indices)[0]
+    summed = tf.math.unsorted_segment_sum(values, segments, rows)
+    owners = tf.math.unsorted_segment_max(indices, segments, rows)
+    owners = tf.where(tf.range(rows) <= segments[-1:], owners, tf.zeros_like(owners))
+    return tf.IndexedSlices(summed, owners, grad.dense_shape)

@@ -1,0 +1,249 @@
+"""Optimizers of `tf.compat.v1.train`: the loss scale is part of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from ampx import sessions
+from ampx.backend import reject_unknown
+from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
+from ampx.events import UNCHECKED, StepResult
+from ampx.group import Member
+from ampx.optimizer import WrappedOptimizer
+from ampx.scale_state import LossScale, LossScaleState
+
+from . import casting, gradients
+from .variables import NamedLedger, ScaleVariables
+
+if TYPE_CHECKING:
+    from .backend import TensorFlowBackend
+
+_v1 = tf.compat.v1
+
+
+def is_optimizer(candidate: object) -> bool:
+    """Tell whether this is a raw optimizer of `tf.compat.v1.train`. Sync: none."""
+    wrapped = isinstance(candidate, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer)
+    return isinstance(candidate, _v1.train.Optimizer) and not wrapped
+
+
+def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> GraphOptimizer:
+    """Wrap a raw optimizer, making the loss scale's variables in the present graph.
+
+    Raises:
+        InvalidOptionError: An option is unknown.
+        UnsupportedByBackendError: It is one of a list.
+
+    Sync: none.
+    """
+    reject_unknown("tensorflow", options, ())
+    if len(member.group.members) > 1:
+        raise UnsupportedByBackendError(
+            "wrap_optimizer got several optimizers of tf.compat.v1.train; accepted: one. Wrap them one by one."
+        )
+    return GraphOptimizer(backend, optimizer, member, options)
+
+
+class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[misc,name-defined]
+    """TensorFlow's own loss scale of graphs, moved as the specification says."""
+
+    def __init__(self, config: LossScale, first: LossScaleState) -> None:
+        """Make the variables; the native ones are never made."""
+        super(_v1.mixed_precision.DynamicLossScale, self).__init__()
+        self.numbers = ScaleVariables(config, first, self._add_weight)
+        # Whether gradients were finite when they were computed: clipping by value would hide an overflow.
+        self.found: list[Any] = []
+
+    def __call__(self) -> Any:
+        """Give the current scale as a float32 scalar tensor."""
+        return tf.convert_to_tensor(self.numbers.variables["scale"])
+
+    def update(self, grads: Any) -> tuple[Any, Any]:
+        """Move the scale; gives the operation that does it, and whether to apply true gradients."""
+        distribution = tf.distribute.get_strategy()
+        found = distribution.extended.call_for_each_replica(
+            lambda given: tf.cast(gradients.finite(tf.nest.flatten(given)), tf.float32), args=(grads,)
+        )
+        total = distribution.reduce(tf.distribute.ReduceOp.SUM, found, axis=None)
+        finite = tf.equal(total, float(distribution.num_replicas_in_sync))
+        finite, self.found = tf.reduce_all([finite, *self.found]), []
+        done = self.numbers.move(finite)
+        return (None if tf.executing_eagerly() else tf.group(*done)), finite
+
+    def get_config(self) -> dict[str, Any]:
+        """Give what the native class would take."""
+        config = self.numbers.config
+        return {
+            "initial_loss_scale": config.init_scale,
+            "increment_period": config.growth_interval,
+            "multiplier": config.growth_factor,
+        }
+
+    def __repr__(self) -> str:
+        """Show the configuration."""
+        return f"SpecifiedLossScale({self.numbers.config!r})"
+
+
+class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):  # type: ignore[misc,name-defined]
+    """An optimizer of `tf.compat.v1.train` with its own loss scale.
+
+    `minimize(loss)` and `compute_gradients(loss)` scale the loss themselves and give true gradients; gradients of a
+    loss that came out of `scale_loss` are made true by `apply_gradients`, which applies them only if all are finite.
+    """
+
+    def __init__(self, backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Made by `ampx.wrap_optimizer`."""
+        group = member.group
+        scale = SpecifiedLossScale(group.config, group.state_of(0))
+        _v1.mixed_precision.MixedPrecisionLossScaleOptimizer.__init__(self, optimizer, scale)
+        self.ampx_member = member
+        self._backend = backend
+        self._clips: tuple[float | None, float | None] = options["max_grad_norm"], options["max_grad_value"]
+        self._computed = False
+        if group.enabled:
+            group.ledger = NamedLedger(scale.numbers)
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last run did, in a session or in eager mode; while a graph is built its fields are tensors.
+
+        Sync: one on an accelerator.
+        """
+        group = self.ampx_member.group
+        if not group.enabled:
+            return UNCHECKED if self._computed else None
+        group.ledger.close(group)
+        return self._numbers.result(self._clips[0] is not None)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale: a number in a session or in eager mode, a tensor while a graph is built.
+
+        Sync: one on an accelerator.
+        """
+        if not self.ampx_member.group.enabled:
+            return 1.0
+        self.ampx_member.group.ledger.close(self.ampx_member.group)
+        found = self._numbers.numbers()
+        return self._loss_scale() if found is None else found["scale"]
+
+    @property
+    def _numbers(self) -> ScaleVariables:
+        numbers: ScaleVariables = self._loss_scale.numbers
+        return numbers
+
+    @tf.autograph.experimental.do_not_convert
+    def compute_gradients(self, loss: Any, var_list: Any = None, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Give pairs of true gradients and variables.
+
+        Args:
+            loss: A float scalar tensor (in eager mode a function that gives it), as the loss function gave it or as
+                `scale_loss` did.
+            var_list: As TensorFlow's `compute_gradients`, like the rest.
+            *args: As TensorFlow's.
+            **kwargs: As TensorFlow's.
+
+        Sync: none.
+        """
+        member = self.ampx_member
+        if not member.group.enabled:
+            return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)  # type: ignore[no-any-return]
+        if self._came_out_of_scale_loss(loss):
+            pairs = self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
+            grads = self._unscale_grads([gradient for gradient, _ in pairs])
+            pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
+        else:
+            pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
+        self._loss_scale.found.append(gradients.finite([gradient for gradient, _ in pairs]))
+        if member.stage == "inside":
+            self._computed = True  # leaving the body would call the gradients scaled
+        else:
+            member.stage = "unscaled"
+        return pairs  # type: ignore[no-any-return]
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Remember that gradients computed inside the body are true already. Sync: none."""
+        if self._computed:
+            self._computed = False
+            self.ampx_member.stage = "unscaled"
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Give an operation that applies true gradients if all are finite, and moves the loss scale.
+
+        Args:
+            grads_and_vars: Pairs as `compute_gradients` gave them (clipped, perhaps), or gradients of what
+                `scale_loss` gave.
+            global_step: Incremented by one when the gradients were applied.
+            name: Of the operation.
+
+        Raises:
+            NotScaledError: Neither `compute_gradients` nor `scale_loss` came before.
+            LowPrecisionParametersError: A variable is float16 or bfloat16.
+
+        Sync: none in a graph; in eager mode one on an accelerator.
+        """
+        member, pairs = self.ampx_member, tuple(grads_and_vars)
+        if not member.group.enabled:
+            self._computed = True
+            return self._optimizer.apply_gradients(pairs, global_step, name)
+        member.check_step()
+        _refuse_low_precision([variable for _, variable in pairs])
+        if member.stage == "scaled":
+            grads = self._unscale_grads([gradient for gradient, _ in pairs])
+            pairs = tuple(zip(grads, [variable for _, variable in pairs], strict=True))
+        with casting.off():
+            done = super().apply_gradients(pairs, global_step, name)
+        member.forget()
+        member.group.ledger.close(member.group)
+        return done
+
+    def ampx_unscale(self) -> None:
+        """Refuse: gradients are values."""
+        self._backend.refuse("unscale (compute_gradients gives true gradients)")
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Refuse: pass `max_grad_norm` to `wrap_optimizer`."""
+        self._backend.refuse("clip_grad_norm (gradients are values; wrap_optimizer takes max_grad_norm)")
+
+    # -- what the native class asks for ------------------------------------------------------------------
+
+    def _doing_dynamic_loss_scaling(self) -> bool:
+        # Native defect: a fixed loss scale applies gradients that are not finite.
+        return True
+
+    def _scale_loss(self, loss: Any) -> Any:
+        # Native defect: the product is computed in the dtype of the loss, and overflows in float16.
+        if callable(loss):
+            return lambda: self._scale_loss(loss())
+        return tf.cast(loss, tf.float32) * self._loss_scale()
+
+    def _unscale_grads(self, grads: Sequence[Any]) -> list[Any]:
+        factor = self.ampx_member.factor
+        return gradients.unscale(grads, self._loss_scale() if factor is None else tf.convert_to_tensor(factor))
+
+    def _apply_gradients(self, distribution: Any, grads_and_vars: Any, global_step: Any, name: Any) -> Any:
+        if self._clips == (None, None):
+            return super()._apply_gradients(distribution, grads_and_vars, global_step, name)
+        grads, norm = gradients.clip([gradient for gradient, _ in grads_and_vars], *self._clips)
+        pairs = tuple(zip(grads, [variable for _, variable in grads_and_vars], strict=True))
+        told = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
+        with tf.control_dependencies([] if tf.executing_eagerly() else told):
+            return super()._apply_gradients(distribution, pairs, global_step, name)
+
+    def _came_out_of_scale_loss(self, loss: Any) -> bool:
+        session = sessions.get("tensorflow")
+        known = None if session is None else session.scaled.get(id(loss))
+        return known is not None and known() is loss
+
+
+def _refuse_low_precision(variables: Sequence[Any]) -> None:
+    low = [one.name for one in variables if one.dtype.base_dtype in (tf.float16, tf.bfloat16)]
+    if low:
+        raise LowPrecisionParametersError(
+            f"the optimizer was given {len(low)} low-precision variables ({', '.join(low[:5])}); updates smaller than "
+            f"their precision would be lost. Keep the variables in float32, and cast what is computed from them."
+        )

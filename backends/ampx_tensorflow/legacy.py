@@ -1,0 +1,296 @@
+"""Optimizers of tf_keras (Keras 2): a `LossScaleOptimizer` of theirs that follows the specification.
+
+Imported only where tf_keras is.
+"""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.mixed_precision import loss_scale_optimizer as native
+
+from ampx import sessions
+from ampx.errors import (
+    AlreadyWrappedError,
+    LowPrecisionParametersError,
+    NotInitializedError,
+    UnsupportedByBackendError,
+)
+from ampx.group import Member
+from ampx.optimizer import WrappedOptimizer
+from ampx.scale_state import LossScale
+
+from . import casting, gradients, legacy_casting, replicas
+from .ledger import VariableLedger
+from .protocol import LedgerOptimizer, make_slots
+
+if TYPE_CHECKING:
+    from .backend import TensorFlowBackend
+
+
+class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):  # type: ignore[misc]
+    """What both bases below ask of a class."""
+
+
+class _Scaling(LedgerOptimizer, metaclass=_Meta):
+    """What the two classes below share; `native` is tf_keras's own class of the same kind.
+
+    `minimize`, and so `fit`, scales the loss and gives `apply_gradients` true gradients. Gradients of a loss that came
+    out of `scale_loss` are made true by `apply_gradients`.
+    """
+
+    native: Any
+    _loss_scale: Any
+    _optimizer: Any
+
+    def __init__(self, backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Made by `ampx.wrap_optimizer`."""
+        group = member.group
+        # Native defect: with dynamic=False gradients that are not finite are applied.
+        self.native.__init__(self, optimizer, initial_scale=group.config.init_scale)
+        self._max_grad_norm = options["max_grad_norm"]
+        self._max_grad_value = options["max_grad_value"]
+        if not isinstance(group.ledger, VariableLedger):
+            counters = self._loss_scale._add_weight("counters", [0, group.config.hysteresis, 0, 0], tf.int64)
+            scale, traced = self._loss_scale.current_loss_scale, tf.Variable([0, 0], False, dtype=tf.int64)
+            group.ledger = VariableLedger(group, scale, counters, traced)
+        self._ledger = group.ledger
+        self._place = self._ledger.join(make_slots())
+
+    @property
+    def _measures(self) -> bool:
+        return self._max_grad_norm is not None
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Give the loss in float32 times the loss scale.
+
+        Native defect: the product is computed in the dtype of the loss, and overflows in float16.
+
+        Args:
+            loss: Floating scalar tensor, or a function that gives one.
+
+        Sync: none.
+        """
+        self._loss_has_been_scaled = True
+        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Give true gradients; `apply_gradients` then takes them as they are.
+
+        Args:
+            grads: Tensors, `IndexedSlices` or None.
+
+        Raises:
+            NotScaledError: The loss was not scaled.
+
+        Sync: none.
+        """
+        member = self.ampx_member
+        if not member.group.enabled:
+            return list(grads)
+        factor = self._check_step(member)
+        self._gradients_have_been_unscaled = True
+        true = gradients.unscale(grads, factor)
+        if member.stage == "idle":  # scaled in another function
+            member.enter(factor, 0)
+        member.stage = "unscaled"
+        return true
+
+    def _step(self, grads_and_vars: Any, aggregate: bool) -> None:
+        """Make gradients true if they are not, add them up over the replicas, apply or skip, move the scale."""
+        member, pairs = self.ampx_member, [pair for pair in grads_and_vars if pair[0] is not None]
+        if not pairs:
+            self._nothing_to_do(member)
+            return
+        factor = self._check_step(member)
+        self._check_replicas()
+        _refuse_low_precision([variable for _, variable in pairs])
+        if member.stage != "unscaled":
+            grads = gradients.unscale([gradient for gradient, _ in pairs], factor)
+            pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
+        if member.stage == "scaled":
+            member.stage = "unscaled"  # should the update fail, a second try must not divide again
+        variables = [variable for _, variable in pairs]
+        with casting.off():
+            with tf.init_scope():
+                self._make_slots(variables)
+            if aggregate:
+                # First, as natively: an overflow on any replica is then one on all.
+                pairs = list(self._aggregate(pairs))
+            grads = [gradient for gradient, _ in pairs]
+            finite = replicas.everywhere(gradients.finite(grads))
+            norm = None
+            if self._max_grad_norm is not None or self._max_grad_value is not None:
+                grads, norm = gradients.clip(grads, self._max_grad_norm, self._max_grad_value)
+
+            def apply(grads: Any) -> None:
+                self._apply_true(list(zip(grads, variables, strict=True)))
+
+            # Native defect: a skipped step advances `iterations`, and schedules with it.
+            replicas.conditionally(finite, apply, grads)
+        self._finish(member, factor, finite, norm)
+
+    def _make_slots(self, variables: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def _aggregate(self, pairs: Any) -> Any:
+        raise NotImplementedError
+
+    def _apply_true(self, pairs: Any) -> None:
+        raise NotImplementedError
+
+    def ampx_unwrap(self) -> None:
+        """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
+        self._optimizer._is_wrapped_by_loss_scale_optimizer = False
+
+    def get_config(self) -> dict[str, Any]:
+        """Give the raw optimizer's configuration and the loss scale's."""
+        return {
+            "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
+            "loss_scale": asdict(self._ledger.contexts.host.config),
+            "max_grad_norm": self._max_grad_norm,
+            "max_grad_value": self._max_grad_value,
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
+        """Wrap the raw optimizer of a configuration anew, in the active session.
+
+        Raises:
+            NotInitializedError: There is none.
+
+        Sync: none.
+        """
+        session = sessions.get("tensorflow")
+        if session is None:
+            raise NotInitializedError(
+                "a tf_keras model was loaded whose optimizer ampx had wrapped, without a session; accepted: loading "
+                "after ampx.init, or load_model(…, compile=False). Call ampx.init(framework='tensorflow') first."
+            )
+        inner = tf_keras.optimizers.deserialize(
+            config["inner_optimizer"], custom_objects=custom_objects, use_legacy_optimizer=cls is AmpLegacyOptimizer
+        )
+        return session.wrap_optimizer(
+            inner,
+            loss_scale=LossScale(**config["loss_scale"]),
+            max_grad_norm=config["max_grad_norm"],
+            max_grad_value=config["max_grad_value"],
+        )
+
+
+class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
+    """A tf_keras optimizer with its own loss scale."""
+
+    native = native.LossScaleOptimizerV3
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Any, skip_gradients_aggregation: bool = False, **kwargs: Any) -> None:
+        """Apply true gradients if all are finite on all replicas; move the loss scale.
+
+        Args:
+            grads_and_vars: Pairs of gradients and variables.
+            skip_gradients_aggregation: The gradients were added up over the replicas already.
+            **kwargs: As tf_keras's.
+
+        Raises:
+            NotScaledError: There are gradients, but their loss was not scaled.
+
+        Sync: one on an accelerator in eager mode, none in a function.
+        """
+        if not self._ledger.contexts.host.enabled:
+            self._optimizer.apply_gradients(grads_and_vars, skip_gradients_aggregation, **kwargs)
+            return
+        aggregate = kwargs.pop("experimental_aggregate_gradients", True) and not skip_gradients_aggregation
+        self._step(grads_and_vars, aggregate)
+
+    def _make_slots(self, variables: Sequence[Any]) -> None:
+        self._optimizer.build(variables)
+
+    def _aggregate(self, pairs: Any) -> Any:
+        return self._optimizer.aggregate_gradients(pairs)
+
+    def _apply_true(self, pairs: Any) -> None:
+        self._optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+
+
+class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[misc]
+    """An optimizer of tf_keras.optimizers.legacy with its own loss scale."""
+
+    native = native.LossScaleOptimizer
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(
+        self, grads_and_vars: Any, name: str | None = None, experimental_aggregate_gradients: bool = True
+    ) -> None:
+        """Apply true gradients if all are finite on all replicas; move the loss scale.
+
+        Args:
+            grads_and_vars: Pairs of gradients and variables.
+            name: As tf_keras's.
+            experimental_aggregate_gradients: Add up the gradients of the replicas.
+
+        Raises:
+            NotScaledError: There are gradients, but their loss was not scaled.
+
+        Sync: one on an accelerator in eager mode, none in a function.
+        """
+        if not self._ledger.contexts.host.enabled:
+            self._optimizer.apply_gradients(grads_and_vars, name, experimental_aggregate_gradients)
+            return
+        self._step(grads_and_vars, experimental_aggregate_gradients)
+
+    def _make_slots(self, variables: Sequence[Any]) -> None:
+        self._optimizer._create_all_weights(variables)
+
+    def _aggregate(self, pairs: Any) -> Any:
+        return self._optimizer._aggregate_gradients(self._optimizer._transform_unaggregated_gradients(pairs))
+
+    def _apply_true(self, pairs: Any) -> None:
+        self._optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
+
+
+def _refuse_low_precision(variables: Sequence[Any]) -> None:
+    low = [variable.name for variable in variables if variable.dtype in (tf.float16, tf.bfloat16)]
+    if low:
+        raise LowPrecisionParametersError(
+            f"the optimizer was given {len(low)} low-precision variables ({', '.join(low[:5])}); updates smaller "
+            f"than their precision would be lost. Keep the variables in float32 and let a policy cast them."
+        )
+
+
+def is_optimizer(candidate: object) -> bool:
+    """Tell whether this is an optimizer of tf_keras, not wrapped. Sync: none."""
+    own = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
+    return isinstance(candidate, own) and not isinstance(candidate, native.BaseLossScaleOptimizer)
+
+
+def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
+    """Wrap a raw optimizer.
+
+    Raises:
+        AlreadyWrappedError: It is inside one of tf_keras's loss-scale optimizers.
+        ProtocolError: tf_keras was imported after `init`.
+        UnsupportedByBackendError: A graph of TensorFlow 1 is being built.
+
+    Sync: none.
+    """
+    if getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
+        raise AlreadyWrappedError(
+            f"wrap_optimizer got {type(optimizer).__name__}, which a LossScaleOptimizer of tf_keras holds; its "
+            f"gradients would be unscaled twice. Pass an optimizer that nothing wraps."
+        )
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise UnsupportedByBackendError(
+            "wrap_optimizer got an optimizer of tf_keras while a graph is built; accepted: eager mode and tf.function, "
+            "and in graphs optimizers of tf.compat.v1.train. Use one of these."
+        )
+    legacy_casting.check_active()
+    kind = AmpLegacyOptimizer if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer) else AmpOptimizer
+    return kind(backend, optimizer, member, options)

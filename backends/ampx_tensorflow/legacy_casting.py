@@ -1,0 +1,89 @@
+"""Casting of tf_keras layers (Keras 2): its own dtype policies. Imported only where tf_keras is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tf_keras
+
+from ampx import sessions
+from ampx.contract import CastPlan
+from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.policy import Dtype
+
+
+class _Before:
+    """What was before `activate`."""
+
+    policy: Any = None
+
+
+def policy_for(dtype: Dtype) -> Any:
+    """Give the policy of layers with float32 variables that compute in a dtype. Sync: none."""
+    return tf_keras.mixed_precision.Policy("float32" if dtype == "float32" else f"mixed_{dtype}")
+
+
+def activate(plan: CastPlan) -> None:
+    """Let layers that are made from now on compute in the plan's dtype, in all threads. Sync: none."""
+    if _Before.policy is None:
+        _Before.policy = tf_keras.mixed_precision.global_policy()
+    tf_keras.mixed_precision.set_global_policy(policy_for(plan.dtype))
+
+
+def deactivate() -> None:
+    """Undo `activate`; layers made meanwhile keep casting. Sync: none."""
+    if _Before.policy is not None:
+        tf_keras.mixed_precision.set_global_policy(_Before.policy)
+        _Before.policy = None
+
+
+@contextmanager
+def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
+    """Give a region in which new layers cast, or do not; layers that exist keep their policy. Sync: none."""
+    before = tf_keras.mixed_precision.global_policy()
+    tf_keras.mixed_precision.set_global_policy(policy_for(plan.dtype if enabled else "float32"))
+    try:
+        yield
+    finally:
+        tf_keras.mixed_precision.set_global_policy(before)
+
+
+def is_model(candidate: object) -> bool:
+    """Tell whether this is a layer or model of tf_keras. Sync: none."""
+    return isinstance(candidate, tf_keras.layers.Layer)
+
+
+def prepare(model: Any, plan: CastPlan) -> Any:
+    """Give a model whose layers cast already as it is.
+
+    Raises:
+        UnsupportedByBackendError: A layer was made before `init`: its variables are made such that they cannot cast.
+
+    Sync: none.
+    """
+    early = [layer.name for layer in model._flatten_layers() if layer.weights and layer.dtype_policy.name == "float32"]
+    if early:
+        raise UnsupportedByBackendError(
+            f"prepare got a model of tf_keras with {len(early)} float32 layers ({', '.join(early[:5])}), whose "
+            f"variables cannot be cast any more; accepted: models made after ampx.init. Make the model after it and "
+            f"copy the weights: new.set_weights(old.get_weights())."
+        )
+    return model
+
+
+def check_active() -> None:
+    """Raise where the session casts in the whole process, but tf_keras came too late for `activate`.
+
+    Raises:
+        ProtocolError: Layers made so far do not cast.
+
+    Sync: none.
+    """
+    session = sessions.get("tensorflow")
+    if session and session.casting and session.effective.process_wide and _Before.policy is None:
+        raise ProtocolError(
+            "wrap_optimizer got an optimizer of tf_keras, which was imported after ampx.init, so that layers made "
+            "since do not cast; accepted: importing tf_keras first. Move the import above ampx.init."
+        )

@@ -1,0 +1,182 @@
+"""The Keras optimizer that `wrap_optimizer` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ampx import sessions
+from ampx.errors import ProtocolError
+from ampx.events import UNCHECKED
+from ampx.group import Member, ScaleGroup
+from ampx.scale_state import LossScale
+
+from . import casting, gradients, replicas
+from .ledger import VariableLedger
+from .protocol import LedgerOptimizer, make_slots
+
+
+@keras.saving.register_keras_serializable("ampx")
+class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+    """A Keras optimizer with its own loss scale.
+
+    It is Keras' own `LossScaleOptimizer` with the loss scale of the specification, in variables that are there from
+    the beginning: natively, a function traced before the first step holds the first scale for ever.
+
+    Attributes:
+        inner_optimizer: The raw optimizer.
+        dynamic_scale: The variable of the current loss scale.
+        counters: The variable of the loss scale's counters: see `VariableLedger`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        enabled: bool = True,
+        member: Member | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Made by `ampx.wrap_optimizer`, and by Keras when it loads a model."""
+        if member is None:
+            member = ScaleGroup("tensorflow", loss_scale or LossScale(), enabled, emit=sessions.emit).add_member()
+        group = member.group
+        super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name)
+        self.max_grad_norm = max_grad_norm
+        self.max_grad_value = max_grad_value
+        if not isinstance(group.ledger, VariableLedger):
+            group.ledger = VariableLedger(group, *self._make_scale(group))
+        self._ledger: VariableLedger = group.ledger
+        # Tracked under these names: models and checkpoints save them.
+        self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
+        self._place = group.ledger.join(make_slots())
+
+    def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any, Any]:
+        state = group.states[0]
+        first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0]
+        scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
+        counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
+        counters.assign(first)
+        with tf.init_scope():  # no attribute of the optimizer, so that nothing saves it
+            return scale, counters, tf.Variable([0, 0], trainable=False, dtype=tf.int64)
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the raw optimizer's variables; the loss scale's are there already."""
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(var_list)
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+    @property
+    def _measures(self) -> bool:
+        return self.max_grad_norm is not None
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale a loss inside the tape, as Keras does in `fit`: `ampx.scale_loss` without its checks of the loss.
+
+        Args:
+            loss: Floating scalar tensor of any dtype.
+
+        Returns:
+            The loss in float32 times the loss scale.
+
+        Raises:
+            NestedScaleError: A `scale_loss` body for this optimizer is running.
+
+        Sync: none.
+        """
+        return self._scaled(loss)
+
+    # -- stepping -------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Unscale, check, clip, apply or skip, move the loss scale.
+
+        Args:
+            grads: The scaled gradients: tensors, `IndexedSlices`, None where there is none.
+            trainable_variables: The variables they belong to; those the optimizer was built with by default.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+            ProtocolError: Every gradient is None.
+
+        Sync: as Keras: one outside of traced code, else none.
+        """
+        grads = list(grads)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        member = self.ampx_member
+        if not member.group.enabled:
+            self._build(variables)
+            self._update(grads, variables, None)
+            member.result = UNCHECKED
+            return
+        if not grads:
+            self._nothing_to_do(member)
+            return
+        factor = self._check_step(member)
+        if not gradients.present(grads):
+            raise ProtocolError(
+                f"apply got {len(grads)} gradients, all None: the loss was scaled outside the tape, or does not depend "
+                f"on the variables; accepted: gradients of the scaled loss. Enter scale_loss inside the tape, or call "
+                f"scaled.gradient(tape, variables)."
+            )
+        self._check_replicas()
+        self._build(variables)
+        norm, divisor = None, factor if self._divides(member.group.config) else None
+        clips = self.max_grad_norm is not None or self.max_grad_value is not None
+        if clips or not self._shrinks(member.group.config):
+            grads, divisor = gradients.unscale(grads, divisor), None
+        if clips:
+            grads = replicas.summed(grads)
+        finite = replicas.everywhere(gradients.finite(grads if clips else replicas.with_headroom(grads)))
+        if clips:
+            grads, norm = gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
+            grads = replicas.shared(grads)
+        replicas.conditionally(finite, self._update, grads, variables, divisor)
+        self._finish(member, factor, finite, norm)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Call `apply` with pairs of gradients and variables; gives `iterations`."""
+        pairs = list(grads_and_vars)
+        self.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
+        return self.iterations
+
+    def _update(self, grads: Sequence[Any], variables: Sequence[Any] | None, divisor: Any) -> None:
+        with casting.off():
+            self.inner_optimizer.apply(gradients.unscale(grads, divisor), trainable_variables=variables)
+
+    def _build(self, variables: Sequence[Any] | None) -> None:
+        if not self.built and variables is None and self.inner_optimizer.built:
+            variables = self.inner_optimizer._trainable_variables
+        if not self.built and variables is not None:
+            # Natively, variables that are made in a function first called on several replicas break it.
+            with tf.init_scope(), keras.name_scope(self.name, caller=self):
+                self.build(variables)
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        """Give what Keras saves to make the optimizer again."""
+        group = self._ledger.contexts.host
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "loss_scale": asdict(group.config),
+            "max_grad_norm": self.max_grad_norm,
+            "max_grad_value": self.max_grad_value,
+            "enabled": group.enabled,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AmpOptimizer:
+        """Make an optimizer from what `get_config` gave."""
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
+        return cls(**{**config, "inner_optimizer": inner, "loss_scale": LossScale(**config["loss_scale"])})

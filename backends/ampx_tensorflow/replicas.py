@@ -1,0 +1,94 @@
+"""What several replicas of `tf.distribute` have to agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def everywhere(finite: Any) -> Any:
+    """Tell on each replica whether a boolean scalar tensor is true on all of them.
+
+    Native defect: Keras 3 looks at the gradients of the first replica only. Call it where each replica runs its own
+    code; outside, and with a single replica, the answer is the argument.
+
+    Sync: none with the host; one all-reduce of a number between several replicas.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return finite
+    overflows = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32))
+    return tf.equal(overflows, 0.0)
+
+
+def several() -> bool:
+    """Tell whether the caller runs on one of several replicas. Sync: none."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1
+
+
+def summed(grads: Sequence[Any]) -> list[Any]:
+    """Add up the gradients of all replicas, so that their global norm can be told; None stays.
+
+    Sync: none with the host; one all-reduce between several replicas.
+    """
+    found = [one for one in grads if one is not None]
+    if not found or not several():
+        return list(grads)
+    total = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, found))
+    return [None if one is None else next(total) for one in grads]
+
+
+def with_headroom(grads: Sequence[Any]) -> list[Any]:
+    """Give what to test so that the sum over all replicas, which Keras makes later, is finite too. Sync: none."""
+    if not several():
+        return list(grads)
+    count = tf.distribute.get_replica_context().num_replicas_in_sync
+    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads if one is not None]
+    return [one * tf.cast(count, one.dtype) for one in values]
+
+
+def shared(grads: Sequence[Any]) -> list[Any]:
+    """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up. Sync: none."""
+    if not several():
+        return list(grads)
+    count = tf.distribute.get_replica_context().num_replicas_in_sync
+
+    def share(gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(share(gradient.values), gradient.indices, gradient.dense_shape)
+        return None if gradient is None else gradient / tf.cast(count, gradient.dtype)
+
+    return [share(one) for one in grads]
+
+
+def conditionally(finite: Any, function: Callable[..., None], *args: Any) -> None:
+    """Call a function on each replica where `finite`, which `everywhere` gave, is true.
+
+    Args:
+        finite: Boolean scalar tensor, the same on all replicas.
+        function: Changes variables and returns nothing.
+        *args: What it gets; tensors are those of the replica.
+
+    Sync: as `tf.cond`.
+    """
+    if tf.__internal__.distribute.strategy_supports_no_merge_call():
+        _run_if(finite, lambda: function(*args))
+        return
+
+    # A condition around code that itself merges replicas must stand where the replicas are one.
+    def across(strategy: Any, finite: Any, args: Any) -> None:
+        first = strategy.experimental_local_results(finite)[0]
+        _run_if(first, lambda: strategy.extended.call_for_each_replica(function, args=args))
+
+    tf.distribute.get_replica_context().merge_call(across, args=(finite, args))
+
+
+def _run_if(condition: Any, function: Callable[[], Any]) -> None:
+    def run() -> Any:
+        function()
+        return tf.constant(0)
+
+    tf.cond(condition, run, lambda: tf.constant(0))

@@ -1,0 +1,111 @@
+"""Functions that were traced under one casting are traced anew under another.
+
+TensorFlow has no way to say that a trace depends on anything but the arguments: a `tf.function` that was traced with
+casting on would compute in low precision inside `autocast(enabled=False)`, silently. The traces of a function lie in
+its cache under a context (device, strategy, ...), to which this module adds what ampx decided in the trace.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+import tensorflow as tf
+from tensorflow.core.function.polymorphism.function_cache import FunctionCache, FunctionContext
+
+from ampx.errors import AmpxWarning
+
+_seen: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+# Gives what traces depend on at the moment, one function a module that decides something.
+_decisions: Final[list[Callable[[], Hashable]]] = []
+
+
+Decision = TypeVar("Decision", bound=Callable[[], Hashable])
+
+
+def decided_by(decision: Decision) -> Decision:
+    """Name something that traces depend on; a decorator. Sync: none."""
+    _decisions.append(decision)
+    return decision
+
+
+def depend() -> None:
+    """Let the functions that are being traced now be traced anew when a decision changes. Sync: none."""
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    if graph in _seen:
+        return
+    _seen.add(graph)
+    for function in _functions_being_traced():
+        cache = getattr(function, "_function_cache", None)
+        if type(cache) is FunctionCache:
+            cache.__class__ = _Cache
+        elif type(cache) is not _Cache:
+            warnings.warn(
+                f"TensorFlow {tf.__version__} keeps the traces of {function!r} where ampx does not find them: it will "
+                f"not notice when casting changes. Trace it under one casting only.",
+                AmpxWarning,
+                stacklevel=2,
+            )
+
+
+def launcher() -> int | None:
+    """Give the thread that runs a strategy's step, where the caller is one of its replicas. Sync: none."""
+    if not tf.distribute.has_strategy():
+        return None
+    replica = threading.current_thread()
+    for ident, stack in sys._current_frames().items():
+        for frame in _frames(stack, "tensorflow.python.distribute.mirrored_run"):
+            if replica in frame.f_locals.get("threads", ()):
+                return ident
+    return None
+
+
+def _functions_being_traced() -> Iterator[Any]:
+    waiting = launcher()  # the replicas of a strategy run in threads of their own; who traces waits in another
+    stack = sys._getframe() if waiting is None else sys._current_frames()[waiting]
+    for frame in _frames(stack, "tensorflow.python.eager.polymorphic_function"):
+        found = frame.f_locals.get("self")
+        if isinstance(found, tf.types.experimental.PolymorphicFunction):
+            yield found
+
+
+def _frames(stack: FrameType | None, package: str) -> Iterator[FrameType]:
+    while stack is not None:
+        if stack.f_globals.get("__name__", "").startswith(package):
+            yield stack
+        stack = stack.f_back
+
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    """The traces of a function, kept apart by what they depend on."""
+
+    __slots__ = ()
+
+    def lookup(self, function_type: Any, context: Any = None) -> Any:
+        """Find a trace; a function that calls this one then depends on the same."""
+        depend()
+        return super().lookup(function_type, _with_decisions(context))
+
+    def delete(self, function_type: Any, context: Any = None) -> Any:
+        """Forget a trace."""
+        return super().delete(function_type, _with_decisions(context))
+
+    def add(self, fn: Any, context: Any = None) -> None:
+        """Keep a trace."""
+        super().add(fn, _with_decisions(context))
+
+    def generalize(self, context: Any, function_type: Any) -> Any:
+        """Find a wider signature among the traces."""
+        return super().generalize(_with_decisions(context), function_type)
+
+
+def _with_decisions(context: Any) -> FunctionContext:
+    context = context or FunctionContext()
+    return context._replace(context=(context.context, *(decision() for decision in _decisions)))

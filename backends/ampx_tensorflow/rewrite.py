@@ -1,0 +1,131 @@
+"""Casting of plain functions: TensorFlow's own graph rewriter, switched on for single calls.
+
+Switched on for the process it would also cast what asked for float32, such as a layer with `dtype="float32"` inside
+any `tf.function`; so it acts on functions that were given to `ampx.prepare`, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, Final
+
+import tensorflow as tf
+
+from ampx.contract import CastPlan
+from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.policy import Dtype
+
+from .casting import compute_dtype
+
+# Dtype → the rewriter's option, and what it rounds 1 + 2**-9 + 2**-13 to: float16 keeps ten bits, bfloat16 seven.
+_OPTIONS: Final[dict[Dtype, tuple[str, float]]] = {
+    "bfloat16": ("auto_mixed_precision_onednn_bfloat16", 1.0),
+    "float16": ("auto_mixed_precision", 1.0 + 2.0**-9),
+}
+# The options are the process's: one prepared function sets them at a time.
+_lock = threading.RLock()
+
+
+def is_function(candidate: object) -> bool:
+    """Tell whether this is a `tf.function`. Sync: none."""
+    return isinstance(candidate, tf.types.experimental.PolymorphicFunction)
+
+
+def prepare(function: Any, plan: CastPlan) -> PreparedFunction:
+    """Give a `tf.function` that TensorFlow's rewriter casts.
+
+    Args:
+        function: What `tf.function` gave.
+        plan: The session's casting.
+
+    Raises:
+        UnsupportedByBackendError: The rewriter does not cast it here; the message says why.
+
+    Sync: one, the first time.
+    """
+    if getattr(function, "_jit_compile", False):
+        raise UnsupportedByBackendError(
+            "prepare got a tf.function with jit_compile=True, which TensorFlow's rewriter does not see; accepted: "
+            "functions without it. Leave jit_compile out, or cast inside the function with ampx.half_function."
+        )
+    _option(plan.device, plan.dtype)
+    return PreparedFunction(function, plan.device)
+
+
+def _option(device: str, dtype: Dtype) -> str:
+    option = _OPTIONS[dtype][0]
+    if not _works(device, dtype):
+        raise UnsupportedByBackendError(
+            f"prepare got a tf.function to compute in {dtype} on {device!r}, where TensorFlow's rewriter casts "
+            f"nothing (it was tried); accepted: devices and dtypes that it knows. Choose the other dtype, or cast "
+            f"inside the function with ampx.half_function."
+        )
+    return option
+
+
+@functools.cache
+def _works(device: str, dtype: Dtype) -> bool:
+    """Try whether a product is rounded as the dtype does."""
+    option, rounded = _OPTIONS[dtype]
+    product = tf.function(lambda a, b: tf.matmul(tf.nn.relu(a), b) + 0.0)
+    with tf.init_scope(), tf.device(device.upper()), _Switched(option):
+        values = tf.fill([64, 64], 1.0 + 2.0**-9 + 2.0**-13)
+        return float(product(values, tf.eye(64))[0, 0]) == rounded
+
+
+class _Switched:
+    """A region with one of the rewriter's options on; before and after, the options are the same."""
+
+    def __init__(self, option: str) -> None:
+        self._option = option
+        self._before = False
+
+    def __enter__(self) -> None:
+        _lock.acquire()
+        self._before = bool(tf.config.optimizer.get_experimental_options().get(self._option, False))
+        tf.config.optimizer.set_experimental_options({self._option: True})
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            tf.config.optimizer.set_experimental_options({self._option: self._before})
+        finally:
+            _lock.release()
+
+
+class PreparedFunction:
+    """A `tf.function` whose products are cast while the session, and the region of the call, cast.
+
+    Everything but calling it is the function's own.
+    """
+
+    def __init__(self, function: Any, device: str) -> None:
+        """Made by `ampx.prepare`."""
+        self.function = function
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the function."""
+        if name.startswith("__") or "function" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, with the rewriter on where casting is.
+
+        Raises:
+            ProtocolError: It is called while another function is traced, which the rewriter would not follow.
+            UnsupportedByBackendError: The region asks for a dtype that the rewriter does not know here.
+
+        Sync: as the function.
+        """
+        dtype = compute_dtype()
+        if dtype == "float32":
+            return self.function(*args, **kwargs)
+        if tf.inside_function():
+            raise ProtocolError(
+                "a prepared function was called while another tf.function is traced, where casting is decided by the "
+                "outer one; accepted: calling it directly. Give the outer function to ampx.prepare instead."
+            )
+        with _Switched(_option(self._device, dtype)):
+            return self.function(*args, **kwargs)

@@ -1,0 +1,208 @@
+"""A loss scale that lives in variables of TensorFlow, moved by the specification inside any function or graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import tensorflow as tf
+
+from ampx.errors import AmpxWarning, ProtocolError
+from ampx.events import StepResult
+from ampx.group import Outcome, ScaleGroup
+from ampx.ledger import Ledger
+from ampx.scale_state import LossScale, LossScaleState, next_state
+
+# The first two are called as in TensorFlow's own loss scales, so that their checkpoints load.
+_NAMES = {"scale": "current_loss_scale", "growth_tracker": "good_steps"}
+_FLOATS = ("scale", "used", "grad_norm")
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Choose; a Python number becomes a tensor like the other branch, or an int64 where both are numbers."""
+    like = next((one for one in (if_true, if_false) if tf.is_tensor(one)), None)
+    dtype = tf.int64 if like is None else like.dtype
+    return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
+
+
+class ScaleVariables:
+    """The variables of one loss scale.
+
+    Attributes:
+        config: The loss scale's configuration.
+        traced: A function or graph was built with the configuration, which therefore cannot change any more.
+        variables: By name: the four numbers of the specification, and what the last step did (`used`, the scale that
+            its gradients carried, `finite`, `grad_norm`) and how many steps were counted (`steps`).
+    """
+
+    def __init__(self, config: LossScale, first: LossScaleState, add: Callable[..., Any]) -> None:
+        """Make the variables.
+
+        Args:
+            config: The configuration.
+            first: The state to start from.
+            add: Makes a variable from `name`, `initial_value` and `dtype`.
+        """
+        self.config = config
+        self.traced = False
+        # None: the variables are eager ones.
+        self._graph = None if tf.compat.v1.executing_eagerly_outside_functions() else tf.compat.v1.get_default_graph()
+        numbers = {field.name: getattr(first, field.name) for field in fields(LossScaleState)}
+        told = {"used": first.scale, "finite": 1, "steps": 0, "grad_norm": 0.0}
+        self.variables = {
+            name: add(
+                name=_NAMES.get(name, name),
+                initial_value=value,
+                dtype=tf.float32 if name in _FLOATS else tf.int64,
+            )
+            for name, value in {**numbers, **told}.items()
+        }
+
+    def state(self) -> LossScaleState:
+        """Give the state as tensors. Sync: none."""
+        return LossScaleState(*(tf.convert_to_tensor(self.variables[one.name]) for one in fields(LossScaleState)))
+
+    def move(self, finite: Any) -> list[Any]:
+        """Move the state by one step; gives the operations that do it, for graphs. Sync: none."""
+        self.traced = self.traced or not tf.executing_eagerly()
+        state = self.state()
+        after = next_state(self.config, state, finite, where=_where)
+        changes = {one.name: getattr(after, one.name) for one in fields(LossScaleState)}
+        changes |= {"used": state.scale, "finite": tf.cast(finite, tf.int64)}
+        done = [self.variables[name].assign(value) for name, value in changes.items()]
+        return [*done, self.variables["steps"].assign_add(1)]
+
+    def numbers(self) -> dict[str, Any] | None:
+        """Give the values; None where they cannot be read: there is no session, or it has not started them.
+
+        Sync: one on an accelerator.
+        """
+        if self._graph is None and tf.inside_function():
+            return None
+        if self._graph is None:
+            return {name: variable.numpy().item() for name, variable in self.variables.items()}
+        session = tf.compat.v1.get_default_session()
+        if session is None or session.graph is not self._graph:
+            return None
+        try:
+            found = session.run(self.variables)
+        except tf.errors.FailedPreconditionError:
+            return None
+        return {name: value.item() for name, value in found.items()}
+
+    def load(self, state: LossScaleState) -> None:
+        """Write the values.
+
+        Raises:
+            ProtocolError: This is a graph, and there is no session, or it has not started the variables.
+
+        Sync: one on an accelerator.
+        """
+        values = {self.variables[one.name]: getattr(state, one.name) for one in fields(LossScaleState)}
+        if self._graph is None:
+            for variable, value in values.items():
+                variable.assign(value)
+            return
+        if self.numbers() is None:
+            raise ProtocolError(
+                "a state was loaded into a graph whose variables no session has started yet, so that starting them "
+                "would overwrite it; accepted: loading inside `with session.as_default():` after the initializer ran. "
+                "Call load_state_dict there."
+            )
+        session = tf.compat.v1.get_default_session()
+        for variable, value in values.items():
+            variable.load(value, session)
+
+    def result(self, norm: bool) -> StepResult | None:
+        """Tell what the last step did; tensors while a function or graph is built, None before the first step.
+
+        Args:
+            norm: The steps measured the gradients' norm.
+
+        Sync: one on an accelerator, none while a function or graph is built.
+        """
+        found = self.numbers()
+        if found is not None and not found["steps"]:
+            return None
+        if found is None:
+            found = {name: tf.convert_to_tensor(variable) for name, variable in self.variables.items()}
+            finite = tf.not_equal(found["finite"], 0)
+            measured = found["grad_norm"]
+        else:
+            finite = bool(found["finite"])
+            measured = found["grad_norm"] if finite else None
+        return StepResult(
+            finite, finite, found["used"], found["scale"], found["consecutive_skips"], measured if norm else None
+        )
+
+
+class NamedLedger(Ledger):
+    """The scale is a variable, and whoever applies gradients moves it; the host looks when it is asked."""
+
+    def __init__(self, scale: ScaleVariables) -> None:
+        """Remember the variables."""
+        self.scale = scale
+        self._seen = 0
+
+    def factor(self, group: ScaleGroup, loss_id: int) -> Any:
+        """Give the variable itself: a function that is traced reads it anew in every call."""
+        return self.scale.variables["scale"]
+
+    def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
+        """Do nothing: the variables were moved with the step."""
+
+    def resolve(self, group: ScaleGroup) -> None:
+        """Read the variables, and send the events of the last step if they were not sent yet.
+
+        Raises:
+            ProtocolError: The variables belong to a graph and there is no session to read them in.
+        """
+        if tf.inside_function():
+            return
+        found = self.scale.numbers()
+        if found is None:
+            raise ProtocolError(
+                "the loss scale is a variable of a graph, and it was asked for outside a session that has started it; "
+                "accepted: inside `with session.as_default():` (or `with Session() as session:`), after the "
+                "initializer ran. Ask there."
+            )
+        before, steps = group.state_of(0), found["steps"]
+        after = LossScaleState(*(found[field.name] for field in fields(LossScaleState)))
+        group.states[0] = after
+        group.steps = steps
+        if steps == self._seen:
+            return
+        self._seen = steps
+        finite = bool(found["finite"])
+        if group.emit is not None and (not finite or after.scale != found["used"]):
+            then = LossScaleState(found["used"], before.growth_tracker, before.hysteresis_tracker, 0)
+            for event in group.events_of((group.framework, group.index, 0, steps), then, after, finite):
+                group.emit(group.framework, event)
+
+    def close(self, group: ScaleGroup) -> None:
+        """Send what is still due, where it can be read."""
+        if not tf.inside_function() and self.scale.numbers() is not None:
+            self.resolve(group)
+
+    def read(self, outcome: Outcome) -> dict[int, bool]:
+        """Tell what the outcome holds; there are none."""
+        return outcome.finite
+
+    def reload(self, group: ScaleGroup) -> None:
+        """Write the variables.
+
+        Raises:
+            ProtocolError: See `ScaleVariables.load`.
+        """
+        self.scale.load(group.states[0])
+        if group.config != self.scale.config and self.scale.traced:
+            warnings.warn(
+                "the state holds another configuration of the loss scale than functions or graphs were built with; the "
+                "numbers were taken over, the configuration was not",
+                AmpxWarning,
+                stacklevel=5,
+            )
+            group.config = self.scale.config
+        self.scale.config = group.config

@@ -1,0 +1,136 @@
+"""The kit on TensorFlow with Keras."""
+
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+keras = pytest.importorskip("keras", reason="Keras is not installed")
+
+from ampx.testing import BackendSuite, Harness, PluginSuite  # noqa: E402 -- after the check that there is anything to test
+
+
+@tf.custom_gradient
+def pull(parameter, slopes):
+    """The sum of a parameter, with derivatives of the caller's choice."""
+    return tf.reduce_sum(parameter), lambda upstream: (upstream * slopes, tf.zeros_like(slopes))
+
+
+class TensorFlowHarness(Harness):
+    """Keras optimizers over plain variables; the loss is scaled outside the tape."""
+
+    framework, plugin, device = "tensorflow", "ampx_tensorflow", "cpu"
+    dtype: ClassVar[Any] = "bfloat16"
+    detaches = False  # whether a gradient can flow from a tensor is known to the tape only
+
+    def tensor(self, values, dtype):
+        return tf.constant(values, dtype)
+
+    def dtype_of(self, tensor):
+        return tensor.dtype.name
+
+    def numbers(self, tensor):
+        wide = tf.cast(tensor, tf.float32) if tensor.dtype.is_floating else tensor
+        return tf.reshape(wide, [-1]).numpy().tolist()
+
+    def parameter(self, values):
+        return tf.Variable(values, dtype=tf.float32)
+
+    def optimizer(self, parameters, momentum):
+        raw = keras.optimizers.SGD(0.5, momentum=0.5 if momentum else 0.0)
+        raw.build(parameters)
+        return raw
+
+    def optimizer_state(self, raw):
+        return [variable.numpy().tolist() for variable in raw.variables]
+
+    def loss(self, parameters, gradients):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([pull(p, tf.constant(slopes)) for p, slopes in zip(parameters, gradients, strict=True)])
+        loss.tape = tape
+        return loss
+
+    def nan_loss(self, parameters):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(p) for p in parameters]) * float("nan")
+        loss.tape = tape
+        return loss
+
+    def backward(self, scaled, parameters):
+        if hasattr(scaled, "gradient"):
+            return scaled.gradient(scaled.gradient.loss.tape, parameters)
+        return scaled.tape.gradient(scaled, parameters)
+
+    def gradients(self, parameters):
+        raise NotImplementedError("gradients are values")
+
+    def step(self, opt, gradients):
+        opt.apply(gradients)
+
+    def watch_update(self, raw, watch):
+        update = raw.update_step
+
+        def watched(*args, **kwargs):
+            if args[1] is raw._trainable_variables[0]:
+                watch()
+            return update(*args, **kwargs)
+
+        raw.update_step = watched
+
+    def casting(self):
+        return keras.config.dtype_policy(), keras.config.dtype_policy().compute_dtype
+
+    def computes_in(self):
+        return keras.layers.Dense(2)(tf.ones((2, 2))).dtype.name
+
+    def surroundings(self):
+        return keras.config.floatx(), keras.config.dtype_policy().name, keras.config.image_data_format()
+
+
+class InsideTheTape(TensorFlowHarness):
+    """The same with the loss scaled inside a tape, and float16."""
+
+    dtype = "float16"
+
+    def __init__(self):
+        self.tape = tf.GradientTape(persistent=True)
+        self.tape.__enter__()
+
+    def backward(self, scaled, parameters):
+        with self.tape.stop_recording():
+            return self.tape.gradient(scaled, parameters)
+
+
+# Eager steps of Keras take milliseconds.
+FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
+
+
+class TestOutsideTheTape(BackendSuite):
+    harness = TensorFlowHarness
+    hypothesis = FEW
+
+
+class TestInsideTheTape(BackendSuite):
+    harness = InsideTheTape
+    hypothesis = FEW
+
+
+if tf.config.list_physical_devices("GPU"):
+
+    class GpuHarness(InsideTheTape):
+        device = "gpu"
+
+    @pytest.mark.gpu
+    class TestOnGpu(BackendSuite):
+        harness = GpuHarness
+
+else:
+
+    @pytest.mark.gpu
+    def test_on_gpu():
+        pytest.skip("no CUDA device for TensorFlow: the kit did not run on one")
+
+
+class TestPlugin(PluginSuite):
+    plugin, framework, modules = "ampx_tensorflow", "tensorflow", ("tensorflow", "keras")

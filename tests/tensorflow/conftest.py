@@ -1,0 +1,46 @@
+"""Every test starts without a session and leaves none."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+keras = pytest.importorskip("keras", reason="Keras is not installed")
+
+import ampx  # noqa: E402 -- after the check that there is anything to test
+
+
+@pytest.fixture(autouse=True)
+def _no_session():
+    keras.utils.set_random_seed(0)
+    ampx.shutdown()
+    yield
+    ampx.shutdown()
+
+
+@pytest.fixture
+def amp():
+    """A session that scales losses dynamically; a loss that is NaN is an overflow like any other."""
+    return ampx.init("tensorflow", level="O0", loss_scale="dynamic", nan_loss="skip")
+
+
+@pytest.fixture
+def native():
+    """Run a script of plain TensorFlow in a process of its own: what it does to itself stays there."""
+
+    def run(script, *, timeout=120):
+        head = "import numpy as np\nimport tensorflow as tf\nimport keras\n"
+        done = subprocess.run(
+            [sys.executable, "-c", head + script],
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return run

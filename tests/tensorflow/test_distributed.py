@@ -1,0 +1,157 @@
+"""MirroredStrategy on two logical CPUs, and MultiWorkerMirroredStrategy in two processes on this machine.
+
+distributed_worker.py runs once for each; the tests judge what it wrote. What is right comes from the specification's
+reference trace, and from plain Keras in one process on the whole batch: no ampx, no distribution, no scaling.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+
+pytest.importorskip("tf_keras", reason="tf_keras is not installed")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORKER = pathlib.Path(__file__).with_name("distributed_worker.py")
+SECONDS = 400
+KINDS = ["keras custom", "keras fit", "tf_keras custom", "tf_keras fit"]
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def start(folder, kind, configurations):
+    """Run one process for each value of TF_CONFIG; give a function that reads what they wrote under a name."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, configuration in enumerate(configurations):
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            if configuration is not None:
+                environment["TF_CONFIG"] = json.dumps(configuration)
+            log = stack.enter_context((folder / f"log.{rank}").open("w"))
+            command = [sys.executable, str(WORKER), str(folder), kind]
+            started = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+            processes.append(started)
+        deadline = time.monotonic() + SECONDS
+        with contextlib.suppress(subprocess.TimeoutExpired):  # what came before a hang still counts
+            for started in processes:
+                started.wait(max(0.0, deadline - time.monotonic()))
+
+    def read(name):
+        found = []
+        for rank in range(len(configurations)):
+            path = folder / f"{rank}.json"
+            seen = json.loads(path.read_text()) if path.exists() else {}
+            assert name in seen, f"rank {rank} wrote nothing:\n{(folder / f'log.{rank}').read_text()[-3000:]}"
+            found.append(seen[name])
+        return found
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    return start(tmp_path_factory.mktemp("mirrored"), "mirrored", [None])
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    tasks = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}} for rank in range(2)]
+    return start(tmp_path_factory.mktemp("workers"), "workers", tasks)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The weights that plain Keras has after the steps that do not overflow, on both rows at once."""
+    specification = importlib.util.spec_from_file_location("distributed_worker", WORKER)
+    worker = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(worker)
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    optimizer = keras.optimizers.SGD(0.125, momentum=0.5)
+    for rows, overflow in zip(worker.batches(0), REFERENCE_PATTERN, strict=True):
+        if not overflow:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(rows) - 1.0))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    return np.concatenate([one.ravel() for one in model.get_weights()])
+
+
+def judge(found, plain):
+    for one in found:
+        assert [step[2] for step in one["steps"]] == list(REFERENCE_TRACE)
+        assert [step[1] for step in one["steps"]] == [65536.0, *REFERENCE_TRACE[:-1]]
+        assert [step[0] for step in one["steps"]] == [not overflow for overflow in REFERENCE_PATTERN]
+        assert [step[3] for step in one["steps"]] == [bool(overflow) for overflow in REFERENCE_PATTERN]  # untouched
+        assert [set(step[4]) for step in one["steps"]] == [{step[2]} for step in one["steps"]]  # on every replica
+        assert one["iterations"] == REFERENCE_PATTERN.count(0)
+        assert one["finite"]
+        # Sums of two rows in another order, eleven steps long.
+        np.testing.assert_allclose(one["weights"], plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_an_overflow_on_one_replica_makes_all_skip(mirrored, plain, kind, overflowing):
+    judge(mirrored(f"{kind} {overflowing}"), plain)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "keras fit"])
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_an_overflow_in_one_worker_makes_both_skip(workers, plain, kind, overflowing):
+    judge(workers(f"{kind} {overflowing}"), plain)
+
+
+def test_keras_3_itself_cannot_fit_on_several_workers(workers):
+    """Should it learn to, this fails, and the worker script has to fit through ampx too."""
+    for message in workers("plain fit"):
+        assert "unsupported type" in message
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "workers"])
+def test_clipping_takes_the_norm_of_all_replicas(request, strategy):
+    """Sparse gradients: rows 0 and 2 of the sum are (4, 2), which is clipped to the length 1."""
+    moved = [-4 / math.sqrt(20), 0.0, -2 / math.sqrt(20), 0.0]
+    for (applied, norm, tables), (skipped, none, after) in request.getfixturevalue(strategy)("clip"):
+        assert (applied, skipped, none) == (True, False, None)
+        assert math.isclose(norm, math.sqrt(20), rel_tol=1e-6)
+        for table in tables:
+            np.testing.assert_allclose(table, moved, rtol=1e-6)
+        assert after == tables
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "workers"])
+@pytest.mark.parametrize("keras_name", ["keras", "tf_keras"])
+def test_a_sum_that_overflows_is_skipped(request, strategy, keras_name):
+    for applied, weight in request.getfixturevalue(strategy)(f"sum {keras_name}"):
+        assert (applied, weight) == (False, 1.0)
+
+
+@pytest.mark.parametrize("keras_name", ["keras", "tf_keras"])
+def test_wrapping_outside_the_scope_is_refused(mirrored, keras_name):
+    for message, weight in mirrored(f"outside {keras_name}"):
+        assert "strategy.scope()" in message
+        assert weight == 1.0

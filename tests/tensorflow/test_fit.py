@@ -1,0 +1,193 @@
+"""`compile` and `fit` with a wrapped optimizer; saving, loading, checkpoints."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+keras = pytest.importorskip("keras", reason="Keras is not installed")
+
+import ampx  # noqa: E402 -- after the check that there is anything to test
+
+# Keras' own, when it saves with numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+OPTIONS = {
+    "function": {},
+    "compiled": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "several steps": {"steps_per_execution": 2},
+}
+X, Y = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3), np.ones((8, 1), "float32")
+
+
+def make(opt=None, **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1, dtype="float32")]
+    model = keras.Sequential([keras.Input((3,)), *layers])
+    if opt is not None:
+        model.compile(opt, "mse", **options)
+    return model
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_fit_equals_plain_fit_where_only_the_scale_is_active(amp, options):
+    opt = amp.wrap_optimizer(keras.optimizers.Adam(0.1), loss_scale=ampx.LossScale(growth_interval=3))
+    model, plain = make(opt, **options), make(keras.optimizers.Adam(0.1), **options)
+    assert model.optimizer is opt
+    for one in (model, plain):
+        one.fit(X, Y, batch_size=2, epochs=2, verbose=0, shuffle=False)
+    for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
+        if options.get("jit_compile"):
+            # XLA orders the sums of the two programs differently: a few roundings of float32 a step, eight steps.
+            np.testing.assert_allclose(a, b, rtol=0, atol=64 * 2.0**-23)
+        else:
+            np.testing.assert_array_equal(a, b)
+    assert (int(opt.iterations), opt.loss_scale) == (8, 2.0**18)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_fit_skips_overflows_and_goes_on(amp, options):
+    """Two of four batches hold inf: two steps are skipped, the weights stay finite, the scale is halved twice."""
+    seen = []
+    amp.on_event(seen.append)
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1))
+    model = make(opt, **options)
+    x = X.copy()
+    x[2] = x[7] = np.inf
+    model.fit(x, Y, batch_size=2, verbose=0, shuffle=False)
+    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert (int(opt.iterations), opt.loss_scale) == (2, 2.0**14)
+    assert opt.last_step == ampx.StepResult(False, False, 2.0**15, 2.0**14, 1)
+    assert [event.step for event in seen if isinstance(event, ampx.StepSkipped)] == [2, 4]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fit_trains_in_low_precision(dtype):
+    amp = ampx.init("tensorflow", dtype=dtype)
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1))
+    model = make(opt)
+    assert [layer.compute_dtype for layer in model.layers] == [dtype, "float32"]
+    assert {one.dtype for one in model.trainable_variables} == {"float32"}
+    history = model.fit(X, Y, epochs=20, verbose=0)
+    assert history.history["loss"][-1] < 0.2 * history.history["loss"][0]
+    assert opt.loss_scale == (2.0**16 if dtype == "float16" else 1.0)
+
+
+def test_callbacks_see_the_steps_and_set_the_learning_rate(amp):
+    opt, results = amp.wrap_optimizer(keras.optimizers.SGD(0.1)), []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: results.append(amp.observe(opt)))
+    x = X.copy()
+    x[2] = np.inf
+    reduce = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    make(opt).fit(x, Y, batch_size=2, epochs=1, verbose=0, shuffle=False, callbacks=[look, reduce])
+    assert [result.applied for result in results] == [True, False, True, True]
+    assert float(opt.learning_rate) == pytest.approx(0.05)
+
+
+def trained(amp, **options):
+    opt = amp.wrap_optimizer(
+        keras.optimizers.Adam(0.1), loss_scale=ampx.LossScale(init_scale=64.0, growth_interval=3, hysteresis=2)
+    )
+    model = make(opt)
+    model.fit(X, Y, batch_size=2, verbose=0, **options)
+    return model, opt
+
+
+def test_a_saved_model_goes_on_where_it_stopped(amp, tmp_path):
+    model, opt = trained(amp)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(opt)
+    assert amp.state_dict(loaded.optimizer)["groups"] == amp.state_dict(opt)["groups"]
+    assert loaded.optimizer.loss_scale == 128.0
+    for one in (model, loaded):
+        one.fit(X, Y, batch_size=2, verbose=0, shuffle=False)
+    for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert amp.state_dict(loaded.optimizer)["groups"] == amp.state_dict(opt)["groups"]
+
+
+def test_loading_sends_no_events_of_the_saved_run(amp, tmp_path):
+    model, _ = trained(amp)
+    model.save(tmp_path / "model.keras")
+    seen = []
+    amp.on_event(seen.append)
+    assert keras.models.load_model(tmp_path / "model.keras").optimizer.loss_scale == 128.0
+    assert seen == []
+
+
+def test_weights_and_checkpoints_hold_the_loss_scale(amp, tmp_path):
+    model, opt = trained(amp)
+    path = tf.train.Checkpoint(model=model, opt=opt).save(str(tmp_path / "checkpoint"))
+    other = amp.wrap_optimizer(keras.optimizers.Adam(0.1), loss_scale=ampx.LossScale(growth_interval=3, hysteresis=2))
+    fresh = make(other)
+    other.build(fresh.trainable_variables)
+    tf.train.Checkpoint(model=fresh, opt=other).restore(path).assert_existing_objects_matched()
+    assert amp.state_dict(other)["groups"][0]["losses"] == amp.state_dict(opt)["groups"][0]["losses"]
+    assert int(other.iterations) == 4
+    model.save_weights(tmp_path / "w.weights.h5")
+    third = amp.wrap_optimizer(keras.optimizers.Adam(0.1))
+    third_model = make(third)
+    third.build(third_model.trainable_variables)  # as for any Keras optimizer
+    third_model.load_weights(tmp_path / "w.weights.h5")
+    np.testing.assert_array_equal(third_model.get_weights()[0], model.get_weights()[0])
+    assert third.loss_scale == 128.0
+
+
+def test_a_saved_model_needs_no_ampx_but_for_its_optimizer(tmp_path):
+    amp = ampx.init("tensorflow", dtype="bfloat16")
+    model, _ = trained(amp)
+    model.save(tmp_path / "model.keras")
+    script = f"""
+import sys, keras, numpy as np
+sys.modules["ampx"] = None
+m = keras.models.load_model({str(tmp_path / "model.keras")!r}, compile=False)
+print(m.layers[0].dtype_policy.name, m.layers[0].compute_dtype, m(np.ones((1, 3), "float32")).dtype.name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["mixed_bfloat16", "bfloat16", "float32"], done.stderr
+
+
+def test_states_load_before_and_after_the_first_step(amp):
+    state = {**amp.state_dict(trained(amp)[1])}
+    early = amp.wrap_optimizer(keras.optimizers.Adam(0.1))
+    model = make(early)
+    amp.load_state_dict(state, early)
+    assert early.loss_scale == 128.0
+    model.fit(X, Y, batch_size=2, verbose=0)
+    amp.load_state_dict(state, early)
+    assert amp.state_dict(early)["groups"] == state["groups"]
+    model.fit(X, Y, batch_size=2, verbose=0)
+    assert early.loss_scale == 256.0
+
+
+def test_wrapping_a_built_optimizer_keeps_its_slots(amp):
+    raw = keras.optimizers.Adam(0.1)
+    model = make(raw)
+    model.fit(X, Y, verbose=0)
+    slots = [one.numpy().tolist() for one in raw.variables]
+    opt = amp.wrap_optimizer(raw)
+    model.compile(opt, "mse")
+    assert [one.numpy().tolist() for one in raw.variables] == slots
+    model.fit(X, Y, verbose=0)
+    assert int(opt.iterations) == 2
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
+)
+def test_copies_have_a_loss_scale_of_their_own(amp, how):
+    variable, other = tf.Variable([1.0]), tf.Variable([1.0])
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), loss_scale=ampx.LossScale(init_scale=8.0, growth_interval=1))
+    opt.scale_loss(tf.constant(1.0))
+    opt.apply([tf.constant([8.0])], [variable])
+    copied = how(opt)
+    assert copied.loss_scale == 16.0
+    copied.scale_loss(tf.constant(1.0))
+    copied.apply([tf.constant([np.inf])], [other] if not copied.built else None)
+    assert (opt.loss_scale, copied.loss_scale) == (16.0, 8.0)
+    assert variable.numpy().tolist() == [0.0]
