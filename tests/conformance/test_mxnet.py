@@ -1,6 +1,7 @@
 """The kit on MXNet."""
 
 import importlib.util
+import pathlib
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 if importlib.util.find_spec("mxnet") is None:
     pytest.skip("MXNet is not installed", allow_module_level=True)
 
-from ampx.testing import BackendSuite, Harness, PluginSuite
+from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import DTYPES, name_of
 
@@ -134,6 +135,10 @@ if mx.context.num_gpus():
     class TestOnGpu(BackendSuite):
         harness = GpuHarness
 
+    @pytest.mark.gpu
+    class TestMatrixOnGpu(MatrixSuite):
+        harness = GpuHarness
+
 else:
 
     @pytest.mark.gpu
@@ -143,3 +148,12 @@ else:
 
 class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_mxnet", "mxnet", ("ampx_mxnet.compat", "mxnet")
+
+
+class TestMatrix(MatrixSuite):
+    harness = MXNetHarness
+
+
+class TestTransfer(TransferSuite):
+    harness = MXNetHarness
+    states = pathlib.Path(__file__).parents[1] / "states"

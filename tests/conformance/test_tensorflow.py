@@ -1,14 +1,19 @@
 """The kit on TensorFlow with Keras."""
 
+import importlib.util
+import pathlib
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-keras = pytest.importorskip("keras", reason="Keras is not installed")
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("TensorFlow is not installed", allow_module_level=True)
 
-from ampx.testing import BackendSuite, Harness, PluginSuite  # noqa: E402 -- after the check that there is anything to test
+import keras
+import tensorflow as tf
+
+from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 
 
 @tf.custom_gradient
@@ -125,6 +130,10 @@ if tf.config.list_physical_devices("GPU"):
     class TestOnGpu(BackendSuite):
         harness = GpuHarness
 
+    @pytest.mark.gpu
+    class TestMatrixOnGpu(MatrixSuite):
+        harness = GpuHarness
+
 else:
 
     @pytest.mark.gpu
@@ -134,3 +143,12 @@ else:
 
 class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_tensorflow", "tensorflow", ("tensorflow", "keras")
+
+
+class TestMatrix(MatrixSuite):
+    harness = TensorFlowHarness
+
+
+class TestTransfer(TransferSuite):
+    harness = TensorFlowHarness
+    states = pathlib.Path(__file__).parents[1] / "states"
