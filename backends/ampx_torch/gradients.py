@@ -38,6 +38,7 @@ class GradientSet:
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
+        self._unusual = False  # some gradients were sparse or complex: torch's kernel is not tried on them again
         self.reads_fast = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -97,7 +98,9 @@ class GradientSet:
                 flag = flags[device] = self._flag(device, fresh)
             if reads and is_plain(bucket) and reads_finite(bucket):
                 continue
-            unscale_into(bucket, flag, self._reciprocal(device, scale))
+            if self._unusual:
+                bucket = [_plain_values(gradient) for gradient in bucket]
+            self._unusual |= unscale_into(bucket, flag, self._reciprocal(device, scale))
         return list(flags.values())
 
     def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -140,13 +143,17 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
     return parameter.device, parameter.dtype, is_large(parameter)
 
 
-def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> None:
+def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> bool:
     """Run torch's own kernel on gradients of one device and dtype, sparse and complex ones included.
+
+    Returns:
+        Whether some were sparse or complex.
 
     Sync: none.
     """
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, reciprocal)
+        return False
     except (NotImplementedError, RuntimeError):
         # The kernel knows neither sparse nor complex gradients and refuses before it touches anything; their
         # values are dense and real when looked at in the right way.
@@ -154,6 +161,7 @@ def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: 
         if all(value is gradient for value, gradient in zip(plain, gradients, strict=True)):
             raise
         torch._amp_foreach_non_finite_check_and_unscale_(plain, flag, reciprocal)
+        return True
 
 
 def _plain_values(gradient: torch.Tensor) -> torch.Tensor:
