@@ -29,7 +29,7 @@ class Ledger(abc.ABC):
 
     def close(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date for the last time, because the session ends. Sync: allowed."""
-        self.resolve(group)
+        group.resolve()
 
     @abc.abstractmethod
     def read(self, outcome: Outcome) -> dict[int, bool]:

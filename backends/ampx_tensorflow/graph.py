@@ -97,14 +97,16 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     def __init__(self, backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
         group = member.group
-        scale = SpecifiedLossScale(group.config, group.state_of(0))
+        # A disabled session adds nothing to the graph.
+        scale: Any = _v1.mixed_precision.FixedLossScale(1.0)
+        if group.enabled:
+            scale = SpecifiedLossScale(group.config, group.state_of(0))
+            group.ledger = NamedLedger(scale.numbers)
         _v1.mixed_precision.MixedPrecisionLossScaleOptimizer.__init__(self, optimizer, scale)
         self.ampx_member = member
         self._backend = backend
         self._clips: tuple[float | None, float | None] = options["max_grad_norm"], options["max_grad_value"]
         self._computed = False
-        if group.enabled:
-            group.ledger = NamedLedger(scale.numbers)
 
     @property
     def last_step(self) -> StepResult | None:

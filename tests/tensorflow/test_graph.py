@@ -266,6 +266,17 @@ def test_mistakes_are_refused(amp):
             amp.wrap_optimizer(v1.train.Saver([variable]))
 
 
+def test_a_disabled_session_adds_nothing_to_the_graph():
+    def variables(wrap):
+        with tf.Graph().as_default():
+            variable = v1.get_variable("v", initializer=1.0)
+            wrap(OPTIMIZERS["adam"]()).minimize(variable * 2.0)
+            return sorted(one.name for one in v1.global_variables())
+
+    amp = ampx.init("tensorflow", enabled=False)
+    assert variables(amp.wrap_optimizer) == variables(lambda raw: raw)
+
+
 def test_shutdown_needs_no_session():
     with ampx.init("tensorflow", level="O0", loss_scale="dynamic") as amp:
         Program(amp, minimize)
