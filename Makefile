@@ -1,6 +1,7 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
 FRAMEWORK ?= core,torch,jax,paddle,tensorflow,mxnet,example
+BENCH ?= torch,tensorflow,mxnet,paddle,jax
 TOX = .venv-tox/bin/tox run
 
 .PHONY: demo test evidence table lint types docs bench gpu clean
@@ -12,7 +13,7 @@ table: .venv-tox/bin/tox ; $(TOX) -e table
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs
-bench: .venv-tox/bin/tox ; $(TOX) -e bench
+bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
 gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build
 

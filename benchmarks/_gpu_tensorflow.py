@@ -127,6 +127,12 @@ CHECKS: Final[tuple[Check, ...]] = (
     plain_functions_are_rewritten,
     float16_is_faster_than_float32,
 )
+# What a pass on a GPU shows in the table of what is covered.
+COVERS: Final = {
+    "scale_trace_is_the_reference_and_skips_change_nothing": ("gpu/float32/O0/scaling",),
+    "layers_cast_and_train": ("gpu/float16/O1/casting", "gpu/bfloat16/O1/casting"),
+    "a_float16_overflow_is_skipped_and_cured": ("gpu/float16/O1/scaling",),
+}
 
 
 def _kind(device: str) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from _paired import paired
-from ampx_mxnet.compat import mx
-from mxnet import autograd, gluon
-from mxnet.contrib import amp as native_amp
 
 import ampx
+from ampx_mxnet.compat import mx
+
+autograd, gluon = mx.autograd, mx.gluon
 
 
 def _mlp(*units: int) -> Callable[[], Any]:
@@ -69,7 +69,7 @@ def measure(workload: str, quick: bool) -> dict[str, object]:
             other.set_data(mine.data())
         trainer = amp.wrap_optimizer(_trainer(ours, optimizer))
         native = _trainer(theirs, optimizer)
-        native_amp.init_trainer(native)
+        mx.contrib.amp.init_trainer(native)
 
         def through_ampx() -> Any:
             with autograd.record():
@@ -83,7 +83,7 @@ def measure(workload: str, quick: bool) -> dict[str, object]:
         def by_hand() -> Any:
             with autograd.record():
                 loss = loss_fn(theirs(x), y)
-                with native_amp.scale_loss(loss, native) as scaled:
+                with mx.contrib.amp.scale_loss(loss, native) as scaled:
                     autograd.backward(scaled)
             native.step(len(x))
             mx.nd.waitall()

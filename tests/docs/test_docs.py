@@ -151,3 +151,11 @@ def test_the_python_of_a_page_runs(path, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_the_readme_shows_of_a_framework_stands_on_its_page():
+    """The README's Python of the other frameworks cannot run in one environment; that of their pages does."""
+    shown = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    pages = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("use-*.md")))
+    assert len(shown) == 4
+    assert [block for block in shown if block not in pages] == []

@@ -115,14 +115,16 @@ def judge(found, plain):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overflowing", [0, 1])
-def test_an_overflow_on_one_replica_makes_all_skip(mirrored, plain, kind, overflowing):
+def test_an_overflow_on_one_replica_makes_all_skip(mirrored, plain, kind, overflowing, covers):
     judge(mirrored(f"{kind} {overflowing}"), plain)
+    covers("distributed", "tensorflow", "cpu/float32/O0")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "keras fit"])
 @pytest.mark.parametrize("overflowing", [0, 1])
-def test_an_overflow_in_one_worker_makes_both_skip(workers, plain, kind, overflowing):
+def test_an_overflow_in_one_worker_makes_both_skip(workers, plain, kind, overflowing, covers):
     judge(workers(f"{kind} {overflowing}"), plain)
+    covers("distributed", "tensorflow", "cpu/float32/O0")
 
 
 def test_keras_3_itself_cannot_fit_on_several_workers(workers):
