@@ -98,13 +98,24 @@ class InsideTheTape(TensorFlowHarness):
 
     dtype = "float16"
 
+    open_tapes: ClassVar[list[tf.GradientTape]] = []
+
     def __init__(self):
         self.tape = tf.GradientTape(persistent=True)
         self.tape.__enter__()
+        self.open_tapes.append(self.tape)
 
     def backward(self, scaled, parameters):
         with self.tape.stop_recording():
             return self.tape.gradient(scaled, parameters)
+
+
+@pytest.fixture(autouse=True)
+def _tapes_end():
+    """A tape that goes on would record the tests of other files, and break the graphs that they build."""
+    yield
+    while InsideTheTape.open_tapes:
+        InsideTheTape.open_tapes.pop().__exit__(None, None, None)
 
 
 # Eager steps of Keras take milliseconds.
