@@ -2,15 +2,13 @@
 
 import warnings
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-jax = pytest.importorskip("jax")
-
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
-import numpy as np  # noqa: E402
-
-import ampx  # noqa: E402
-import ampx_jax  # noqa: E402
+import ampx
+import ampx_jax
 
 A = jnp.asarray(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3))
 B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))

@@ -1,14 +1,12 @@
 """Defects of loss scaling elsewhere in the JAX ecosystem: each shown natively, then right through ampx."""
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
-
-import ampx  # noqa: E402
-from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE  # noqa: E402
+import ampx
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 
 def through_ampx(pattern):

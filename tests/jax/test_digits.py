@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 
+import jax
+import optax
 import pytest
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
 pytest.importorskip("sklearn")
 
-import ampx  # noqa: E402
-from ampx.cli import demo  # noqa: E402 -- after the check that there is anything to test
-from ampx.registry import Registry  # noqa: E402
-from ampx_jax import casting  # noqa: E402
-from ampx_jax.demo import apply_network, make_parameters  # noqa: E402
+import ampx
+from ampx.cli import demo
+from ampx.registry import Registry
+from ampx_jax import casting
+from ampx_jax.demo import apply_network, make_parameters
 
 SEEDS = (0, 1, 2)
 EPOCHS = 15

@@ -2,14 +2,12 @@
 
 import warnings
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
-
-import ampx  # noqa: E402
+import ampx
 
 
 def stepped(tx, state, overflow):

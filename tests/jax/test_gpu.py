@@ -1,15 +1,13 @@
 """What only a GPU can show."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
-import numpy as np  # noqa: E402
-
-import ampx  # noqa: E402
-import ampx_jax  # noqa: E402
+import ampx
+import ampx_jax
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,15 +8,13 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
-import numpy as np  # noqa: E402
-
-import ampx  # noqa: E402
+import ampx
 
 WORKER = pathlib.Path(__file__).with_name("multiprocess_worker.py")
 START = np.array([1.0, -2.0, 0.5], np.float32)

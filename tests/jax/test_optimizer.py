@@ -5,19 +5,17 @@ import pickle
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
-
-import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
-import numpy as np  # noqa: E402
-from jax.sharding import AxisType, NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import ampx  # noqa: E402
-from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle  # noqa: E402
-from ampx_jax.state import find_all  # noqa: E402
+import ampx
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle
+from ampx_jax.state import find_all
 
 START = np.array([1.0, -2.0, 0.5], np.float32)
 FINITE = np.array([0.25, -0.5, 1.5], np.float32)

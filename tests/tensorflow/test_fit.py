@@ -5,13 +5,12 @@ import pickle
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-keras = pytest.importorskip("keras", reason="Keras is not installed")
-
-import ampx  # noqa: E402 -- after the check that there is anything to test
+import ampx
 
 # Keras' own, when it saves with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
-tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
-
-import ampx  # noqa: E402 -- after the check that there is anything to test
-from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE  # noqa: E402
+import ampx
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 KINDS = {"keras2": tf_keras.optimizers, "legacy": tf_keras.optimizers.legacy}
 

@@ -2,14 +2,13 @@
 
 import math
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-keras = pytest.importorskip("keras", reason="Keras is not installed")
-
-import ampx  # noqa: E402 -- after the check that there is anything to test
-from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE  # noqa: E402
+import ampx
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 MODES = {
     "eager": lambda function: function,

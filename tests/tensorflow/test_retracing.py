@@ -2,13 +2,12 @@
 
 import threading
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-keras = pytest.importorskip("keras", reason="Keras is not installed")
-
-import ampx  # noqa: E402 -- after the check that there is anything to test
+import ampx
 
 
 class Watch(keras.layers.Layer):
