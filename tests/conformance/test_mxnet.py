@@ -3,11 +3,12 @@
 import importlib.util
 import pathlib
 
-import numpy as np
 import pytest
 
 if importlib.util.find_spec("mxnet") is None:
     pytest.skip("MXNet is not installed", allow_module_level=True)
+
+import numpy as np
 
 from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 from ampx_mxnet.compat import mx
