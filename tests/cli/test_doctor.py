@@ -95,9 +95,25 @@ def test_framework_that_only_its_backend_can_import_is_ready(ampx_command):
     assert (found["state"], found["version"]) == ("ready", "1.0")
 
 
+def add_feeble(ampx_command, body):
+    """Install the framework `feeble`, made of `body`, and a backend that imports it."""
+    ampx_command.add_module("feeble", body)
+    ampx_command.add_plugin("feeble", "feeble_plugin")
+    ampx_command.add_module(
+        "feeble_plugin",
+        "import ampx\n"
+        "def load():\n"
+        "    import feeble\n"
+        "    return feeble.Backend()\n"
+        "@ampx.hookimpl\n"
+        "def ampx_register_backends(register):\n"
+        "    register('feeble', load, roots=('feeble',), requires='feeble')\n",
+    )
+
+
 def test_framework_that_imports_while_its_backend_fails_is_broken(ampx_command):
-    ampx_command.add_module("mxnet", "__version__ = '1.9.1'")  # it has nothing that a backend needs
-    found = only(examine(ampx_command, "--framework", "mxnet", code=1))
+    add_feeble(ampx_command, "__version__ = '1.9.1'")  # it has nothing that its backend needs
+    found = only(examine(ampx_command, "--framework", "feeble", code=1))
     assert (found["state"], found["version"]) == ("broken", "1.9.1")
     assert found["problem"].startswith("its ampx backend failed: BackendLoadError")
 
@@ -120,9 +136,9 @@ def test_empty_folder_of_a_framework_name_is_not_an_installation(ampx_command):
     [
         (
             "raise ImportError('libcudart.so.9 is missing')",
-            "importing mxnet raised ImportError: libcudart.so.9 is missing",
+            "importing feeble raised ImportError: libcudart.so.9 is missing",
         ),
-        ("raise SystemExit(7)", "importing mxnet raised SystemExit: 7"),
+        ("raise SystemExit(7)", "importing feeble raised SystemExit: 7"),
         ("import os; os._exit(3)", "the import ended the interpreter with exit code 3"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the import crashed with SIGSEGV"),
         (
@@ -132,14 +148,14 @@ def test_empty_folder_of_a_framework_name_is_not_an_installation(ampx_command):
     ],
 )
 def test_framework_whose_import_fails_is_broken_and_doctor_survives(ampx_command, body, problem):
-    ampx_command.add_module("mxnet", body)
-    found = only(examine(ampx_command, "--framework", "mxnet", code=1))
+    add_feeble(ampx_command, body)
+    found = only(examine(ampx_command, "--framework", "feeble", code=1))
     assert (found["state"], found["problem"]) == ("broken", problem)
 
 
 def test_framework_whose_import_hangs_is_broken_after_the_time_limit(ampx_command):
-    ampx_command.add_module("mxnet", "import time; time.sleep(600)")
-    found = only(examine(ampx_command, "--framework", "mxnet", "--time-limit", "3", code=1))
+    add_feeble(ampx_command, "import time; time.sleep(600)")
+    found = only(examine(ampx_command, "--framework", "feeble", "--time-limit", "3", code=1))
     assert (found["state"], found["problem"]) == ("broken", "no answer within 3 s; the process was ended")
 
 
