@@ -20,8 +20,6 @@ STEPS = len(LEVELS)
 
 def measure(level: str) -> dict[str, float]:
     """Train three steps at `level` in this process and count, in MiB."""
-    import resource
-
     import torch
     from torch import nn
     from torch.nn import functional
@@ -31,7 +29,8 @@ def measure(level: str) -> dict[str, float]:
     torch.manual_seed(0)
     x, y = torch.randn(BATCH, WIDTH), torch.randint(0, 10, (BATCH,))
     _train_small()  # libraries' own buffers are not the model's
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # from here on counts what the process holds at most
+    before = _resident("VmRSS")
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
     dtype = "float32" if level == "O0" else "bfloat16"
@@ -55,7 +54,7 @@ def measure(level: str) -> dict[str, float]:
         "gradients": _mebibytes([p.grad for p in parameters if p.grad is not None]),
         "master weights": _mebibytes(own) + _mebibytes([p.grad for p in own if p.grad is not None]),
         "optimizer state": _mebibytes(state),
-        "peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+        "peak": _resident("VmHWM") - before,
         "loss": float(loss.detach()),
     }
 
@@ -68,6 +67,11 @@ def _train_small() -> None:
     opt = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 8, dtype=torch.bfloat16)).sum().backward()
     opt.step()
+
+
+def _resident(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 
 def _mebibytes(tensors: list) -> float:

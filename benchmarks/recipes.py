@@ -27,11 +27,13 @@ class Recipe:
     Attributes:
         step: Does one step.
         before: Sets what the recipe needs process-wide; called before each timing, not timed.
+        after: Takes back what would disturb another recipe on the same model; called before that one's timing.
         close: Undoes what the recipe set up.
     """
 
     step: Step
     before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
     close: Callable[[], object] = lambda: None
 
 
@@ -52,7 +54,7 @@ def by_ampx(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimiz
         _casting(True)
         amp.shutdown()
 
-    return Recipe(step, lambda: _casting(True), close)
+    return Recipe(step, lambda: _casting(True), close=close)
 
 
 def by_hand(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: str, scaled: bool) -> Recipe:
@@ -83,7 +85,16 @@ def by_accelerate(
 
     _no_scaling("Accelerate", dtype, scaled)
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    original = model.forward
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    casting = prepared.forward  # it replaces the model's own
+
+    def before() -> None:
+        _casting(False)
+        model.forward = casting
+
+    def after() -> None:
+        model.forward = original
 
     def step(batch: Batch) -> torch.Tensor:
         optimizer.zero_grad()
@@ -94,7 +105,7 @@ def by_accelerate(
         optimizer.step()
         return loss
 
-    return Recipe(step, lambda: _casting(False), accelerator.free_memory)
+    return Recipe(step, before, after, accelerator.free_memory)
 
 
 def by_fabric(

@@ -35,23 +35,18 @@ def measure(workload: Workload, other: Callable[..., Recipe], dtype: str, scaled
     """
     torch.manual_seed(0)
     batch = workload.batch()
-    # By hand, one model and one raw optimizer serve both recipes: where memory happens to lie makes more difference
-    # than the recipes do. The peers change the model they are given, so they get a copy.
+    # One model and one raw optimizer serve both recipes: where memory happens to lie makes more difference than the
+    # recipes do.
     model = workload.model()
     optimizer = workload.optimizer(list(model.parameters()))
     start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    theirs_model, theirs_optimizer = model, optimizer
-    if other is not by_hand:
-        theirs_model = copy.deepcopy(model)
-        theirs_optimizer = workload.optimizer(list(theirs_model.parameters()))
     ours = by_ampx(workload, model, optimizer, dtype, scaled)
     try:
         ours.before()
         our_losses = [ours.step(batch).item() for _ in range(4)]
-        theirs = other(workload, theirs_model, theirs_optimizer, dtype, scaled)
-        if other is by_hand:
-            model.load_state_dict(start[0])
-            optimizer.load_state_dict(start[1])
+        theirs = other(workload, model, optimizer, dtype, scaled)
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(start[1])
         theirs.before()
         their_losses = [theirs.step(batch).item() for _ in range(4)]
         check(our_losses, their_losses, dtype)
@@ -59,7 +54,7 @@ def measure(workload: Workload, other: Callable[..., Recipe], dtype: str, scaled
             lambda: ours.step(batch),
             lambda: theirs.step(batch),
             pairs=max(workload.pairs // (8 if quick else 1), 8),
-            before_a=ours.before,
+            before_a=lambda: (theirs.after(), ours.before()),
             before_b=theirs.before,
             warmup=4,
         )
