@@ -9,7 +9,7 @@ release = version = metadata.version("ampx")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build", "example_backend"]
+exclude_patterns = ["_build", "example_backend", "reference/benchmarks/*"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
