@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ import optax
 import ampx
 import ampx_jax
 from ampx.cli.demo import Digits, Run, RunResult
+from ampx.cli.demo_result import make_result
 
 LEARNING_RATE = 1e-2
 Parameters = dict[str, Any]
@@ -112,21 +111,14 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
         marks.append(_mark(losses))
     trace = [float(loss) for loss in jax.device_get(losses)]
     told = jax.device_get(results)
-    speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
     right = (network(parameters, test_images).argmax(1) == test_labels).mean()
-    last_epoch = trace[-steps_an_epoch:]
     last = amp.observe(state)
-    return RunResult(
-        dtype=run.dtype,
-        seed=run.seed,
-        device=amp.effective.device,
-        native=run.dtype == "float32" or amp.effective.native,
-        reason=amp.effective.reason,
+    return make_result(
+        run,
+        amp.effective,
         accuracy=float(right),
-        final_loss=sum(last_epoch) / len(last_epoch),
-        seconds=marks[-1][1] - marks[0][1],
-        steps_per_second=statistics.median(speeds),
         losses=trace,
+        marks=marks,
         scales=[float(one.scale) for one in told],
         skipped=[number for number, one in enumerate(told) if not one.applied],
         final_scale=1.0 if last is None else last.next_scale,

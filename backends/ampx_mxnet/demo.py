@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 import ampx
 from ampx.cli.demo import Digits, Run, RunResult
+from ampx.cli.demo_result import make_result, scale_trace, skipped_steps
 
 from .compat import mx
 
@@ -89,23 +88,15 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
                 marks.append(_mark(losses))
         marks.append(_mark(losses))
     trace = [float(one.asscalar()) for one in losses]
-    speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
-
     right = network(test_images).astype("float32").argmax(1).astype("int64") == test_labels
-    last_epoch = trace[-(len(trace) // run.epochs) :]
-    return RunResult(
-        dtype=run.dtype,
-        seed=run.seed,
-        device=amp.effective.device,
-        native=run.dtype == "float32" or amp.effective.native,
-        reason=amp.effective.reason,
+    return make_result(
+        run,
+        amp.effective,
         accuracy=float(right.astype("float32").mean().asscalar()),
-        final_loss=sum(last_epoch) / len(last_epoch),
-        seconds=marks[-1][1] - marks[0][1],
-        steps_per_second=statistics.median(speeds),
         losses=trace,
-        scales=_scale_trace(init_scale, events, len(trace)),
-        skipped=[event.step - 1 for event in events if isinstance(event, ampx.StepSkipped)],
+        marks=marks,
+        scales=scale_trace(init_scale, events, len(trace)),
+        skipped=skipped_steps(events),
         final_scale=trainer.loss_scale,
     )
 
@@ -114,12 +105,3 @@ def _mark(losses: list[Any]) -> tuple[int, float]:
     losses[-1].wait_to_read()  # wait for the device
     mx.nd.waitall()
     return len(losses), time.perf_counter()
-
-
-def _scale_trace(init_scale: float, events: list[ampx.Event], steps: int) -> list[float]:
-    """Give the loss scale of every step; a change holds from the step after its event's."""
-    changes = {event.step: event.next_scale for event in events if isinstance(event, ampx.ScaleChanged)}
-    trace = [init_scale]
-    for step in range(1, steps):
-        trace.append(changes.get(step, trace[-1]))
-    return trace

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import keras
@@ -15,6 +13,7 @@ import tensorflow as tf
 
 import ampx
 from ampx.cli.demo import Digits, Run, RunResult
+from ampx.cli.demo_result import make_result
 
 LEARNING_RATE = 1e-2
 
@@ -92,20 +91,13 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
                 marks.append(_mark(losses))
         marks.append(_mark(losses))
     trace = [float(loss) for loss in losses]
-    speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
     right = tf.argmax(model(test_images), 1).numpy() == data.test_labels
-    last_epoch = trace[-(len(data.train_images) // run.batch_size) :]
-    return RunResult(
-        dtype=run.dtype,
-        seed=run.seed,
-        device=amp.effective.device,
-        native=run.dtype == "float32" or amp.effective.native,
-        reason=amp.effective.reason,
+    return make_result(
+        run,
+        amp.effective,
         accuracy=float(right.mean()),
-        final_loss=sum(last_epoch) / len(last_epoch),
-        seconds=marks[-1][1] - marks[0][1],
-        steps_per_second=statistics.median(speeds),
         losses=trace,
+        marks=marks,
         scales=[float(scale) for _, scale in told],
         skipped=[number for number, (applied, _) in enumerate(told) if not bool(applied)],
         final_scale=float(optimizer.loss_scale),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from torch.nn import functional
 
 import ampx
 from ampx.cli.demo import Digits, Run, RunResult
+from ampx.cli.demo_result import make_result, scale_trace, skipped_steps
 
 LEARNING_RATE = 1e-2
 
@@ -92,26 +91,18 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
         scheduler.step()
         marks.append(_mark(losses))
     trace = torch.stack(losses).float().tolist()
-    speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
-
     final_scale = optimizer.loss_scale  # sends the events still due
     model.eval()
     with torch.no_grad():
         right = (model(test_images).argmax(1) == test_labels).float().mean().item()
-    last_epoch = trace[-(len(trace) // run.epochs) :]
-    return RunResult(
-        dtype=run.dtype,
-        seed=run.seed,
-        device=device,
-        native=run.dtype == "float32" or amp.effective.native,
-        reason=amp.effective.reason,
+    return make_result(
+        run,
+        amp.effective,
         accuracy=right,
-        final_loss=sum(last_epoch) / len(last_epoch),
-        seconds=marks[-1][1] - marks[0][1],
-        steps_per_second=statistics.median(speeds),
         losses=trace,
-        scales=_scale_trace(init_scale, events, len(trace)),
-        skipped=[event.step - 1 for event in events if isinstance(event, ampx.StepSkipped)],
+        marks=marks,
+        scales=scale_trace(init_scale, events, len(trace)),
+        skipped=skipped_steps(events),
         final_scale=final_scale,
     )
 
@@ -119,12 +110,3 @@ def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -
 def _mark(losses: list[torch.Tensor]) -> tuple[int, float]:
     losses[-1].item()  # wait for the device
     return len(losses), time.perf_counter()
-
-
-def _scale_trace(init_scale: float, events: list[ampx.Event], steps: int) -> list[float]:
-    """Give the loss scale of every step; a change holds from the step after its event's."""
-    changes = {event.step: event.next_scale for event in events if isinstance(event, ampx.ScaleChanged)}
-    trace = [init_scale]
-    for step in range(1, steps):
-        trace.append(changes.get(step, trace[-1]))
-    return trace
