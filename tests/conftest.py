@@ -1,6 +1,10 @@
 """What tests showed goes on file, and the files are compared with what the tests of this run showed."""
 
+import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -33,3 +37,29 @@ def covers(record_property):
         record_property("ampx.tested", [framework, f"{where}/{aspect}"])
 
     return record
+
+
+@pytest.fixture
+def gpu_script_on_cpu(tmp_path):
+    """Run what `make gpu` runs of one framework on a CPU; give its report, and how each of its checks ended."""
+
+    def run(framework):
+        report = tmp_path / "gpu.json"
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--quick", "--out", str(report)],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}",
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+            },
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{framework} ")]
+        return json.loads(report.read_text()), [words[1] for words in lines]
+
+    return run
