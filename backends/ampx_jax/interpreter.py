@@ -86,6 +86,9 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
         values = _all_to(values, avals, jnp.float32)
     elif name in plan.low:
         values = _all_to(values, avals, plan.dtype)
+        if _sums_apart(plan, equation):
+            results = _bind(equation, values, {**params, "preferred_element_type": jnp.dtype(jnp.float32)})
+            return [_to(result, plan.dtype) for result in results]
         if params.get("preferred_element_type") is not None and is_narrow(equation.outvars[0].aval):
             params = {**params, "preferred_element_type": jnp.dtype(plan.dtype)}
     elif name in FOLLOW:
@@ -95,6 +98,17 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
     else:
         values = like(values, avals)
     return _bind(equation, values, params)
+
+
+def _sums_apart(plan: JaxPlan, equation: Any) -> bool:
+    """Tell whether a product gives its float32 sums, to be rounded after it, and not sums that it has rounded.
+
+    XLA's CPU compiler has instructions for bfloat16 factors only where the result is float32; for a bfloat16 result it
+    converts both factors to float32 first. The sums are the same.
+    """
+    narrow = all(is_narrow(atom.aval) for atom in (*equation.invars, *equation.outvars))
+    on_cpu = plan.device == "cpu" and plan.dtype == "bfloat16"
+    return on_cpu and narrow and equation.primitive.name == "dot_general"
 
 
 def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:

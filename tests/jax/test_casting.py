@@ -1,5 +1,6 @@
 """`ampx_jax.autocast` casts by the lists and composes with JAX's own transforms."""
 
+import re
 import warnings
 
 import jax
@@ -33,11 +34,13 @@ def low_product(a, b, dtype="bfloat16"):
 
 
 def dtypes_of(function, *args):
-    """Each primitive with the dtypes that it computes, in nested functions too."""
+    """Each primitive with the dtypes that it computes, products with those that they multiply, nested ones too."""
 
     def walk(jaxpr):
         for equation in jaxpr.eqns:
-            yield equation.primitive.name, str(equation.outvars[0].aval.dtype)
+            name = equation.primitive.name
+            shown = equation.invars if name == "dot_general" else equation.outvars
+            yield name, str(shown[0].aval.dtype)
             for value in equation.params.values():
                 for inner in value if isinstance(value, tuple) else (value,):
                     inner = getattr(inner, "jaxpr", inner)
@@ -45,6 +48,11 @@ def dtypes_of(function, *args):
                         yield from walk(inner)
 
     return set(walk(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def products_in(function, *args):
+    text = jax.jit(function).lower(*args).as_text()
+    return re.findall(r"dot_general .*: \((.*)\) -> (.*)", text)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -55,6 +63,27 @@ def test_products_compute_in_low_precision_and_results_keep_their_dtype(dtype):
     np.testing.assert_allclose(product, low_product(A, B, dtype), rtol=2**-7, atol=1e-3)
     assert not np.array_equal(product, A @ B)
     assert ("dot_general", dtype) in dtypes_of(ampx_jax.autocast(jnp.matmul), A, B)
+
+
+def test_sums_of_bfloat16_products_are_rounded_once_on_a_cpu():
+    start()
+
+    def rounded(array):
+        return np.array_equal(array, array.astype("bfloat16").astype(jnp.float32))
+
+    def loss(a, b, upstream):
+        return jnp.sum(ampx_jax.autocast(jnp.matmul)(a, b) * upstream)
+
+    assert rounded(ampx_jax.autocast(jnp.matmul)(A, B))
+    upstream = (A @ B) ** 2
+    gradients = jax.grad(loss, (0, 1))(A, B, upstream)
+    assert all(map(rounded, gradients))
+    np.testing.assert_allclose(gradients[0], low_product(upstream, B.T), rtol=2**-7, atol=1e-3)
+    np.testing.assert_allclose(gradients[1], low_product(A.T, upstream), rtol=2**-7, atol=1e-3)
+    # Else XLA's CPU compiler would convert both factors to float32 and multiply these, which takes five times as long.
+    ((factors, sums),) = products_in(ampx_jax.autocast(jnp.matmul), A, B)
+    assert factors.count("bf16") == 2
+    assert sums.endswith("xf32>")
 
 
 def test_without_a_session_nothing_is_cast():
