@@ -1,0 +1,11 @@
+"""The package `apex` as scripts knew it, on today's PyTorch, on CUDA devices and on the CPU.
+
+`install()` lets an unedited script import it under its old name; `from ampx_torch.apex import amp` works without.
+Importing this package imports no framework.
+"""
+
+from __future__ import annotations
+
+from .installing import ApexPresentError as ApexPresentError
+from .installing import install as install
+from .installing import uninstall as uninstall
