@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from .errors import PrecisionWarning as PrecisionWarning
     from .errors import ProtocolError as ProtocolError
     from .errors import RawStepError as RawStepError
+    from .errors import RunRefusedError as RunRefusedError
     from .errors import ScaleCollapsedWarning as ScaleCollapsedWarning
     from .errors import StateError as StateError
     from .errors import UnknownFrameworkError as UnknownFrameworkError
@@ -165,6 +166,7 @@ _MODULES = {
         "PrecisionWarning",
         "ProtocolError",
         "RawStepError",
+        "RunRefusedError",
         "ScaleCollapsedWarning",
         "StateError",
         "UnknownFrameworkError",

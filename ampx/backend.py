@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .contract import ScaleValue
     from .group import Member
     from .optimizer import WrappedOptimizer
+    from .running import Run
     from .scale_state import LossScale, LossScaleState
 
 
@@ -250,6 +251,16 @@ class Backend(abc.ABC):
     def demo(self) -> Any:
         """Give the trainer behind `ampx demo`; see `ampx.cli.demo.Trainer`. Sync: none."""
         self.refuse("ampx demo")
+
+    def automate(self, run: Run) -> AbstractContextManager[Any]:
+        """Give a region in which a script that knows nothing of ampx trains in mixed precision.
+
+        Declared as `capabilities.automates`. Here alone a backend patches its framework, because the script is not
+        ours to edit; leaving the region restores everything. `ampx.running` says what has to happen inside.
+
+        Sync: none; inside, as the wrapped optimizers do.
+        """
+        self.refuse("ampx run")
 
     def refuse(self, capability: str) -> NoReturn:
         """Raise for a call that needs a capability which is not declared. Sync: none."""

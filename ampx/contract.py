@@ -45,6 +45,7 @@ class Capabilities:
             state where those of other backends take the wrapped optimizer.
         names_gradients: The parameters with non-finite gradients can be named.
         traces_overflow: The first module whose output overflows can be named.
+        automates: `ampx run` trains scripts that know nothing of mixed precision: the verb `automate` is there.
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -66,6 +67,7 @@ class Capabilities:
     state_values: bool = False
     names_gradients: bool = False
     traces_overflow: bool = False
+    automates: bool = False
 
 
 @dataclass(frozen=True)

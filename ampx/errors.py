@@ -144,3 +144,7 @@ class UnknownSchemaError(StateError):
 
 class InvalidStateError(StateError):
     """The state misses values or holds values that are not acceptable."""
+
+
+class RunRefusedError(AmpxError, RuntimeError):
+    """`ampx run` cannot automate what the script does, and says why."""

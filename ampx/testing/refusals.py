@@ -9,6 +9,7 @@ import pytest
 
 import ampx
 from ampx import debug
+from ampx.running import Run
 
 from .base import KitTests
 from .bench import FINITE
@@ -147,7 +148,12 @@ def _vector_losses(suite: KitTests) -> None:
     assert bench.train().applied
 
 
+def _automates(suite: KitTests) -> None:
+    _not_supported(suite, lambda: suite.backend.automate(Run(suite.backend.name)))
+
+
 REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
+    "automates": _automates,
     "casting": _casting,
     "clip_grad_norm": _clip_grad_norm,
     "clipping": _clipping,

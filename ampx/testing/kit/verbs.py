@@ -43,3 +43,5 @@ class VerbTests(KitTests):
             yield "names_gradients", ("nonfinite_parameters",)
         if can.traces_overflow:
             yield "traces_overflow", ("trace_overflow",)
+        if can.automates:
+            yield "automates", ("automate",)

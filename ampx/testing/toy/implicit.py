@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
@@ -12,7 +13,9 @@ from ampx.contract import CastPlan, Unscaled
 from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
+from ampx.running import Run
 
+from .automation import automate
 from .framework import Optimizer, Tensor
 from .verbs import ToyVerbs
 
@@ -33,6 +36,7 @@ class ImplicitToy(ToyVerbs):
         clipping=True,
         per_loss_scales=True,
         names_gradients=True,
+        automates=True,
     )
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -95,6 +99,10 @@ class ImplicitToy(ToyVerbs):
             if bad:
                 found.append((str(position), bad, len(parameter.data)))
         return found
+
+    def automate(self, run: Run) -> AbstractContextManager[None]:
+        """Manage the optimizers of a script."""
+        return automate(run)
 
 
 def _overwrite(grads: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> list[Tensor | None]:

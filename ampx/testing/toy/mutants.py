@@ -41,6 +41,7 @@ from .mutation import (
     patched,
     quiet,
     spoiled,
+    stays,
     unscales_again,
     verbs,
     wrapper,
@@ -172,7 +173,11 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("KnowsEveryDevice", device=lambda self, name: Toy.device(self, "cpu")),
     verbs("OverstatesDevices", device=lambda self, name: replace(Toy.device(self, name), native=frozenset(FLOATING))),
     verbs("WantsEverything", device=lambda self, name: replace(Toy.device(self, name), preferred="float32")),
+    # Automation.
+    verbs("AutomatesNothing", automate=lambda self, run: nullcontext()),
+    verbs("KeepsTheSession", automate=lambda self, run: Toy.automate(self, stays(run))),
     # Backends that do what they do not declare.
+    verbs("QuietAutomation", ExplicitToy, automate=lambda self, run: nullcontext()),
     verbs("QuietOpLists", ExplicitToy, check_plan=lambda self, plan: plan),
     verbs("QuietNames", ExplicitToy, nonfinite_parameters=lambda self, optimizer, model: []),
     verbs("QuietPromotion", ExplicitToy, widest=lambda self, tree, at_least: at_least),

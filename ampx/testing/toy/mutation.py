@@ -13,6 +13,7 @@ import ampx
 from ampx.contract import Device, Unscaled
 from ampx.group import Outcome, ScaleGroup
 from ampx.ledger import HostLedger
+from ampx.running import Run
 from ampx.testing.harness import Harness
 
 from . import framework
@@ -217,6 +218,12 @@ def leaky(state: CastingState, leaks: Callable[[bool], bool]) -> Iterator[None]:
     finally:
         if not leaks(failed):
             framework.set_casting(before)
+
+
+def stays(run: Run) -> Run:
+    """Keep a run's session from being ended."""
+    run.close = lambda: None  # type: ignore[method-assign]
+    return run
 
 
 def cast_everything(self: ToyVerbs, tree: Any, dtype: Any) -> Any:

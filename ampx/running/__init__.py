@@ -1,0 +1,36 @@
+"""What the core and a backend share while `ampx run` trains a script that nobody edited.
+
+`ampx run` makes one `Run` for each framework that the script imports, and calls `Backend.automate(run)` as soon as
+the import is complete. What the backend patches there asks the `Run` for the session, tells its `Recorder` what it
+sees, and refuses through it what it cannot do safely. Nothing here imports a framework.
+
+The contract of `Backend.automate(run)`, which a backend declares as `capabilities.automates`:
+
+- `ampx run` enters the region when the script has imported the framework, and leaves it when the script has ended.
+  The backend patches its framework there and nowhere else: the script is not ours to edit. Leaving the region restores
+  everything, whatever happened inside, and ends the session with `run.close()`.
+- Every optimizer (or trainer) that the script makes inside is managed: from then on `run.session()` has started
+  casting, the optimizer is wrapped as `wrap_optimizer` does, and `run.recorder.add_optimizer` was told. The script's
+  object keeps its class, so that `isinstance` and subclasses of the script's own go on to work.
+- The framework's backward scales the loss for the optimizers that it reaches, inside
+  `run.recorder.phase("backward")`. The optimizer's step unscales, skips and moves the scale, inside
+  `run.recorder.phase("step")`, and `run.recorder.stepped(group)` follows. What the script reads between the two,
+  gradients that it clips for instance, is unscaled.
+- While `run.recorder.sampling`, `run.recorder.count_op` is told what ran in which dtype.
+- What cannot be automated safely is refused by `run.refuse(reason)`: mixed precision of the script's own (unless
+  `run.settings.replace_native`, where the backend can put ampx underneath), gradients that come by ways which it does
+  not see, closures that it cannot see through. Errors of ampx that come from the script's calls are refusals, too.
+  Errors of the framework reach the script as they are.
+- Where a framework has no such moments (`fit` of Keras, a compiled step of JAX), the backend does what has the same
+  effect, and uses the one phase `"train"`.
+- Where the lines of code of `Run.explain` do not fit the framework, the backend sets `run.lines`.
+
+The kit tests it (`ampx.testing.kit.automation`); `ampx.testing.toy.automation` is the smallest example.
+"""
+
+from __future__ import annotations
+
+from .recorder import Recorder as Recorder
+from .run import Run as Run
+from .run import RunSettings as RunSettings
+from .where import script_line as script_line

@@ -1,0 +1,193 @@
+"""What a run of `ampx run` sees: time by phase, operations by dtype, steps, and the way of the loss scale."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from ampx.events import Event, ScaleChanged, StepSkipped
+
+SCHEMA: Final = "ampx.run/1"
+# The first steps tell which operations run in which dtype; the others do not pay for being counted.
+SAMPLED_STEPS: Final = 3
+FORWARD: Final = "forward"
+
+
+class _Phase:
+    """A region whose time is added up under its name. Made once a name, entered in every step."""
+
+    __slots__ = ("_name", "_recorder")
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        """Remember where to write."""
+        self._recorder = recorder
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Start the clock of this phase; that of the phase around it stands still."""
+        self._recorder._begin(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        """Stop it."""
+        self._recorder._end()
+
+
+@dataclass
+class OptimizerRecord:
+    """One wrapped optimizer, or one list of optimizers that share a loss scale.
+
+    Attributes:
+        kind: Name of its class.
+        initial_scale: The loss scale at the start.
+        steps: Steps that the script asked for and that had gradients; skipped ones included.
+        skipped: Numbers of the skipped ones, from 1.
+        scales: `[step, scale]` after every step that moved the loss scale.
+    """
+
+    kind: str
+    initial_scale: float
+    steps: int = 0
+    skipped: list[int] = field(default_factory=list)
+    scales: list[tuple[int, float]] = field(default_factory=list)
+
+    def trace(self) -> str:
+        """Give the way of the loss scale in one line, at most eight stations long."""
+        stations = [f"{self.initial_scale:g}", *(f"{scale:g} (step {step})" for step, scale in self.scales)]
+        if len(stations) > 8:
+            stations = [*stations[:4], f"… {len(stations) - 7} more …", *stations[-3:]]
+        return " → ".join(stations)
+
+
+class Recorder:
+    """Takes down what the summary of a run tells. Reads clocks of the host only: it never waits for a device.
+
+    A backend calls `add_optimizer` when it wraps one, `phase("backward")` and `phase("step")` around those,
+    `stepped` after each step, and `count_op` while `sampling`. Skipped steps and the loss scale come by themselves,
+    as events of the session that `Run.session` started. What lies between two phases counts as `"forward"`: the
+    forward pass and all else in the training loop. A framework that trains in one call (`fit`, a compiled step)
+    uses one phase, `"train"`.
+
+    Attributes:
+        optimizers: What was wrapped, by the position of its loss scale in `amp.state_dict()`.
+        seconds: Time on the host by phase.
+        ops: How often an operation ran in a dtype while sampling: `(name, dtype)`.
+        notes: Sentences for the end of the summary.
+        sampled_steps: How many steps are sampled.
+    """
+
+    def __init__(self, sampled_steps: int = SAMPLED_STEPS) -> None:
+        """Start with nothing seen."""
+        self.optimizers: dict[int, OptimizerRecord] = {}
+        self.seconds: dict[str, float] = {}
+        self.ops: Counter[tuple[str, str]] = Counter()
+        self.notes: list[str] = []
+        self.sampled_steps = sampled_steps
+        self._phases: dict[str, _Phase] = {}
+        self._stack: list[str] = []
+        self._mark: float | None = None
+        self._thread = threading.get_ident()
+
+    # -- optimizers and steps ----------------------------------------------------------------------
+
+    def add_optimizer(self, kind: str, initial_scale: float, group: int | None = None) -> int:
+        """Note that an optimizer was wrapped; the clock of the forward pass starts with the first.
+
+        Args:
+            kind: Name of its class.
+            initial_scale: Its loss scale.
+            group: Position of its loss scale in `amp.state_dict()`; by default the next one.
+
+        Returns:
+            That position, for `stepped`.
+
+        Sync: none.
+        """
+        if group is None:
+            group = len(self.optimizers)
+        known = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale))
+        if kind not in known.kind.split(", "):
+            known.kind += f", {kind}"
+        if self._mark is None:
+            self._mark = time.perf_counter()
+        return group
+
+    def stepped(self, group: int, count: int = 1) -> None:
+        """Note that an optimizer stepped (or skipped), after gradients that counted. Sync: none."""
+        self.optimizers[group].steps += count
+
+    @property
+    def steps(self) -> int:
+        """Steps of all optimizers."""
+        return sum(one.steps for one in self.optimizers.values())
+
+    def hear(self, event: Event) -> None:
+        """Take an event of the session; `Run.session` has made this a listener. Sync: none."""
+        one = self.optimizers.get(event.group)
+        if one is None:
+            return
+        if isinstance(event, StepSkipped):
+            one.skipped.append(event.step)
+        elif isinstance(event, ScaleChanged):
+            one.scales.append((event.step, event.next_scale))
+
+    # -- operations --------------------------------------------------------------------------------
+
+    @property
+    def sampling(self) -> bool:
+        """Whether operations are to be counted: during the first steps. Ask between steps, not in every operation."""
+        return self.steps < self.sampled_steps
+
+    def count_op(self, name: str, dtype: str, count: int = 1) -> None:
+        """Note that an operation computed in a dtype (`"bfloat16"`, `"float32"`, ...). Sync: none."""
+        self.ops[name, dtype] += count
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> _Phase:
+        """Give a region whose time counts under this name; a region inside takes its own time out of it.
+
+        Args:
+            name: `"backward"`, `"step"`, or `"train"`.
+
+        Sync: none.
+        """
+        known = self._phases.get(name)
+        if known is None:
+            known = self._phases[name] = _Phase(self, name)
+        return known
+
+    def _begin(self, name: str) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        now = time.perf_counter()
+        if self._mark is not None:
+            before = self._stack[-1] if self._stack else FORWARD
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - self._mark
+        self._mark = now
+        self._stack.append(name)
+
+    def _end(self) -> None:
+        if threading.get_ident() != self._thread or self._mark is None:
+            return
+        now = time.perf_counter()
+        name = self._stack.pop()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+    # -- the report --------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Give all of it as plain JSON types. Sync: none."""
+        return {
+            "schema": SCHEMA,
+            "steps": self.steps,
+            "skipped": sum(len(one.skipped) for one in self.optimizers.values()),
+            "optimizers": [{**asdict(one), "group": group} for group, one in sorted(self.optimizers.items())],
+            "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
+            "sampled_steps": min(self.sampled_steps, self.steps),
+            "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,127 @@
+"""One framework's share in a run of `ampx run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ampx.errors import RunRefusedError
+
+from .recorder import Recorder
+from .where import script_line
+
+if TYPE_CHECKING:
+    from ampx.amp import Amp
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the user asked `ampx run` for.
+
+    Attributes:
+        dtype: As in `ampx.init`: `"auto"`, or a dtype.
+        level: As in `ampx.init`.
+        device: As in `ampx.init`.
+        replace_native: The script's own mixed precision is carried out by ampx; without it such a script is refused.
+    """
+
+    dtype: str = "auto"
+    level: str = "O1"
+    device: str = "auto"
+    replace_native: bool = False
+
+
+@dataclass(eq=False)
+class Run:
+    """What a backend's `automate` receives: the settings, the session, the recorder, and the way to refuse.
+
+    Attributes:
+        framework: Name of the framework that this backend automates.
+        settings: What the user asked for.
+        recorder: Takes down what the summary tells; one for the whole run.
+        peers: The `Run` of every framework in this process, this one included.
+        amp: The session once it is started; None before.
+        refusal: The error of the first call of `refuse`, which the script may have caught.
+        lines: The lines of code that do the same by hand. Set it where those of `explain` do not fit the framework.
+    """
+
+    framework: str
+    settings: RunSettings = field(default_factory=RunSettings)
+    recorder: Recorder = field(default_factory=Recorder)
+    peers: list[Run] = field(default_factory=list)
+    amp: Amp | None = None
+    refusal: RunRefusedError | None = None
+    lines: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Join the peers."""
+        self.peers.append(self)
+
+    def session(self, **options: Any) -> Amp:
+        """Give the session of this framework, starting it at the first call.
+
+        A backend calls this when the script makes its first optimizer, and not earlier: a script may import a
+        framework that it does not train with.
+
+        Args:
+            **options: What to pass to `ampx.init` beyond the settings, such as `process_wide=False`.
+
+        Raises:
+            RunRefusedError: The script trains with another framework, too; or `ampx.init` refuses the settings.
+
+        Sync: none.
+        """
+        if self.amp is not None:
+            return self.amp
+        others = [peer.framework for peer in self.peers if peer.amp is not None]
+        if others:
+            self.refuse(
+                f"the script trains with {others[0]} and with {self.framework}; accepted: one framework. Name the one "
+                f"to automate with --framework"
+            )
+        import ampx
+
+        settings = self.settings
+        chosen = {"dtype": settings.dtype, "level": settings.level, "device": settings.device, "nan_loss": "skip"}
+        try:
+            self.amp = ampx.init(self.framework, **{**chosen, **options})
+        except ampx.AmpxError as error:
+            self.refuse(f"the settings cannot be honoured: {error}")
+        self.amp.on_event(self.recorder.hear)
+        return self.amp
+
+    def close(self) -> None:
+        """End the session, where one was started; the last thing a backend does on leaving. Sync: as `Amp.shutdown`."""
+        if self.amp is not None:
+            self.amp.shutdown()
+
+    def refuse(self, reason: str, where: str | None = None) -> NoReturn:
+        """Stop the script, because going on would not train what the script means.
+
+        The script ends with the reason on stderr, or is started anew without ampx where the user asked for that.
+
+        Args:
+            reason: What the script does, why that cannot be automated, and what to do instead. No final stop.
+            where: `"file:line"`; the script's own innermost line by default.
+
+        Raises:
+            RunRefusedError: Always.
+
+        Sync: none.
+        """
+        place = script_line() if where is None else where
+        error = RunRefusedError(f"{place}: {reason}." if place else f"{reason}.")
+        if self.refusal is None:
+            self.refusal = error
+        raise error
+
+    def explain(self) -> tuple[str, ...]:
+        """Give the lines of code that do by hand what this run did. Sync: none."""
+        if self.lines or self.amp is None:
+            return self.lines
+        dtype = self.amp.effective.dtype or "float32"
+        return (
+            f"amp = ampx.init({self.framework!r}, dtype={dtype!r}, level={self.settings.level!r})",
+            "optimizer = ampx.wrap_optimizer(optimizer)",
+            "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
+        )

@@ -1,0 +1,117 @@
+"""What core and backends share in `ampx run`: the recorder, refusals, and one session at a time."""
+
+import itertools
+
+import pytest
+
+import ampx
+from ampx.events import ScaleChanged, StepSkipped
+from ampx.running import Recorder, Run, RunSettings, recorder, script_line
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes one second further whenever somebody looks."""
+    ticks = itertools.count()
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: float(next(ticks)))
+
+
+@pytest.fixture
+def toy():
+    import ampx.testing.toy.plugin as plugin
+
+    if "toy" not in ampx.backends():
+        ampx.register_plugin(plugin)
+    yield
+    ampx.shutdown()
+
+
+@pytest.mark.usefixtures("clock")
+def test_time_belongs_to_the_innermost_phase_and_what_is_between_to_forward():
+    seen = Recorder()
+    seen.add_optimizer("SGD", 1.0)  # the clock says 0
+    with seen.phase("backward"):  # 1
+        pass  # 2
+    with seen.phase("step"), seen.phase("backward"):  # 3, 4
+        pass  # 5, 6
+    assert seen.seconds == {"forward": 1.0 + 1.0, "backward": 1.0 + 1.0, "step": 1.0 + 1.0}
+
+
+@pytest.mark.usefixtures("clock")
+def test_time_before_the_first_optimizer_and_after_the_last_phase_is_nobodys():
+    seen = Recorder()
+    with seen.phase("backward"):
+        pass
+    assert seen.seconds == {"backward": 1.0}
+
+
+def test_events_become_skipped_steps_and_the_way_of_the_scale():
+    seen = Recorder()
+    group = seen.add_optimizer("SGD", 8.0)
+    told = ("toy", group, 0)
+    for event in (
+        StepSkipped(*told, 2, 8.0, 4.0, 1),
+        ScaleChanged(*told, 2, 8.0, 4.0, 1),
+        ScaleChanged(*told, 9, 4.0, 8.0, 0),
+    ):
+        seen.hear(event)
+    seen.stepped(group, 9)
+    (one,) = seen.optimizers.values()
+    assert (one.skipped, one.trace()) == ([2], "8 → 4 (step 2) → 8 (step 9)")
+    assert seen.to_json()["skipped"] == 1
+
+
+def test_a_long_way_of_the_scale_is_told_in_one_line():
+    one = recorder.OptimizerRecord("SGD", 1024.0, scales=[(step, 2.0**step) for step in range(1, 21)])
+    assert one.trace().startswith("1024 → 2 (step 1) → 4 (step 2) → 8 (step 3) → … 14 more … → ")
+    assert one.trace().endswith(f"→ {2.0**20:g} (step 20)")
+
+
+def test_operations_are_sampled_in_the_first_steps_only():
+    seen = Recorder(sampled_steps=2)
+    group = seen.add_optimizer("SGD", 1.0)
+    assert seen.sampling
+    seen.stepped(group, 2)
+    assert not seen.sampling
+
+
+def test_a_refusal_names_the_line_of_the_script_and_is_remembered():
+    run = Run("toy")
+    with pytest.raises(ampx.RunRefusedError, match=r"test_running\.py:\d+: it cannot be done\.$") as caught:
+        run.refuse("it cannot be done")
+    assert run.refusal is caught.value
+    assert "test_running.py" in script_line()
+
+
+def test_an_automated_loop_is_explained_by_lines_of_code(toy):
+    from ampx.registry import default_registry
+    from ampx.testing.toy import framework
+
+    run = Run("toy", RunSettings(dtype="float16"))
+    weights = framework.Tensor([1.0, 2.0], parameter=True)
+    with default_registry().load("toy").automate(run):
+        optimizer = framework.Optimizer([weights], lr=0.5)
+        for slopes in ([1.0, 1.0], [float("inf"), 0.0]):
+            framework.pull([weights], [slopes]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert weights.data == (0.5, 1.5)
+    assert run.recorder.to_json()["optimizers"] == [
+        {
+            "kind": "Optimizer",
+            "initial_scale": 65536.0,
+            "steps": 2,
+            "skipped": [2],
+            "scales": [(2, 32768.0)],
+            "group": 0,
+        }
+    ]
+    assert run.explain()[0] == "amp = ampx.init('toy', dtype='float16', level='O1')"
+
+
+def test_only_one_framework_is_automated(toy):
+    first = Run("toy")
+    second = Run("toy-explicit", peers=first.peers)
+    first.session()
+    with pytest.raises(ampx.RunRefusedError, match="trains with toy and with toy-explicit"):
+        second.session()
