@@ -1,0 +1,146 @@
+"""What the fused optimizers share: which tensors a step works on, and in which dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from ampx.errors import UnsupportedByBackendError, UnsupportedDtypeError
+
+_LOW: Final = (torch.float16, torch.bfloat16)
+_FUSED_DEVICES: Final = {"cpu", "cuda"}
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Computes in float32 whatever the parameters are, as the kernels of apex do, and keeps its state in float32.
+
+    Attributes:
+        set_grad_none: Whether `zero_grad` drops the gradients rather than filling them with zeros.
+    """
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients, by default in the way that `set_grad_none` says. Sync: none."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: Computes the loss and its gradients once more, before the update.
+
+        Returns:
+            What `closure` gave, or None.
+
+        Raises:
+            UnsupportedByBackendError: A gradient is sparse. Nothing was updated.
+            UnsupportedDtypeError: A parameter is not a real floating tensor. Nothing was updated.
+
+        Sync: none.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        tensors = [self._gather(group) for group in self.param_groups]
+        self._prepare(tensors)
+        for group, (parameters, gradients) in zip(self.param_groups, tensors, strict=True):
+            group["step"] = group.get("step", 0) + 1
+            if parameters:
+                self._update_in_float32(group, parameters, gradients)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. The float32 state of low-precision parameters is not rounded to their dtype. Sync: none."""
+        super().load_state_dict(state_dict)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        current = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(saved, current, strict=True):
+            if parameter.dtype in _LOW:
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if torch.is_tensor(value) and value.is_floating_point():
+                        self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
+
+    def _prepare(self, tensors: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+        """Compute what an update needs from the gradients of all groups."""
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, Any]],
+    ) -> None:
+        """Update the parameters of one group in place.
+
+        Args:
+            group: The options, with the number of this step under `"step"`.
+            parameters: Float32 or float64, any shapes. At least one.
+            gradients: Of the same shapes and dtypes. Not to be changed.
+            states: The state of each, empty before its first step.
+        """
+        raise NotImplementedError
+
+    def _gather(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        parameters = [one for one in group["params"] if one.grad is not None]
+        for one in parameters:
+            if one.grad.layout is not torch.strided:
+                raise UnsupportedByBackendError(
+                    f"{type(self).__name__} got a sparse gradient; accepted: dense gradients. Make the embedding with "
+                    f"sparse=False, or use torch.optim.SparseAdam."
+                )
+            if not one.is_floating_point():
+                raise UnsupportedDtypeError(
+                    f"{type(self).__name__} got a parameter of dtype {one.dtype}; accepted: float16, bfloat16, "
+                    f"float32, float64. Leave it out of the optimizer."
+                )
+        return parameters, [one.grad for one in parameters]
+
+    def _update_in_float32(
+        self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> None:
+        states = [self.state[one] for one in parameters]
+        work = [in_float32(one) for one in parameters]
+        self._update(group, work, [grad.to(own.dtype) for grad, own in zip(gradients, work, strict=True)], states)
+        rounded = [(own, one) for own, one in zip(parameters, work, strict=True) if own is not one]
+        if rounded:
+            owns, ones = zip(*rounded, strict=True)
+            torch._foreach_copy_(owns, ones)
+
+
+def in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a low-precision tensor in float32, and any other as it is. Sync: none."""
+    return tensor.float() if tensor.dtype in _LOW else tensor
+
+
+def refuse_amsgrad(name: str, amsgrad: bool) -> None:
+    """Raise where the variant is asked for, which no fused optimizer of apex has.
+
+    Raises:
+        UnsupportedByBackendError: It is asked for.
+    """
+    if amsgrad:
+        raise UnsupportedByBackendError(
+            f"{name}(amsgrad=True) is not supported; accepted: False. Use torch.optim.AdamW(amsgrad=True)."
+        )
+
+
+def has_fused_kernel(parameters: list[torch.Tensor]) -> bool:
+    """Tell whether torch's fused optimizer kernels take all of these. Sync: none."""
+    return all(one.device.type in _FUSED_DEVICES for one in parameters)
+
+
+def state_tensors(
+    states: list[dict[str, Any]], name: str, parameters: list[torch.Tensor], fill: float = 0.0
+) -> list[torch.Tensor]:
+    """Give one tensor of every state, made like its parameter where it is not there yet. Sync: none."""
+    found = []
+    for state, own in zip(states, parameters, strict=True):
+        if name not in state:
+            state[name] = torch.full_like(own, fill, memory_format=torch.preserve_format)
+        found.append(state[name])
+    return found

@@ -1,0 +1,61 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.adagrad import adagrad
+
+from .base import FusedOptimizer, state_tensors
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad with L2 regularisation, or with decoupled weight decay.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        weight_decay: Factor of the decay.
+        set_grad_none: Whether `zero_grad` drops the gradients.
+        adagrad_w_mode: True decays weights apart from the gradient, False adds the decay to the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+        self.adagrad_w_mode = adagrad_w_mode
+        self.set_grad_none = set_grad_none
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, Any]],
+    ) -> None:
+        sums, decay = state_tensors(states, "sum", parameters), group["weight_decay"]
+        if decay and self.adagrad_w_mode:
+            torch._foreach_mul_(parameters, 1 - group["lr"] * decay)
+            decay = 0.0
+        # The count matters to torch's Adagrad only where the learning rate decays, which apex's does not.
+        adagrad(
+            parameters,
+            gradients,
+            sums,
+            list(torch.zeros(len(parameters)).unbind()),
+            foreach=True,
+            lr=group["lr"],
+            weight_decay=decay,
+            lr_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )

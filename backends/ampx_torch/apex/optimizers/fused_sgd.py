@@ -1,0 +1,100 @@
+"""Stochastic gradient descent with momentum."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.optim.sgd import sgd
+
+from ampx.errors import AmpxWarning, InvalidOptionError
+
+from .base import FusedOptimizer, has_fused_kernel
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD as `torch.optim.SGD` computes it, and with weight decay after momentum where asked for.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        momentum: Factor of the momentum.
+        dampening: The first step aside, the gradient enters the momentum times 1 - dampening.
+        weight_decay: Factor of the decay.
+        nesterov: Nesterov's momentum; needs momentum and no dampening.
+        wd_after_momentum: True adds the decay to the momentum's result and not to the gradient.
+        materialize_master_grads: Master gradients are always made; False warns, as it can save no memory here.
+        set_grad_none: Whether `zero_grad` drops the gradients.
+
+    Raises:
+        InvalidOptionError: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise InvalidOptionError(f"FusedSGD({name}={value!r}) is out of range; accepted: 0 or more. Change it.")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise InvalidOptionError(
+                f"FusedSGD(nesterov=True, momentum={momentum!r}, dampening={dampening!r}) is not accepted; Nesterov's "
+                f"momentum needs momentum above 0 and dampening=0. Change one of them."
+            )
+        if not materialize_master_grads:
+            warnings.warn(
+                "FusedSGD(materialize_master_grads=False) has no effect: master gradients are made, and the update is "
+                "the same. Leave it out.",
+                AmpxWarning,
+                stacklevel=2,
+            )
+        options = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "nesterov": nesterov})
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.set_grad_none = set_grad_none
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, Any]],
+    ) -> None:
+        decay = group["weight_decay"]
+        if decay and self.wd_after_momentum:
+            torch._foreach_mul_(parameters, 1 - group["lr"] * decay)
+            decay = 0.0
+        # torch starts the momentum of all or of none, so parameters that come later are updated apart.
+        everything = range(len(parameters))
+        new = [index for index in everything if states[index].get("momentum_buffer") is None]
+        for chosen in (new, [index for index in everything if index not in set(new)]):
+            if not chosen:
+                continue
+            momenta = [states[index].get("momentum_buffer") for index in chosen]
+            own = [parameters[index] for index in chosen]
+            sgd(
+                own,
+                [gradients[index] for index in chosen],
+                momenta,
+                fused=has_fused_kernel(own),
+                weight_decay=decay,
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+            if group["momentum"]:
+                for index, momentum in zip(chosen, momenta, strict=True):
+                    states[index]["momentum_buffer"] = momentum
