@@ -60,6 +60,40 @@ def convert_model(
     return converted
 
 
+def convert_symbol(
+    symbol: mx.sym.Symbol,
+    dtype: str | None = None,
+    *,
+    allow: Sequence[Any] = (),
+    deny: Sequence[Any] = (),
+    exclude: Sequence[str] = (),
+    data_names: Sequence[str] | None = None,
+    cast_parameters: bool = False,
+) -> mx.sym.Symbol:
+    """Convert a symbol alone, for the device of the current context.
+
+    Args:
+        symbol: The float32 network.
+        dtype: As in `convert_model`.
+        allow: As in `convert_model`.
+        deny: As in `convert_model`.
+        exclude: As in `convert_model`.
+        data_names: Names of inputs that are data and no parameters; None: those MXNet takes for data.
+        cast_parameters: As in `convert_model`.
+
+    Returns:
+        The symbol with casts.
+
+    Raises:
+        UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As `convert_model`.
+
+    Sync: none.
+    """
+    chosen = _choose_dtype(dtype, [])
+    options = _options(symbol, chosen, allow, deny, exclude)
+    return amp.convert_symbol(symbol, chosen, data_names=data_names, cast_optional_params=cast_parameters, **options)
+
+
 def convert_hybrid_block(
     block: mx.gluon.HybridBlock,
     dtype: str | None = None,
@@ -150,7 +184,7 @@ def _options(
     lists = amp.list_lp16_ops, amp.list_fp32_ops, amp.list_lp16_fp32_ops
     known = {name for names in lists for name in names(native_dtype)}
     known.update(entry[0] for entry in amp.list_conditional_fp32_ops(native_dtype))
-    if uncast := sorted({*plan.allow, *plan.deny} - known):
+    if uncast := sorted(oplists.named(plan) - known):
         raise UnsupportedOpError(
             f"MXNet converts no {', '.join(uncast)} to or from {dtype}; accepted: operators of the lists that "
             f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(known)[:5])}. Remove it."

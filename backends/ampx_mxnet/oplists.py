@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ampx.contract import CastPlan
@@ -10,6 +12,35 @@ from ampx.errors import UnsupportedOpError
 
 from .compat import amp, mx
 from .dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class NativeLists:
+    """An entry of `allow` that replaces MXNet's lists, as arguments of MXNet's `amp.init` do; None keeps its own.
+
+    Attributes:
+        target: Names of operators to compute in low precision.
+        fp32: Names of operators to compute in float32.
+        conditional: Operator, argument, and the argument's values with which it computes in float32.
+    """
+
+    target: tuple[str, ...] | None = None
+    fp32: tuple[str, ...] | None = None
+    conditional: tuple[tuple[str, str, tuple[str, ...]], ...] | None = None
+
+    def names(self) -> list[str]:
+        """List all operators that are named. Sync: none."""
+        return [*(self.target or ()), *(self.fp32 or ()), *(entry[0] for entry in self.conditional or ())]
+
+
+def named(plan: CastPlan) -> set[str]:
+    """Give the names of operators in a checked plan. Sync: none."""
+    names = {entry for entry in (*plan.allow, *plan.deny) if isinstance(entry, str)}
+    return names.union(*(lists.names() for lists in _native(plan)))
+
+
+def _native(plan: CastPlan) -> list[NativeLists]:
+    return [entry for entry in plan.allow if isinstance(entry, NativeLists)]
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
@@ -23,13 +54,22 @@ def check_plan(plan: CastPlan) -> CastPlan:
     if not plan.allow and not plan.deny:
         return plan
     known = {name: function for name in mx.operator.get_all_registered_operators() if (function := _function(name))}
-    allow = tuple(_operator(entry, known) for entry in plan.allow)
+    native = _native(plan)
+    for lists in native:
+        for name in lists.names():
+            _operator(name, known)
+        _check_disjoint("target_precision_ops and fp32_ops", lists.target or (), lists.fp32 or ())
+    allow = tuple(_operator(entry, known) for entry in plan.allow if not isinstance(entry, NativeLists))
     deny = tuple(_operator(entry, known) for entry in plan.deny)
-    if both := sorted(set(allow) & set(deny)):
+    _check_disjoint("allow and deny", allow, deny)
+    return CastPlan(plan.device, plan.dtype, plan.level, (*allow, *native), deny)
+
+
+def _check_disjoint(which: str, one: Iterable[str], other: Iterable[str]) -> None:
+    if both := sorted(set(one) & set(other)):
         raise UnsupportedOpError(
-            f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
+            f"{which} both name {', '.join(both)}; accepted: each in one list. Remove it from one."
         )
-    return CastPlan(plan.device, plan.dtype, plan.level, allow, deny)
 
 
 def _operator(entry: Any, known: dict[str, tuple[Any, ...]]) -> str:
@@ -61,9 +101,21 @@ def _function(name: str) -> tuple[Any, ...]:
 def lists(plan: CastPlan) -> dict[str, list[Any]]:
     """Give what `amp.init` takes as its lists. Sync: none."""
     dtype = plan.dtype if plan.dtype == "float16" else DTYPES[plan.dtype]
-    low, wide = set(plan.allow), set(plan.deny)
+    target, fp32 = amp.list_lp16_ops(dtype), amp.list_fp32_ops(dtype)
+    conditional = amp.list_conditional_fp32_ops(dtype)
+    low = [entry for entry in plan.allow if isinstance(entry, str)]
+    wide = list(plan.deny)
+    for native in _native(plan):
+        # What a list names leaves the others, which MXNet would otherwise apply on top.
+        if native.target is not None:
+            target, fp32 = native.target, [name for name in fp32 if name not in native.target]
+        if native.fp32 is not None:
+            fp32, target = native.fp32, [name for name in target if name not in native.fp32]
+        if native.conditional is not None:
+            conditional = [(name, argument, list(values)) for name, argument, values in native.conditional]
+    moved = {*low, *wide}
     return {
-        "target_precision_ops": [*(name for name in amp.list_lp16_ops(dtype) if name not in wide | low), *plan.allow],
-        "fp32_ops": [*(name for name in amp.list_fp32_ops(dtype) if name not in wide | low), *plan.deny],
-        "conditional_fp32_ops": [entry for entry in amp.list_conditional_fp32_ops(dtype) if entry[0] not in wide | low],
+        "target_precision_ops": [*(name for name in target if name not in moved), *low],
+        "fp32_ops": [*(name for name in fp32 if name not in moved), *wide],
+        "conditional_fp32_ops": [entry for entry in conditional if entry[0] not in moved],
     }

@@ -17,6 +17,7 @@ from .accumulation import Accumulation, check_adds
 from .clipping import clip
 from .delegation import DelegatingTrainer
 from .hook import OverflowHook
+from .taking_over import move_back
 
 if TYPE_CHECKING:
     from .backend import MXNetBackend
@@ -35,12 +36,15 @@ _OWN: Final = frozenset(
         "_reduced",
         "_kvstore_before",
         "_used",
+        "_in_place",
+        "__class__",
         "__weakref__",
     )
 )
 
 
-class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
+# Gluon's class comes first: a gluon trainer can then become one of these in place.
+class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     """A gluon trainer with its own loss scale.
 
     True gradients are what hangs on the parameters, divided by the loss scale. The batch size divides later, in `step`,
@@ -58,6 +62,7 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
         self._backend = backend
         self._max_grad_norm: float | None = options.get("max_grad_norm")
         self._max_grad_value: float | None = options.get("max_grad_value")
+        self._in_place = bool(options.get("in_place"))
         self._accumulation = Accumulation()
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
@@ -267,6 +272,8 @@ class AmpTrainer(WrappedOptimizer, DelegatingTrainer):
         """Give the raw trainer its store's settings and its parameters their `grad_req` back. Sync: none."""
         self.trainer._kvstore_params = self._kvstore_before
         self._accumulation.give_back()
+        if self._in_place:
+            move_back(self, self.trainer)
 
     def save_states(self, fname: str) -> None:
         """Save the optimizer's state and the loss scale; plain MXNet reads the file too.

@@ -10,6 +10,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedB
 from ampx.group import Member
 
 from .dtypes import name_of
+from .taking_over import move_out
 from .trainer import AmpTrainer
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
-    """Wrap a raw trainer.
+    """Wrap a raw trainer; with the option `in_place`, the trainer itself becomes the wrapped one.
 
     Raises:
         InvalidOptionError: An option is unknown.
@@ -27,18 +28,28 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
 
     Sync: none.
     """
-    reject_unknown("mxnet", options, ())
+    reject_unknown("mxnet", options, ("in_place",))
     if not member.group.enabled:
-        return AmpTrainer(backend, trainer, member, options)
+        return _wrap(backend, trainer, member, options)
     _check_native(trainer)
     _check_store(trainer)
     _check_dtypes(trainer)
-    wrapped = AmpTrainer(backend, trainer, member, options)
+    wrapped = _wrap(backend, trainer, member, options)
+    trainer = wrapped.trainer
     # Native defect: by default several contexts update while their gradients are added up, before the overflow check.
     trainer._kvstore_params["update_on_kvstore"] = False
     plan = options["plan"]
     if plan is not None and plan.dtype == "bfloat16":
         wrapped.ampx_adopt_adding()
+    return wrapped
+
+
+def _wrap(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
+    if not options.get("in_place"):
+        return AmpTrainer(backend, trainer, member, options)
+    raw = move_out(trainer, AmpTrainer)
+    AmpTrainer.__init__(trainer, backend, raw, member, options)
+    wrapped: AmpTrainer = trainer
     return wrapped
 
 

@@ -1,0 +1,343 @@
+"""`ampx_mxnet.amp`: scripts written for MXNet's own amp, unedited."""
+
+import json
+import os
+import pathlib
+import pickle
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ampx
+import ampx_mxnet.amp
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+from ampx_mxnet import compat
+from ampx_mxnet.compat import mx
+
+PROGRAMS = pathlib.Path(__file__).parents[1] / "programs" / "mxnet"
+RUN = (
+    "import runpy, sys, warnings; warnings.simplefilter('ignore'); import ampx_mxnet.amp; ampx_mxnet.amp.install(); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+@pytest.fixture
+def installed():
+    ampx_mxnet.amp.install()
+    yield
+    ampx_mxnet.amp.uninstall()
+
+
+def trained(name, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(PROGRAMS / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# -- the recipe ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["mxnet.contrib", "mxnet"])
+def test_the_vendors_recipe_trains_digits(installed, place):
+    """The lines of the recipe as they are printed; 450 test images tell 10 digits apart."""
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
+    digits = datasets.load_digits()
+    images, labels = mx.nd.array(digits.images[:, None] / 16.0), mx.nd.array(digits.target)
+    names = {"mx": mx, "images": images[:1347], "labels": labels[:1347]}
+    exec(
+        f"from {place} import amp\n"
+        + """
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+amp.init()
+
+net = nn.HybridSequential()
+net.add(nn.Conv2D(16, 3, activation="relu"), nn.Flatten(), nn.Dense(10))
+net.initialize(mx.init.Xavier())
+net.hybridize()
+loss_function = gluon.loss.SoftmaxCrossEntropyLoss()
+trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
+
+amp.init_trainer(trainer)
+
+for epoch in range(10):
+    for start in range(0, 1344, 64):
+        data, label = images[start : start + 64], labels[start : start + 64]
+        with autograd.record():
+            loss = loss_function(net(data), label)
+            with amp.scale_loss(loss, trainer) as scaled_loss:
+                autograd.backward(scaled_loss)
+        trainer.step(64)
+""",
+        names,
+    )
+    trainer = names["trainer"]
+    assert trainer.last_step.applied
+    assert trainer.loss_scale == 2.0**16
+    assert trainer.optimizer.num_update == 10 * 21
+    assert names["net"](images[:2]).dtype == compat.amp.amp.bfloat16
+    right = (names["net"](images[1347:]).astype("float32").argmax(1) == labels[1347:]).mean().asscalar()
+    assert right > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("image_classification.py", ("--dtype", "amp")),
+        ("gan.py", ("--amp",)),
+        ("word_language_model.py", ("--amp",)),
+    ],
+)
+def test_an_unedited_program_trains_as_in_float32(name, arguments):
+    """Where the two runs have to agree, by how bfloat16 rounds and how the losses scatter.
+
+    bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-9 of it; a forward pass of a handful of cast
+    layers moves the first loss, which no update has touched yet, by at most a few of these: 2^-6. Later the runs are
+    two samples of the same noisy training: their mean loss over the second half differs by less than the standard
+    deviation that single losses have there in float32.
+    """
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    plain, scaled = trained(name), trained(name, *arguments)
+    assert len(plain["losses"]) == len(scaled["losses"]) >= 80
+    assert scaled["losses"] != plain["losses"]
+    assert scaled["losses"][0] == pytest.approx(plain["losses"][0], rel=2**-6)
+    late = len(plain["losses"]) // 2
+    spread = statistics.stdev(plain["losses"][late:])
+    assert abs(statistics.mean(scaled["losses"][late:]) - statistics.mean(plain["losses"][late:])) < spread
+    if name == "image_classification.py":
+        # 450 images: the standard error of a share of 0.96 is 0.0092, that of a difference of two 0.013; twice that.
+        assert plain["metric"] > 0.93
+        assert abs(scaled["metric"] - plain["metric"]) < 0.026
+
+
+# -- the trainer stays the script's ------------------------------------------------------------------------------
+
+
+def test_the_scripts_own_trainer_scales_and_skips(dense, backward):
+    """Scale, count of updates and weights follow the reference pattern, on the object that the script made."""
+    net = dense()
+    trainer = mine = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.125, "momentum": 0.5})
+    ampx.init("mxnet", level="O0", loss_scale=ampx.LossScale(growth_interval=3), nan_loss="skip")
+    ampx_mxnet.amp.init_trainer(trainer)
+    assert trainer is mine
+    assert isinstance(trainer, mx.gluon.Trainer)
+    seen, weights = [], []
+    for overflow in REFERENCE_PATTERN:
+        with mx.autograd.record():
+            loss = net(mx.nd.array([[float("inf") if overflow else 1.0, 1.0]]))
+            with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+                mx.autograd.backward(scaled)
+        trainer.step(1)
+        seen.append(trainer.loss_scale)
+        weights.append(net.weight.data().asnumpy().tolist())
+    assert seen == list(REFERENCE_TRACE)
+    applied = [not one for one in REFERENCE_PATTERN]
+    assert trainer.optimizer.num_update == sum(applied)
+    assert [now != before for before, now in zip([[[1.0, 1.0]], *weights], weights, strict=False)] == applied
+
+
+class OwnTrainer(mx.gluon.Trainer):
+    """A trainer of a script's own making."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+
+    def step(self, batch_size, ignore_stale_grad=False):
+        self.steps += 1
+        super().step(batch_size, ignore_stale_grad)
+
+
+def test_a_trainer_of_the_scripts_own_class_keeps_its_methods_and_attributes(dense):
+    ampx_mxnet.amp.init()
+    net = dense()
+    trainer = OwnTrainer(net.collect_params(), "sgd", {"learning_rate": 0.5})
+    trainer.note = "mine"
+    ampx_mxnet.amp.init_trainer(trainer)
+    with mx.autograd.record():
+        loss = net(mx.nd.ones((1, 2))).astype("float32")
+        with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    trainer.step(1)
+    trainer.set_learning_rate(0.25)
+    assert (trainer.steps, trainer.note, trainer.learning_rate) == (1, "mine", 0.25)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+    again = pickle.loads(pickle.dumps(trainer._optimizer))
+    assert again.learning_rate == 0.25
+
+
+def test_a_refused_trainer_stays_as_it_was(dense):
+    ampx_mxnet.amp.init()
+    trainer = mx.gluon.Trainer(dense().collect_params(), "sgd", update_on_kvstore=True)
+    with pytest.raises(ampx.UnsupportedByBackendError, match="update_on_kvstore=True"):
+        ampx_mxnet.amp.init_trainer(trainer)
+    assert type(trainer) is mx.gluon.Trainer
+
+
+def test_a_trainer_of_a_list_that_is_refused_is_given_back(dense):
+    """`in_place` is an option of wrap_optimizer: a list is wrapped as a whole or not at all."""
+    session = ampx.init("mxnet", level="O0", loss_scale="dynamic")
+    good = OwnTrainer(dense().collect_params(), "sgd")
+    bad = mx.gluon.Trainer(dense().collect_params(), "sgd", update_on_kvstore=True)
+    with pytest.raises(ampx.UnsupportedByBackendError):
+        session.wrap_optimizer([good, bad], in_place=True)
+    assert type(good) is OwnTrainer
+    assert good.steps == 0
+    assert good._kvstore_params["update_on_kvstore"] is None
+    assert session.wrap_optimizer(good, in_place=True) is good
+
+
+def test_gradients_clipped_after_unscale_are_true(dense):
+    """With allreduce_grads, unscale, clip and update, in the order that MXNet's documentation gives."""
+    ampx_mxnet.amp.init()
+    net = dense()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
+    ampx_mxnet.amp.init_trainer(trainer)
+    with mx.autograd.record():
+        loss = net(mx.nd.array([[3.0, 4.0]])).astype("float32")
+        with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+            mx.autograd.backward(scaled)
+    trainer.allreduce_grads()
+    ampx_mxnet.amp.unscale(trainer)
+    ampx_mxnet.amp.unscale(trainer)
+    norm = mx.gluon.utils.clip_global_norm([net.weight.grad()], 1.0)
+    trainer.update(1)
+    assert norm == 5.0
+    assert net.weight.data().asnumpy().ravel().tolist() == pytest.approx([1 - 0.6, 1 - 0.8], abs=1e-6)
+
+
+# -- init ------------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_init_changes_nothing_and_another_replaces(dense):
+    net = dense()
+    ampx_mxnet.amp.init()
+    first = ampx.current("mxnet")
+    ampx_mxnet.amp.init()
+    assert ampx.current("mxnet") is first
+    assert net(mx.nd.ones((1, 2))).dtype == compat.amp.amp.bfloat16
+    ampx_mxnet.amp.init(target_precision_ops=["Convolution"])
+    assert ampx.current("mxnet") is not first
+    assert net(mx.nd.ones((1, 2))).dtype == np.float32
+    ampx_mxnet.amp.init("bfloat16", fp32_ops=["FullyConnected"])
+    assert net(mx.nd.ones((1, 2))).dtype == np.float32
+    assert mx.nd.softmax(net(mx.nd.ones((1, 2)))).dtype == np.float32
+
+
+def test_conditional_operators_compute_in_float32_with_the_values_given():
+    ampx_mxnet.amp.init(
+        target_precision_ops=["FullyConnected"],
+        fp32_ops=[],
+        conditional_fp32_ops=[("Activation", "act_type", ["relu"])],
+    )
+    low = mx.nd.amp_cast(mx.nd.ones((2, 2)), dtype=compat.amp.amp.bfloat16)
+    assert mx.nd.Activation(low, act_type="relu").dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"target_dtype": "float16"}, ampx.UnsupportedDtypeError, "'float16' is not supported by backend 'mxnet'"),
+        ({"target_dtype": "int8"}, ampx.UnsupportedDtypeError, "is not a dtype of mixed precision"),
+        ({"fp32_ops": ["no_such_operator"]}, ampx.UnsupportedOpError, "no_such_operator"),
+        ({"fp32_ops": "softmax"}, ampx.InvalidOptionError, "Pass \\['softmax'\\]"),
+        (
+            {"fp32_ops": ["FullyConnected"], "target_precision_ops": ["FullyConnected"]},
+            ampx.UnsupportedOpError,
+            "both name FullyConnected",
+        ),
+        ({"layout_optimization": True}, ampx.UnsupportedByBackendError, "layout_optimization"),
+    ],
+)
+def test_init_refuses_and_stays_off(arguments, error, match):
+    if arguments.get("target_dtype") == "float16" and mx.context.num_gpus():
+        pytest.skip("float16 is computed on this GPU")
+    with pytest.raises(error, match=match):
+        ampx_mxnet.amp.init(**arguments)
+    with pytest.raises(ampx.NotInitializedError, match=r"Call amp.init\(\) first"):
+        ampx_mxnet.amp.init_trainer(None)
+
+
+def test_what_is_no_trainer_or_was_not_given_is_refused(dense):
+    ampx_mxnet.amp.init()
+    with pytest.raises(ampx.NotAnOptimizerError, match=r"gluon\.Trainer"):
+        ampx_mxnet.amp.init_trainer(mx.optimizer.SGD())
+    trainer = mx.gluon.Trainer(dense().collect_params(), "sgd")
+    for call in (lambda: ampx_mxnet.amp.scale_loss(mx.nd.ones(1), trainer), lambda: ampx_mxnet.amp.unscale(trainer)):
+        with pytest.raises(ampx.NotWrappedError, match=r"Call amp\.init_trainer"):
+            call()
+    ampx_mxnet.amp.init_trainer(trainer)
+    with pytest.raises(ampx.AlreadyWrappedError):
+        ampx_mxnet.amp.init_trainer(trainer)
+
+
+# -- conversion and lists ----------------------------------------------------------------------------------------
+
+
+def test_conversions_by_mxnets_names_compute_in_bfloat16():
+    symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="layer")
+    parameters = {"layer_weight": mx.nd.ones((2, 4)), "layer_bias": mx.nd.zeros(2)}
+    converted, arguments, _ = ampx_mxnet.amp.convert_model(symbol, parameters, {}, "bfloat16")
+    assert "amp_cast" in converted.tojson()
+    assert sorted(arguments) == ["layer_bias", "layer_weight"]
+    assert "amp_cast" in ampx_mxnet.amp.convert_symbol(symbol, "bfloat16").tojson()
+    assert "amp_cast" not in symbol.tojson()
+    untouched = ampx_mxnet.amp.convert_symbol(symbol, "bfloat16", excluded_sym_names=["layer"])
+    assert "bfloat16" not in untouched.tojson()
+    net = mx.gluon.nn.HybridSequential()
+    net.add(mx.gluon.nn.Dense(2, in_units=4))
+    net.initialize(mx.init.One())
+    net.hybridize()
+    net(mx.nd.ones((1, 4)))
+    block = ampx_mxnet.amp.convert_hybrid_block(net, "bfloat16", ctx=mx.cpu(1))
+    assert block(mx.nd.ones((1, 4), ctx=mx.cpu(1))).astype("float32").asnumpy().tolist() == [[4.0, 4.0]]
+    with pytest.raises(ampx.UnsupportedByBackendError, match="sym_gen"):
+        ampx_mxnet.amp.convert_bucketing_module(None)
+
+
+def test_lists_are_mxnets():
+    ours, native = ampx_mxnet.amp, compat.amp
+    assert ours.list_fp16_ops() == ours.list_lp16_ops("float16") == native.list_lp16_ops("float16")
+    bfloat16 = native.amp.bfloat16
+    for name in [name for name in ours.__all__ if name.startswith("list_") and "fp16_" not in name]:
+        assert getattr(ours, name)("bfloat16") == getattr(native, name)(bfloat16)
+    assert ours.list_fp16_fp32_ops() == native.list_lp16_fp32_ops("float16")
+
+
+# -- install -----------------------------------------------------------------------------------------------------
+
+
+def test_install_replaces_both_names_and_uninstall_leaves_no_trace():
+    import mxnet.contrib
+
+    native = sys.modules["mxnet.contrib.amp"]
+    ampx_mxnet.amp.install()
+    ampx_mxnet.amp.install()
+    try:
+        import mxnet.amp
+        from mxnet.contrib.amp import init_trainer
+
+        assert mxnet.amp is mxnet.contrib.amp is ampx_mxnet.amp
+        assert init_trainer is ampx_mxnet.amp.init_trainer
+    finally:
+        ampx_mxnet.amp.uninstall()
+    assert sys.modules["mxnet.contrib.amp"] is mxnet.contrib.amp is native
+    assert "mxnet.amp" not in sys.modules
+    assert not hasattr(mx, "amp")
+    ampx_mxnet.amp.uninstall()
+
+
+def test_every_public_name_of_mxnets_amp_is_there():
+    native = {name for name in vars(compat.amp) if name.startswith(("init", "scale", "unscale", "convert", "list_"))}
+    assert native <= set(ampx_mxnet.amp.__all__)
