@@ -43,8 +43,11 @@ _regions: Final[dict[int, tuple[Dtype, ...]]] = {}  # by thread, the innermost l
 @retracing.decided_by
 def compute_dtype() -> Dtype:
     """Give the dtype in which layers compute in the calling thread now. Sync: none."""
-    regions = _regions.get(threading.get_ident()) or _regions.get(retracing.launcher() or 0)
-    return regions[-1] if regions else _session.dtype or "float32"
+    if _regions:
+        regions = _regions.get(threading.get_ident()) or _regions.get(retracing.launcher() or 0)
+        if regions:
+            return regions[-1]
+    return _session.dtype or "float32"
 
 
 @contextmanager

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
+
+# Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
+_SMALL: Final = 4096
 
 
 def present(grads: Sequence[Any]) -> bool:
@@ -35,8 +38,20 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
 
 def finite(grads: Sequence[Any]) -> Any:
     """Tell whether all gradients are free of inf and NaN, as a boolean scalar tensor. Sync: none."""
-    flags = [tf.reduce_all(tf.math.is_finite(values)) for values in map(_values, grads) if _floating(values)]
-    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
+    values = [one for one in map(_values, grads) if _floating(one)]
+    parts: list[Any] = []
+    small: dict[Any, list[Any]] = {}
+    for one in values:
+        elements = one.shape.num_elements()
+        if elements is not None and elements <= _SMALL:
+            small.setdefault(one.dtype, []).append(tf.reshape(one, [-1]))
+        else:
+            parts.append(one)
+    parts += [ones[0] if len(ones) == 1 else tf.concat(ones, 0) for ones in small.values()]
+    flags = [tf.reduce_all(tf.math.is_finite(one)) for one in parts]
+    if not flags:
+        return tf.constant(True)
+    return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
 
 
 def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) -> tuple[list[Any], Any]:

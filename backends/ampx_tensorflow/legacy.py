@@ -26,7 +26,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale
 
 from . import casting, gradients, legacy_casting, replicas
-from .ledger import VariableLedger
+from .ledger import VariableLedger, make_traced
 from .protocol import LedgerOptimizer, make_slots
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class _Scaling(LedgerOptimizer, metaclass=_Meta):
         self._max_grad_value = options["max_grad_value"]
         if not isinstance(group.ledger, VariableLedger):
             counters = self._loss_scale._add_weight("counters", [0, group.config.hysteresis, 0, 0], tf.int64)
-            scale, traced = self._loss_scale.current_loss_scale, tf.Variable([0, 0], False, dtype=tf.int64)
-            group.ledger = VariableLedger(group, scale, counters, traced)
+            group.ledger = VariableLedger(group, self._loss_scale.current_loss_scale, counters, make_traced())
         self._ledger = group.ledger
         self._place = self._ledger.join(make_slots())
 
@@ -133,9 +132,7 @@ class _Scaling(LedgerOptimizer, metaclass=_Meta):
             def apply(grads: Any) -> None:
                 self._apply_true(list(zip(grads, variables, strict=True)))
 
-            # Native defect: a skipped step advances `iterations`, and schedules with it.
-            replicas.conditionally(finite, apply, grads)
-        self._finish(member, factor, finite, norm)
+            self._conclude(member, factor, finite, norm, apply, grads)
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         raise NotImplementedError

@@ -16,7 +16,7 @@ from ampx.group import Member, ScaleGroup
 from ampx.scale_state import LossScale
 
 from . import casting, gradients, replicas
-from .ledger import VariableLedger
+from .ledger import VariableLedger, make_traced
 from .protocol import LedgerOptimizer, make_slots
 
 
@@ -63,8 +63,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
         counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
         counters.assign(first)
-        with tf.init_scope():  # no attribute of the optimizer, so that nothing saves it
-            return scale, counters, tf.Variable([0, 0], trainable=False, dtype=tf.int64)
+        return scale, counters, make_traced()
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the raw optimizer's variables; the loss scale's are there already."""
@@ -139,8 +138,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         if clips:
             grads, norm = gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
             grads = replicas.shared(grads)
-        replicas.conditionally(finite, self._update, grads, variables, divisor)
-        self._finish(member, factor, finite, norm)
+        self._conclude(member, factor, finite, norm, self._update, grads, variables, divisor)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_gradients(self, grads_and_vars: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -59,7 +60,9 @@ class LedgerOptimizer(WrappedOptimizer):
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep the scale that gradients now carry in a variable: another function may step."""
         member = self._ledger.contexts.member(self._place)
-        self._shared_loss = self._shared_loss or member.factor is not self._ledger.given
+        if member.factor is not self._ledger.given:
+            self._shared_loss = True
+            self._ledger.pin()
         self._slots.pending.assign(tf.convert_to_tensor(member.factor, tf.float32))
         if not on_host():
             member.factors = {}  # a tensor of this trace; the variable tells it everywhere
@@ -137,8 +140,23 @@ class LedgerOptimizer(WrappedOptimizer):
                 "wrap_optimizer there."
             )
 
-    def _finish(self, member: Member, factor: Any, finite: Any, norm: Any) -> None:
-        """Close the step, move the scale."""
+    def _conclude(
+        self, member: Member, factor: Any, finite: Any, norm: Any, update: Callable[..., None], *args: Any
+    ) -> None:
+        """Update if the gradients are finite, close the step, move the scale."""
+        alone = self._ledger.moves_alone(member.group)
+
+        def apply(*args: Any) -> None:
+            update(*args)
+            if alone:
+                self._ledger.move(member.group, True, factor, norm)
+
+        def skip() -> None:
+            if alone:
+                self._ledger.move(member.group, False, factor, norm)
+
+        # Native defect: a skipped step of tf_keras advances `iterations`, and schedules with it.
+        replicas.conditionally(finite, apply, *args, otherwise=skip)
         self._slots.pending.assign(0.0)
         member.factors = {0: factor}
         member.finish({0: finite}, norm)

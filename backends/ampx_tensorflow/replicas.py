@@ -64,31 +64,35 @@ def shared(grads: Sequence[Any]) -> list[Any]:
     return [share(one) for one in grads]
 
 
-def conditionally(finite: Any, function: Callable[..., None], *args: Any) -> None:
-    """Call a function on each replica where `finite`, which `everywhere` gave, is true.
+def conditionally(
+    finite: Any, if_finite: Callable[..., None], *args: Any, otherwise: Callable[[], None] | None = None
+) -> None:
+    """Call a function on each replica where `finite`, which `everywhere` gave, is true, and another where it is not.
 
     Args:
         finite: Boolean scalar tensor, the same on all replicas.
-        function: Changes variables and returns nothing.
+        if_finite: Changes variables and returns nothing.
         *args: What it gets; tensors are those of the replica.
+        otherwise: Changes variables of a single replica.
 
     Sync: as `tf.cond`.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        _run_if(finite, lambda: function(*args))
+        _choose(finite, lambda: if_finite(*args), otherwise)
         return
 
     # A condition around code that itself merges replicas must stand where the replicas are one.
     def across(strategy: Any, finite: Any, args: Any) -> None:
         first = strategy.experimental_local_results(finite)[0]
-        _run_if(first, lambda: strategy.extended.call_for_each_replica(function, args=args))
+        _choose(first, lambda: strategy.extended.call_for_each_replica(if_finite, args=args), otherwise)
 
     tf.distribute.get_replica_context().merge_call(across, args=(finite, args))
 
 
-def _run_if(condition: Any, function: Callable[[], Any]) -> None:
-    def run() -> Any:
-        function()
+def _choose(condition: Any, if_true: Callable[[], Any], if_false: Callable[[], Any] | None) -> None:
+    def done(function: Callable[[], Any] | None) -> Any:
+        if function is not None:
+            function()
         return tf.constant(0)
 
-    tf.cond(condition, run, lambda: tf.constant(0))
+    tf.cond(condition, lambda: done(if_true), lambda: done(if_false))

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 from tensorflow.core.function.polymorphism.function_cache import FunctionCache, FunctionContext
+from tensorflow.core.function.polymorphism.type_dispatch import TypeDispatchTable
 
 from ampx.errors import AmpxWarning
 
@@ -83,6 +84,17 @@ def _frames(stack: FrameType | None, package: str) -> Iterator[FrameType]:
         stack = stack.f_back
 
 
+class _Table(TypeDispatchTable):  # type: ignore[misc]
+    """The traces of one context; what was asked for last is found by one comparison.
+
+    TensorFlow hashes the types of all arguments and captured variables up to five times a call, which takes longer
+    than a small step's loss scaling.
+    """
+
+    request: Any = None
+    found: Any = None
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     """The traces of a function, kept apart by what they depend on."""
 
@@ -91,15 +103,29 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def lookup(self, function_type: Any, context: Any = None) -> Any:
         """Find a trace; a function that calls this one then depends on the same."""
         depend()
-        return super().lookup(function_type, _with_decisions(context))
+        context = _with_decisions(context)
+        table = self._dispatch_dict.get(context)
+        if type(table) is not _Table:
+            return super().lookup(function_type, context)
+        if table.found is None or table.request != function_type:
+            table.request, table.found = function_type, super().lookup(function_type, context)
+        return table.found
 
     def delete(self, function_type: Any, context: Any = None) -> Any:
         """Forget a trace."""
-        return super().delete(function_type, _with_decisions(context))
+        context = _with_decisions(context)
+        table = self._dispatch_dict.get(context)
+        if type(table) is _Table:
+            table.request = table.found = None
+        return super().delete(function_type, context)
 
     def add(self, fn: Any, context: Any = None) -> None:
         """Keep a trace."""
-        super().add(fn, _with_decisions(context))
+        context = _with_decisions(context)
+        table = self._dispatch_dict.setdefault(context, _Table())
+        if type(table) is _Table:  # another trace may suit the last request better
+            table.request = table.found = None
+        super().add(fn, context)
 
     def generalize(self, context: Any, function_type: Any) -> Any:
         """Find a wider signature among the traces."""

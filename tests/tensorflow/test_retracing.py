@@ -138,3 +138,24 @@ def test_a_loaded_configuration_reaches_traces(casting):
     casting.load_state_dict(state, opt)
     step()
     assert opt.loss_scale == 32.0
+
+
+def test_the_trace_for_the_arguments_is_found_whatever_was_asked_for_before(casting):
+    layer = keras.layers.Dense(3)
+
+    @tf.function
+    def run(x, factor):
+        return layer(x)[:, 0] * factor
+
+    for rows in (2, 2, 4, 2, 4, 4):
+        for factor in (1, 1, 2):
+            assert run(tf.ones((rows, 3)), factor).shape == (rows,)
+    assert run.experimental_get_tracing_count() == 5  # the first was traced before anything was known
+
+
+def test_a_wider_trace_replaces_what_was_found_before(casting):
+    layer = keras.layers.Dense(3)
+    run = tf.function(lambda x: layer(x), reduce_retracing=True)
+    shapes = [run(tf.ones((rows, 3))).shape[0] for rows in (2, 3, 2, 4, 3, 5)]
+    assert shapes == [2, 3, 2, 4, 3, 5]
+    assert run.experimental_get_tracing_count() <= 4
