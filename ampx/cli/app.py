@@ -191,3 +191,22 @@ def new_backend(
 
     folder, written = write_package(name, out)
     print_new_backend(Console(highlight=False), folder, written)
+
+
+@app.command()
+def migrate(
+    paths: Annotated[list[Path], typer.Argument(help="Files, and folders to search.", show_default=False)],
+    diff: Annotated[bool, typer.Option("--diff", help="Print the changes as a unified diff.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Make the changes.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="End with exit code 1 if a file would change.")] = False,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Rewrite scripts that use apex.amp, torch.amp, MXNet's, Paddle's or TensorFlow's AMP into calls of ampx.
+
+    Without --write nothing is changed. What needs a human is listed with file and line. The exit code is 0 if that is
+    nothing, 1 if it is something, and 2 if a file cannot be read or written.
+    """
+    from . import migrate_command
+
+    code = migrate_command.migrate(paths, diff=diff, write=write, check=check, as_json=as_json, echo=typer.echo)
+    raise typer.Exit(code)

@@ -1,0 +1,66 @@
+"""What a migration tells: findings by line, and what became of a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+# todo: a human must act. note: worth reading; nothing has to be done.
+Kind: TypeAlias = Literal["todo", "note"]
+# unchanged: nothing to rewrite. changed: rewritten. blocked: left as it is, see the findings. error: not readable.
+Status: TypeAlias = Literal["unchanged", "changed", "blocked", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place in a file.
+
+    Attributes:
+        line: Line of the file as it was, from 1.
+        kind: Whether a human must act.
+        what: What stands there.
+        advice: What to do.
+    """
+
+    line: int
+    kind: Kind
+    what: str
+    advice: str
+
+
+@dataclass
+class FileReport:
+    """What became of one file.
+
+    Attributes:
+        path: The file.
+        status: What happened.
+        findings: Sorted by line.
+        before: Its bytes.
+        after: What it would be, or is now; the same bytes where nothing changed.
+        encoding: How the bytes are read.
+    """
+
+    path: Path
+    status: Status
+    findings: list[Finding] = field(default_factory=list)
+    before: bytes = b""
+    after: bytes = b""
+    encoding: str = "utf-8"
+
+
+class NeedsHumanError(Exception):
+    """Raised by a dialect at what it does not fully understand; the file is then left alone."""
+
+    def __init__(self, line: int, what: str, advice: str) -> None:
+        """Say where, what, and what to do."""
+        super().__init__(f"line {line}: {what}")
+        self.finding = Finding(line, "todo", what, advice)
+
+
+def exit_code(reports: list[FileReport]) -> int:
+    """Give 2 if a file could not be read or written, 1 if a human must act, else 0."""
+    if any(one.status == "error" for one in reports):
+        return 2
+    return int(any(finding.kind == "todo" for one in reports for finding in one.findings))
