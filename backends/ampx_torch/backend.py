@@ -11,12 +11,12 @@ import torch
 import ampx
 from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
+from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
 
 from . import casting, debug, devices, prepare
 from .gradients import unscale_
 from .losses import inspect_loss, scale_loss
-from .optimizer import AmpOptimizer
 from .wrapping import make_wrapper
 
 
@@ -49,7 +49,7 @@ class TorchBackend(ampx.Backend):
 
     def is_optimizer(self, candidate: object) -> bool:
         """Tell whether this is a torch optimizer, not wrapped."""
-        return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, AmpOptimizer)
+        return isinstance(candidate, torch.optim.Optimizer) and not self.is_wrapped(candidate)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Give a torch.autocast region."""
@@ -110,7 +110,7 @@ class TorchBackend(ampx.Backend):
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
         return torch.stack([torch.as_tensor(scale, device=on_device.device) for scale in scales]).amin()
 
-    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
+    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
         """Give a torch optimizer that delegates to the raw one."""
         return make_wrapper(optimizer, member, options)
 

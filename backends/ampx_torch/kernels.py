@@ -13,12 +13,15 @@ from typing import Any, Final
 
 import torch
 
+from ampx.errors import UnsupportedByBackendError
+
 from .oplists import Kind
-from .trees import cast
+from .trees import cast, floating
 
 _KEYS: Final = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 # These update tensors that their schema does not declare, so only what they normalise may be cast.
 _STATEFUL: Final = ("batch_norm", "instance_norm")
+LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def register(device: str, operations: Iterable[tuple[Kind, str]]) -> list[torch.library.Library]:
@@ -43,7 +46,12 @@ def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[...
     stateful = any(part in name for part in _STATEFUL)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.float32 if kind == "deny" else torch.get_autocast_dtype(device)
+        low = torch.get_autocast_dtype(device)
+        dtype = low if kind == "allow" else torch.float32
+        if kind == "ban":
+            refuse_low(name, (args, kwargs))
+        elif kind == "promote" and all(one.dtype in LOW for one in floating((args, kwargs))):
+            dtype = low
         with torch._C._ExcludeDispatchKeyGuard(keys):
             if stateful:
                 return target(cast(args[0], dtype, device), *args[1:], **kwargs)
@@ -53,3 +61,19 @@ def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[...
             )
 
     return kernel
+
+
+def refuse_low(name: str, arguments: Any) -> None:
+    """Raise where a floating argument of a banned operation has low precision.
+
+    Raises:
+        UnsupportedByBackendError: One has.
+
+    Sync: none.
+    """
+    found = next((one.dtype for one in floating(arguments) if one.dtype in LOW), None)
+    if found is not None:
+        raise UnsupportedByBackendError(
+            f"{name} got a {found} tensor; accepted: float32, because its logarithms overflow in low precision. Use "
+            f"{name}_with_logits in place of sigmoid and {name}, or call .float() on its input."
+        )

@@ -50,6 +50,10 @@ class MasterWeights:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def extend(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Take in parameters that came later, with their masters. Sync: none."""
+        self.pairs.extend(pairs)
+
     def push_weights(self) -> None:
         """Round the masters into the model's parameters. Sync: none."""
         with torch.no_grad():

@@ -18,7 +18,21 @@ from ampx.errors import UnsupportedOpError
 
 from .wrappers import PYTHON_WRAPPERS
 
-Kind = Literal["allow", "deny"]
+# ban: an error where a floating argument has low precision. promote: the widest dtype among the arguments.
+Kind = Literal["allow", "deny", "ban", "promote"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An entry of `allow` or `deny` for callers inside this package: an operation, and what else to do with it.
+
+    Attributes:
+        kind: `"ban"` or `"promote"`.
+        entry: A function or name of a torch operation.
+    """
+
+    kind: Kind
+    entry: Any
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,10 @@ def resolve(plan: CastPlan) -> CastPlan:
     lists: tuple[tuple[Kind, tuple[Any, ...]], ...] = (("allow", plan.allow), ("deny", plan.deny))
     for kind, entries in lists:
         for entry in entries:
-            if isinstance(entry, type) and issubclass(entry, nn.Module):
+            if isinstance(entry, Rule):
+                for overload in _overloads(entry.kind, entry.entry):
+                    _add(operations, entry.kind, overload, entry.entry)
+            elif isinstance(entry, type) and issubclass(entry, nn.Module):
                 _check_class(kind, entry, plan)
                 _add(classes, kind, entry, entry)
             elif isinstance(entry, str) and not _names_operation(entry):

@@ -11,6 +11,7 @@ from ampx.backend import reject_unknown
 from ampx.errors import InvalidOptionError
 from ampx.group import Member
 from ampx.ledger import HOST_LEDGER
+from ampx.optimizer import WrappedOptimizer
 
 from . import casting, fusing
 from .capture import CapturableLedger
@@ -19,7 +20,7 @@ from .optimizer import AmpOptimizer
 from .refusals import refuse_half
 
 
-def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
+def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
     """Wrap a raw optimizer.
 
     Raises:
@@ -28,7 +29,9 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
 
     Sync: none.
     """
-    reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable"))
+    reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable", "wrapper"))
+    if options.get("wrapper") is not None:  # a way to wrap of its own, which apex.amp has
+        return options["wrapper"](optimizer, member, options)
     fusing.check(optimizer, options.get("fused"))
     if options["plan"] is not None:
         casting.check_resolved(options["plan"])

@@ -1,0 +1,64 @@
+"""What `initialize` leaves behind, under the name and with the attributes that scripts look for."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .properties import Properties
+from .scaler import LossScaler
+
+
+@dataclass
+class AmpState:
+    """The state of `apex.amp` in this process.
+
+    Attributes:
+        opt_properties: The properties in force; `enabled` is False before `initialize`.
+        loss_scalers: One loss scale a loss id.
+        handle: What switches casting off and on; None before the first `initialize` at O1, or `init`.
+        verbosity: 0 says nothing.
+        allow_incoming_model_not_fp32: Take models that hold low-precision parameters already.
+        session: The ampx session behind it; None before `initialize` and where it was disabled.
+        initialized: `initialize` was called, perhaps with `enabled=False`.
+        optimizers: Those that `initialize` returned and that are alive.
+        models: Likewise.
+    """
+
+    opt_properties: Properties = field(default_factory=Properties)
+    loss_scalers: list[LossScaler] = field(default_factory=list)
+    handle: Any = None
+    verbosity: int = 1
+    allow_incoming_model_not_fp32: bool = False
+    session: Any = None
+    initialized: bool = False
+    optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+
+    def tell(self, message: str) -> None:
+        """Print a line, unless `verbosity=0` or another process of the job prints it. Sync: none."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.verbosity > 0 and not (distributed and torch.distributed.get_rank()):
+            sys.stdout.write(f"{message}\n")
+
+
+_amp_state = AmpState()
+
+
+def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Walk over the parameters that an optimizer updates: the float32 masters where there are some.
+
+    After a `scale_loss` block their gradients are true, so this is what to clip.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Sync: none.
+    """
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,101 @@
+"""Annotations and registries of functions, and the older way to begin: `init`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampx.annotate import Function
+
+from . import decorators, registry
+from .handle import AmpHandle, NoOpHandle
+
+
+def half_function(fn: Function) -> Function:
+    """Have a function get its floating arguments in low precision where operations are cast. Sync: none."""
+    return decorators.annotate(fn, "half")
+
+
+def float_function(fn: Function) -> Function:
+    """Have a function compute in float32 where operations are cast. Sync: none."""
+    return decorators.annotate(fn, "float")
+
+
+def promote_function(fn: Function) -> Function:
+    """Have a function get its floating arguments in the widest of their dtypes. Sync: none."""
+    return decorators.annotate(fn, "promote")
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have a function of a module get low precision from the next `initialize` at O1 on.
+
+    Args:
+        module: The module or class.
+        name: The function's name in it.
+
+    Raises:
+        InvalidOptionError: There is no such function.
+
+    Sync: none.
+    """
+    registry.add(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have a function of a module compute in float32 from the next `initialize` at O1 on.
+
+    Args:
+        module: The module or class.
+        name: The function's name in it.
+
+    Raises:
+        InvalidOptionError: There is no such function.
+
+    Sync: none.
+    """
+    registry.add(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have a function of a module get the widest dtype of its arguments from the next `initialize` at O1 on.
+
+    Args:
+        module: The module or class.
+        name: The function's name in it.
+
+    Raises:
+        InvalidOptionError: There is no such function.
+
+    Sync: none.
+    """
+    registry.add(module, name, "promote")
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    dtype: object = None,
+) -> AmpHandle | NoOpHandle:
+    """Cast operations from here on, the older way; losses are scaled through the handle that is returned.
+
+    Args:
+        enabled: False: the handle does nothing.
+        loss_scale: `"dynamic"` or a number, of `handle.scale_loss`.
+        enable_caching: Accepted; weights are cast anew in every use outside `ampx.autocast` regions, so that none
+            is stale.
+        verbose: Accepted; ask `ampx` events and reports instead of reading casts line by line.
+        allow_banned: Compute binary_cross_entropy in float32 instead of refusing low-precision input.
+        dtype: float16 or bfloat16; None as in `initialize`.
+
+    Raises:
+        PropertyError: The loss scale is neither.
+        InvalidOptionError: The dtype is neither.
+
+    Sync: none.
+    """
+    from .frontend import begin_handle  # the frontend needs the handle, too
+
+    return begin_handle(enabled, loss_scale, allow_banned, dtype)

@@ -1,0 +1,101 @@
+"""What `initialize` accepts: models and optimizers, one, lists of them, or lists of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampx.errors import AlreadyWrappedError, ProtocolError
+from ampx.optimizer import WrappedOptimizer
+from ampx_torch.lowering import LOW
+from ampx_torch.masters import check_movable
+
+from .errors import ArgumentTypeError, PropertyError
+
+
+def flatten(tree: Any) -> list[Any]:
+    """Give the items of a list, tuple or dict, however deep; a single item is a list of one. Sync: none."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if not isinstance(tree, (list, tuple)):
+        return [tree]
+    return [item for one in tree for item in flatten(one)]
+
+
+def check_models(models: Sequence[Any], takes_low: bool) -> None:
+    """Raise for what is no model that `initialize` can take.
+
+    Args:
+        models: Flat.
+        takes_low: Low-precision parameters are welcome.
+
+    Raises:
+        ArgumentTypeError: It is no module.
+        ProtocolError: It is wrapped for several devices or processes already.
+        PropertyError: It holds low-precision parameters or buffers.
+
+    Sync: none.
+    """
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(
+                f"initialize got {type(model).__name__} as a model; accepted: nn.Module, or a list of them. Pass that."
+            )
+        parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        if parallel or type(model).__name__ == "DistributedDataParallel":
+            raise ProtocolError(
+                f"initialize got a model wrapped by {type(model).__module__}.{type(model).__name__}; accepted: the "
+                f"bare model, because the wrapper has made its buffers for the parameters' present dtype. Call "
+                f"amp.initialize first and wrap what it returns."
+            )
+        named = [*model.named_parameters(), *model.named_buffers()]
+        low = next(((name, one.dtype) for name, one in named if one.dtype in LOW), None)
+        if low is not None and not takes_low:
+            raise PropertyError(
+                f"initialize got a model whose {low[0]} is {low[1]}; accepted: a model in float32, at every opt level. "
+                f"Remove .half() or .bfloat16(); initialize casts the model where the level says so."
+            )
+
+
+def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
+    """Raise for what is no optimizer that `initialize` can take.
+
+    Args:
+        optimizers: Flat.
+        masters: They are to get master weights.
+
+    Raises:
+        ArgumentTypeError: It is no optimizer.
+        AlreadyWrappedError: It went through `initialize` or `ampx.wrap_optimizer`, or is in the list twice.
+        PropertyError: It has master weights of its own.
+
+    Sync: none.
+    """
+    for position, one in enumerate(optimizers):
+        if isinstance(one, WrappedOptimizer) or any(one is other for other in optimizers[:position]):
+            raise AlreadyWrappedError(
+                f"initialize got an optimizer ({type(one).__name__}) that it had before; its gradients would be "
+                f"unscaled twice. Pass each optimizer once."
+            )
+        if type(one).__name__ == "FP16_Optimizer":
+            raise PropertyError(
+                "initialize got an FP16_Optimizer, which has master weights of its own; accepted: the optimizer in it. "
+                "Pass that, and use opt_level='O2' for master weights."
+            )
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ArgumentTypeError(
+                f"initialize got {type(one).__name__} as an optimizer; accepted: torch optimizers, or a list of them. "
+                f"Pass that."
+            )
+        if masters:
+            check_movable(one)
+
+
+def device_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Give the kind of device that the models' parameters are on: `"cuda"` if any is. Sync: none."""
+    tensors = [one for model in models for one in model.parameters()]
+    tensors += [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    return "cuda" if any(one.is_cuda for one in tensors) else "cpu"

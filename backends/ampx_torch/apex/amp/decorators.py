@@ -1,0 +1,57 @@
+"""Functions that say in which dtype they want their arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ampx import sessions
+from ampx.annotate import Function, Kind
+from ampx.contract import CastPlan
+from ampx_torch import casting, trees
+from ampx_torch.kernels import LOW
+
+
+def annotate(function: Function, kind: Kind) -> Function:
+    """Give a function whose floating arguments are cast while operations are cast.
+
+    Args:
+        function: Any function of tensors.
+        kind: `"half"`: low precision. `"float"`: float32, also inside, where apex went on casting. `"promote"`:
+            the widest dtype among the arguments.
+
+    Sync: none.
+    """
+
+    @functools.wraps(function)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        plan = casting_plan()
+        if plan is None:
+            return function(*args, **kwargs)
+        dtype = _target(kind, plan, (args, kwargs))
+        args, kwargs = trees.cast(args, dtype, plan.device), trees.cast(kwargs, dtype, plan.device)
+        if kind == "float":
+            with casting.off(plan.device):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return inside  # type: ignore[return-value]
+
+
+def _target(kind: Kind, plan: CastPlan, arguments: Any) -> torch.dtype:
+    low = trees.DTYPES[plan.dtype]
+    if kind == "half":
+        return low
+    wide = kind == "float" or any(one.dtype not in LOW for one in trees.floating(arguments))
+    return torch.float32 if wide else low
+
+
+def casting_plan() -> CastPlan | None:
+    """Give the plan by which operations are cast at this moment in this thread; None where they are not. Sync: none."""
+    session = sessions.get("torch")
+    plan = None if session is None else session.casting
+    if plan is None or plan.level != "O1" or not casting.is_on(plan.device):
+        return None
+    return plan

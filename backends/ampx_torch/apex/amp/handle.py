@@ -1,0 +1,245 @@
+"""`scale_loss`, `disable_casts`, and the handle of the older calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import ampx
+from ampx.errors import InvalidOptionError, NotWrappedError, ProtocolError
+from ampx_torch import casting, losses
+
+from . import decorators, turns
+from ._amp_state import _amp_state
+from .checks import flatten
+from .opt import ApexOptimizer, wrap
+from .scaler import settle
+from .turns import LossesInTurn
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Give the loss in float32 times its loss scale; when the block ends, gradients are true.
+
+    Args:
+        loss: Floating tensor; one of several elements needs its own way of calling backward.
+        optimizers: All optimizers whose gradients this backward makes: one, or a list.
+        loss_id: Which loss scale, below `num_losses`.
+        model: Accepted; nothing needs it.
+        delay_unscale: Leave the gradients scaled when the block ends; the next block without it, or the step, makes
+            them true.
+        delay_overflow_check: Move the loss scale, and decide about skipping, in the step.
+
+    Yields:
+        The scaled loss.
+
+    Raises:
+        NotInitializedError: `initialize` was not called.
+        NotWrappedError: An optimizer did not go through `initialize`.
+        InvalidOptionError: There is no such loss id.
+        LossDtypeError, DetachedLossError, AlreadyScaledError: The loss is not floating, detached, or scaled before.
+
+    Sync: one a device when the block ends, unless delayed.
+    """
+    from . import sessions  # it makes handles
+
+    if _amp_state.initialized and not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    session = sessions.present("scale_loss")
+    chosen = _checked(optimizers, loss_id)
+    with block(session, loss, chosen, loss_id, delay_unscale) as scaled:
+        yield scaled
+    if not delay_overflow_check:
+        settle(chosen, loss_id)
+
+
+def _checked(optimizers: Any, loss_id: int) -> list[ApexOptimizer]:
+    chosen = flatten(optimizers)
+    for one in chosen:
+        if not isinstance(one, ApexOptimizer):
+            raise NotWrappedError(
+                f"scale_loss got {type(one).__name__}, which amp.initialize did not return; accepted: optimizers that "
+                f"went through it. Pass it to amp.initialize with the others."
+            )
+    scalers = len(_amp_state.loss_scalers)
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < scalers:
+        raise InvalidOptionError(
+            f"loss_id={loss_id!r} is not the id of a loss; accepted: integers from 0 to {scalers - 1}, because "
+            f"num_losses={scalers}. Pass a larger num_losses to amp.initialize."
+        )
+    return chosen
+
+
+@contextlib.contextmanager
+def block(
+    session: ampx.Amp, loss: torch.Tensor, optimizers: list[ApexOptimizer], loss_id: int, delays: bool
+) -> Iterator[torch.Tensor]:
+    """Scale a loss; afterwards have the optimizers make their gradients true. The loss scale does not move.
+
+    Args:
+        session: The session.
+        loss: Of any shape.
+        optimizers: Whose gradients the backward makes.
+        loss_id: Which loss scale.
+        delays: Leave the gradients scaled.
+
+    Sync: one a device.
+    """
+    for one in optimizers:
+        one.delays = delays
+    whole = isinstance(loss, torch.Tensor) and loss.numel() > 1 and loss.is_floating_point()
+    with session.scale_loss(loss.float().sum() if whole else loss, optimizers, loss_id=loss_id) as scaled:
+        yield losses.scale_loss(loss, optimizers[0].ampx_member.factors[loss_id]) if whole else scaled
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Give a region in which operations are not cast; may be nested, and restores after exceptions. Sync: none."""
+    plan = decorators.casting_plan()
+    with contextlib.nullcontext() if plan is None else casting.off(plan.device):
+        yield
+
+
+class AmpHandle:
+    """What `init` returns, and what `initialize` keeps at O1: the older way to scale losses."""
+
+    def __init__(self, session: ampx.Amp, loss_scale: Any = "dynamic") -> None:
+        """Made by `init`."""
+        self._session = session
+        self._loss_scale = loss_scale
+        self._first: ApexOptimizer | None = None
+        self._wraps = False
+
+    def is_active(self) -> bool:
+        """Tell whether operations are cast at this moment. Sync: none."""
+        return decorators.casting_plan() is not None
+
+    @property
+    def _is_active(self) -> bool:
+        return self.is_active()
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Give a region in which operations are not cast. Sync: none."""
+        return disable_casts()
+
+    _disable_casts = disable_casts
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> LossesInTurn:
+        """Give an optimizer with a loss scale for each of its losses, to be used as `optimizer.scale_loss(loss)`.
+
+        Args:
+            optimizer: A raw optimizer; the same object is returned.
+            num_loss: So many losses come before each step, in the same order.
+
+        Raises:
+            NotAnOptimizerError, AlreadyWrappedError, InvalidOptionError: It is no optimizer, was wrapped before, or
+            the number is not positive.
+
+        Sync: none.
+        """
+        if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
+            raise InvalidOptionError(f"num_loss={num_loss!r} is not accepted; accepted: an integer from 1. Change it.")
+        self._wraps = True
+        found: LossesInTurn = self._session.wrap_optimizer(optimizer, loss_scale=self._loss_scale, wrapper=turns.wrap)
+        found.start(self._session, num_loss)
+        return found
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+        """Scale a loss; when the block ends, gradients are true, and the next step may be skipped.
+
+        Args:
+            loss: Floating tensor.
+            optimizer: A raw optimizer (it becomes one that can skip, in place), or one that was passed before.
+
+        Raises:
+            ProtocolError: `wrap_optimizer` was used, so that the optimizers have their own `scale_loss`.
+
+        Sync: one a device when the block ends.
+        """
+        if self._wraps:
+            raise ProtocolError(
+                "handle.scale_loss was called after handle.wrap_optimizer; accepted: one of the two ways. Use "
+                "optimizer.scale_loss(loss) with every optimizer that wrap_optimizer returned."
+            )
+        if not isinstance(optimizer, ApexOptimizer):
+            self._session.wrap_optimizer(optimizer, loss_scale=self._loss_scale, wrapper=wrap)
+            if self._first is None:
+                self._first = optimizer
+            else:  # one loss scale for all
+                optimizer.join(self._first.ampx_member.group)
+        with block(self._session, loss, [optimizer], 0, False) as scaled:
+            yield scaled
+        settle([optimizer], 0)
+
+    # -- what apex's own code and some scripts looked at -------------------------------------------
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether casts of weights are kept: never, so that none is stale."""
+        return False
+
+    @property
+    def cache(self) -> dict[Any, Any]:
+        """Kept casts: none."""
+        return {}
+
+    @property
+    def verbose(self) -> bool:
+        """Whether casts are printed: never."""
+        return False
+
+    def remove_cache(self, param: Any) -> None:
+        """Do nothing: no cast of the parameter is kept. Sync: none."""
+
+    def _clear_cache(self) -> None:
+        torch.clear_autocast_cache()
+
+    def _deactivate(self) -> None:
+        from . import registry
+
+        registry.restore()
+        self._session.shutdown()
+
+
+class NoOpHandle:
+    """What `init(enabled=False)` returns: everything is transparent."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Tell that operations are not cast. Sync: none."""
+        return False
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Give a region that changes nothing. Sync: none."""
+        return contextlib.nullcontext()
+
+    _disable_casts = disable_casts
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give the optimizer with a `scale_loss` that changes nothing. Sync: none."""
+        optimizer.scale_loss = contextlib.nullcontext
+        return optimizer
+
+    def scale_loss(self, loss: Any, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
+        """Give a region that yields the loss as it is. Sync: none."""
+        return contextlib.nullcontext(loss)
+
+    def _clear_cache(self) -> None:
+        """Do nothing."""
+
+    def _deactivate(self) -> None:
+        """Do nothing."""

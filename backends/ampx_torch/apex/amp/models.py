@@ -1,0 +1,159 @@
+"""What the levels that cast a model do to it: parameters, inputs, outputs, checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ampx_torch import lowering
+from ampx_torch.lowering import LOW
+
+_BEFORE: Final = "_ampx_forward"
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
+    """Cast parameters and buffers of any floating dtype in place, gradients included.
+
+    Args:
+        model: The model.
+        dtype: Their new dtype.
+        keep_norms: Leave batch and instance norms as they are; they then compute in float32 and give `dtype`.
+
+    Sync: none.
+    """
+    for module in model.modules():
+        if keep_norms and isinstance(module, nn.modules.batchnorm._NormBase):
+            module.register_forward_pre_hook(
+                lowering.CastArguments(torch.float32, only=LOW), prepend=True, with_kwargs=True
+            )
+            module.register_forward_hook(lowering.CastOutputs(dtype, only=(torch.float32,)))
+            continue
+        for table in (module._parameters, module._buffers):
+            for tensor in table.values():
+                if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                    lowering.convert(tensor, dtype)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()  # cuDNN wants them in one piece again
+
+
+def make_masters(
+    optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module], dtype: torch.dtype | None, keep: bool
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Give a float32 copy of every trained parameter that is or will be of low precision, before it is rounded.
+
+    Args:
+        optimizers: Raw optimizers.
+        models: The models that will be cast.
+        dtype: To what; None: they will not be.
+        keep: Batch and instance norms stay.
+
+    Sync: none.
+    """
+    staying = {p for model in models for module in model.modules() if keep and _is_norm(module) for p in _own(module)}
+    lowered = {p for model in models for p in model.parameters()} - staying if dtype in LOW else set()
+    copies = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if one.requires_grad and (one in lowered or one.dtype in LOW):
+                    copies[one] = nn.Parameter(one.detach().to(torch.float32, copy=True))
+    return copies
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return list(module.parameters(recurse=False))
+
+
+def guard_checkpoints(models: Iterable[nn.Module], copies: Mapping[nn.Parameter, nn.Parameter], all_of: bool) -> None:
+    """Have `state_dict` give float32, exact where there are masters, and `load_state_dict` load the masters.
+
+    Args:
+        models: The models.
+        copies: The master of each parameter.
+        all_of: Of all modules, not only of those whose parameters have masters.
+
+    Sync: none.
+    """
+    for module in {one: None for model in models for one in model.modules()}:
+        own = {name: copies[p] for name, p in module._parameters.items() if p is not None and p in copies}
+        if own or (all_of and any(True for _ in lowering.tensors(module))):
+            module.register_state_dict_post_hook(lowering.SaveFloat32(own))
+            module.register_load_state_dict_pre_hook(lowering.LoadFloat32(own))
+
+
+class CastForward:
+    """A model's `forward` that casts floating inputs and outputs. Copies and pickles go with their model.
+
+    It sits on the instance and not in hooks, because scripts call `model.forward(...)`, too.
+    """
+
+    def __init__(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        """Remember the model, and what its own attribute `forward` was."""
+        self.module = module
+        self.before = vars(module).get("forward")
+        self.inputs = inputs
+        self.outputs = outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Cast, call, cast."""
+        if self.inputs is not None:
+            args, kwargs = cast_batch(args, self.inputs), cast_batch(kwargs, self.inputs)
+        output = self._forward(*args, **kwargs)
+        return output if self.outputs is None else cast_batch(output, self.outputs)
+
+    @property
+    def _forward(self) -> Any:
+        return type(self.module).forward.__get__(self.module) if self.before is None else self.before
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The model's own: trainers look for the names of the arguments."""
+        return inspect.signature(self._forward)
+
+
+def cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    """Cast what goes into a model and what comes out. Sync: none."""
+    model.forward = CastForward(model, inputs, outputs)  # type: ignore[method-assign]
+
+
+def cast_batch(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating tensors of a batch, and batches of the script's own classes by their method `to`.
+
+    Sync: none.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (str, bytes, nn.Module, torch.device)) or value is None:
+        return value
+    if callable(getattr(value, "to", None)):
+        return value.to(dtype)
+    if isinstance(value, Mapping):
+        return _like(value, {key: cast_batch(one, dtype) for key, one in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[cast_batch(one, dtype) for one in value])
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(cast_batch(one, dtype) for one in value)
+    if isinstance(value, Iterator):
+        return iter([cast_batch(one, dtype) for one in value])
+    return value
+
+
+def _like(value: Any, items: dict[Any, Any]) -> Any:
+    return items if type(value) is dict else type(value)(items)
+
+
+def lower_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cast optimizer state that has the shape of its parameter to the parameter's dtype. Sync: none."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                state[key] = value.to(parameter.dtype)

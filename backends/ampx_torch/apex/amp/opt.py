@@ -1,0 +1,306 @@
+"""The optimizer that `initialize` hands back: the script's own object, with true gradients after every block.
+
+apex made gradients true when a `scale_loss` block ended, and added them to those of earlier blocks. So does this:
+what hangs on the parameters between two blocks is true, whatever scales the blocks had, and can be clipped, read or
+added to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ampx import sessions
+from ampx.errors import UnsupportedByBackendError
+from ampx.events import StepResult
+from ampx.group import Member, ScaleGroup
+from ampx.optimizer import WrappedOptimizer
+from ampx_torch import casting, masters
+from ampx_torch.closures import evaluates_once
+from ampx_torch.debug import nonfinite_parameters
+from ampx_torch.gradients import GradientSet, clip
+from ampx_torch.masters import MasterWeights, give
+from ampx_torch.takeover import TakenOver, give_back, take_over
+
+from ._amp_state import _amp_state
+from .models import guard_checkpoints, make_masters
+from .scaler import settle, tell_skipped
+
+
+# The delegating base comes first: Python changes an object's class only between classes of the same layout.
+class ApexOptimizer(TakenOver, WrappedOptimizer):
+    """A script's optimizer after `initialize`.
+
+    Attributes:
+        ampx_member: Its place in the protocol.
+        masters: Float32 copies of low-precision parameters, or None.
+        gradients: The gradients behind the parameter groups.
+        delays: The block that runs was asked to leave the gradients scaled.
+        found: Finiteness by loss id of blocks whose loss scale has not moved yet.
+    """
+
+    own: ClassVar[frozenset[str]] = frozenset(
+        ("ampx_member", "masters", "gradients", "delays", "found", "_aside", "_overflowed", "_scale", "_casting_off")
+    )
+    masters: MasterWeights | None
+    gradients: GradientSet
+    delays: bool
+    found: dict[int, bool]
+    _aside: list[tuple[torch.Tensor, torch.Tensor]]
+    _overflowed: dict[int, float]
+    _scale: float
+
+    def begin(self, member: Member, device: str | None) -> None:
+        """Start with nothing pending; called once, by `wrap`."""
+        self.ampx_member = member
+        member.mixes = True
+        self.masters = masters.of(self.optimizer)
+        self.gradients = GradientSet(self.optimizer, accepts_half=True)
+        self.delays = False
+        self._casting_off = casting.off(device or "cpu")
+        self._scale = 1.0
+        self._clear()
+
+    def join(self, group: ScaleGroup) -> None:
+        """Share the loss scales of another group from now on. Sync: none."""
+        member = self.ampx_member
+        if member.group is not group:
+            if member in member.group.members:
+                member.group.members.remove(member)
+            member.group = group
+            group.members.append(member)
+
+    def _clear(self) -> None:
+        self.found = {}
+        self._aside = []
+        self._overflowed = {}
+
+    # -- one block ---------------------------------------------------------------------------------
+
+    def ampx_before_backward(self, loss_id: int) -> None:
+        """Put true gradients aside, so that scaled ones are not added to them."""
+        member = self.ampx_member
+        if loss_id in member.factors:  # gradients of `delay_unscale` carry the same scale: they add up as they are
+            return
+        self._make_true()
+        if not self._put_aside() and not self.found:
+            self._overflowed = {}  # somebody cleared the gradients that overflowed
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Make the new gradients true, unless the block was asked not to."""
+        if not self.delays:
+            self._make_true()
+
+    def ampx_abandon_backward(self, loss_id: int) -> None:
+        """Drop what an unfinished backward left, and bring back what was put aside."""
+        if not self.ampx_member.factors:
+            self._drop()
+            self._bring_back()
+
+    def _put_aside(self) -> bool:
+        """Put the gradients aside; tell whether there were some."""
+        found = False
+        self._pull_foreign()
+        for parameter in self.gradients.parameters():
+            if parameter.grad is not None:
+                # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
+                self._aside.append((parameter, parameter.grad.clone()))
+                found = True
+        self._drop()
+        return found or bool(self._aside)
+
+    def _drop(self) -> None:
+        for parameter in self.gradients.parameters():
+            parameter.grad = None
+        if self.masters is not None:
+            for parameter in self.masters.model_parameters():
+                parameter.grad = None
+
+    def _make_true(self) -> None:
+        """Divide pending gradients by the scale they carry, note their finiteness, add what was put aside."""
+        member = self.ampx_member
+        for loss_id, factor in member.factors.items():
+            if self.masters is not None:
+                self.masters.pull_gradients()
+                self._mark_pulled()
+            flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=False)
+            self.found[loss_id] = self.gradients.finite(flags) and self.found.get(loss_id, True)
+            self._scale = float(factor)
+            member.stage = "unscaled"
+        member.factors = {}
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        aside, self._aside = self._aside, []
+        with torch.no_grad():
+            for parameter, gradient in aside:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    # In place, so that gradients which are views of a communication buffer stay so.
+                    parameter.grad.add_(gradient)
+
+    def _mark_pulled(self) -> None:
+        """Remember which gradients of the model the masters have; as in apex they stay, scaled, on the model."""
+        if self.masters is not None:
+            for own in self.masters.model_parameters():
+                if own.grad is not None:
+                    own.grad._ampx_pulled = True  # type: ignore[attr-defined]
+
+    def _pull_foreign(self) -> None:
+        """Add to the masters' gradients what a backward outside any block left on the model: it is true."""
+        if self.masters is not None:
+            for own, master in self.masters.pairs:
+                if own.grad is not None and not hasattr(own.grad, "_ampx_pulled"):
+                    foreign = own.grad.to(torch.float32, copy=True)
+                    master.grad = foreign if master.grad is None else master.grad + foreign
+            self._mark_pulled()
+
+    def note(self, loss_id: int, finite: bool) -> None:
+        """Remember that a block overflowed: the next step is skipped. Sync: none."""
+        if not finite:
+            self._overflowed[loss_id] = self._scale
+
+    # -- what core asks ----------------------------------------------------------------------------
+
+    def ampx_unscale(self) -> None:
+        """Make pending gradients true; after a block without `delay_unscale` they are. Sync: one a device."""
+        if self.ampx_member.stage != "unscaled":
+            self.ampx_member.check_step()
+        self._make_true()
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Clip the true gradients and give their norm before, a float32 scalar tensor."""
+        self.ampx_unscale()
+        finite = not self._overflowed and all(self.found.values())
+        return clip(self.gradients.parameters(), max_norm, None, None if finite else True)
+
+    def ampx_unwrap(self) -> None:
+        """Leave the object as it was."""
+        give_back(self)
+
+    def culprits(self) -> tuple[str, ...]:
+        """Name the parameters whose gradients are not finite. Sync: one."""
+        return tuple(name for name, _, _ in nonfinite_parameters(self, None))
+
+    # -- what scripts ask --------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients, or skip where a block since the last step overflowed.
+
+        Args:
+            closure: Evaluated once, before the update; it runs backward in a `scale_loss` block.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            UnsupportedByBackendError: The optimizer evaluates closures several times.
+
+        Sync: none after a `scale_loss` block; one a device where gradients came otherwise, or were delayed.
+        """
+        loss = None
+        if closure is not None:
+            if not evaluates_once(self.optimizer):
+                raise UnsupportedByBackendError(
+                    f"step got a closure for {type(self.optimizer).__name__}, which evaluates it as often as it likes; "
+                    f"amp accepts optimizers of torch.optim that evaluate it once. Use ampx.wrap_optimizer, which "
+                    f"takes any."
+                )
+            with torch.enable_grad():
+                loss = closure()
+        member = self.ampx_member
+        if member.stage == "inside":
+            member.check_step()
+        if member.stage != "idle":
+            self._make_true()
+        else:
+            self._check_foreign()
+        for loss_id in list(self.found):
+            settle((self,), loss_id)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._overflowed:
+            self._tell_skip()
+        else:
+            self._run_raw()
+        self._close()
+        return loss
+
+    def _check_foreign(self) -> None:
+        """Look at gradients of a backward outside any block: they are true, and must be finite all the same."""
+        self._pull_foreign()
+        flags = self.gradients.unscale(self.gradients.collect(), 1.0, fresh=False)
+        self._scale = 1.0
+        if not self.gradients.finite(flags):
+            self._overflowed[0] = 1.0
+
+    def _run_raw(self) -> None:
+        with self._casting_off:
+            self.optimizer.step()
+        if self.masters is not None:
+            self.masters.push_weights()
+        casting.forget_weights()
+
+    def _tell_skip(self) -> None:
+        group = self.ampx_member.group
+        for loss_id, scale in self._overflowed.items():
+            now = float(group.state_of(loss_id).scale)
+            _amp_state.tell(f"amp: gradients overflowed, the step is skipped; loss scale {loss_id} is {now:g} now")
+            tell_skipped(group, loss_id, scale)
+
+    def _close(self) -> None:
+        """Note the outcome; masters' gradients go, because `model.zero_grad()` does not reach them."""
+        member, finite = self.ampx_member, not self._overflowed
+        loss_id = next(iter(self._overflowed), 0)
+        state = member.group.state_of(loss_id)
+        if self.masters is not None:
+            for _, master in self.masters.pairs:
+                master.grad = None
+        self._clear()
+        member.forget(StepResult(finite, finite, self._scale, float(state.scale), int(state.consecutive_skips)))
+
+    # A scheduler made later need not patch `step` to count, and torch need not wrap it for profiling.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget all gradients, pending ones and those put aside included."""
+        self.optimizer.zero_grad(*args, **kwargs)
+        if self.masters is not None:
+            for own, master in self.masters.pairs:
+                own.grad = master.grad = None
+        self._clear()
+        if self.ampx_member.stage != "inside":
+            self.ampx_member.forget()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; with master weights its low-precision parameters get masters."""
+        self.optimizer.add_param_group(param_group)
+        if self.masters is not None:
+            copies = make_masters([self.optimizer], (), None, keep=False)
+            before = self.masters.pairs
+            (self.masters,) = give([self.optimizer], copies)
+            self.masters.extend(before)
+            guard_checkpoints(_amp_state.models, copies, all_of=False)
+
+    def __repr__(self) -> str:
+        """Show the raw optimizer."""
+        return repr(self.optimizer)
+
+
+def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> ApexOptimizer:
+    """Turn a script's optimizer into an `ApexOptimizer`, in place. Sync: none."""
+    return make(optimizer, ApexOptimizer, member, options)
+
+
+def make(optimizer: Any, kind: type[ApexOptimizer], member: Member, options: Mapping[str, Any]) -> ApexOptimizer:
+    """Turn an optimizer into one of a kind, in place. Sync: none."""
+    take_over(optimizer, kind)
+    optimizer.begin(member, None if options["plan"] is None else options["plan"].device)
+    group, culprits = member.group, weakref.WeakMethod(optimizer.culprits)
+    group.emit = sessions.emit
+    group.culprits = lambda: found() if (found := culprits()) is not None else ()
+    return optimizer  # type: ignore[no-any-return]

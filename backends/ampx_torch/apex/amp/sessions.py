@@ -1,0 +1,97 @@
+"""The ampx session behind `apex.amp`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import torch
+
+import ampx
+from ampx import sessions
+from ampx.errors import InvalidOptionError, NotInitializedError
+from ampx.policy import normalise_dtype
+from ampx_torch.trees import DTYPES
+
+from . import lists, registry
+from ._amp_state import _amp_state
+from .handle import AmpHandle
+
+VARIABLE: Final = "AMPX_APEX_DTYPE"
+
+
+def choose_low(option: object) -> torch.dtype:
+    """Give the dtype that stands where apex had float16.
+
+    Args:
+        option: The option `dtype`: a dtype or its name; None for what the environment variable AMPX_APEX_DTYPE
+            says, float16 where it says nothing.
+
+    Raises:
+        InvalidOptionError: It is neither float16 nor bfloat16.
+
+    Sync: none.
+    """
+    passed = os.environ.get(VARIABLE) or "float16" if option is None else option
+    wanted = normalise_dtype(str(passed).removeprefix("torch."))
+    if wanted == "float32":
+        raise InvalidOptionError(
+            f"dtype={passed!r} is no low precision; accepted: 'float16', 'bfloat16'. Pass one of these as dtype or in "
+            f"{VARIABLE}, or use opt_level='O0'."
+        )
+    return DTYPES[wanted]
+
+
+def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned: bool) -> ampx.Amp:
+    """Start a session, in place of the former one.
+
+    Args:
+        level: The opt level.
+        low: The dtype of low precision.
+        device: `"cuda"` or `"cpu"`.
+        scale: The default loss scale.
+        allow_banned: Banned operations are computed in float32 rather than refused.
+
+    Sync: none.
+    """
+    allow: list[Any] = []
+    deny: list[Any] = []
+    if level == "O1":
+        own_allow, own_deny = registry.entries(device)
+        # What the script registered goes before the lists, as it did in apex.
+        allow = [*_without(lists.allowed(device), own_deny), *own_allow]
+        deny = [*_without(lists.denied(device, allow_banned), own_allow), *own_deny]
+    dtype = next(name for name, one in DTYPES.items() if one is low)
+    former = _amp_state.session
+    session = ampx.init(
+        "torch", dtype=dtype, level=level, device=device, loss_scale=scale, nan_loss="skip", allow=allow, deny=deny
+    )
+    _amp_state.session = session
+    _amp_state.handle = AmpHandle(session) if level == "O1" else None
+    if level == "O1":
+        registry.patch()
+    elif former is not None:
+        registry.restore()
+    return session
+
+
+def _without(entries: list[Any], others: list[Any]) -> list[Any]:
+    taken = {registry.operation(one) for one in others}
+    return [one for one in entries if registry.operation(one) not in taken]
+
+
+def present(call: str) -> ampx.Amp:
+    """Give the session.
+
+    Raises:
+        NotInitializedError: `initialize` was not called, or the session was shut down since.
+
+    Sync: none.
+    """
+    session: ampx.Amp | None = _amp_state.session
+    if session is None or sessions.get("torch") is not session:
+        raise NotInitializedError(
+            f"{call} was called without amp.initialize; accepted: after model, optimizer = amp.initialize(model, "
+            f"optimizer, opt_level=…), and before ampx.shutdown or another ampx.init. Call it first."
+        )
+    return session

@@ -1,0 +1,67 @@
+"""The optimizer of the older calls: it scales its losses itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ampx.errors import ProtocolError
+from ampx.group import Member
+
+from .opt import ApexOptimizer, make
+from .scaler import settle
+
+
+class LossesInTurn(ApexOptimizer):
+    """An optimizer of the older calls: it scales its losses itself, each with a scale of its own.
+
+    Attributes:
+        number: So many losses come before each step.
+        turn: Whose turn it is.
+    """
+
+    own = ApexOptimizer.own | {"number", "turn", "_session"}
+    number: int
+    turn: int
+
+    def start(self, session: Any, number: int) -> None:
+        """Wait for the first loss. Sync: none."""
+        self._session = session
+        self.number = number
+        self.turn = 0
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Scale the next loss; when the block ends, gradients are true.
+
+        Args:
+            loss: Floating tensor.
+
+        Raises:
+            ProtocolError: There were as many losses as `num_loss` says, and no step since.
+
+        Sync: one a device when the block ends.
+        """
+        if self.turn >= self.number:
+            raise ProtocolError(
+                f"optimizer.scale_loss was called {self.turn + 1} times before a step; accepted: "
+                f"num_loss={self.number} times. Call optimizer.step(), or pass a larger num_loss to wrap_optimizer."
+            )
+        self.delays = False
+        with self._session.scale_loss(loss, self, loss_id=self.turn) as scaled:
+            yield scaled
+        settle((self,), self.turn)
+        self.turn += 1
+
+    def _close(self) -> None:
+        """Begin with the first loss again."""
+        super()._close()
+        self.turn = 0
+
+
+def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> LossesInTurn:
+    """Turn a script's optimizer into one of the older calls, in place. Sync: none."""
+    return make(optimizer, LossesInTurn, member, options)  # type: ignore[return-value]
