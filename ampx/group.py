@@ -133,27 +133,20 @@ class ScaleGroup:
         """
         self.steps += 1
         moves: list[tuple[int, LossScaleState, LossScaleState, bool]] = []
-        found: dict[int, bool] = {}
-        for outcome in window:
-            for loss_id, finite in outcome.finite.items():
-                found[loss_id] = finite and found.get(loss_id, True)
+        found = window[0].finite if len(window) == 1 else _merged(window)
         for loss_id, finite in found.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
             if not finite or after.scale != before.scale:
                 moves.append((loss_id, before, after, finite))
         for outcome in window:
-            states = [self.states[loss_id] for loss_id in outcome.finite]
+            first = self.states[next(iter(outcome.finite))]
             finite = False not in outcome.finite.values()
-            skips = max([state.consecutive_skips for state in states])
-            outcome.member.result = StepResult(
-                finite,
-                finite,
-                float(outcome.scale),
-                states[0].scale,
-                skips,
-                outcome.grad_norm if finite else None,
-            )
+            skips = first.consecutive_skips
+            if len(outcome.finite) > 1:
+                skips = max([self.states[loss_id].consecutive_skips for loss_id in outcome.finite])
+            norm = outcome.grad_norm if finite else None
+            outcome.member.result = StepResult(finite, finite, float(outcome.scale), first.scale, skips, norm)
         # Last, because listeners may look at everything above, call back, or raise.
         if self.emit is not None:
             steps = self.steps
@@ -178,6 +171,15 @@ class ScaleGroup:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""
         self.resolve()
         return {**self.__dict__, "emit": None, "culprits": None, "ledger": HOST_LEDGER}
+
+
+def _merged(window: Sequence[Outcome]) -> dict[int, bool]:
+    """Tell by loss id whether all members that used it found finite gradients."""
+    found: dict[int, bool] = {}
+    for outcome in window:
+        for loss_id, finite in outcome.finite.items():
+            found[loss_id] = finite and found.get(loss_id, True)
+    return found
 
 
 class Member:
@@ -272,7 +274,8 @@ class Member:
         Sync: as the group's ledger.
         """
         # The result tells of the lowest loss id, before and after.
-        outcome = Outcome(self, finite, self.factors.get(min(finite), self.factor), grad_norm)
+        scale = self.factors.get(min(finite))
+        outcome = Outcome(self, finite, self.factor if scale is None else scale, grad_norm)
         self._reset()
         self.group.close(outcome)
 

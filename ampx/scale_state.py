@@ -156,10 +156,12 @@ def next_state(config: LossScale, state: LossScaleState, finite: Scalar, where: 
     Sync: none, unless `where` syncs.
     """
     tracker = state.growth_tracker + 1
+    growing = tracker >= config.growth_interval
+    if finite is True and growing is False and config.dynamic:  # nearly every step on a host: nothing is chosen
+        return LossScaleState(state.scale, tracker, config.hysteresis, 0)
     skips = where(finite, 0, state.consecutive_skips + 1)
     if not config.dynamic:
-        return replace(state, consecutive_skips=skips)
-    growing = tracker >= config.growth_interval
+        return state if skips is state.consecutive_skips else replace(state, consecutive_skips=skips)
     grown = state.scale * round_to_float32(config.growth_factor)
     grown = where(grown > config.max_scale, config.max_scale, grown)
     remaining = state.hysteresis_tracker - 1

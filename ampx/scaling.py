@@ -54,16 +54,21 @@ class ScaleLoss:
                 "a scale_loss region was entered a second time; accepted: once, for one backward. Call scale_loss "
                 "again with the next loss."
             )
-        off = not optimizers and self._scale is None  # the state comes from a disabled session
-        if off or not amp.enabled or False in [one.ampx_member.group.enabled for one in optimizers]:
+        members = [one.ampx_member for one in optimizers]
+        off = not members and self._scale is None  # the state comes from a disabled session
+        for member in members:
+            off = off or not member.group.enabled
+        if off or not amp.enabled:
             self._optimizers = ()
             return self._loss
         if loss_id != 0 or type(loss_id) is not int:
             self._check_loss_id()
         for one in optimizers:
-            if one.ampx_member.stage == "unscaled":
+            member = one.ampx_member
+            if member.stage == "unscaled":
                 one.ampx_notice_cleared()
-            one.ampx_member.check_enter()
+            if member.stage != "idle":
+                member.check_enter()
         loss = self._loss
         several = isinstance(loss, (list, tuple, dict))
         if several:
@@ -82,7 +87,7 @@ class ScaleLoss:
                 region = amp.backend.autocast(plan, False)
                 region.__enter__()
                 self._region = region
-            held = optimizers[0].ampx_member.held if optimizers else []
+            held = members[0].held if members else []
             held.clear()  # while gradients accumulate, at most one graph is kept alive
             if several:
                 scaled = _each(loss, lambda one: _mark(amp.scaled, amp.backend.scale(one, scale), held))
@@ -96,8 +101,8 @@ class ScaleLoss:
                 one.ampx_abandon_backward(loss_id)
             raise
         self._loss = _ENTERED  # the region must not keep the graph alive
-        for one in optimizers:
-            one.ampx_member.enter(scale, loss_id)
+        for member in members:
+            member.enter(scale, loss_id)
         return scaled
 
     def __exit__(

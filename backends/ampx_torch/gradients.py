@@ -43,7 +43,10 @@ class GradientSet:
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """List the parameters. Sync: none."""
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parameters: list[torch.nn.Parameter] = []
+        for group in self._optimizer.param_groups:
+            parameters += group["params"]
+        return parameters
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, one list a device, dtype and size: large or not. Sync: none."""

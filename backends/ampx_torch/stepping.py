@@ -118,13 +118,14 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         if gradients is None:
             gradients = self.collect()
         loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
-        flags = self.gradients.unscale(gradients, member.factors[loss_id], fresh=self.on_device)
+        on_device = self.on_device
+        flags = self.gradients.unscale(gradients, member.factors[loss_id], fresh=on_device)
         if self._process_group is not None:
             flags = [self._agree(flags)]
-        finite: Any = self.gradients.combine(flags) if self.on_device else self.gradients.finite(flags)
+        finite: Any = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
         if loss_id in self._checked:
             earlier = self._checked[loss_id]
-            finite = torch.maximum(earlier, finite) if self.on_device else earlier and finite
+            finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self._checked[loss_id] = finite
         member.stage = "unscaled"
 
