@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.nn import functional
@@ -156,13 +156,20 @@ def _in_one_dtype(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
-        x, weight, bias = (
-            one if one is None or one.dtype == torch.float64 else one.to(low) for one in (x, weight, bias)
-        )
+        x, weight, bias = _to(x, low), _to(weight, low), _to(bias, low)
     result = weight.dtype if mixed and weight is not None else x.dtype
     common = x.dtype
     for one in (weight, bias):
         common = common if one is None else torch.promote_types(common, one.dtype)
     with torch.autocast(device, enabled=False):
-        x, weight, bias = (one if one is None else one.to(common) for one in (x, weight, bias))
-        return norm(x, weight, bias).to(result)
+        return norm(_to(x, common), _to(weight, common), _to(bias, common)).to(result)
+
+
+_Maybe = TypeVar("_Maybe", torch.Tensor, torch.Tensor | None)
+
+
+def _to(tensor: _Maybe, dtype: torch.dtype) -> _Maybe:
+    # Autocast leaves float64 alone.
+    if tensor is None or (tensor.dtype == torch.float64 and dtype != torch.float64):
+        return tensor
+    return tensor.to(dtype)

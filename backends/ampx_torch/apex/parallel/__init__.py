@@ -1,0 +1,19 @@
+"""`apex.parallel`: several processes, on torch's DistributedDataParallel and collectives; and LARC."""
+
+from __future__ import annotations
+
+from .distributed import DistributedDataParallel as DistributedDataParallel
+from .distributed import Reducer as Reducer
+from .larc import LARC as LARC
+from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+from .sync_batchnorm import convert_syncbn_model as convert_syncbn_model
+from .sync_batchnorm import create_syncbn_process_group as create_syncbn_process_group
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]

@@ -1,0 +1,191 @@
+"""Training in several processes: apex's arguments on torch's DistributedDataParallel."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ampx.errors import AmpxWarning, InvalidOptionError, ProtocolError, UnsupportedByBackendError
+from ampx_torch.apex.apex_c import flatten, unflatten
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Averages gradients over the processes of the default group, whatever the devices of the module are.
+
+    Parameters that take no part in a loss are allowed, and buffers are synchronised once, when it is made: as in
+    apex, and unlike in torch's defaults. Where all take part, torch prints once that it need not have looked.
+
+    Args:
+        module: The network, on the device it trains on. Rank 0's parameters and buffers are given to all ranks.
+        message_size: So many elements at least travel together.
+        delay_allreduce: True sends all gradients together, after the backward pass.
+        shared_param: Not accepted; apex refuses it too.
+        allreduce_trigger_params: Warns: torch decides when gradients are sent. Results are the same.
+        retain_allreduce_buffers: Not supported.
+        allreduce_always_fp32: Whether low-precision gradients are summed in float32.
+        num_allreduce_streams: Above 1 it warns: torch chooses its streams. Results are the same.
+        allreduce_communicators: (process groups, streams); the first group is used, the rest warns.
+        gradient_average: False gives sums, divided by `gradient_predivide_factor`, rather than averages.
+        gradient_predivide_factor: Gradients are divided by it before they are summed, and by the rest after.
+        gradient_average_split_factor: The former name of `gradient_predivide_factor`; it warns.
+        prof: True warns: `torch.profiler` shows the collectives.
+
+    Raises:
+        ProtocolError: There is no process group.
+        InvalidOptionError: Arguments contradict each other, or are out of range.
+        UnsupportedByBackendError: `retain_allreduce_buffers` is asked for.
+
+    Sync: when it is made, as torch's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: bool | None = None,
+        allreduce_trigger_params: Iterable[nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Sequence[Any] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+    ) -> None:
+        _check_ready("DistributedDataParallel")
+        if shared_param is not None:
+            _refuse("shared_param", shared_param, "leaving it out; shared parameters need nothing")
+        if delay_allreduce and allreduce_trigger_params is not None:
+            _refuse("allreduce_trigger_params", "...", "it without delay_allreduce=True")
+        if delay_allreduce and num_allreduce_streams > 1:
+            _refuse("num_allreduce_streams", num_allreduce_streams, "1 with delay_allreduce=True")
+        if retain_allreduce_buffers:
+            raise UnsupportedByBackendError(
+                "DistributedDataParallel(retain_allreduce_buffers=True) is not supported; accepted: False. Read the "
+                "gradients from the parameters."
+            )
+        if gradient_average_split_factor is not None:
+            _warn("gradient_average_split_factor", "is the former name of gradient_predivide_factor")
+            gradient_predivide_factor = gradient_average_split_factor
+        if not (math.isfinite(gradient_predivide_factor) and gradient_predivide_factor > 0):
+            _refuse("gradient_predivide_factor", gradient_predivide_factor, "a positive number")
+        same = "has no effect: torch decides that, and the gradients are the same"
+        if allreduce_trigger_params is not None:
+            _warn("allreduce_trigger_params", same)
+        if num_allreduce_streams > 1 and not allreduce_communicators:
+            _warn("num_allreduce_streams", same)
+        if prof:
+            _warn("prof", "has no effect: torch.profiler shows the collectives")
+        group = None
+        if allreduce_communicators:
+            group = allreduce_communicators[0][0]
+            _warn("allreduce_communicators", "is used for its first process group only; the gradients are the same")
+        size = max((one.element_size() for one in module.parameters()), default=4)
+        super().__init__(
+            module,
+            process_group=group,
+            bucket_cap_mb=2**20 if delay_allreduce else message_size * size / 2**20,
+            find_unused_parameters=True,
+        )
+        self.require_forward_param_sync = False  # buffers; the argument for it has another name in every few releases
+        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+            after = gradient_predivide_factor / dist.get_world_size(group) if gradient_average else 1.0
+            self.register_comm_hook(None, _make_hook(group, allreduce_always_fp32, gradient_predivide_factor, after))
+
+    def enable_allreduce(self) -> None:
+        """Average gradients again in backward passes of forward passes to come. Sync: none."""
+        self.require_backward_grad_sync = True
+
+    def disable_allreduce(self) -> None:
+        """Leave gradients to their process, for instance while they add up. Sync: none."""
+        self.require_backward_grad_sync = False
+
+
+class Reducer:
+    """Averages gradients when told to.
+
+    Args:
+        module_or_grads_list: A module, whose parameters rank 0 gives to all ranks now; or gradients.
+
+    Raises:
+        ProtocolError: There is no process group.
+
+    Sync: none.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
+        _check_ready("Reducer")
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads: list[torch.Tensor] = []
+        if self.module is not None:
+            _together([one.detach() for one in self.module.parameters()], lambda flat: dist.broadcast(flat, 0))
+        elif not isinstance(module_or_grads_list, nn.Module):
+            self.grads = list(module_or_grads_list)
+
+    def reduce(self) -> None:
+        """Average the gradients, in place. Sync: none."""
+        if self.module is None:
+            gradients = self.grads
+        else:
+            gradients = [one.grad for one in self.module.parameters() if one.grad is not None]
+        _together(gradients, _average)
+
+
+def _average(flat: torch.Tensor) -> None:
+    dist.all_reduce(flat)
+    flat.div_(dist.get_world_size())
+
+
+@torch.no_grad()
+def _together(tensors: list[torch.Tensor], call: Callable[[torch.Tensor], Any]) -> None:
+    """Run a collective on all tensors of a dtype and device at once, in place."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for one in tensors:
+        kinds.setdefault((one.dtype, one.device), []).append(one)
+    for bucket in kinds.values():
+        flat = flatten(bucket)
+        call(flat)
+        torch._foreach_copy_(bucket, unflatten(flat, bucket))
+
+
+def _make_hook(group: Any, in_float32: bool, before: float, after: float) -> Any:
+    """Give the hook that sums one bucket of gradients: divided by `before`, then multiplied by `after`."""
+
+    # torch compares these annotations with its types, so that this module must not turn them into strings.
+    def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        own = bucket.buffer()
+        summed = own.float() if in_float32 else own
+        summed.div_(before)
+        work = dist.all_reduce(summed, group=group, async_op=True)
+
+        def finish(_: Any) -> torch.Tensor:
+            summed.mul_(after)
+            return own if summed is own else own.copy_(summed)
+
+        return work.get_future().then(finish)
+
+    return reduce
+
+
+def _check_ready(name: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ProtocolError(
+            f"{name} was made without a process group; accepted: after torch.distributed.init_process_group(...). "
+            f"Call that first."
+        )
+
+
+def _refuse(name: str, value: object, accepted: str) -> None:
+    raise InvalidOptionError(
+        f"DistributedDataParallel({name}={value}) is not accepted; accepted: {accepted}. Change it."
+    )
+
+
+def _warn(name: str, what: str) -> None:
+    warnings.warn(f"DistributedDataParallel's {name} {what}.", AmpxWarning, stacklevel=3)
