@@ -25,6 +25,7 @@ class Register(Protocol):
         *,
         roots: Sequence[str],
         requires: str,
+        stands_in_for: Sequence[str] = (),
     ) -> None:
         """Register one framework.
 
@@ -33,6 +34,8 @@ class Register(Protocol):
             load: Gives the backend; the only place where the plugin imports the framework.
             roots: Root modules of the framework's objects, such as `("torch",)`.
             requires: The requirement to install, such as `"torch>=2.4"`.
+            stands_in_for: Modules that the backend's `automate` provides to a script where they are missing, such as
+                `("apex",)`: `ampx run` imports the framework first when the script asks for one.
         """
 
 

@@ -26,6 +26,7 @@ class Registration:
         requires: The requirement to install.
         plugin: Name of the plugin.
         module: Name of the plugin's module, for messages.
+        stands_in_for: Modules that `ampx run` can provide to a script where they are missing.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Registration:
     requires: str
     plugin: str
     module: str
+    stands_in_for: tuple[str, ...] = ()
 
 
 def check_registration(name: object, load: object, roots: object, requires: object) -> None:

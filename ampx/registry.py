@@ -92,7 +92,14 @@ class Registry:
             ) from error
         claimed: list[Registration] = []
 
-        def register(name: str, load: Callable[[], Backend], *, roots: Sequence[str], requires: str) -> None:
+        def register(
+            name: str,
+            load: Callable[[], Backend],
+            *,
+            roots: Sequence[str],
+            requires: str,
+            stands_in_for: Sequence[str] = (),
+        ) -> None:
             check_registration(name, load, roots, requires)
             other = next((one for one in (*claimed, *self._registrations.values()) if one.name == name), None)
             if other is not None:
@@ -101,7 +108,7 @@ class Registry:
                     f"{other.plugin!r} (module {other.module}); accepted: one plugin a framework. Uninstall one, or "
                     f"set {DISABLE_VARIABLE}={label}."
                 )
-            claimed.append(Registration(name, load, tuple(roots), requires, label, module))
+            claimed.append(Registration(name, load, tuple(roots), requires, label, module, tuple(stands_in_for)))
 
         hook = getattr(plugin, "ampx_register_backends", None)
         try:

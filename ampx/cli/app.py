@@ -29,11 +29,20 @@ def run() -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks, no traceback
     try:
-        result = app(standalone_mode=True)
+        return _run()
     except AmpxError as error:
         typer.secho(f"ampx: {error}", fg="red", err=True)
         return 2 if isinstance(error, (UnknownFrameworkError, InvalidOptionError)) else 1
-    return int(result or 0)
+
+
+def _run() -> int:
+    from .run_command import StartProgram, run_to_the_end
+
+    try:
+        return int(app(standalone_mode=True) or 0)
+    except StartProgram as start:
+        request = start.request
+    return run_to_the_end(request)  # here, so that no exception of the script has one of ours as its context
 
 
 def _show_version(wanted: bool) -> None:
@@ -210,3 +219,38 @@ def migrate(
 
     code = migrate_command.migrate(paths, diff=diff, write=write, check=check, as_json=as_json, echo=typer.echo)
     raise typer.Exit(code)
+
+
+# What follows the script's name is the script's: parsing stops there.
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_script(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
+    ],
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    dtype: Annotated[str, typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")] = "auto",
+    level: Annotated[str, typer.Option(help="As in ampx.init.")] = "O1",
+    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")] = False,
+    replace_native: Annotated[
+        bool, typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a report: out.json or out.html.", show_default=False)
+    ] = None,
+    unchanged: Annotated[
+        bool,
+        typer.Option("--unchanged-if-refused", help="Run the script again without ampx where ampx refuses it."),
+    ] = False,
+) -> None:
+    """Train an unedited script in mixed precision, and tell what happened when it ends."""
+    from ampx.running import RunSettings
+    from ampx.running.program import Program
+
+    from . import run_command
+
+    run_command.check_report(report)
+    program = Program(command[0], is_module, tuple(command[1:]))
+    settings = RunSettings(dtype, level, device, replace_native)
+    raise run_command.StartProgram(run_command.RunRequest(program, settings, framework, report, unchanged))

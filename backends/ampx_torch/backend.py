@@ -13,6 +13,7 @@ from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
+from ampx.running import Run
 
 from . import casting, debug, devices, prepare
 from .gradients import unscale_
@@ -41,6 +42,7 @@ class TorchBackend(ampx.Backend):
         device_scale=True,
         names_gradients=True,
         traces_overflow=True,
+        automates=True,
     )
 
     def device(self, name: str) -> Device:
@@ -125,6 +127,12 @@ class TorchBackend(ampx.Backend):
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
         """Watch the outputs of all modules."""
         return debug.trace_overflow(model)
+
+    def automate(self, run: Run) -> AbstractContextManager[None]:
+        """Patch torch for a script that is not edited."""
+        from .automatic import automate  # only `ampx run` needs it
+
+        return automate(run)
 
     def demo(self) -> Any:
         """Give the trainer behind `ampx demo`."""

@@ -1,0 +1,137 @@
+"""The page that `ampx run --report out.html` writes: one file, with its pictures in it."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from typing import Any
+
+_COLOURS = {"float16": "#0072b2", "bfloat16": "#d55e00", "float32": "#4d4d4d", "float64": "#999999"}
+_ALARM = "#b30000"
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-align: left }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 100%; height: auto }
+"""
+
+
+def page(found: dict[str, Any]) -> str:
+    """Give the whole page.
+
+    Args:
+        found: The report as `--report out.json` writes it.
+
+    Sync: none.
+    """
+    title = f"ampx run: {found['script']}"
+    parts = [f"<h1>{html.escape(title)}</h1>", _facts(found)]
+    pictures = {"Time": _draw_time(found), "Loss scale": _draw_scales(found), "Operations": _draw_ops(found)}
+    for heading, drawn in pictures.items():
+        if drawn is not None:
+            parts.append(f"<h2>{heading}</h2>{drawn}")
+    if found["ops"]:
+        rows = [(one["op"], one["dtype"], one["count"]) for one in found["ops"][:10]]
+        parts.append(_table(("operation", "dtype", f"times in {found['sampled_steps']} steps"), rows))
+    if found["lines"]:
+        parts.append(f"<h2>The same by hand</h2><pre>{html.escape(chr(10).join(found['lines']))}</pre>")
+    parts += [f"<p>{html.escape(note)}</p>" for note in found["notes"]]
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
+    )
+
+
+def _facts(found: dict[str, Any]) -> str:
+    rows: list[tuple[Any, ...]] = [
+        ("framework", found["framework"] or "none: the script made no optimizer"),
+        ("dtype", f"{found['dtype']} on {found['device']}, level {found['level']}: {found['reason']}"),
+        ("steps", f"{found['steps']}, of which {found['skipped']} skipped"),
+    ]
+    return _table((), rows if found["framework"] else rows[:1])
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    head = "".join(f"<th>{html.escape(one)}</th>" for one in heading)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="number">{cell}</td>' if isinstance(cell, int) else f"<td>{html.escape(str(cell))}</td>"
+            for cell in row
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _draw_time(found: dict[str, Any]) -> str | None:
+    seconds = found["seconds"]
+    if not seconds:
+        return None
+    figure, axes = _figure(1.6)
+    left = 0.0
+    for name, colour in zip(seconds, ("#009e73", "#0072b2", "#d55e00", "#cc79a7"), strict=False):
+        axes.barh([0], [seconds[name]], left=left, color=colour, label=f"{name}: {seconds[name]:.2f} s")
+        left += seconds[name]
+    axes.set_yticks([])
+    axes.set_xlabel("seconds on the host")
+    axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return _svg(figure)
+
+
+def _draw_scales(found: dict[str, Any]) -> str | None:
+    moving = [one for one in found["optimizers"] if one["scales"] or one["skipped"]]
+    if not moving:
+        return None
+    figure, axes = _figure(3.0)
+    for one in moving:
+        steps = [0, *(step for step, _ in one["scales"]), one["steps"]]
+        scales = [one["initial_scale"], *(scale for _, scale in one["scales"])]
+        axes.step(steps, [*scales, scales[-1]], where="post", label=one["kind"])
+        for step in one["skipped"]:
+            axes.axvline(step, color=_ALARM, linewidth=0.8, linestyle=":")
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step; a dotted line is a skipped one")
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def _draw_ops(found: dict[str, Any]) -> str | None:
+    names = list(dict.fromkeys(one["op"] for one in found["ops"]))[:10]
+    if not names:
+        return None
+    figure, axes = _figure(0.8 + 0.35 * len(names))
+    left = dict.fromkeys(names, 0)
+    labelled: set[str] = set()
+    for one in found["ops"]:
+        if one["op"] not in left:
+            continue
+        label = None if one["dtype"] in labelled else one["dtype"]
+        labelled.add(one["dtype"])
+        colour = _COLOURS.get(one["dtype"], "#cc79a7")
+        axes.barh([names.index(one["op"])], [one["count"]], left=left[one["op"]], color=colour, label=label)
+        left[one["op"]] += one["count"]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"times in the first {found['sampled_steps']} steps")
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # no display, no global state
+
+    figure = Figure(figsize=(9.0, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

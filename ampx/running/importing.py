@@ -1,0 +1,117 @@
+"""Notice when a script has imported a framework."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+class ImportWatch(importlib.abc.MetaPathFinder):
+    """A finder that finds nothing by itself: it calls back when a watched module has been imported.
+
+    It waits for the end of the outermost watched import, because a framework may import another (Keras does), and
+    one that is half imported cannot be automated.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, str], ready: Callable[[str], None], stand_ins: Mapping[str, str] | None = None
+    ) -> None:
+        """Remember what to watch.
+
+        Args:
+            modules: Framework by the name of a top-level module that belongs to it.
+            ready: Called with each framework whose import is complete, once.
+            stand_ins: Module to import first, by the name of one that it can provide.
+        """
+        self._modules = modules
+        self._ready = ready
+        self._stand_ins = stand_ins or {}
+        self._searching: set[str] = set()
+        self._depth = 0
+        self._told: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find a watched module as the others do, and look over its loader's shoulder."""
+        if fullname in self._searching or not (fullname in self._modules or fullname in self._stand_ins):
+            return None
+        self._searching.add(fullname)
+        try:
+            if fullname in self._stand_ins:
+                return self._stand_in(fullname)
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Watched(spec.loader, self)
+        return spec
+
+    def _stand_in(self, fullname: str) -> importlib.machinery.ModuleSpec | None:
+        try:
+            importlib.import_module(self._stand_ins[fullname])
+        except ImportError:
+            return None
+        return importlib.util.find_spec(fullname)  # asks the finder that the backend has installed by now
+
+    def look(self) -> None:
+        """Tell of every framework that is imported and was not told of."""
+        if self._depth:
+            return
+        for module, framework in self._modules.items():
+            if module in sys.modules and framework not in self._told:
+                self._told.add(framework)
+                self._ready(framework)
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Note that a watched import runs."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch inside."""
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+
+
+class _Watched(importlib.abc.Loader):
+    """A loader that tells when it is done; the module gets the true one."""
+
+    def __init__(self, loader: Any, watch: ImportWatch) -> None:
+        """Remember the true loader."""
+        self._loader = loader
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the true loader."""
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Make the module as the true loader does."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then look which framework is complete."""
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        with self._watch.importing():
+            self._loader.exec_module(module)
+        self._watch.look()

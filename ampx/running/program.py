@@ -1,0 +1,148 @@
+"""Run a script or module as `python` does: same arguments, same `__main__`, same traceback."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from ampx.errors import InvalidOptionError
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run.
+
+    Attributes:
+        name: A file, a folder with a `__main__.py`, or the name of a module.
+        is_module: It is the name of a module, as after `python -m`.
+        arguments: What the program finds in `sys.argv[1:]`.
+    """
+
+    name: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+
+    def command(self) -> list[str]:
+        """Give the command line that runs it without ampx. Sync: none."""
+        return [sys.executable, *(["-m"] if self.is_module else []), self.name, *self.arguments]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    code: CodeType
+    origin: str
+    search: str
+    attributes: dict[str, Any]
+
+
+def run_program(program: Program) -> BaseException | None:
+    """Run a program to its end, as `__main__`.
+
+    `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` stay as the program had them, because functions that it
+    registered with `atexit` run later.
+
+    Returns:
+        What it ended with: None, `SystemExit`, or another exception whose traceback begins in the program.
+
+    Raises:
+        InvalidOptionError: There is no such program.
+
+    Sync: none of its own.
+    """
+    main = ModuleType("__main__")
+    sys.argv = [program.name, *program.arguments]
+    if program.is_module:
+        _put_first(os.getcwd())
+    try:
+        loaded = _load_module(program.name) if program.is_module else _load_file(program.name)
+    except SyntaxError as error:
+        return error.with_traceback(None)
+    if program.is_module:
+        sys.argv[0] = loaded.origin
+    _put_first(loaded.search)
+    main.__dict__.update(__builtins__=__builtins__, __file__=loaded.origin, **loaded.attributes)
+    sys.modules["__main__"] = main
+    try:
+        exec(loaded.code, main.__dict__)
+    except BaseException as error:
+        _hide_own_frames(error)
+        return error
+    return None
+
+
+def _put_first(folder: str) -> None:
+    """Put a folder where `python` puts the program's, unless it was told not to (`-P`)."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+
+
+def _load_file(name: str) -> _Loaded:
+    target = os.path.abspath(name)
+    folder = target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
+    if os.path.isdir(target):
+        target = os.path.join(target, "__main__.py")
+    try:
+        with io.open_code(target) as file:
+            source = file.read()
+    except OSError as error:
+        raise InvalidOptionError(
+            f"the script {name!r} cannot be read: {error.strerror}; accepted: a Python file, or -m and the name of a "
+            f"module. Check the path."
+        ) from error
+    code = compile(source, target, "exec", dont_inherit=True)
+    return _Loaded(code, target, folder, {"__cached__": None, "__package__": None})
+
+
+def _load_module(name: str) -> _Loaded:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        raise _no_module(name, str(error)) from error
+    code = None if spec is None or spec.loader is None else getattr(spec.loader, "get_code", lambda _: None)(spec.name)
+    if spec is None or code is None:
+        raise _no_module(name, "there is none that can be run")
+    attributes = {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent, "__cached__": spec.cached}
+    return _Loaded(code, spec.origin or name, os.getcwd(), attributes)
+
+
+def _no_module(name: str, problem: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        f"-m {name!r} names no module to run: {problem}; accepted: a module, or a package with a __main__ module. "
+        f"Check the name, or leave -m out for a file."
+    )
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Cut the frames of ampx out of a traceback: those above the program, and those within it."""
+    seen: set[int] = set()
+    chain: Sequence[BaseException | None] = [error]
+    while chain:
+        found = []
+        for one in chain:
+            if one is None or id(one) in seen:
+                continue
+            seen.add(id(one))
+            one.__traceback__ = _without_ampx(one.__traceback__)
+            found += [one.__cause__, one.__context__]
+        chain = found
+
+
+def _without_ampx(trace: TracebackType | None) -> TracebackType | None:
+    kept = []
+    while trace is not None:
+        package = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package != "ampx" and not package.startswith("ampx_"):
+            kept.append(trace)
+        trace = trace.tb_next
+    result = None
+    for one in reversed(kept):
+        result = TracebackType(result, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return result

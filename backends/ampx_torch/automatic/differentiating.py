@@ -1,0 +1,171 @@
+"""The script's backward: the loss is scaled for the optimizers whose parameters it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from ampx.errors import AmpxError
+
+from .managing import Managed, Manager
+
+_LEAF: Final = "AccumulateGrad"
+_HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
+
+
+@contextmanager
+def backward_scaled(manager: Manager) -> Iterator[None]:
+    """Patch `torch.autograd.backward`, which `Tensor.backward` calls."""
+    true = torch.autograd.backward
+
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        given = grad_tensors if grad_variables is None else grad_variables
+        losses = None if manager.inside else _losses(tensors, given)
+        managed = manager.all() if losses else []
+        if losses is None or not managed:
+            true(tensors, given, retain_graph, create_graph, inputs=inputs)
+            return
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        with manager.run.recorder.phase("backward"):
+            if manager.scales:
+                _backward_scaled(manager, true, losses, options)
+            else:
+                _backward(manager, true, losses, managed, options)
+
+    with mock.patch.object(torch.autograd, "backward", backward):
+        yield
+
+
+def _backward_scaled(manager: Manager, true: Any, losses: list[torch.Tensor], options: dict[str, Any]) -> None:
+    """Find out what the loss reaches, bring gradients that wait to the same scale, and run."""
+    leaves, hidden = _leaves(losses)
+    inputs = options["inputs"]
+    if inputs is not None:
+        wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
+        leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
+    owners = manager.owners()
+    found = manager.all() if hidden else list({id(o): o for i in leaves if (o := owners.get(i)) is not None}.values())
+    if not found:
+        true(losses, None, **options)
+        return
+    if options["create_graph"]:
+        manager.run.refuse(
+            "backward(create_graph=True) makes gradients that are differentiated again, which a loss scale would "
+            "multiply twice; accepted: torch.autograd.grad for these, or --dtype bfloat16, which needs no loss scale"
+        )
+    quiet, manager.quiet = manager.quiet, True
+    try:
+        _bring_together(manager, found)
+        strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in owners]
+        for leaf, _ in strangers:
+            leaf.grad = None
+        factor = None
+        try:
+            factor = _backward(manager, true, losses, found, options)
+        finally:
+            for leaf, before in strangers:  # of tensors that no optimizer holds the script gets true gradients at once
+                after = None if factor is None or leaf.grad is None else leaf.grad / factor
+                leaf.grad = after if before is None else before if after is None else before.add_(after)
+    finally:
+        manager.quiet = quiet
+    manager.look()
+
+
+def _bring_together(manager: Manager, found: Sequence[Managed]) -> None:
+    """Have the gradients that wait carry one loss scale: the smallest of all that this backward serves."""
+    scales = []
+    for one in found:
+        assert one.wrapped is not None
+        member = one.wrapped.ampx_member
+        if member.stage != "idle" and not one.wrapped.collect():
+            one.wrapped.forget()
+        scales.append(member.factors[0] if member.factors else member.group.ledger.factor(member.group, 0))
+    amp = manager.run.amp
+    assert amp is not None
+    factor = scales[0] if len(scales) == 1 else amp.backend.smallest(scales)
+    for one in found:
+        manager.rescale(one, factor)
+
+
+def _backward(
+    manager: Manager, true: Any, losses: list[torch.Tensor], found: Sequence[Managed], options: dict[str, Any]
+) -> Any:
+    """Run backward on the scaled losses; give the scale."""
+    amp = manager.run.amp
+    assert amp is not None
+    wrapped = [one.wrapped for one in found]
+    try:
+        # One tensor is the fast way through; several come back as a list of the same length.
+        region = amp.scale_loss(losses[0] if len(losses) == 1 else losses, wrapped[0] if len(wrapped) == 1 else wrapped)
+        with region as scaled:
+            member = wrapped[0].ampx_member  # type: ignore[union-attr]
+            factor = manager.factor = member.factors.get(0, 1.0)
+            manager.inside = True
+            try:
+                true(scaled, None, **options)
+            finally:
+                manager.inside, manager.factor = False, 1.0
+    except AmpxError as error:
+        if manager.run.refusal is error:
+            raise
+        manager.run.refuse(str(error).rstrip("."))
+    return factor
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _losses(tensors: Any, given: Any) -> list[torch.Tensor] | None:
+    """Give scalars with the same gradients; None for what torch will not take, and shall refuse in its own words.
+
+    What comes with a gradient is replaced by the sum of `tensor * gradient`.
+    """
+    roots = _listed(tensors)
+    if not roots or not all(
+        isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point() for one in roots
+    ):
+        return None
+    weights = [None] * len(roots) if given is None else _listed(given)
+    if len(weights) != len(roots) or any(
+        one.numel() != 1 if weight is None else one.shape != weight.shape
+        for one, weight in zip(roots, weights, strict=True)
+    ):
+        return None
+    return [one if weight is None else _weighted(one, weight) for one, weight in zip(roots, weights, strict=True)]
+
+
+def _weighted(root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = root.float() if root.dtype in (torch.float16, torch.bfloat16) else root
+    return torch.sum(wide * weight)
+
+
+def _leaves(losses: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], bool]:
+    """Walk the graph; give the tensors that gradients are added to, and whether some part of it is hidden."""
+    leaves: dict[int, torch.Tensor] = {id(one): one for one in losses if one.grad_fn is None}
+    stack: list[Any] = [one.grad_fn for one in losses if one.grad_fn is not None]
+    seen = set(stack)  # holds the nodes, whose ids would otherwise be used again
+    hidden = False
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            name = type(node).__name__
+            if name == _LEAF:
+                leaves[id(node.variable)] = node.variable
+            else:
+                hidden = hidden or name == _HIDES
+                stack.append(node)
+    return leaves, hidden or any(type(one.grad_fn).__name__ == _HIDES for one in losses)

@@ -1,0 +1,337 @@
+"""Every optimizer that a script makes: it stays what it is, and a wrapper of ampx stands beside it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ampx import sessions
+from ampx.errors import AmpxError
+from ampx.running import Run
+from ampx.scale_state import LossScale
+from ampx_torch.gradients import unscale_into
+from ampx_torch.optimizer import AmpOptimizer
+
+from .sampling import Sampler
+
+
+class Managed:
+    """One optimizer of the script.
+
+    Attributes:
+        raw: The script's own object. Its `step` is shadowed on the instance, where schedulers shadow it, too.
+        wrapped: What `wrap_optimizer` made of it; None until the first backward or step, because a script may move
+            its model, or hand the optimizer to a library of its own choice, before.
+        group: Where the recorder counts its steps.
+        busy: The wrapper is stepping, so that the raw optimizer must run.
+    """
+
+    def __init__(self, raw: torch.optim.Optimizer) -> None:
+        """Remember the raw optimizer."""
+        self.raw = raw
+        self.wrapped: AmpOptimizer | None = None
+        self.group = -1
+        self.busy = False
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.result: Any = None
+
+    def run_raw(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the script's optimizer, with the arguments that the script gave beyond a closure."""
+        given, named = self.call
+        self.result = type(self.raw).step(self.raw, *(args or given), **(kwargs or named))
+        return self.result
+
+
+class Manager:
+    """What is managed in one run.
+
+    Attributes:
+        run: The run.
+        inside: A backward of the script is running.
+        factor: What its gradients are multiplied by; 1.0 outside.
+        pending: Some gradients may carry a loss scale.
+        quiet: Code of ampx is at work, which reads gradients as they are.
+        stood_down: Another session took over: that of `apex.amp`.
+        config: The loss scale that the script asked of a GradScaler, or None.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Start with nothing managed."""
+        self.run = run
+        self.inside = False
+        self.factor: Any = 1.0
+        self.pending = False
+        self.quiet = False
+        self.stood_down = False
+        self.config: LossScale | None = None
+        self.options: dict[str, Any] = {}
+        self._sampler = Sampler(run.recorder)
+        self._made: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._owners: dict[int, Managed] = {}
+        self._counted = 0
+
+    # -- optimizers --------------------------------------------------------------------------------
+
+    def adopt(self, raw: torch.optim.Optimizer) -> None:
+        """Take over an optimizer that the script has just made; casting starts with the first."""
+        if self.stood_down or isinstance(raw, AmpOptimizer):
+            return
+        if self.run.amp is None:
+            self.run.session(**self.options)
+            self._sampler.start()
+        managed = Managed(raw)
+        raw.__dict__["_ampx_managed"] = managed
+        raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
+        self._made.append(weakref.ref(raw))
+
+    def all(self) -> list[Managed]:
+        """List what is managed, each with its wrapper, in order of creation."""
+        amp = self.run.amp
+        if amp is None or not self._still_ours():
+            return []
+        found = []
+        for reference in self._made:
+            raw = reference()
+            managed = None if raw is None else raw.__dict__.get("_ampx_managed")
+            if managed is not None:
+                if managed.wrapped is None:
+                    self._wrap(managed)
+                found.append(managed)
+        return found
+
+    def _wrap(self, managed: Managed) -> None:
+        amp = self.run.amp
+        assert amp is not None
+        try:
+            wrapped = managed.wrapped = amp.wrap_optimizer(managed.raw, loss_scale=self.config_of(amp))
+        except AmpxError as error:
+            self.run.refuse(str(error).rstrip("."))
+        group = wrapped.ampx_member.group
+        managed.group = self.run.recorder.add_optimizer(type(managed.raw).__name__, wrapped.loss_scale, group.index)
+
+    def config_of(self, amp: Any) -> LossScale | None:
+        """Give the loss scale of a script's GradScaler, where the dtype needs one."""
+        return self.config if amp.effective.loss_scale.dynamic else None
+
+    def owners(self) -> dict[int, Managed]:
+        """Give the optimizer of every parameter, by its id: the one made last, where several hold it."""
+        managed = self.all()
+        count = sum(len(group["params"]) for one in managed for group in one.raw.param_groups)
+        if count != self._counted or any(self._owners.get(id(p)) is None for p in _first_parameters(managed)):
+            self._owners = {
+                id(parameter): one for one in managed for group in one.raw.param_groups for parameter in group["params"]
+            }
+            self._counted = count
+        return self._owners
+
+    def _still_ours(self) -> bool:
+        """Tell whether the session is the one this run started; stand down where `apex.amp` began its own."""
+        if self.stood_down:
+            return False
+        if sessions.get("torch") is self.run.amp:
+            return True
+        self.stand_down()
+        return False
+
+    def stand_down(self) -> None:
+        """Leave the training to the session that the script started through `apex.amp`, or through ampx itself."""
+        self.stood_down = True
+        self._sampler.stop()
+        self.run.recorder.notes.append(
+            "The script started mixed precision by itself (apex.amp, or ampx), which ampx carried out; this run did "
+            "not automate it."
+        )
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def _shadow(self, managed: Managed) -> Callable[..., Any]:
+        def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if managed.busy or not self._still_ours():
+                return managed.run_raw(*args, **kwargs) if managed.busy else type(self_).step(self_, *args, **kwargs)
+            return self._step(managed, args, kwargs)
+
+        return step
+
+    def _step(self, managed: Managed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside:
+            self.run.refuse(
+                f"{type(managed.raw).__name__} is stepped from inside backward, where gradients are not complete; "
+                f"accepted: steps after backward. Step after loss.backward()"
+            )
+        self.all()
+        wrapped = managed.wrapped
+        assert wrapped is not None
+        kwargs = dict(kwargs)
+        closure = kwargs.pop("closure", None)
+        if closure is None and args and (callable(args[0]) or args[0] is None):
+            closure, args = args[0], args[1:]
+        if closure is not None:
+            closure = self._seen_through(closure)
+        managed.call, managed.result = (args, kwargs), None
+        recorder = self.run.recorder
+        busy, quiet = managed.busy, self.quiet
+        managed.busy = self.quiet = True
+        self._sampler.pause(True)
+        try:
+            with recorder.phase("step"):
+                counts = closure is not None or self._mark(managed)
+                loss = wrapped.step(closure)
+        except AmpxError as error:
+            self.run.refuse(str(error).rstrip("."))
+        finally:
+            managed.busy, self.quiet = busy, quiet
+            self._sampler.pause(False)
+            managed.call = ((), {})
+        self.look()
+        if counts:
+            recorder.stepped(managed.group)
+            self._sampler.after_step()
+        return managed.result if loss is None else loss
+
+    def _mark(self, managed: Managed) -> bool:
+        """Note gradients that did not come through backward: they are true. Tell whether there are any at all."""
+        wrapped = managed.wrapped
+        assert wrapped is not None
+        member = wrapped.ampx_member
+        if not wrapped.gradients.collect():
+            return False
+        if member.stage == "idle":
+            if self.scales and self.shares(managed):
+                self.run.refuse(
+                    f"{type(managed.raw).__name__} is stepped, but another optimizer that was made later holds its "
+                    f"parameters, too, so it cannot be told whose loss scale the gradients carry; accepted: one "
+                    f"optimizer a parameter, or --dtype bfloat16, which needs no loss scale"
+                )
+            member.enter(1.0, 0)
+            member.leave(True)
+        return True
+
+    def shares(self, managed: Managed) -> bool:
+        """Tell whether another optimizer owns its parameters."""
+        owners = self.owners()
+        return any(owners.get(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
+
+    def _seen_through(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Give the closure as the script would call it: its own reads of gradients are watched again."""
+
+        def evaluate() -> Any:
+            quiet, self.quiet = self.quiet, False
+            self._sampler.pause(False)
+            try:
+                return closure()
+            finally:
+                self.quiet = quiet
+                self._sampler.pause(True)
+                self.look()
+
+        return evaluate
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are multiplied at all: with bfloat16 they are not, unless asked."""
+        amp = self.run.amp
+        return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
+
+    def look(self) -> None:
+        """See whether some gradients still carry a loss scale."""
+        self.pending = self.scales and any(
+            managed.wrapped is not None and managed.wrapped.ampx_member.stage == "scaled"
+            for raw in map(_call, self._made)
+            if raw is not None and (managed := raw.__dict__.get("_ampx_managed")) is not None
+        )
+
+    def reveal(self, tensor: torch.Tensor) -> None:
+        """Make the gradients of a parameter's optimizer true, because the script looks at one of them."""
+        managed = self.owners().get(id(tensor))
+        if managed is None or managed.wrapped is None or managed.wrapped.ampx_member.stage != "scaled":
+            return
+        self.unscale(managed)
+
+    def unscale(self, managed: Managed) -> None:
+        """Make an optimizer's gradients true ahead of its step."""
+        assert managed.wrapped is not None
+        if managed.wrapped.ampx_member.stage != "scaled":
+            return
+        quiet, self.quiet = self.quiet, True
+        try:
+            managed.wrapped.ampx_unscale()
+        except AmpxError as error:
+            self.run.refuse(str(error).rstrip("."))
+        finally:
+            self.quiet = quiet
+        self.look()
+
+    def rescale(self, managed: Managed, factor: Any) -> None:
+        """Multiply an optimizer's gradients so that they carry this loss scale, and further ones may be added.
+
+        Loss scales are powers of two, as far as they move by themselves, so no digit is lost.
+        """
+        wrapped = managed.wrapped
+        assert wrapped is not None
+        member = wrapped.ampx_member
+        if member.stage == "idle":
+            return
+        carried = member.factors.get(0, 1.0) if member.stage == "scaled" else 1.0
+        buckets = wrapped.collect()
+        if not buckets:
+            wrapped.forget()  # they were cleared, by model.zero_grad() say
+            return
+        if carried is not factor and carried != factor:
+            for bucket in buckets:
+                flag = torch.zeros((), device=bucket[0].device)  # what is not finite stays so, and is found again
+                unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32).to(flag.device))
+        wrapped.take_checked()
+        member.stage = "scaled"
+        member.factors = {0: factor}
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give every optimizer its own `step` back."""
+        self._sampler.stop()
+        for reference in self._made:
+            raw = reference()
+            managed = None if raw is None else raw.__dict__.pop("_ampx_managed", None)
+            if raw is None or managed is None:
+                continue
+            shadow = raw.__dict__.get("step")
+            if isinstance(shadow, MethodType):
+                del raw.step
+            else:
+                managed.busy = True  # a scheduler holds the shadow: from now on it runs the raw optimizer
+            if managed.wrapped is not None:
+                managed.wrapped.ampx_unwrap()
+
+
+def _first_parameters(managed: list[Managed]) -> Iterator[Any]:
+    for one in managed:
+        for group in one.raw.param_groups:
+            yield from group["params"][:1]
+
+
+def _call(reference: weakref.ref[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    return reference()
+
+
+@contextmanager
+def optimizers_managed(manager: Manager) -> Iterator[None]:
+    """Patch the base class of all optimizers: whatever is made inside is managed."""
+    make = torch.optim.Optimizer.__init__
+
+    def make_managed(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        manager.adopt(self)
+
+    with mock.patch.object(torch.optim.Optimizer, "__init__", make_managed):
+        try:
+            yield
+        finally:
+            manager.release()

@@ -1,0 +1,65 @@
+"""Which operations run in which dtype, looked at in the first steps only."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from ampx.running import Recorder
+
+# They move or make memory and compute nothing.
+_IDLE: Final = frozenset(
+    ("_to_copy", "detach", "clone", "copy_", "lift_fresh", "zero_", "fill_", "ones_like", "zeros_like")
+)
+
+
+class _Counter(TorchDispatchMode):
+    """Sees every kernel with the tensors it really gets, after autocast and in backward, too."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
+        name = func._schema.name.rpartition("::")[2]
+        if not func.is_view and name not in _IDLE and not name.startswith(("empty", "_local_scalar")):
+            first = result[0] if isinstance(result, (tuple, list)) and result else result
+            if isinstance(first, torch.Tensor) and first.is_floating_point():
+                self._recorder.count_op(name, str(first.dtype).removeprefix("torch."))
+        return result
+
+
+class Sampler:
+    """Switches the counting on with the first optimizer, and off after some steps, for good."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Remember the recorder."""
+        self._recorder = recorder
+        self._mode: _Counter | None = None
+
+    def start(self) -> None:
+        """Count from now on, in this thread."""
+        self._mode = _Counter(self._recorder)
+        self._mode.__enter__()
+
+    def pause(self, paused: bool) -> None:
+        """Leave out what the optimizers do, which is always float32."""
+        if self._mode is not None:
+            self._mode.paused = paused
+
+    def after_step(self) -> None:
+        """Stop where enough was seen."""
+        if self._mode is not None and not self._recorder.sampling:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop, unless the script has entered a mode of its own meanwhile: modes end in the order of a stack."""
+        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
