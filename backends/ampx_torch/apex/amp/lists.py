@@ -25,7 +25,7 @@ _FLOAT_ON_CPU: Final = (
     *("linalg_vector_norm", "layer_norm", "group_norm", "poisson_nll_loss", "cosine_embedding_loss", "kl_div"),
     *("hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss", "triplet_margin_loss"),
 )
-_WIDEST: Final = ("dot", "bilinear", "cross")
+_WIDEST: Final = ("dot", "bilinear", "cross", "linalg_cross")
 _BANNED: Final = F.binary_cross_entropy
 
 
