@@ -13,6 +13,10 @@ import libcst as cst
 from . import imports
 from .apex_amp import ROOTS as APEX_ROOTS
 from .apex_amp import ApexAmp
+from .mxnet_amp import ROOTS as MXNET_ROOTS
+from .mxnet_amp import MXNetAmp
+from .paddle_amp import ROOTS as PADDLE_ROOTS
+from .paddle_amp import PaddleAmp
 from .plan import Plan
 from .report import FileReport, Finding, NeedsHumanError
 from .source import Source
@@ -44,6 +48,8 @@ class Dialect:
 
 DIALECTS: Final = (
     Dialect("apex.amp", "torch", APEX_ROOTS, lambda plan: ApexAmp(plan).rewrite(), in_place=True),
+    Dialect("mxnet.amp", "mxnet", MXNET_ROOTS, lambda plan: MXNetAmp(plan).rewrite(), in_place=True),
+    Dialect("paddle.amp", "paddle", PADDLE_ROOTS, lambda plan: PaddleAmp(plan).rewrite()),
     Dialect("torch.amp", "torch", TORCH_ROOTS, lambda plan: TorchAmp(plan).rewrite()),
 )
 
@@ -106,7 +112,7 @@ def _rewrite(module: cst.Module) -> tuple[cst.Module | None, list[Finding]]:
             plan = Plan(Source(made))
             dialect.rewrite(plan)
         edited = plan.apply()
-        made = imports.fix(made, edited, dialect.roots, dialect.in_place)
+        made = imports.fix(made, edited, dialect.roots, dialect.in_place, plan.imports)
     return made, findings
 
 

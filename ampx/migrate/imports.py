@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import libcst as cst
@@ -13,23 +13,27 @@ from .plan import GONE, without_empty_lines
 _FRAMEWORKS: Final = {"torch", "torchvision", "apex", "mxnet", "paddle", "tensorflow", "keras"}
 
 
-def fix(before: cst.Module, after: cst.Module, roots: Sequence[str], in_place: bool) -> cst.Module:
+def fix(
+    before: cst.Module, after: cst.Module, roots: Sequence[str], in_place: bool, more: Mapping[str, str]
+) -> cst.Module:
     """Give the module with its imports in order.
 
     Args:
         before: The file as it was.
         after: The file with its edits.
         roots: Full names of the old modules; what is imported from them goes when nothing uses it any more.
-        in_place: Put `import ampx` where the first old import of a place stood, which may be in a `try` or function;
-            else at the top.
+        in_place: Put `import ampx` where an old import stood in a `try` or a function; otherwise at the top.
+        more: Further modules to import at the top, with a comment for the line.
     """
     used_before = {name for name, count in _imported(before).items() if count}
     used_after = _imported(after)
     gone = {name for name in used_before if name[1].startswith(tuple(roots)) and not used_after.get(name, 1)}
     remover = _Remover(after, gone, in_place)
     made = after.visit(remover)
-    if not in_place or not remover.placed:
-        made = _at_top(made)
+    if remover.at_top or not remover.placed:
+        made = _at_top(made, "ampx")
+    for name, comment in sorted(more.items()):
+        made = _at_top(made, name, comment)
     return made
 
 
@@ -48,14 +52,17 @@ def _imported(module: cst.Module) -> dict[tuple[str, str], int]:
     return found
 
 
-def _at_top(module: cst.Module) -> cst.Module:
-    """Import ampx before the first import, after the docstring and what concerns the future."""
+def _at_top(module: cst.Module, name: str, comment: str = "") -> cst.Module:
+    """Import a module before the framework is, or after the docstring and what concerns the future."""
     body = list(module.body)
-    if any(_imports_ampx(one) for one in body):
+    if any(_imports_already(one, name) for one in body):
         return module
     framework = next((index for index, one in enumerate(body) if _imports_framework(one)), None)
     position = _after_docstring(body) if framework is None else framework
-    line = _import_ampx(module)
+    line = _import(name)
+    if comment:
+        space = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), cst.Comment(comment))
+        line = line.with_changes(trailing_whitespace=space)
     if position < len(body):
         following = body[position]
         leading = list(getattr(following, "leading_lines", ()))
@@ -91,15 +98,18 @@ def _small(statement: cst.CSTNode) -> cst.BaseSmallStatement | None:
     return statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and statement.body else None
 
 
-def _imports_ampx(statement: cst.CSTNode) -> bool:
+def _imports_already(statement: cst.CSTNode, name: str) -> bool:
     small: Any = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and statement.body else None
-    return isinstance(small, cst.Import) and any(
-        _text(one.name) == "ampx" and one.asname is None for one in small.names
-    )
+    return isinstance(small, cst.Import) and any(_text(one.name) == name and one.asname is None for one in small.names)
 
 
-def _import_ampx(module: cst.Module) -> cst.SimpleStatementLine:
-    return cst.SimpleStatementLine(body=[cst.Import(names=[cst.ImportAlias(name=cst.Name("ampx"))])])
+def _import(name: str) -> cst.SimpleStatementLine:
+    return cst.SimpleStatementLine(body=[cst.Import(names=[cst.ImportAlias(name=_dotted(name))])])
+
+
+def _dotted(name: str) -> cst.Name | cst.Attribute:
+    outer, _, last = name.rpartition(".")
+    return cst.Attribute(_dotted(outer), cst.Name(last)) if outer else cst.Name(last)
 
 
 def _text(node: cst.CSTNode | None) -> str:
@@ -117,8 +127,9 @@ class _Remover(cst.CSTTransformer):
         super().__init__()
         self._gone = gone
         self._in_place = in_place
-        self._module = module
+        self._top = set(module.body)
         self.placed = 0
+        self.at_top = False
 
     def _key(self, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str]:
         full = _text(alias.name)
@@ -140,8 +151,9 @@ class _Remover(cst.CSTTransformer):
         kept = [one for one in small.names if self._key(small, one) not in self._gone]
         if len(kept) == len(small.names):
             return updated_node
-        place = [_import_ampx(self._module)] if self._in_place else []
+        place = [_import("ampx")] if self._in_place and original_node not in self._top else []
         self.placed += len(place)
+        self.at_top = self.at_top or not place
         if not kept:
             if place:
                 changed = {

@@ -24,7 +24,7 @@ class Plan:
         source: The file.
         findings: What to tell.
         claimed: References that an edit takes care of.
-        in_place: Import statements in whose place `import ampx` shall stand, or beside which.
+        imports: Modules that the new code needs beside ampx, with a comment for the line.
     """
 
     def __init__(self, source: Source) -> None:
@@ -32,7 +32,7 @@ class Plan:
         self.source = source
         self.findings: list[Finding] = []
         self.claimed: set[cst.CSTNode] = set()
-        self.in_place: list[cst.CSTNode] = []
+        self.imports: dict[str, str] = {}
         self._edits: dict[cst.CSTNode, Edit] = {}
         self._before: dict[cst.CSTNode, list[str]] = {}
         self._after: dict[cst.CSTNode, list[str]] = {}

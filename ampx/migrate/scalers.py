@@ -217,6 +217,13 @@ class ScalerRewriter:
         scaler.backward.sort(key=self._source.order)
         scaler.steps.sort(key=lambda step: self._source.order(step[0]))
         points = wrap(self._plan, self._flow, scaler.start, scaler.optimizers)
+        if len(scaler.optimizers) > 1:
+            self._plan.tell(
+                scaler.call,
+                "note",
+                f"{len(scaler.optimizers)} optimizers share a loss scale, as they shared the scaler",
+                "Wrap them one by one if each shall have its own.",
+            )
         self._refuse_raw_steps(scaler)
         for call in scaler.backward:
             self._backwards.rewrite(scaler, call)

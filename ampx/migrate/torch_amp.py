@@ -164,7 +164,7 @@ class TorchAmp:
     def _matches(self, region: Region) -> bool:
         """Tell whether a region is on where the session is: same device, same switch."""
         off = region.enabled == "False"
-        return region.device == self._device and (off or (region.enabled or "") == self._enabled)
+        return region.device == self._device and (off or _same_switch(region.enabled or "", self._enabled))
 
     def _rewrite_regions(self, flow: Flow, scaler: Scaler) -> None:
         for region in self._regions:
@@ -210,3 +210,8 @@ def _switch(code: str) -> str:
     if isinstance(expression, (cst.Comparison, cst.UnaryOperation)):
         return f"({code})"
     return code if code in ("True", "False") else f"bool({code})"
+
+
+def _same_switch(one: str, other: str) -> bool:
+    """Tell whether two switches are one: `args.amp` is also kept as `self.args.amp`."""
+    return one.removeprefix("self.") == other.removeprefix("self.")
