@@ -21,6 +21,12 @@ class MasterWeights:
     def __init__(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Keep the pairs."""
         self.pairs = list(pairs)
+        # Memory of the masters' gradients by place in `pairs`, on a CPU only.
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the gradients' memory out: it holds nothing of value between steps."""
+        return {**self.__dict__, "_kept": {}}
 
     def model_parameters(self) -> list[nn.Parameter]:
         """List the model's parameters that have masters. Sync: none."""
@@ -36,17 +42,26 @@ class MasterWeights:
         The model's own gradients stay: they are summed up by further backwards and dropped by `zero_grad`.
         Pulling twice is pulling once; pull before unscaling, which changes the masters' gradients only.
 
+        On a CPU the memory stays with the masters after `zero_grad`: mapping it anew in every step takes longer than
+        filling it. On an accelerator torch keeps freed memory itself, and lends it to the forward in between.
+
         Sync: none.
         """
         targets, sources = [], []
-        for own, master in self.pairs:
-            if own.grad is None:
+        for place, (own, master) in enumerate(self.pairs):
+            gradient = own.grad
+            if gradient is None:
                 master.grad = None
-            elif master.grad is None or own.grad.is_sparse or master.grad.is_sparse:
-                master.grad = own.grad.to(torch.float32, copy=True)
+                continue
+            if master.grad is None:
+                master.grad = self._kept.get(place)
+            if master.grad is None or gradient.is_sparse or master.grad.is_sparse:
+                master.grad = gradient.to(torch.float32, copy=True)
+                if gradient.is_cpu and not gradient.is_sparse:
+                    self._kept[place] = master.grad
             else:
                 targets.append(master.grad)
-                sources.append(own.grad)
+                sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
 

@@ -326,6 +326,25 @@ def test_pulling_gradients_twice_is_pulling_once_and_missing_ones_stay_missing()
     assert all(master.grad is None for _, master in found.pairs)
 
 
+def test_memory_of_the_masters_gradients_outlives_zero_grad_on_a_cpu():
+    amp = init(loss_scale=8.0)
+    model = nn.Linear(2, 2)
+    model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    opt = amp.wrap_optimizer(raw)
+    found = masters.of(raw)
+    places, gradients = [], []
+    for factor in (1.0, 2.0, 3.0):
+        with amp.scale_loss(factor * model(torch.ones(1, 2)).sum(), opt) as scaled:
+            scaled.backward()
+        opt.step()
+        places.append([master.grad.data_ptr() for _, master in found.pairs])
+        gradients.append([master.grad.tolist() for _, master in found.pairs])
+        opt.zero_grad()
+        assert [master.grad for _, master in found.pairs] == [None, None]
+    assert places[0] == places[1] == places[2]
+    assert gradients == [[[[factor] * 2] * 2, [factor] * 2] for factor in (1.0, 2.0, 3.0)]
+
+
 def test_an_overflow_leaves_masters_model_and_state_alone():
     amp = init(dtype="float16")
     model = nn.Linear(4, 4)
