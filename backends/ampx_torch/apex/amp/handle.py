@@ -11,6 +11,7 @@ import torch
 import ampx
 from ampx.errors import InvalidOptionError, NotWrappedError, ProtocolError
 from ampx_torch import casting, losses
+from ampx_torch.delegation import DelegatingOptimizer
 
 from . import decorators, turns
 from ._amp_state import _amp_state
@@ -65,7 +66,7 @@ def scale_loss(
 
 
 def _checked(optimizers: Any, loss_id: int) -> list[ApexOptimizer]:
-    chosen = flatten(optimizers)
+    chosen = [_inner(one) for one in flatten(optimizers)]
     for one in chosen:
         if not isinstance(one, ApexOptimizer):
             raise NotWrappedError(
@@ -79,6 +80,13 @@ def _checked(optimizers: Any, loss_id: int) -> list[ApexOptimizer]:
             f"num_losses={scalers}. Pass a larger num_losses to amp.initialize."
         )
     return chosen
+
+
+def _inner(optimizer: Any) -> Any:
+    """Give what a wrapper made after `initialize`, such as LARC, holds."""
+    while isinstance(optimizer, DelegatingOptimizer) and not isinstance(optimizer, ApexOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 @contextlib.contextmanager
