@@ -23,7 +23,7 @@ from .delegation import DelegatingOptimizer
 if TYPE_CHECKING:
     from .backend import PaddleBackend
 
-_OWN: Final = frozenset(("optimizer", "ampx_member", "_backend", "_plan", "_clips"))
+_OWN: Final = frozenset(("optimizer", "ampx_member", "_backend", "_plan", "_clips", "ampx_values"))
 # On the CPU their bfloat16 gradient kernels want both gradients.
 _PRODUCTS: Final = frozenset(("pd_op.matmul", "pd_op.linear", "pd_op.linear_v2"))
 
@@ -95,6 +95,9 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     `minimize(loss)` scales, differentiates, checks, and applies under a condition. The scale moves as the
     specification says, floors and ceilings included.
+
+    Attributes:
+        ampx_values: Values of the program to fetch, after `minimize`: `"scale"` and `"scaled_loss"`.
     """
 
     # `paddle.static.amp.decorate` does none of this in Paddle 3.3's graphs, so there is nothing of it to stand on: it
@@ -110,6 +113,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._backend = backend
         self._plan = options["plan"]
         self._clips = (options["max_grad_norm"], options["max_grad_value"])
+        self.ampx_values: dict[str, Any] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set on the raw optimizer what is not the wrapper's own."""
@@ -200,7 +204,9 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             variable("consecutive_skips", "int32", first.consecutive_skips),
         )
         told = variable("finite", "int32", 1), variable("used", "float32", first.scale), variable("steps", "int32", 0)
-        pairs = self.optimizer.backward(loss.astype("float32") * state.scale, startup, parameters, no_grad_set)
+        scaled = loss.astype("float32") * state.scale
+        self.ampx_values = {"scale": state.scale, "scaled_loss": scaled}
+        pairs = self.optimizer.backward(scaled, startup, parameters, no_grad_set)
         gradients = [gradient for _, gradient in pairs]
         if any(one.dtype != paddle.float32 for one in gradients):
             raise UnsupportedByBackendError(
@@ -221,6 +227,8 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             new, old = getattr(after, field.name), getattr(state, field.name)
             if new is not old:
                 paddle.assign(new, old)
+        # Made inside the condition, the variable would be hidden from the executor, which sets it for schedulers.
+        self.optimizer._create_global_learning_rate()
         # A condition, and not Paddle's mark `found_inf`, which only some optimizers look at.
         paddle.static.nn.cond(finite, lambda: self._apply(pairs), None)
         group.ledger = GraphLedger(names, group.config)

@@ -1,0 +1,153 @@
+"""A small `paddle.fluid`: what static-graph training scripts with mixed precision use of it, on Paddle 3.
+
+`install()` makes `import paddle.fluid as fluid` give this package, with static graphs switched on as in those days;
+`fluid.contrib.mixed_precision.decorate` trains with ampx's loss scale. `uninstall()` undoes it. A name that is not here
+is refused by name, with what there is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import Any, Final
+
+import paddle
+from paddle import ParamAttr
+from paddle.utils import unique_name
+
+from ampx.policy import normalise_dtype
+
+from . import clip, contrib, initializer, layers, nets, optimizer, regularizer
+from .executor import DataFeeder, Executor
+from .layers.networks import embedding as _embedding
+from .layers.tensors import check_level as _check_level
+from .missing import FluidNameError, refuse_missing
+from .programs import (
+    Program,
+    Scope,
+    default_main_program,
+    default_startup_program,
+    global_scope,
+    name_scope,
+    program_guard,
+    scope_guard,
+)
+from .settings import choose_dtype as _choose_dtype
+
+CPUPlace, CUDAPlace, CUDAPinnedPlace = paddle.CPUPlace, paddle.CUDAPlace, paddle.CUDAPinnedPlace
+is_compiled_with_cuda = paddle.is_compiled_with_cuda
+cpu_places, cuda_places = paddle.static.cpu_places, paddle.static.cuda_places
+
+__all__ = [
+    "CPUPlace",
+    "CUDAPinnedPlace",
+    "CUDAPlace",
+    "DataFeeder",
+    "Executor",
+    "FluidNameError",
+    "ParamAttr",
+    "Program",
+    "Scope",
+    "clip",
+    "contrib",
+    "cpu_places",
+    "cuda_places",
+    "data",
+    "default_main_program",
+    "default_startup_program",
+    "embedding",
+    "global_scope",
+    "initializer",
+    "install",
+    "is_compiled_with_cuda",
+    "layers",
+    "name_scope",
+    "nets",
+    "optimizer",
+    "program_guard",
+    "regularizer",
+    "scope_guard",
+    "uninstall",
+    "unique_name",
+]
+
+_NAME: Final = "paddle.fluid"
+_INTERNAL: Final = ("executor", "missing", "parameters", "programs", "settings")
+_before: Final[dict[str, Any]] = {}
+
+
+def data(name: str, shape: Any, dtype: str = "float32", lod_level: int = 0) -> Any:
+    """Give an input of the program; the shape holds the batch, as None or -1. `lod_level` is 0."""
+    _check_level(lod_level)
+    return paddle.static.data(name, shape, dtype)
+
+
+def embedding(
+    input: Any,
+    size: Any,
+    is_sparse: bool = False,
+    is_distributed: bool = False,
+    padding_idx: int | None = None,
+    param_attr: Any = None,
+    dtype: str = "float32",
+) -> Any:
+    """Look rows up, for numbers of any shape; see `layers.embedding`, which takes the last axis away."""
+    return _embedding(paddle.unsqueeze(input, -1), size, is_sparse, is_distributed, padding_idx, param_attr, dtype)
+
+
+def install(dtype: str = "auto") -> None:
+    """Make `import paddle.fluid` give this package, and switch static graphs on.
+
+    Args:
+        dtype: What decorated optimizers compute in. `"auto"`: float16 on a GPU with Tensor Cores, bfloat16 on a CPU
+            that computes it natively, else float32, with a warning. A script cannot say it: fluid had float16 alone.
+
+    Raises:
+        UnsupportedDtypeError: The dtype is unknown.
+
+    Sync: none.
+    """
+    _choose_dtype(dtype if dtype == "auto" else normalise_dtype(dtype))
+    if _before:
+        return
+    _before["eager"] = paddle.in_dynamic_mode()
+    _before["fluid"] = vars(paddle).get("fluid")
+    _before["modules"] = {}
+    for module in _modules():
+        name = module.__name__.replace(__name__, _NAME, 1)
+        _before["modules"][name] = sys.modules.get(name)
+        sys.modules[name] = module
+    paddle.fluid = sys.modules[__name__]
+    paddle.enable_static()
+
+
+def uninstall() -> None:
+    """Undo `install`. Sync: none."""
+    if not _before:
+        return
+    _choose_dtype("auto")
+    for name, module in _before["modules"].items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+    if _before["fluid"] is None:
+        del paddle.fluid
+    else:
+        paddle.fluid = _before["fluid"]
+    if _before["eager"]:
+        paddle.disable_static()
+    _before.clear()
+
+
+def _modules() -> list[Any]:
+    """List this package and its public modules."""
+    found = [sys.modules[__name__]]
+    for one in pkgutil.walk_packages(__path__, f"{__name__}."):
+        if one.name.rpartition(".")[2] not in _INTERNAL:
+            found.append(importlib.import_module(one.name))
+    return found
+
+
+__getattr__ = refuse_missing(__name__)

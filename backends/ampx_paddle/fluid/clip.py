@@ -1,0 +1,13 @@
+"""`fluid.clip`: what optimizers take as `grad_clip`."""
+
+from __future__ import annotations
+
+from paddle.nn import ClipGradByGlobalNorm as GradientClipByGlobalNorm
+from paddle.nn import ClipGradByNorm as GradientClipByNorm
+from paddle.nn import ClipGradByValue as GradientClipByValue
+
+from .missing import refuse_missing
+
+__all__ = ["GradientClipByGlobalNorm", "GradientClipByNorm", "GradientClipByValue"]
+
+__getattr__ = refuse_missing(__name__)

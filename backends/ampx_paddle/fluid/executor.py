@@ -1,0 +1,164 @@
+"""Run programs, and feed them, by the names of `fluid`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ampx.errors import UnsupportedByBackendError
+
+from .layers.learning_rate import Schedule
+from .missing import refuse_missing
+from .programs import Program, raw
+
+__all__ = ["DataFeeder", "Executor"]
+
+
+class _OneElement(np.ndarray):  # type: ignore[misc]
+    """What is fetched with one element: scripts write `float(loss)`, which NumPy allows no more for shape (1,)."""
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __repr__(self) -> str:
+        return repr(np.asarray(self))
+
+
+class Executor:
+    """Runs programs on a device.
+
+    Attributes:
+        place: The device.
+    """
+
+    def __init__(self, place: Any = None) -> None:
+        """Make an executor; None is the device that Paddle prefers."""
+        self.place = place
+        self._executor = paddle.static.Executor(place)
+
+    def run(
+        self,
+        program: Any = None,
+        feed: Mapping[str, Any] | None = None,
+        fetch_list: Sequence[Any] | None = None,
+        feed_var_name: str = "feed",
+        fetch_var_name: str = "fetch",
+        scope: Any = None,
+        return_numpy: bool = True,
+        use_program_cache: bool = True,
+    ) -> list[Any]:
+        """Run a program once.
+
+        Args:
+            program: A program; None is the default main program.
+            feed: Arrays by the names of the program's inputs.
+            fetch_list: Values to return: those that layers gave, or names of parameters. A clone finds those of the
+                program it was made from.
+            feed_var_name: As in Paddle.
+            fetch_var_name: As in Paddle.
+            scope: Holds the variables; None is the global scope.
+            return_numpy: Return NumPy arrays.
+            use_program_cache: Programs are always kept, whatever this says.
+
+        Returns:
+            What was asked for, in order.
+
+        Raises:
+            UnsupportedByBackendError: A name in `fetch_list` is no parameter or input of the program.
+
+        Sync: waits for the device.
+        """
+        chosen = Program(paddle.static.default_main_program()) if program is None else program
+        fetched = [_find(chosen, one) for one in fetch_list or ()]
+        results: list[Any] = self._executor.run(
+            raw(chosen),
+            feed=dict(feed or {}),
+            fetch_list=fetched,
+            feed_var_name=feed_var_name,
+            fetch_var_name=fetch_var_name,
+            scope=scope,
+            return_numpy=return_numpy,
+        )
+        schedule = getattr(raw(chosen), "lr_scheduler", None)
+        if isinstance(schedule, Schedule):
+            schedule.step()  # in fluid a schedule was part of the program
+        if return_numpy:
+            return [_one(result) for result in results]
+        return results
+
+    def close(self) -> None:
+        """Release what the executor holds. Sync: none."""
+        self._executor.close()
+
+
+def _one(result: Any) -> Any:
+    return result.view(_OneElement) if isinstance(result, np.ndarray) and result.size == 1 else result
+
+
+def _find(program: Any, wanted: Any) -> Any:
+    if not isinstance(wanted, str):
+        return _widened(program.find(wanted) if isinstance(program, Program) else wanted)
+    value = raw(program).get_parameter_value_by_name(wanted)
+    if not value.initialized():
+        raise UnsupportedByBackendError(
+            f"fetch_list names {wanted!r}, which is no parameter of the program; accepted: values, as layers return "
+            f"them, and names of parameters. Pass the value itself: other values have no names in Paddle 3."
+        )
+    return value
+
+
+def _widened(value: Any) -> Any:
+    """Give the float32 that the program makes of a value which `decorate` has cast; others as they are."""
+    if value.dtype not in (paddle.float16, paddle.bfloat16):
+        return value
+    wide = [one.result(0) for one in value.all_used_ops() if one.name() == "pd_op.cast"]
+    return next((one for one in wide if one.dtype == paddle.float32), value)
+
+
+class DataFeeder:
+    """Turns a batch, a list of tuples, into arrays by the names of inputs."""
+
+    def __init__(self, feed_list: Sequence[Any], place: Any = None, program: Any = None) -> None:
+        """Remember the inputs.
+
+        Args:
+            feed_list: Inputs, as `data` gave them, in the order of each tuple.
+            place: Not needed: the executor copies.
+            program: Not needed: inputs know their names.
+
+        Raises:
+            UnsupportedByBackendError: An input is given by its name.
+        """
+        if any(isinstance(one, str) for one in feed_list):
+            raise UnsupportedByBackendError(
+                "DataFeeder got names of inputs; accepted: inputs, as fluid.layers.data returns them. Pass these."
+            )
+        self._inputs = [(one.name, one.shape, _NUMPY[str(one.dtype).rpartition(".")[2].lower()]) for one in feed_list]
+
+    def feed(self, iterable: Iterable[Sequence[Any]]) -> dict[str, Any]:
+        """Give the arrays for `Executor.run`.
+
+        Args:
+            iterable: The samples of a batch, each with one entry for every input.
+
+        Returns:
+            Arrays of shape (batch, ...) by name.
+
+        Sync: none.
+        """
+        columns = zip(*iterable, strict=True)
+        return {
+            name: np.stack([np.asarray(one, dtype).reshape(shape[1:]) for one in column])
+            for (name, shape, dtype), column in zip(self._inputs, columns, strict=True)
+        }
+
+
+_NUMPY = {"float32": "float32", "float64": "float64", "int64": "int64", "int32": "int32", "bool": "bool"}
+
+__getattr__ = refuse_missing(__name__)

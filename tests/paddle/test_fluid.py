@@ -1,0 +1,552 @@
+"""`ampx_paddle.fluid`: scripts written for `paddle.fluid` and its mixed precision, unedited."""
+
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import paddle
+import pytest
+
+import ampx
+import ampx_paddle.fluid
+from ampx_paddle.fluid.layers.learning_rate import Schedule
+
+PROGRAMS = pathlib.Path(__file__).parents[1] / "programs" / "fluid"
+RUN = (
+    "import runpy, sys, warnings; warnings.simplefilter('ignore'); import ampx_paddle.fluid; "
+    "ampx_paddle.fluid.install(); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+# Paddle says so of its own optimizers while they build a program.
+pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")
+NATIVE = "bfloat16" if paddle.base.core.supports_bfloat16() else "float32"
+
+
+@pytest.fixture
+def fluid():
+    """The alias as a script sees it, with empty programs of its own."""
+    ampx_paddle.fluid.install("bfloat16")
+    alias = importlib.import_module("paddle.fluid")
+    with alias.program_guard(alias.Program(), alias.Program()), alias.scope_guard(alias.Scope()):
+        yield alias
+    ampx.shutdown()
+    ampx_paddle.fluid.uninstall()
+
+
+def run(fluid, fetch, feed=None):
+    executor = fluid.Executor(fluid.CPUPlace())
+    executor.run(fluid.default_startup_program())
+    return executor.run(fluid.default_main_program(), feed=feed or {}, fetch_list=fetch)
+
+
+def casts(fluid):
+    return sum(one.name() == "pd_op.cast" for one in fluid.default_main_program().global_block().ops)
+
+
+def trained(name, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(PROGRAMS / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# -- the recipe ------------------------------------------------------------------------------------------------
+
+
+def test_the_vendors_recipe_trains_digits(fluid):
+    """The lines of the recipe as they are printed, in a linear classifier; its learning rate is the default 0.001."""
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
+    digits = datasets.load_digits()
+    names = {}
+    exec(
+        """
+import paddle.fluid as fluid
+from paddle.fluid.optimizer import SGDOptimizer
+
+pixels = fluid.layers.data(name="pixels", shape=[64], dtype="float32")
+label = fluid.layers.data(name="label", shape=[1], dtype="int64")
+predict = fluid.layers.fc(input=pixels, size=10, act="softmax")
+loss = fluid.layers.mean(fluid.layers.cross_entropy(input=predict, label=label))
+
+sgd = SGDOptimizer()
+mp_sgd = fluid.contrib.mixed_precision.decorator.decorate(sgd)
+mp_sgd.minimize(loss)
+
+exe = fluid.Executor(fluid.CPUPlace())
+exe.run(fluid.default_startup_program())
+""",
+        names,
+    )
+    feed = {"pixels": digits.data.astype("float32"), "label": digits.target[:, None]}
+    losses = [float(names["exe"].run(feed=feed, fetch_list=[names["loss"]])[0]) for _ in range(60)]
+    assert all(later < earlier for earlier, later in zip(losses[::10], losses[10::10], strict=False))
+    assert losses[-1] < losses[0] / 2
+    assert names["mp_sgd"].last_step.applied
+    assert names["mp_sgd"].loss_scale == 2.0**15
+    assert casts(fluid) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("image_classification.py", ("--fp16",)), ("gan.py", ("--use_amp",)), ("word2vec.py", ("--use_amp",))],
+)
+def test_an_unedited_program_trains_as_in_float32(name, arguments):
+    """Where the two runs have to agree, by how bfloat16 rounds and how the losses scatter.
+
+    bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-9 of it; a forward pass of a handful of cast
+    layers moves the first loss, which no update has touched yet, by at most a few of these: 2^-6. Later the runs are
+    two samples of the same noisy training: their mean loss over the second half differs by less than the standard
+    deviation that single losses have there in float32.
+    """
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    plain, scaled = trained(name), trained(name, *arguments)
+    assert len(plain["losses"]) == len(scaled["losses"]) >= 100
+    assert (scaled["losses"] != plain["losses"]) is (NATIVE == "bfloat16")
+    assert scaled["losses"][0] == pytest.approx(plain["losses"][0], rel=2**-6)
+    late = len(plain["losses"]) // 2
+    spread = statistics.stdev(plain["losses"][late:])
+    assert abs(statistics.mean(scaled["losses"][late:]) - statistics.mean(plain["losses"][late:])) < spread
+    if name == "image_classification.py":
+        # 453 images: the standard error of a share of 0.95 is 0.010, that of a difference of two 0.0145; twice that.
+        assert plain["metric"] > 0.92
+        assert abs(scaled["metric"] - plain["metric"]) < 0.029
+
+
+# -- decorate ----------------------------------------------------------------------------------------------------
+
+
+def linear(fluid, **options):
+    """Minimise mean(x @ w) with SGD and a learning rate of 1: the gradient of w is the mean of x."""
+    x = fluid.layers.data("x", [2])
+    weight = fluid.ParamAttr(name=fluid.unique_name.generate("w"), initializer=fluid.initializer.Constant(1.0))
+    loss = fluid.layers.mean(fluid.layers.fc(x, 1, param_attr=weight, bias_attr=False))
+    optimizer = fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(1.0), **options)
+    optimizer.minimize(loss)
+    executor = fluid.Executor(fluid.CPUPlace())
+    executor.run(fluid.default_startup_program())
+
+    def step(value):
+        fetch = [weight.name, optimizer.get_loss_scaling(), optimizer.get_scaled_loss()]
+        found = executor.run(feed={"x": np.full([4, 2], value, "float32")}, fetch_list=fetch)
+        return found[0].ravel().tolist(), float(found[1]), float(found[2])
+
+    return optimizer, step
+
+
+def test_the_loss_scale_moves_as_fluid_said_and_skipped_steps_change_nothing(fluid):
+    """Falls at the second overflow in a row by 0.75, and grows after two finite steps in a row by 2."""
+    optimizer, step = linear(
+        fluid,
+        init_loss_scaling=1024.0,
+        incr_every_n_steps=2,
+        decr_every_n_nan_or_inf=2,
+        incr_ratio=2.0,
+        decr_ratio=0.75,
+    )
+    inf, trace, weights = float("inf"), [], [[1.0, 1.0]]
+    for value in (0.25, inf, 0.25, inf, inf, 0.25, 0.25, inf):
+        weight, scale, _ = step(value)
+        trace.append(scale)
+        weights.append(weight)
+        assert optimizer.last_step.applied is (value != inf)
+    assert trace == [1024, 1024, 1024, 1024, 768, 768, 1536, 1536]
+    assert [one[0] for one in weights] == [1, 0.75, 0.75, 0.5, 0.5, 0.5, 0.25, 0, 0]
+
+
+def test_a_static_loss_scale_stays_and_skips_all_the_same(fluid):
+    _, step = linear(fluid, init_loss_scaling=8.0, use_dynamic_loss_scaling=False)
+    assert step(0.25) == ([0.75, 0.75], 8.0, 0.5 * 8)
+    assert step(float("inf"))[:2] == ([0.75, 0.75], 8.0)
+    assert step(0.25)[0] == [0.5, 0.5]
+
+
+def test_products_are_rounded_to_bfloat16_and_nothing_else_is(fluid):
+    """By NumPy: inputs and the product lose all but 8 bits; what follows is float32."""
+    if NATIVE != "bfloat16":
+        pytest.skip("this CPU has no instructions for bfloat16")
+    x = fluid.layers.data("x", [1])
+    weight = fluid.ParamAttr(initializer=fluid.initializer.Constant(1 + 2**-6))
+    product = fluid.layers.fc(x, 1, param_attr=weight, bias_attr=False)
+    loss = fluid.layers.mean(product + 2**-20)
+    decorated = fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.0), init_loss_scaling=1.0)
+    decorated.minimize(loss)
+    value = np.float32(1 + 2**-12)  # rounds to 1 in bfloat16
+    found = run(fluid, [product, loss], {"x": [[value]]})
+    assert float(found[0]) == 1 + 2**-6
+    assert float(found[1]) == np.float32(1 + 2**-6 + 2**-20)
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ({}, 2),
+        ({"custom_black_list": {"conv2d"}}, 1),
+        ({"custom_black_list": {"matmul_v2", "conv2d"}}, 0),
+        ({"custom_black_varnames": {"kept"}}, 1),
+        ({"custom_white_list": {"elementwise_add"}}, 4),
+    ],
+)
+def test_lists_decide_what_is_cast(fluid, lists, expected):
+    """A convolution and a matrix product, each with a bias added."""
+    image = fluid.layers.data("image", [1, 4, 4])
+    conv = fluid.layers.conv2d(image, 2, 3, param_attr="kept")
+    loss = fluid.layers.mean(fluid.layers.fc(conv, 1))
+    chosen = fluid.contrib.mixed_precision.AutoMixedPrecisionLists(**lists)
+    fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.1), chosen).minimize(loss)
+    low = [
+        one
+        for one in fluid.default_main_program().global_block().ops
+        if one.name() in ("pd_op.conv2d", "pd_op.matmul", "pd_op.add") and one.result(0).dtype == paddle.bfloat16
+    ]
+    assert len(low) == expected
+
+
+def test_gradients_and_updates_are_float32_and_equal_those_of_float32_up_to_rounding(fluid):
+    """One step of a linear layer by NumPy: w - lr * x.T @ dy, with one rounding of x and of dy, 2^-8 each."""
+    rng = np.random.default_rng(0)
+    images, start = rng.normal(size=[8, 5]).astype("float32"), rng.normal(size=[5, 3]).astype("float32")
+    x = fluid.layers.data("x", [5])
+    weight = fluid.ParamAttr(name="checked_w", initializer=fluid.initializer.NumpyArrayInitializer(start))
+    loss = fluid.layers.mean(fluid.layers.square(fluid.layers.fc(x, 3, param_attr=weight, bias_attr=False)))
+    _, pairs = fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.5)).minimize(loss)
+    assert [(one.dtype, gradient.dtype) for one, gradient in pairs] == [(paddle.float32, paddle.float32)]
+    run(fluid, [loss], {"x": images})
+    after = np.array(fluid.global_scope().find_var("checked_w").get_tensor())
+    gradient = images.T @ (2 * (images @ start) / 24)
+    bound = 0.5 * 4 * 2**-8 * (np.abs(images).T @ (2 * (np.abs(images) @ np.abs(start)) / 24))
+    assert (np.abs(after - (start - 0.5 * gradient)) <= bound).all()
+
+
+def test_a_scheduler_of_paddle_moves_the_learning_rate_of_a_wrapped_static_optimizer():
+    """The executor sets the variable of the learning rate: it must be the program's, and not of the condition in it."""
+    paddle.enable_static()
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    ampx.init("paddle", level="O0", loss_scale="dynamic")
+    with paddle.static.program_guard(main, startup):
+        x = paddle.static.data("x", [1, 1], "float32")
+        weight = paddle.static.create_parameter(
+            [1, 1], "float32", default_initializer=paddle.nn.initializer.Constant(8)
+        )
+        loss = paddle.matmul(x, weight).mean()
+        scheduler = paddle.optimizer.lr.StepDecay(1.0, step_size=1, gamma=0.5)
+        ampx.wrap_optimizer(paddle.optimizer.SGD(scheduler)).minimize(loss)
+    executor = paddle.static.Executor(paddle.CPUPlace())
+    executor.run(startup)
+    seen = []
+    for _ in range(3):
+        seen.append(float(executor.run(main, feed={"x": np.ones([1, 1], "float32")}, fetch_list=[weight])[0].item()))
+        scheduler.step()
+    assert seen == [7.0, 6.5, 6.25]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_float16_on_a_cpu_is_refused_with_what_there_is(fluid):
+    if paddle.is_compiled_with_cuda():
+        pytest.skip("Paddle computes float16 on a GPU")
+    ampx_paddle.fluid.install("float16")
+    with pytest.raises(ampx.UnsupportedDtypeError, match="supported: bfloat16"):
+        fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"use_pure_fp16": True}, ampx.UnsupportedByBackendError, "accepted: float32 parameters"),
+        ({"use_fp16_guard": True}, ampx.UnsupportedByBackendError, "whole program"),
+        ({"init_loss_scaling": -1.0}, ampx.InvalidOptionError, "-1"),
+        ({"decr_ratio": 2.0}, ampx.InvalidOptionError, "backoff_factor"),
+    ],
+)
+def test_what_decorate_cannot_do_is_refused(fluid, options, error, match):
+    with pytest.raises(error, match=match):
+        fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.1), **options)
+
+
+def test_calls_in_the_wrong_order_are_refused(fluid):
+    optimizer = fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.1))
+    with pytest.raises(ampx.ProtocolError, match="Call minimize first"):
+        optimizer.get_loss_scaling()
+    with pytest.raises(ampx.UnsupportedByBackendError, match="accepted: minimize"):
+        optimizer.backward(None)
+    with pytest.raises(ampx.UnsupportedOpError, match="no_such_operator"):
+        fluid.contrib.mixed_precision.AutoMixedPrecisionLists(custom_white_list={"no_such_operator"})
+    paddle.disable_static()
+    with pytest.raises(ampx.ProtocolError, match="eager mode"):
+        fluid.contrib.mixed_precision.decorate(None)
+    paddle.enable_static()
+
+
+@pytest.mark.parametrize("place", ["", ".layers", ".optimizer", ".contrib.mixed_precision", ".initializer", ".nets"])
+def test_a_missing_name_is_refused_with_what_there_is(fluid, place):
+    module = importlib.import_module(f"paddle.fluid{place}")
+    with pytest.raises(ampx_paddle.fluid.FluidNameError, match=rf"paddle\.fluid{place}\.dynamic_gru is not") as error:
+        module.dynamic_gru  # noqa: B018
+    assert f"there are: {sorted(module.__all__)[0]}" in str(error.value)
+    assert isinstance(error.value, ampx.UnsupportedByBackendError)
+    assert not hasattr(module, "dynamic_gru")
+
+
+def test_names_that_are_near_are_told(fluid):
+    with pytest.raises(ampx_paddle.fluid.FluidNameError, match="near: conv2d"):
+        fluid.layers.conv3d  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["", ".layers", ".optimizer", ".contrib.mixed_precision", ".initializer", ".clip"])
+def test_every_name_that_is_offered_is_there(module):
+    found = importlib.import_module(f"ampx_paddle.fluid{module}")
+    assert [name for name in found.__all__ if not hasattr(found, name)] == []
+
+
+def test_what_layers_cannot_do_is_refused(fluid):
+    layers = fluid.layers
+    x = layers.data("x", [4])
+    for call, match in (
+        (lambda: layers.data("y", [1], lod_level=1), "LoD"),
+        (lambda: layers.fc(x, 2, act="maxout"), "act='maxout'"),
+        (lambda: layers.dropout(x, 0.5, seed=3), "random_seed"),
+        (lambda: layers.embedding(x, [3, 2], is_distributed=True), "is_distributed"),
+        (lambda: layers.conv2d_transpose(layers.data("z", [1, 4, 4]), 2, output_size=8), "filter_size"),
+    ):
+        with pytest.raises(ampx.AmpxError, match=match):
+            call()
+    with pytest.raises(ampx.UnsupportedByBackendError, match="Pass the value itself"):
+        run(fluid, ["no_such_name"], {"x": np.zeros([1, 4], "float32")})
+
+
+# -- layers, by NumPy ----------------------------------------------------------------------------------------------
+
+
+def test_losses_equal_numpy(fluid):
+    rng = np.random.default_rng(1)
+    logits, labels = rng.normal(size=[6, 4]).astype("float32"), rng.integers(0, 4, [6, 1])
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    targets = (rng.random([6, 4]) > 0.5).astype("float32")
+    x, y, t = fluid.layers.data("x", [4]), fluid.layers.data("y", [1], dtype="int64"), fluid.layers.data("t", [4])
+    one, softmax = fluid.layers.softmax_with_cross_entropy(x, y, return_softmax=True)
+    other = fluid.layers.cross_entropy(fluid.layers.softmax(x), y)
+    fetch = [
+        one,
+        softmax,
+        other,
+        fluid.layers.sigmoid_cross_entropy_with_logits(x, t),
+        fluid.layers.accuracy(x, y),
+        fluid.layers.square_error_cost(x, t),
+        fluid.layers.mean(x),
+        fluid.layers.one_hot(y, 4),
+    ]
+    found = run(fluid, fetch, {"x": logits, "y": labels, "t": targets})
+    expected = -np.log(probabilities[np.arange(6), labels[:, 0]])[:, None]
+    sigmoid = np.log1p(np.exp(-np.abs(logits))) + np.maximum(logits, 0) - logits * targets
+    right = np.array([(logits.argmax(1) == labels[:, 0]).mean()])
+    wanted = [expected, probabilities, expected, sigmoid, right, (logits - targets) ** 2, [logits.mean()]]
+    for value, oracle in zip(found, [*wanted, np.eye(4)[labels[:, 0]]], strict=True):
+        assert value.shape == np.shape(oracle)
+        np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_and_sums_equal_numpy(fluid):
+    rng = np.random.default_rng(2)
+    first, second = rng.normal(size=[2, 3, 4]).astype("float32"), rng.normal(size=[3]).astype("float32")
+    layers = fluid.layers
+    x = layers.data("x", [2, 3, 4], append_batch_size=False)
+    y = layers.data("y", [3], append_batch_size=False)
+    cases = {
+        "axis": (layers.elementwise_mul(x, y, axis=1), first * second[:, None]),
+        "flatten": (layers.flatten(x), first.reshape(2, 12)),
+        "reshape": (layers.reshape(x, [0, -1]), first.reshape(2, 12)),
+        "transpose": (layers.transpose(x, [2, 0, 1]), first.transpose(2, 0, 1)),
+        "mul": (
+            layers.mul(x, layers.transpose(x, [1, 2, 0]), 1, 2),
+            first.reshape(2, 12) @ first.transpose(1, 2, 0).reshape(12, 2),
+        ),
+        "matmul": (layers.matmul(x, x, transpose_y=True, alpha=2.0), 2 * first @ first.transpose(0, 2, 1)),
+        "all": (layers.reduce_sum(x), first.sum(keepdims=True).reshape(1)),
+        "some": (layers.reduce_mean(x, dim=[0, 2]), first.mean((0, 2))),
+        "concat": (layers.concat([x, x], axis=2), np.concatenate([first, first], 2)),
+        "split": (layers.split(x, 3, dim=1)[1], first[:, 1:2]),
+        "stack": (layers.stack([y, y], axis=1), np.stack([second, second], 1)),
+        "unsqueeze": (layers.unsqueeze(y, [0]), second[None]),
+        "squeeze": (layers.squeeze(layers.unsqueeze(y, [0]), [0]), second),
+        "slice": (layers.slice(x, [1], [1], [3]), first[:, 1:3]),
+        "scale": (layers.scale(x, 2.0, 1.0), first * 2 + 1),
+        "sum": (layers.sum([x, x]), 2 * first),
+        "expand": (layers.expand(y, [2]), np.tile(second, 2)),
+        "cast": (layers.cast(x, "int32"), first.astype("int32")),
+        "leaky": (layers.leaky_relu(x, 0.1), np.where(first > 0, first, first * np.float32(0.1))),
+        "constant": (layers.fill_constant([2], "float32", 3.0), np.full(2, 3.0)),
+    }
+    found = run(fluid, [value for value, _ in cases.values()], {"x": first, "y": second})
+    for (name, (_, oracle)), value in zip(cases.items(), found, strict=True):
+        assert value.shape == np.shape(oracle), name
+        np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_layers_with_parameters_equal_numpy(fluid):
+    rng = np.random.default_rng(3)
+    image = rng.normal(size=[2, 1, 4, 4]).astype("float32")
+    layers = fluid.layers
+    x = layers.data("x", [1, 4, 4])
+    one = fluid.initializer.Constant(1.0)
+    fetch = [
+        layers.conv2d(x, 1, 2, stride=2, param_attr=one),
+        layers.pool2d(x, 2, "avg", 2),
+        layers.pool2d(x, pool_type="max", global_pooling=True),
+        layers.batch_norm(x, epsilon=0.0),
+        layers.layer_norm(x, epsilon=0.0),
+        layers.fc(x, 1, param_attr=one, bias_attr=fluid.initializer.Constant(0.5)),
+        layers.conv2d_transpose(x, 1, filter_size=2, stride=2, param_attr=one),
+    ]
+    found = run(fluid, fetch, {"x": image})
+    blocks = image.reshape(2, 1, 2, 2, 2, 2)
+    flat = image.reshape(2, -1)
+    wanted = [
+        blocks.sum((3, 5)),
+        blocks.mean((3, 5)),
+        image.max((2, 3), keepdims=True),
+        (image - image.mean()) / image.std(),
+        ((flat - flat.mean(1, keepdims=True)) / flat.std(1, keepdims=True)).reshape(image.shape),
+        flat.sum(1, keepdims=True) + 0.5,
+        image.repeat(2, 2).repeat(2, 3),
+    ]
+    for value, oracle in zip(found, wanted, strict=True):
+        assert value.shape == oracle.shape
+        np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-4, atol=1e-5)
+
+
+def test_parameters_of_one_name_are_one_parameter(fluid):
+    """Two look-ups in one table: the update is that of the sum of both gradients."""
+    layers = fluid.layers
+    words = [layers.data(name, [1], dtype="int64") for name in ("a", "b")]
+    attr = fluid.ParamAttr(name="shared_table", initializer=fluid.initializer.Constant(0.0))
+    rows = [layers.embedding(word, [3, 1], param_attr=attr) for word in words]
+    loss = layers.reduce_sum(layers.concat(rows, axis=1))
+    fluid.optimizer.SGD(1.0).minimize(loss)
+    assert [one.name for one in fluid.default_main_program().all_parameters()] == ["shared_table"]
+    run(fluid, [loss], {"a": [[0], [1]], "b": [[0], [2]]})
+    table = np.array(fluid.global_scope().find_var("shared_table").get_tensor())
+    assert table.ravel().tolist() == [-2.0, -1.0, -1.0]
+
+
+def test_a_clone_for_tests_drops_nothing_and_finds_the_values_of_its_program(fluid):
+    x = fluid.layers.data("x", [64])
+    dropped = fluid.layers.dropout(x, 0.5)
+    total = fluid.layers.reduce_sum(dropped)
+    test = fluid.default_main_program().clone(for_test=True)
+    executor = fluid.Executor(fluid.CPUPlace())
+    feed = {"x": np.ones([1, 64], "float32")}
+    kept = executor.run(test, feed=feed, fetch_list=[dropped, total])
+    assert kept[0].ravel().tolist() == [0.5] * 64  # fluid's dropout scales in inference
+    assert float(kept[1]) == 32.0
+    assert 0.0 in executor.run(feed=feed, fetch_list=[dropped])[0]
+
+
+def test_optimizers_take_fluids_arguments(fluid):
+    """Gradient 4 plus decay 0.5 * 2, clipped to 3, times the learning rate 0.5."""
+    weight = fluid.layers.create_parameter(
+        [1], "float32", "w_decayed", default_initializer=fluid.initializer.Constant(2.0)
+    )
+    loss = fluid.layers.reduce_sum(weight * 4.0)
+    optimizer = fluid.optimizer.SGDOptimizer(
+        learning_rate=0.5,
+        regularization=fluid.regularizer.L2DecayRegularizer(regularization_coeff=0.5),
+        grad_clip=fluid.clip.GradientClipByGlobalNorm(clip_norm=3.0),
+    )
+    optimizer.minimize(loss, parameter_list=["w_decayed"])
+    run(fluid, [loss])
+    # Paddle clips the gradient first and decays then, as fluid did.
+    assert np.array(fluid.global_scope().find_var("w_decayed").get_tensor()).tolist() == [2.0 - 0.5 * (3.0 + 1.0)]
+
+
+@pytest.mark.parametrize(
+    "name", ["Momentum", "Adam", "Adamax", "Adagrad", "RMSProp", "Lamb", "MomentumOptimizer", "AdamOptimizer"]
+)
+def test_optimizers_train(fluid, name):
+    x = fluid.layers.data("x", [2])
+    loss = fluid.layers.mean(fluid.layers.square(fluid.layers.fc(x, 1)))
+    arguments = {"Momentum": (0.01, 0.9), "MomentumOptimizer": (0.01, 0.9)}.get(name, (0.01,))
+    getattr(fluid.optimizer, name)(*arguments).minimize(loss)
+    executor = fluid.Executor()
+    executor.run(fluid.default_startup_program())
+    feed = {"x": np.ones([1, 2], "float32")}
+    losses = [float(executor.run(feed=feed, fetch_list=[loss])[0]) for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("piecewise_decay", ([2, 4], [1.0, 0.5, 0.25]), [1, 1, 0.5, 0.5, 0.25, 0.25]),
+        ("exponential_decay", (1.0, 2, 0.25), [0.25 ** (step / 2) for step in range(6)]),
+        ("exponential_decay", (1.0, 2, 0.25, True), [1, 1, 0.25, 0.25, 0.0625, 0.0625]),
+        ("polynomial_decay", (1.0, 4, 0.0), [1, 0.75, 0.5, 0.25, 0, 0]),
+        ("cosine_decay", (1.0, 2, 2), [1, 1, 0.5, 0.5, 0, 0]),
+        ("noam_decay", (4, 2), [0.5 * min(n**-0.5, 2**-1.5 * n) for n in range(1, 7)]),
+    ],
+)
+def test_learning_rates_follow_the_steps(fluid, name, arguments, expected):
+    """The executor counts: the parameter falls by the learning rate in every run."""
+    weight = fluid.layers.create_parameter([1], "float32", default_initializer=fluid.initializer.Constant(0.0))
+    loss = fluid.layers.reduce_sum(weight)
+    schedule = getattr(fluid.layers, name)(*arguments)
+    assert isinstance(schedule, Schedule)
+    fluid.optimizer.SGD(schedule).minimize(loss)
+    executor = fluid.Executor()
+    executor.run(fluid.default_startup_program())
+    values = [0.0, *(float(executor.run(fetch_list=[weight])[0]) for _ in expected)]
+    falls = [before - after for before, after in itertools.pairwise(values)]
+    assert falls == pytest.approx(expected, abs=1e-6)
+
+
+def test_feeder_makes_batches(fluid):
+    x, y = fluid.layers.data("x", [2, 2]), fluid.layers.data("y", [1], dtype="int64")
+    feed = fluid.DataFeeder([x, y], fluid.CPUPlace()).feed([([1.0, 2.0, 3.0, 4.0], 1), (np.zeros([2, 2]), [0])])
+    assert (feed["x"].shape, feed["x"].dtype) == ((2, 2, 2), np.float32)
+    assert feed["y"].tolist() == [[1], [0]]
+    with pytest.raises(ampx.UnsupportedByBackendError, match="Pass these"):
+        fluid.DataFeeder(["x"])
+
+
+def test_one_element_converts_and_prints_as_old_scripts_do(fluid):
+    (value,) = run(fluid, [fluid.layers.fill_constant([1], "float32", 0.5)])
+    assert (float(value), value[0], f"{value[0]:.2f}", math.isclose(value, 0.5)) == (0.5, 0.5, "0.50", True)
+    assert repr(value) == repr(np.array([0.5], "float32"))
+
+
+# -- install -----------------------------------------------------------------------------------------------------
+
+
+def test_install_offers_every_module_and_uninstall_leaves_no_trace():
+    assert importlib.util.find_spec("paddle.fluid") is None
+    before = set(sys.modules)
+    ampx_paddle.fluid.install()
+    ampx_paddle.fluid.install()
+    try:
+        import paddle.fluid as fluid
+        import paddle.fluid.contrib.mixed_precision.decorator as decorator
+        from paddle.fluid.layers import fc
+
+        assert fluid is ampx_paddle.fluid is paddle.fluid
+        assert decorator.decorate is fluid.contrib.mixed_precision.decorate
+        assert fc is fluid.layers.fc
+        assert not paddle.in_dynamic_mode()
+    finally:
+        ampx_paddle.fluid.uninstall()
+    assert paddle.in_dynamic_mode()
+    assert {name for name in sys.modules if name.startswith("paddle.fluid")} <= before
+    assert not hasattr(paddle, "fluid")
+    ampx_paddle.fluid.uninstall()
