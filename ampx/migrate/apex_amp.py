@@ -59,6 +59,7 @@ class ApexAmp:
         self._source = plan.source
         self._flow = Flow(plan.source)
         self._renamed: set[cst.CSTNode] = set()
+        self._told: set[str] = set()
 
     def rewrite(self) -> None:
         """Plan everything.
@@ -111,6 +112,10 @@ class ApexAmp:
                 self._plan.expression(target, "ampx")
 
     def _elsewhere(self, node: cst.CSTNode, name: str) -> None:
+        name = name.partition("|")[0]  # a script may have another by the same name where there is no apex
+        if name in self._told:
+            return
+        self._told.add(name)
         advice = _ELSEWHERE.get(name, "The manual's page on apex says what takes its place in PyTorch.")
         self._plan.tell(
             node,
@@ -142,10 +147,23 @@ class ApexAmp:
             options.append(f"enabled={self._text(found['enabled'], '')}")
         init = f"ampx.init({', '.join(options)})"
         assignment = self._source.parent(call)
+        if isinstance(assignment, cst.Return):
+            self._plan.statement(assignment, lambda _: self._returned(call, found, init, level))
+            return
         if not isinstance(assignment, cst.Assign) or len(assignment.targets) != 1 or assignment.value is not call:
             raise self._plan.block(call, "what `amp.initialize` returns is not assigned", _BY_HAND)
         lines = [init, *self._assign(call, assignment.targets[0].target, found, level)]
         self._plan.statement(assignment, lambda _: "\n".join(lines))
+
+    def _returned(self, call: cst.Call, found: dict[str, cst.BaseExpression], init: str, level: str) -> str:
+        """Write what returns the model and the optimizer under the names that were passed."""
+        models, optimizers = found["models"], found.get("optimizers")
+        names = [models] if optimizers is None or is_none(optimizers) else [models, optimizers]
+        if not all(isinstance(one, cst.Name) for one in names):
+            raise self._plan.block(call, "what `amp.initialize` returns is returned without a name", _BY_HAND)
+        targets = names[0] if len(names) == 1 else cst.Tuple([cst.Element(one) for one in names])
+        lines = self._assign(call, targets, found, level)
+        return "\n".join([init, *lines, f"return {', '.join(self._source.code(one) for one in names)}"])
 
     def _assign(
         self, call: cst.Call, target: cst.BaseExpression, found: dict[str, cst.BaseExpression], level: str

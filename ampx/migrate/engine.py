@@ -10,7 +10,7 @@ from typing import Final
 
 import libcst as cst
 
-from . import imports
+from . import fluid_amp, imports
 from .apex_amp import ROOTS as APEX_ROOTS
 from .apex_amp import ApexAmp
 from .mxnet_amp import ROOTS as MXNET_ROOTS
@@ -20,6 +20,7 @@ from .paddle_amp import PaddleAmp
 from .plan import Plan
 from .report import FileReport, Finding, NeedsHumanError
 from .source import Source
+from .tensorflow_amp import TensorFlowAmp
 from .torch_amp import ROOTS as TORCH_ROOTS
 from .torch_amp import TorchAmp
 
@@ -37,6 +38,7 @@ class Dialect:
         roots: Full names that imports of it start with.
         rewrite: Plans the edits.
         in_place: Whether `import ampx` takes the place of its import.
+        calls_ampx: Whether what it writes calls `ampx`.
     """
 
     name: str
@@ -44,12 +46,15 @@ class Dialect:
     roots: tuple[str, ...]
     rewrite: Callable[[Plan], None]
     in_place: bool = False
+    calls_ampx: bool = True
 
 
 DIALECTS: Final = (
     Dialect("apex.amp", "torch", APEX_ROOTS, lambda plan: ApexAmp(plan).rewrite(), in_place=True),
     Dialect("mxnet.amp", "mxnet", MXNET_ROOTS, lambda plan: MXNetAmp(plan).rewrite(), in_place=True),
     Dialect("paddle.amp", "paddle", PADDLE_ROOTS, lambda plan: PaddleAmp(plan).rewrite()),
+    Dialect("paddle.fluid", "paddle", (), fluid_amp.rewrite, calls_ampx=False),
+    Dialect("TensorFlow", "tensorflow", (), lambda plan: TensorFlowAmp(plan).rewrite()),
     Dialect("torch.amp", "torch", TORCH_ROOTS, lambda plan: TorchAmp(plan).rewrite()),
 )
 
@@ -112,7 +117,8 @@ def _rewrite(module: cst.Module) -> tuple[cst.Module | None, list[Finding]]:
             plan = Plan(Source(made))
             dialect.rewrite(plan)
         edited = plan.apply()
-        made = imports.fix(made, edited, dialect.roots, dialect.in_place, plan.imports)
+        roots = dialect.roots
+        made = imports.fix(made, edited, roots, dialect.in_place, plan.imports) if dialect.calls_ampx else edited
     return made, findings
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import libcst as cst
-from libcst import metadata
+from libcst import matchers, metadata
 
 from .plan import GONE, without_empty_lines
 
@@ -30,7 +30,7 @@ def fix(
     gone = {name for name in used_before if name[1].startswith(tuple(roots)) and not used_after.get(name, 1)}
     remover = _Remover(after, gone, in_place)
     made = after.visit(remover)
-    if remover.at_top or not remover.placed:
+    if (remover.at_top or not remover.placed) and matchers.findall(made, matchers.Name("ampx")):
         made = _at_top(made, "ampx")
     for name, comment in sorted(more.items()):
         made = _at_top(made, name, comment)
