@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ampx
 
 
@@ -19,3 +21,40 @@ def load() -> ampx.Backend:
     from .backend import TensorFlowBackend
 
     return TensorFlowBackend()
+
+
+def install(dtype: object = "auto", device: str = "auto") -> None:
+    """Make the names of TensorFlow 1 and Keras 2 work, with ampx underneath: see `old_names`. Sync: none."""
+    _old_names().install(dtype, device)
+
+
+def uninstall() -> None:
+    """Leave TensorFlow and Keras as they were before `install`. Sync: none."""
+    _old_names().uninstall()
+
+
+def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic", **options: Any) -> Any:
+    """Cast every graph from now on, and give an optimizer that scales the loss: see `graph_rewrite`.
+
+    Sync: one, the first time.
+    """
+    return _graph_rewrite().enable_mixed_precision_graph_rewrite(opt, loss_scale, **options)
+
+
+def disable_mixed_precision_graph_rewrite() -> None:
+    """Cast no graphs from now on; optimizers go on to scale their loss. Sync: as `Amp.shutdown`."""
+    _graph_rewrite().disable_mixed_precision_graph_rewrite()
+
+
+def _old_names() -> Any:
+    load()
+    from . import old_names  # like the backend, this imports TensorFlow
+
+    return old_names
+
+
+def _graph_rewrite() -> Any:
+    load()
+    from . import graph_rewrite
+
+    return graph_rewrite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
 from ampx.policy import Dtype
 
-from . import casting, devices, gradients, rewrite
+from . import casting, devices, gradients, graph_rewrite, rewrite
 from .losses import inspect_loss, scale_loss
 from .wrapping import is_optimizer, make_wrapper
 
@@ -46,26 +46,40 @@ class TensorFlowBackend(ampx.Backend):
         return is_optimizer(candidate)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region that Keras layers follow."""
+        """Give a region that Keras layers follow; where graphs are cast there are none."""
+        if isinstance(plan, graph_rewrite.GraphPlan):
+            return nullcontext()
         if "tf_keras" in sys.modules:
             return _both(casting.region(plan, enabled), _legacy_casting().region(plan, enabled))
         return casting.region(plan, enabled)
 
+    def check_plan(self, plan: CastPlan) -> CastPlan:
+        """Check a plan; where graphs are to be cast and not layers, it becomes one that says so."""
+        return graph_rewrite.check_plan(super().check_plan(plan))
+
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process; for layers made from now on, in the calling thread."""
+        if isinstance(plan, graph_rewrite.GraphPlan):
+            rewrite.process.on(plan)
+            return
         casting.activate(plan)
         if "tf_keras" in sys.modules:
             _legacy_casting().activate(plan)
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`, and what `prepare` did."""
+        if isinstance(plan, graph_rewrite.GraphPlan):
+            rewrite.process.off()
+            casting.restore()
+            return
         casting.deactivate()
         if "tf_keras" in sys.modules:
             _legacy_casting().deactivate()
 
     def enter_thread(self, plan: CastPlan) -> None:
         """Let layers made in the calling thread cast, too."""
-        casting.enter_thread(plan)
+        if not isinstance(plan, graph_rewrite.GraphPlan):
+            casting.enter_thread(plan)
 
     def cast(self, tree: Any, dtype: Dtype) -> Any:
         """Cast the floating tensors of a tree."""

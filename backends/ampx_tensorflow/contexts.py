@@ -55,8 +55,8 @@ class Contexts:
         return self.here().members[position]
 
     def elsewhere(self, position: int) -> list[Member]:
-        """List the other places of a member where scaled gradients were left. Sync: none."""
+        """List the other places of a member where gradients were left, scaled or unscaled. Sync: none."""
         here = self.here()
         groups = [self.host, *(group for places in self._others.values() for group in places.values())]
         found = [group.members[position] for group in groups if group is not here]
-        return [member for member in found if member.stage == "scaled"]
+        return [member for member in found if member.stage in ("scaled", "unscaled")]

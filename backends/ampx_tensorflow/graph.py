@@ -97,11 +97,11 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     def __init__(self, backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
         group = member.group
-        # A disabled session adds nothing to the graph.
-        scale: Any = _v1.mixed_precision.FixedLossScale(1.0)
         if group.enabled:
-            scale = SpecifiedLossScale(group.config, group.state_of(0))
+            scale: Any = SpecifiedLossScale(group.config, group.state_of(0))
             group.ledger = NamedLedger(scale.numbers)
+        else:  # adds nothing to the graph
+            scale = _v1.mixed_precision.FixedLossScale(1.0)
         _v1.mixed_precision.MixedPrecisionLossScaleOptimizer.__init__(self, optimizer, scale)
         self.ampx_member = member
         self._backend = backend

@@ -65,42 +65,15 @@ class _Scaling(LedgerOptimizer, metaclass=_Meta):
     def _measures(self) -> bool:
         return self._max_grad_norm is not None
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Give the loss in float32 times the loss scale.
-
-        Native defect: the product is computed in the dtype of the loss, and overflows in float16.
-
-        Args:
-            loss: Floating scalar tensor, or a function that gives one.
-
-        Sync: none.
-        """
+        """Give the loss in float32 times the loss scale: see `LedgerOptimizer`. Sync: none."""
         self._loss_has_been_scaled = True
-        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
+        return super().get_scaled_loss(loss)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Give true gradients; `apply_gradients` then takes them as they are.
-
-        Args:
-            grads: Tensors, `IndexedSlices` or None.
-
-        Raises:
-            NotScaledError: The loss was not scaled.
-
-        Sync: none.
-        """
-        member = self.ampx_member
-        if not member.group.enabled:
-            return list(grads)
-        factor = self._check_step(member)
+        """Give true gradients: see `LedgerOptimizer`. Sync: none."""
         self._gradients_have_been_unscaled = True
-        true = gradients.unscale(grads, factor)
-        if member.stage == "idle":  # scaled in another function
-            member.enter(factor, 0)
-        member.stage = "unscaled"
-        return true
+        return super().get_unscaled_gradients(grads)
 
     def _step(self, grads_and_vars: Any, aggregate: bool) -> None:
         """Make gradients true if they are not, add them up over the replicas, apply or skip, move the scale."""

@@ -13,6 +13,8 @@ from ampx.contract import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.policy import Dtype
 
+from .graph_rewrite import GraphPlan
+
 
 class _Before:
     """What was before `activate`."""
@@ -82,7 +84,9 @@ def check_active() -> None:
     Sync: none.
     """
     session = sessions.get("tensorflow")
-    if session and session.casting and session.effective.process_wide and _Before.policy is None:
+    if not session or not session.casting or isinstance(session.casting, GraphPlan):
+        return
+    if session.effective.process_wide and _Before.policy is None:
         raise ProtocolError(
             "wrap_optimizer got an optimizer of tf_keras, which was imported after ampx.init, so that layers made "
             "since do not cast; accepted: importing tf_keras first. Move the import above ampx.init."

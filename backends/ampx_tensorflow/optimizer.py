@@ -129,6 +129,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         self._check_replicas()
         self._build(variables)
         norm, divisor = None, factor if self._divides(member.group.config) else None
+        if member.stage == "unscaled":  # get_unscaled_gradients did it
+            divisor = None
         clips = self.max_grad_norm is not None or self.max_grad_value is not None
         if clips or not self._shrinks(member.group.config):
             grads, divisor = gradients.unscale(grads, divisor), None

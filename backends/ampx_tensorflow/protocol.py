@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -13,7 +14,7 @@ from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale
 
-from . import replicas
+from . import gradients, replicas
 from .contexts import on_host
 from .ledger import Slots, VariableLedger, is_one
 from .losses import scale_loss
@@ -26,6 +27,11 @@ class LedgerOptimizer(WrappedOptimizer):
     _place: int
     # One backward of optimizers with several scales takes the smallest, which need not be this one's.
     _shared_loss: bool = False
+
+    @cached_property
+    def _true(self) -> dict[int, Any]:
+        """The gradients that `get_unscaled_gradients` gave since the last step, by id."""
+        return {}
 
     @property
     def _slots(self) -> Slots:
@@ -40,7 +46,7 @@ class LedgerOptimizer(WrappedOptimizer):
     def ampx_member(self) -> Member:  # type: ignore[override]
         """The optimizer's place in the protocol, where the caller runs."""
         member = self._ledger.contexts.member(self._place)
-        if member.stage == "scaled" and on_host() and not float(self._slots.pending.numpy()) > 0:
+        if member.stage in ("scaled", "unscaled") and on_host() and not float(self._slots.pending.numpy()) > 0:
             member.forget()  # a function has made the step
         return member
 
@@ -66,6 +72,53 @@ class LedgerOptimizer(WrappedOptimizer):
         self._slots.pending.assign(tf.convert_to_tensor(member.factor, tf.float32))
         if not on_host():
             member.factors = {}  # a tensor of this trace; the variable tells it everywhere
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Give the loss in float32 times the loss scale, as in Keras 2.
+
+        Native defect: the product is computed in the dtype of the loss, and overflows in float16.
+
+        Args:
+            loss: Floating scalar tensor, or a function that gives one.
+
+        Raises:
+            NestedScaleError: A `scale_loss` body for this optimizer is running.
+
+        Sync: none.
+        """
+        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Give true gradients, as in Keras 2; `apply_gradients` then takes them as they are.
+
+        Several calls may come before a step, each with other gradients of scaled losses.
+
+        Args:
+            grads: Tensors, `IndexedSlices` or None.
+
+        Raises:
+            NotScaledError: The loss was not scaled.
+            ProtocolError: They came out of this method already.
+
+        Sync: none.
+        """
+        grads, member = list(grads), self.ampx_member
+        if not member.group.enabled:
+            return grads
+        if any(id(one) in self._true for one in grads if one is not None):
+            raise ProtocolError(
+                "get_unscaled_gradients got gradients that came out of it already, and would be divided by the loss "
+                "scale twice; accepted: gradients of the scaled loss. Call it once, then apply_gradients."
+            )
+        factor = self._check_step(member)
+        true = gradients.unscale(grads, factor)
+        if member.stage == "idle":  # scaled in another function
+            member.enter(factor, 0)
+        member.stage, member.mixes = "unscaled", True  # the caller adds up true gradients, if any
+        self._true.update((id(one), one) for one in true if one is not None)
+        return true
 
     def ampx_unscale(self) -> NoReturn:
         """Refuse: only `apply` sees the gradients."""
@@ -98,7 +151,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
         Raises:
             NotScaledError: They carry none.
-            ProtocolError: They belong to a group and were scaled in another function.
+            ProtocolError: They belong to a group and were scaled in another function, or functions left both kinds.
         """
         pending = self._slots.pending
         elsewhere = self._ledger.contexts.elsewhere(self._place)
@@ -111,14 +164,26 @@ class LedgerOptimizer(WrappedOptimizer):
                 "a loss of optimizers that share a loss scale was scaled in one function and stepped in another; "
                 "accepted: both in one. Move them together, or wrap the optimizers one by one."
             )
+        stages = {one.stage for one in elsewhere}
+        if len(stages) > 1:
+            raise ProtocolError(
+                "one function left scaled gradients and another true ones of get_unscaled_gradients, and a third "
+                "steps, which cannot tell them apart; accepted: one way. Call get_unscaled_gradients in every function "
+                "that scales, or in none."
+            )
         if on_host():
             if not float(pending.numpy()) > 0:
                 member.check_step()
-            return tf.convert_to_tensor(pending)
-        factor = tf.convert_to_tensor(pending)
-        message = "NotScaledError: step was called on gradients whose loss did not go through scale_loss"
-        with tf.control_dependencies([tf.debugging.Assert(factor > 0, [message])]):
-            return tf.identity(factor)
+            factor = tf.convert_to_tensor(pending)
+        else:
+            factor = tf.convert_to_tensor(pending)
+            message = "NotScaledError: step was called on gradients whose loss did not go through scale_loss"
+            with tf.control_dependencies([tf.debugging.Assert(factor > 0, [message])]):
+                factor = tf.identity(factor)
+        if "unscaled" in stages:
+            member.enter(factor, 0)
+            member.stage = "unscaled"
+        return factor
 
     def _check_replicas(self) -> None:
         """Raise where replicas would not each have the loss scale.
@@ -157,12 +222,14 @@ class LedgerOptimizer(WrappedOptimizer):
 
         # Native defect: a skipped step of tf_keras advances `iterations`, and schedules with it.
         replicas.conditionally(finite, apply, *args, otherwise=skip)
+        self._true.clear()
         self._slots.pending.assign(0.0)
         member.factors = {0: factor}
         member.finish({0: finite}, norm)
 
     def _nothing_to_do(self, member: Member) -> None:
         """Close a step without gradients: it is not counted."""
+        self._true.clear()
         self._slots.pending.assign(0.0)
         if not on_host():
             member.forget()

@@ -1,16 +1,23 @@
-"""Casting of plain functions: TensorFlow's own graph rewriter, switched on for single calls.
+"""Casting of plain functions: TensorFlow's own graph rewriter, for single calls or for the whole process.
 
 Switched on for the process it would also cast what asked for float32, such as a layer with `dtype="float32"` inside
-any `tf.function`; so it acts on functions that were given to `ampx.prepare`, and on nothing else.
+any `tf.function`; so it acts on functions that were given to `ampx.prepare`, and on the whole process only where that
+was asked for: see `graph_rewrite`.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from contextlib import ExitStack
 from typing import Any, Final
+from unittest import mock
 
+import numpy as np
 import tensorflow as tf
+from keras.src.trainers import trainer as keras_trainer
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+from tensorflow.python.client.session import BaseSession
 
 from ampx.contract import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
@@ -53,25 +60,86 @@ def prepare(function: Any, plan: CastPlan) -> PreparedFunction:
     return PreparedFunction(function, plan.device)
 
 
+def check(plan: CastPlan) -> None:
+    """Raise unless the rewriter casts as a plan says.
+
+    Raises:
+        UnsupportedByBackendError: It does not; it is tried.
+
+    Sync: one, the first time.
+    """
+    _option(plan.device, plan.dtype)
+
+
 def _option(device: str, dtype: Dtype) -> str:
     option = _OPTIONS[dtype][0]
     if not _works(device, dtype):
         raise UnsupportedByBackendError(
-            f"prepare got a tf.function to compute in {dtype} on {device!r}, where TensorFlow's rewriter casts "
-            f"nothing (it was tried); accepted: devices and dtypes that it knows. Choose the other dtype, or cast "
-            f"inside the function with ampx.half_function."
+            f"graphs were to be computed in {dtype} on {device!r}, where TensorFlow's rewriter casts nothing (it was "
+            f"tried); accepted: devices and dtypes that it knows. Choose the other dtype, or cast inside the function "
+            f"with ampx.half_function."
         )
     return option
 
 
 @functools.cache
 def _works(device: str, dtype: Dtype) -> bool:
-    """Try whether a product is rounded as the dtype does."""
+    """Try whether a product is rounded as the dtype does; in a session, which graph mode has too."""
     option, rounded = _OPTIONS[dtype]
-    product = tf.function(lambda a, b: tf.matmul(tf.nn.relu(a), b) + 0.0)
-    with tf.init_scope(), tf.device(device.upper()), _Switched(option):
-        values = tf.fill([64, 64], 1.0 + 2.0**-9 + 2.0**-13)
-        return float(product(values, tf.eye(64))[0, 0]) == rounded
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), tf.device(device.upper()):
+        values, eye = v1.placeholder(tf.float32, [64, 64]), v1.placeholder(tf.float32, [64, 64])
+        product = tf.matmul(tf.nn.relu(values), eye) + 0.0
+        with v1.Session(config=_with_option(v1.ConfigProto(), option)) as session:
+            fed = {values: np.full((64, 64), 1.0 + 2.0**-9 + 2.0**-13), eye: np.eye(64)}
+            return float(session.run(product, fed)[0, 0]) == rounded
+
+
+def _with_option(config: Any, option: str) -> Any:
+    """Give a copy of a session's configuration with an option on, unless it is off there."""
+    switched = type(config)()
+    switched.CopyFrom(config)
+    options = switched.graph_options.rewrite_options
+    if getattr(options, option) != RewriterConfig.OFF:
+        setattr(options, option, RewriterConfig.ON)
+    return switched
+
+
+class ProcessSwitch:
+    """The rewriter for the whole process: `tf.function`s, sessions, and models that Keras compiles."""
+
+    def __init__(self) -> None:
+        """Start switched off."""
+        self._undo: ExitStack | None = None
+
+    def on(self, plan: CastPlan) -> None:
+        """Switch it on. Sync: one, the first time."""
+        self.off()
+        option = _option(plan.device, plan.dtype)
+        before = bool(tf.config.optimizer.get_experimental_options().get(option, False))
+        make = BaseSession.__init__
+
+        @functools.wraps(make)
+        def make_with_option(self: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:
+            make(self, target, graph, config if config is None else _with_option(config, option))
+
+        with ExitStack() as undo:
+            undo.callback(tf.config.optimizer.set_experimental_options, {option: before})
+            tf.config.optimizer.set_experimental_options({option: True})
+            # Native defect: a session with a configuration of its own takes nothing of the process's.
+            undo.enter_context(mock.patch.object(BaseSession, "__init__", make_with_option))
+            # Keras compiles with XLA on a GPU unless told otherwise, and XLA's graphs are not rewritten.
+            undo.enter_context(mock.patch.object(keras_trainer, "model_supports_jit", return_value=False))
+            self._undo = undo.pop_all()
+
+    def off(self) -> None:
+        """Leave everything as it was before `on`. Sync: none."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+
+process: Final = ProcessSwitch()
 
 
 class _Switched:

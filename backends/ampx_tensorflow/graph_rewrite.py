@@ -1,0 +1,167 @@
+"""`enable_mixed_precision_graph_rewrite`: TensorFlow's graph rewriter for the whole process, and a loss scale.
+
+TensorFlow still rewrites graphs but takes only optimizers of TensorFlow 1, and casts only on GPUs. Here the session of
+ampx does it: its plan says that graphs are cast, so that whatever ends the session also switches the rewriter off.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+import ampx
+from ampx import sessions
+from ampx.contract import CastPlan
+from ampx.errors import AmpxWarning, InvalidOptionError, ProtocolError
+from ampx.scale_state import LossScale
+
+from . import rewrite
+
+# The first loss scale of the function of this name in TensorFlow and of Keras 2's LossScaleOptimizer.
+FORMER_INIT_SCALE: Final = 2.0**15
+
+
+@dataclass(frozen=True)
+class GraphPlan(CastPlan):
+    """Casting by the graph rewriter: of every `tf.function` and of every session of TensorFlow 1."""
+
+
+class _Request(threading.local):
+    """Whether the session that is being started is to cast graphs."""
+
+    graphs = False
+
+
+@dataclass
+class _Started:
+    """The session that `enable_mixed_precision_graph_rewrite` started."""
+
+    session: weakref.ref[Any] | None = None
+
+
+_request = _Request()
+_started = _Started()
+
+
+@contextmanager
+def requested() -> Iterator[None]:
+    """Give a region in which `ampx.init` starts sessions that cast graphs instead of layers. Sync: none."""
+    before, _request.graphs = _request.graphs, True
+    try:
+        yield
+    finally:
+        _request.graphs = before
+
+
+def check_plan(plan: CastPlan) -> CastPlan:
+    """Give the plan of a session that is being started.
+
+    Raises:
+        UnsupportedByBackendError: Graphs are to be cast, and the rewriter casts nothing on this device.
+
+    Sync: one, the first time.
+    """
+    if not _request.graphs:
+        return plan
+    rewrite.check(plan)
+    return GraphPlan(**{field.name: getattr(plan, field.name) for field in fields(CastPlan)})
+
+
+def enable_mixed_precision_graph_rewrite(
+    opt: Any, loss_scale: Any = "dynamic", *, dtype: object = "auto", device: str = "auto"
+) -> Any:
+    """Cast every graph from now on, and give an optimizer that scales the loss.
+
+    A session of ampx is started unless one that casts graphs, or casts nothing, is active.
+
+    Args:
+        opt: An optimizer of `tf.compat.v1.train`, Keras 3 or tf_keras.
+        loss_scale: `"dynamic"` (starting at 2**15, as it used to), a number (static), a loss scale of
+            `tf.compat.v1.mixed_precision`, or an `ampx.LossScale`.
+        dtype: As in `ampx.init`.
+        device: As in `ampx.init`.
+
+    Raises:
+        ProtocolError: Layers are cast already, by Keras' policy or a session of ampx.
+        AlreadyWrappedError: The optimizer scales the loss itself.
+        NotAnOptimizerError: It is none.
+        InvalidOptionError: The loss scale is none.
+        UnsupportedByBackendError: The rewriter casts nothing on this device.
+
+    Sync: one, the first time.
+    """
+    config = read_loss_scale(loss_scale)
+    session = sessions.get("tensorflow")
+    if session is not None and session.casting is not None and not isinstance(session.casting, GraphPlan):
+        raise ProtocolError(
+            "enable_mixed_precision_graph_rewrite was called in a session that casts layers; accepted: no session, or "
+            "one with level='O0'. Give the optimizer to ampx.wrap_optimizer, or call ampx.shutdown() first."
+        )
+    if session is None and keras.config.dtype_policy().name.startswith("mixed_"):
+        raise ProtocolError(
+            f"enable_mixed_precision_graph_rewrite was called while Keras' global policy is "
+            f"{keras.config.dtype_policy().name!r}, which casts already; accepted: one of both. Leave out "
+            f"set_global_policy, or use keras.mixed_precision.LossScaleOptimizer for the loss scale."
+        )
+    if session is not None:
+        return session.wrap_optimizer(opt, loss_scale=config)
+    with requested():
+        session = ampx.init("tensorflow", dtype=dtype, device=device)
+    try:
+        wrapped = session.wrap_optimizer(opt, loss_scale=config)
+    except BaseException:
+        session.shutdown()
+        raise
+    _started.session = weakref.ref(session)
+    return wrapped
+
+
+def disable_mixed_precision_graph_rewrite() -> None:
+    """Cast no graphs from now on; optimizers go on to scale their loss.
+
+    Sync: as `Amp.shutdown`.
+    """
+    session = sessions.get("tensorflow")
+    started = None if _started.session is None else _started.session()
+    _started.session = None
+    if session is None or (session is not started and not isinstance(session.casting, GraphPlan)):
+        warnings.warn("disable_mixed_precision_graph_rewrite was called while nothing was enabled", AmpxWarning, 2)
+        return
+    session.shutdown()
+
+
+def read_loss_scale(value: Any) -> LossScale:
+    """Read a loss scale as the functions of TensorFlow and Keras 2 took it.
+
+    Raises:
+        InvalidOptionError: It is none.
+
+    Sync: none.
+    """
+    kinds = tf.compat.v1.mixed_precision
+    if isinstance(value, str) and value == "dynamic":
+        return LossScale(init_scale=FORMER_INIT_SCALE)
+    if isinstance(value, kinds.DynamicLossScale):
+        told = value.get_config()
+        return LossScale(
+            init_scale=float(told["initial_loss_scale"]),
+            growth_interval=int(told["increment_period"]),
+            growth_factor=float(told["multiplier"]),
+            backoff_factor=1 / float(told["multiplier"]),
+        )
+    if isinstance(value, kinds.FixedLossScale):
+        return LossScale.static(float(value.get_config()["loss_scale_value"]))
+    if isinstance(value, kinds.LossScale):
+        raise InvalidOptionError(
+            f"loss_scale={value!r} is a loss scale of a class of its own; accepted: 'dynamic', a positive number, "
+            f"DynamicLossScale, FixedLossScale or ampx.LossScale(...). Pass one of these."
+        )
+    return LossScale.parse(value)
