@@ -145,8 +145,8 @@ class ApexAmp:
         options += self._scale(found)
         if self._text(found.get("enabled"), "True") != "True":
             options.append(f"enabled={self._text(found['enabled'], '')}")
-        init = f"ampx.init({', '.join(options)})"
         assignment = self._source.parent(call)
+        init = self._plan.written(assignment, "ampx.init", options)
         if isinstance(assignment, cst.Return):
             self._plan.statement(assignment, lambda _: self._returned(call, found, init, level))
             return

@@ -70,4 +70,4 @@ class PaddleAmp:
         options = ['"paddle"', 'level="O0"', f"loss_scale={scale}", 'nan_loss="skip"']
         if enabled != "True":
             options.append(f"enabled=bool({enabled})")
-        return f"ampx.init({', '.join(options)})"
+        return self._plan.written(call, "ampx.init", options)

@@ -15,6 +15,7 @@ Edit: TypeAlias = Callable[[Any], Any]
 
 # Stands for a statement that was removed. An empty line of statements would be dropped with its comments.
 GONE: Final = cst.Pass()
+_WIDTH: Final = 100
 
 
 class Plan:
@@ -103,19 +104,31 @@ class Plan:
         """Give the tree with every edit made."""
         return self.source.module.visit(_Applier(self))
 
+    def written(self, node: cst.CSTNode, name: str, options: Sequence[str]) -> str:
+        """Write a call that starts where a node does: on one line if that is short, else an argument a line."""
+        call = f"{name}({', '.join(options)})"
+        if self.source.column(node) + len(call) <= _WIDTH:
+            return call
+        lines = "".join(f"    {option},\n" for option in options)
+        return f"{name}(\n{lines})"
+
     def parse_statements(self, text: str) -> Sequence[Any]:
         """Parse statements written with four spaces and line feeds into those of the file."""
         module = self.source.module
-        lines = []
-        for line in text.rstrip("\n").split("\n"):
-            body = line.lstrip(" ")
-            lines.append(module.default_indent * ((len(line) - len(body)) // 4) + body)
-        joined = module.default_newline.join([*lines, ""])
-        return cst.parse_module(joined, config=module.config_for_parsing).body
+        return cst.parse_module(self._in_style(f"{text}\n"), config=module.config_for_parsing).body
 
     def parse_expression(self, text: str) -> cst.BaseExpression:
-        """Parse an expression."""
-        return cst.parse_expression(text, config=self.source.module.config_for_parsing)
+        """Parse an expression, written like statements."""
+        return cst.parse_expression(self._in_style(text), config=self.source.module.config_for_parsing)
+
+    def _in_style(self, text: str) -> str:
+        """Give text with the indentation and line ends of the file."""
+        module = self.source.module
+        lines = []
+        for line in text.split("\n"):
+            body = line.lstrip(" ")
+            lines.append(module.default_indent * ((len(line) - len(body)) // 4) + body)
+        return module.default_newline.join(lines)
 
     def code(self, node: cst.CSTNode) -> str:
         """Give the text of a node, of the old tree or of the new."""

@@ -52,7 +52,7 @@ class ScalerRewriter:
             self._plan.claim(node)
             if isinstance(parent, cst.Call) and parent.func is node:
                 scalers.append(self._begin(parent))
-            elif any(isinstance(one, (cst.Annotation, cst.Arg)) for one in self._source.around(node)):
+            elif self._is_type(node):
                 self._plan.expression(node, "ampx.Amp")
             else:
                 raise self._plan.block(node, f"`{self._source.code(node)}` is used without being called", BY_HAND)
@@ -69,6 +69,17 @@ class ScalerRewriter:
             claimed |= scaler.places
             self._finish(scaler)
         return scalers
+
+    def _is_type(self, node: Reference) -> bool:
+        """Tell whether the class is named in an annotation, or asked for by isinstance."""
+        for one in self._source.around(node):
+            if isinstance(one, cst.Annotation):
+                return True
+            if isinstance(one, cst.BaseStatement):
+                return False
+            if isinstance(one, cst.Call):
+                return self._source.code(one.func) == "isinstance"
+        return False
 
     # -- where it is made, and what holds it ---------------------------------------------------------
 

@@ -48,6 +48,10 @@ class Source:
         """Give the line a node starts on."""
         return int(self._positions[node].start.line)
 
+    def column(self, node: cst.CSTNode) -> int:
+        """Give the column a node starts at."""
+        return int(self._positions[node].start.column)
+
     def order(self, node: cst.CSTNode) -> int:
         """Give a number by which nodes sort as they stand in the text."""
         return self._order[node]

@@ -122,7 +122,7 @@ class TorchAmp:
             options.append(f"enabled={cuda}" if enabled is None else f"enabled={_switch(enabled)} and {cuda}")
         elif enabled is not None:
             options.append(f"enabled={_switch(enabled)}")
-        return f"ampx.init({', '.join(options)})"
+        return self._plan.written(call, "ampx.init", options)
 
     def _device_code(self, node: cst.BaseExpression) -> str:
         if isinstance(node, cst.SimpleString):

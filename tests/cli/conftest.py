@@ -52,3 +52,21 @@ class Command:
 @pytest.fixture
 def ampx_command(tmp_path: Path) -> Command:
     return Command(tmp_path)
+
+
+@pytest.fixture
+def migrate():
+    """Give a function that tells what `ampx migrate` makes of a text; it checks what must hold for every text."""
+    from ampx.migrate.engine import migrate
+
+    def run(before):
+        compile(before, "before", "exec")
+        report = migrate(Path("script.py"), before.encode())
+        after = report.after.decode()
+        compile(after, "after", "exec")
+        assert (report.status == "changed") == (after != before)
+        again = migrate(Path("script.py"), report.after)
+        assert again.after == report.after, "a second run changes something"
+        return report.status, after, [(one.line, one.kind, one.what) for one in report.findings]
+
+    return run
