@@ -30,8 +30,12 @@ def fix(
     gone = {name for name in used_before if name[1].startswith(tuple(roots)) and not used_after.get(name, 1)}
     remover = _Remover(after, gone, in_place)
     made = after.visit(remover)
-    if (remover.at_top or not remover.placed) and matchers.findall(made, matchers.Name("ampx")):
-        made = _at_top(made, "ampx")
+    at_top = remover.top is not None or not remover.placed
+    if at_top and matchers.findall(made, matchers.Name("ampx")):
+        if remover.top is not None and not any(map(_imports_framework, made.body)):
+            made = after.visit(_Remover(after, gone, in_place, remover.top))  # nothing to sort it by
+        else:
+            made = _at_top(made, "ampx")
     for name, comment in sorted(more.items()):
         made = _at_top(made, name, comment)
     return made
@@ -123,13 +127,16 @@ def _text(node: cst.CSTNode | None) -> str:
 class _Remover(cst.CSTTransformer):
     """Drops aliases; where a whole statement goes, `import ampx` may take its place."""
 
-    def __init__(self, module: cst.Module, gone: set[tuple[str, str]], in_place: bool) -> None:
+    def __init__(
+        self, module: cst.Module, gone: set[tuple[str, str]], in_place: bool, here: cst.CSTNode | None = None
+    ) -> None:
         super().__init__()
         self._gone = gone
         self._in_place = in_place
-        self._top = set(module.body)
+        self._here = here
+        self._lines = set(module.body)
         self.placed = 0
-        self.at_top = False
+        self.top: cst.CSTNode | None = None  # the first line of the module that lost something
 
     def _key(self, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str]:
         full = _text(alias.name)
@@ -151,9 +158,13 @@ class _Remover(cst.CSTTransformer):
         kept = [one for one in small.names if self._key(small, one) not in self._gone]
         if len(kept) == len(small.names):
             return updated_node
-        place = [_import("ampx")] if self._in_place and original_node not in self._top else []
+        if original_node in self._lines:
+            self.top = self.top or original_node
+            wanted = original_node is self._here
+        else:
+            wanted = self._in_place
+        place = [_import("ampx")] if wanted else []
         self.placed += len(place)
-        self.at_top = self.at_top or not place
         if not kept:
             if place:
                 changed = {

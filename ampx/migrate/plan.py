@@ -81,7 +81,8 @@ class Plan:
         """
         line = only_statement(self.source, node)
         if line is None:
-            raise self.block(node, f"`{self.source.code(node).strip()}` shares its line", "Give it a line of its own.")
+            code = self.source.code(node).strip().rstrip(";")
+            raise self.block(node, f"`{code}` shares its line", "Give it a line of its own.")
         self.edit(line, lambda updated: self._exchange(updated, text(updated.body[0])))
 
     def remove(self, node: cst.CSTNode) -> None:
