@@ -11,7 +11,8 @@ import torch
 
 from ampx.errors import AmpxError
 
-from .managing import Managed, Manager
+from .managed import Managed
+from .managing import Manager
 
 _LEAF: Final = "AccumulateGrad"
 _HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
@@ -54,8 +55,11 @@ def _backward_scaled(manager: Manager, true: Any, losses: list[torch.Tensor], op
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
-    owners = manager.owners()
-    found = manager.all() if hidden else list({id(o): o for i in leaves if (o := owners.get(i)) is not None}.values())
+    manager.sort_parameters()
+    found = manager.all()
+    if not hidden:
+        reached = {id(one) for key in leaves if (one := manager.owner(key)) is not None}
+        found = [one for one in found if id(one) in reached]
     if not found:
         true(losses, None, **options)
         return
@@ -67,7 +71,7 @@ def _backward_scaled(manager: Manager, true: Any, losses: list[torch.Tensor], op
     quiet, manager.quiet = manager.quiet, True
     try:
         _bring_together(manager, found)
-        strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if key not in owners]
+        strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if manager.owner(key) is None]
         for leaf, _ in strangers:
             leaf.grad = None
         factor = None
@@ -95,7 +99,7 @@ def _bring_together(manager: Manager, found: Sequence[Managed]) -> None:
     assert amp is not None
     factor = scales[0] if len(scales) == 1 else amp.backend.smallest(scales)
     for one in found:
-        manager.rescale(one, factor)
+        one.rescale(factor)
 
 
 def _backward(

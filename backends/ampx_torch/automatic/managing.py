@@ -15,37 +15,10 @@ from ampx import sessions
 from ampx.errors import AmpxError
 from ampx.running import Run
 from ampx.scale_state import LossScale
-from ampx_torch.gradients import unscale_into
 from ampx_torch.optimizer import AmpOptimizer
 
+from .managed import Managed
 from .sampling import Sampler
-
-
-class Managed:
-    """One optimizer of the script.
-
-    Attributes:
-        raw: The script's own object. Its `step` is shadowed on the instance, where schedulers shadow it, too.
-        wrapped: What `wrap_optimizer` made of it; None until the first backward or step, because a script may move
-            its model, or hand the optimizer to a library of its own choice, before.
-        group: Where the recorder counts its steps.
-        busy: The wrapper is stepping, so that the raw optimizer must run.
-    """
-
-    def __init__(self, raw: torch.optim.Optimizer) -> None:
-        """Remember the raw optimizer."""
-        self.raw = raw
-        self.wrapped: AmpOptimizer | None = None
-        self.group = -1
-        self.busy = False
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self.result: Any = None
-
-    def run_raw(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the script's optimizer, with the arguments that the script gave beyond a closure."""
-        given, named = self.call
-        self.result = type(self.raw).step(self.raw, *(args or given), **(kwargs or named))
-        return self.result
 
 
 class Manager:
@@ -73,7 +46,7 @@ class Manager:
         self.options: dict[str, Any] = {}
         self._sampler = Sampler(run.recorder)
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._owners: dict[int, Managed] = {}
+        self._owners: dict[int, weakref.ref[Managed]] = {}  # weak, so that optimizers go when the script drops them
         self._counted = 0
 
     # -- optimizers --------------------------------------------------------------------------------
@@ -119,16 +92,23 @@ class Manager:
         """Give the loss scale of a script's GradScaler, where the dtype needs one."""
         return self.config if amp.effective.loss_scale.dynamic else None
 
-    def owners(self) -> dict[int, Managed]:
-        """Give the optimizer of every parameter, by its id: the one made last, where several hold it."""
+    def owner(self, key: int) -> Managed | None:
+        """Give the optimizer of a parameter, by its id: the one made last, where several hold it."""
+        reference = self._owners.get(key)
+        return None if reference is None else reference()
+
+    def sort_parameters(self) -> None:
+        """Look up anew whose parameters are whose, where optimizers or parameters came or went."""
         managed = self.all()
         count = sum(len(group["params"]) for one in managed for group in one.raw.param_groups)
-        if count != self._counted or any(self._owners.get(id(p)) is None for p in _first_parameters(managed)):
+        if count != self._counted or any(self.owner(id(p)) is None for p in _first_parameters(managed)):
             self._owners = {
-                id(parameter): one for one in managed for group in one.raw.param_groups for parameter in group["params"]
+                id(parameter): weakref.ref(one)
+                for one in managed
+                for group in one.raw.param_groups
+                for parameter in group["params"]
             }
             self._counted = count
-        return self._owners
 
     def _still_ours(self) -> bool:
         """Tell whether the session is the one this run started; stand down where `apex.amp` began its own."""
@@ -214,8 +194,8 @@ class Manager:
 
     def shares(self, managed: Managed) -> bool:
         """Tell whether another optimizer owns its parameters."""
-        owners = self.owners()
-        return any(owners.get(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
+        self.sort_parameters()
+        return any(self.owner(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
 
     def _seen_through(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Give the closure as the script would call it: its own reads of gradients are watched again."""
@@ -250,7 +230,7 @@ class Manager:
 
     def reveal(self, tensor: torch.Tensor) -> None:
         """Make the gradients of a parameter's optimizer true, because the script looks at one of them."""
-        managed = self.owners().get(id(tensor))
+        managed = self.owner(id(tensor))
         if managed is None or managed.wrapped is None or managed.wrapped.ampx_member.stage != "scaled":
             return
         self.unscale(managed)
@@ -269,29 +249,6 @@ class Manager:
             self.quiet = quiet
         self.look()
 
-    def rescale(self, managed: Managed, factor: Any) -> None:
-        """Multiply an optimizer's gradients so that they carry this loss scale, and further ones may be added.
-
-        Loss scales are powers of two, as far as they move by themselves, so no digit is lost.
-        """
-        wrapped = managed.wrapped
-        assert wrapped is not None
-        member = wrapped.ampx_member
-        if member.stage == "idle":
-            return
-        carried = member.factors.get(0, 1.0) if member.stage == "scaled" else 1.0
-        buckets = wrapped.collect()
-        if not buckets:
-            wrapped.forget()  # they were cleared, by model.zero_grad() say
-            return
-        if carried is not factor and carried != factor:
-            for bucket in buckets:
-                flag = torch.zeros((), device=bucket[0].device)  # what is not finite stays so, and is found again
-                unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32).to(flag.device))
-        wrapped.take_checked()
-        member.stage = "scaled"
-        member.factors = {0: factor}
-
     # -- the end -----------------------------------------------------------------------------------
 
     def release(self) -> None:
@@ -300,15 +257,8 @@ class Manager:
         for reference in self._made:
             raw = reference()
             managed = None if raw is None else raw.__dict__.pop("_ampx_managed", None)
-            if raw is None or managed is None:
-                continue
-            shadow = raw.__dict__.get("step")
-            if isinstance(shadow, MethodType):
-                del raw.step
-            else:
-                managed.busy = True  # a scheduler holds the shadow: from now on it runs the raw optimizer
-            if managed.wrapped is not None:
-                managed.wrapped.ampx_unwrap()
+            if managed is not None:
+                managed.release()
 
 
 def _first_parameters(managed: list[Managed]) -> Iterator[Any]:

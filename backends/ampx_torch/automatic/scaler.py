@@ -17,7 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 import ampx
 from ampx.scale_state import LossScale
 
-from .managing import Managed, Manager
+from .managed import Managed
+from .managing import Manager
 from .native import ADVICE, asked_by_script
 
 

@@ -1,0 +1,537 @@
+"""`ampx run` in PyTorch, region by region: what an unedited loop sees and trains.
+
+The losses are made of elementwise operations, which autocast leaves in float32, and loss scales are powers of two. So
+the oracle of most tests is the same loop without ampx, to the bit.
+"""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import ampx  # noqa: E402
+from ampx.registry import default_registry  # noqa: E402
+from ampx.running import Run, RunSettings  # noqa: E402
+
+BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    """Nothing that is patched stays patched."""
+    touched = [
+        (torch.autograd, "backward"),
+        (torch.optim.Optimizer, "__init__"),
+        (torch.Tensor, "register_hook"),
+        (torch.Tensor, "register_post_accumulate_grad_hook"),
+        (torch.nn.Module, "register_full_backward_hook"),
+        (torch.nn.Module, "register_full_backward_pre_hook"),
+        (torch.amp.autocast_mode.autocast, "__init__"),
+        *((torch.amp.GradScaler, name) for name in ("__init__", "scale", "step", "unscale_", "update", "state_dict")),
+    ]
+    before = [getattr(owner, name) for owner, name in touched]
+    yield
+    assert [getattr(owner, name) for owner, name in touched] == before
+    assert "grad" not in vars(torch.Tensor)
+    assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(ampx.NotInitializedError):
+        ampx.current("torch")
+
+
+def run_of(dtype="float16", **settings):
+    return Run("torch", RunSettings(dtype=dtype, device="cpu", **settings))
+
+
+def automated(run):
+    return default_registry().load("torch").automate(run)
+
+
+def same(loop, dtype="float16", **settings):
+    """Run a loop plainly and automated; both must give the same. Returns the run."""
+    expected = loop()
+    run = run_of(dtype, **settings)
+    with automated(run):
+        found = loop()
+    assert found == expected
+    return run
+
+
+def weights(*values):
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+@BOTH
+def test_a_plain_loop_gives_the_same_weights(dtype):
+    def loop():
+        w = weights(1.0, -2.0, 0.5)
+        optimizer = torch.optim.Adam([w], lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            (w * w * (step + 1)).sum().backward()
+            optimizer.step()
+        return w.tolist()
+
+    run = same(loop, dtype)
+    assert run.recorder.steps == 5
+    (one,) = run.recorder.optimizers.values()
+    assert (one.kind, one.initial_scale) == ("Adam", 65536.0 if dtype == "float16" else 1.0)
+
+
+def test_gradients_do_carry_the_scale_inside_backward():
+    """The proof that the other tests prove anything: a custom backward sees the scaled gradient."""
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            seen.append(upstream.item())
+            return upstream
+
+    w = weights(1.0)
+    with automated(run_of()):
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        Spy.apply(w).sum().backward()
+        optimizer.step()
+    assert seen == [65536.0]
+    assert w.item() == 0.5
+
+
+@BOTH
+def test_a_step_that_overflows_is_skipped(dtype):
+    w = weights(1.0, 2.0)
+    run = run_of(dtype)
+    with automated(run):
+        optimizer = torch.optim.SGD([w], lr=0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        (w * torch.tensor([float("inf"), 1.0])).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert w.tolist() == [1.0, 2.0]
+        assert not optimizer.state
+    (one,) = run.recorder.optimizers.values()
+    assert (one.steps, one.skipped) == (1, [1])
+    assert one.scales == ([(1, 32768.0)] if dtype == "float16" else [])
+
+
+@BOTH
+def test_the_script_s_own_clipping_sees_true_gradients(dtype):
+    def loop():
+        w, norms = weights(3.0, 4.0), []
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        for _ in range(3):
+            (w * w).sum().backward()
+            norms.append(torch.nn.utils.clip_grad_norm_([w], 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return w.tolist(), norms
+
+    same(loop, dtype)
+
+
+def test_gradients_read_or_changed_by_hand_are_true():
+    def loop():
+        a, b = weights(3.0), weights(4.0)
+        optimizer = torch.optim.SGD([a, b], lr=0.5)
+        (a * b).sum().backward()
+        read = [a.grad.item(), b.grad.item()]
+        a.grad.mul_(0.5)
+        b.grad = torch.tensor([2.0])
+        optimizer.step()
+        return read, a.tolist(), b.tolist()
+
+    same(loop)
+
+
+@BOTH
+def test_accumulation_goes_on_after_a_look_at_the_gradients(dtype):
+    def loop():
+        w, seen = weights(1.0, 2.0), []
+        optimizer = torch.optim.SGD([w], lr=0.25)
+        for factor in (1.0, 2.0, 3.0):
+            (w * w * factor).sum().backward()
+            seen.append(w.grad.tolist())
+        torch.nn.utils.clip_grad_value_([w], 5.0)
+        optimizer.step()
+        return w.tolist(), seen
+
+    run = same(loop, dtype)
+    assert run.recorder.steps == 1
+
+
+@BOTH
+def test_one_loss_that_reaches_two_optimizers(dtype):
+    """As in a GAN: the generator's loss leaves gradients on the critic, which the critic's model then drops."""
+
+    def loop():
+        critic, generator = torch.nn.Module(), torch.nn.Module()
+        critic.w, generator.w = weights(1.5), weights(0.5)
+        for_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+        for_generator = torch.optim.Adam(generator.parameters(), lr=0.1)
+        for _ in range(4):
+            critic.zero_grad()
+            (critic.w * critic.w).sum().backward()
+            (critic.w * generator.w.detach()).sum().backward()
+            for_critic.step()
+            for_generator.zero_grad()
+            (critic.w * generator.w).sum().backward()
+            for_generator.step()
+        return critic.w.item(), generator.w.item()
+
+    run = same(loop, dtype)
+    assert [one.steps for one in run.recorder.optimizers.values()] == [4, 4]
+    assert all(not one.skipped for one in run.recorder.optimizers.values())
+
+
+def test_pending_gradients_of_different_scales_are_brought_together():
+    def loop():
+        a, b = weights(1.0), weights(2.0)
+        first, second = torch.optim.SGD([a], lr=0.5), torch.optim.SGD([b], lr=0.5)
+        (a * float("inf")).sum().backward()  # the first optimizer's scale backs off
+        if torch.is_autocast_enabled("cpu"):
+            first.step()
+        a.grad = None
+        (b * 3.0).sum().backward()  # waits, scaled by the second's scale
+        (a * b).sum().backward()
+        first.step()
+        second.step()
+        return a.item(), b.item()
+
+    run = same(loop)
+    assert [one.scales for one in run.recorder.optimizers.values()] == [[(1, 32768.0)], []]
+
+
+@BOTH
+def test_backward_twice_on_one_graph_and_with_a_gradient_for_each_element(dtype):
+    def loop():
+        w = weights(1.0, 2.0)
+        optimizer = torch.optim.SGD([w], lr=0.125)
+        loss = (w * w).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (w * 3.0).backward(torch.tensor([1.0, -1.0]))
+        torch.autograd.backward([w.sum(), (w * 2.0).sum()])
+        optimizer.step()
+        return w.tolist()
+
+    same(loop, dtype)
+
+
+def test_tensors_that_no_optimizer_holds_get_true_gradients_at_once():
+    """As in adversarial training: the gradient of the input is read, and gradients add up."""
+
+    def loop():
+        w, x = weights(2.0), torch.tensor([3.0], requires_grad=True)
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        (w * x).sum().backward()
+        first = x.grad.item()
+        (w * x * 2.0).sum().backward()
+        optimizer.step()
+        return first, x.grad.item(), w.item()
+
+    same(loop)
+
+
+def test_gradients_made_by_other_means_are_taken_as_true():
+    def loop():
+        w = weights(2.0)
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        (gradient,) = torch.autograd.grad((w * w).sum(), [w])
+        w.grad = gradient
+        optimizer.step()
+        return w.item()
+
+    same(loop)
+
+
+@BOTH
+def test_hooks_see_and_change_true_gradients(dtype):
+    def loop():
+        w, seen = weights(3.0, -1.0), []
+        w.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+        model = torch.nn.Identity()
+        model.register_full_backward_hook(lambda module, inner, outer: seen.append(outer[0].tolist()))
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        (model(w * 4.0) * 0.5).sum().backward()
+        optimizer.step()
+        return w.tolist(), seen
+
+    same(loop, dtype)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_closures_are_seen_through(kind, dtype):
+    def loop():
+        w = weights(3.0, -1.0)
+        optimizer = kind([w], lr=0.125)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (w * w * w * w).sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        return w.tolist(), losses
+
+    same(loop, dtype)
+
+
+@BOTH
+def test_optimizers_of_the_script_keep_class_arguments_and_results(dtype):
+    class Own(torch.optim.SGD):
+        def step(self, closure=None, *, factor=1.0):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(factor)
+            super().step()
+            return factor
+
+    def loop():
+        w = weights(1.0, 2.0)
+        optimizer = Own([w], lr=0.5)
+        (w * w).sum().backward()
+        result = optimizer.step(factor=0.5)
+        return w.tolist(), result, type(optimizer) is Own, isinstance(optimizer, torch.optim.SGD)
+
+    same(loop, dtype)
+
+
+def test_optimizers_are_copied_saved_and_collected_as_ever():
+    w = weights(1.0)
+    with automated(run_of()):
+        optimizer = torch.optim.SGD([w], lr=0.5, momentum=0.5)
+        (w * 2.0).sum().backward()
+        optimizer.step()
+        assert list(optimizer.state_dict()) == ["state", "param_groups"]
+        for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert type(twin) is torch.optim.SGD
+            twin.step()
+        gone = weakref.ref(optimizer)
+        del optimizer, twin
+        gc.collect()
+        assert gone() is None
+
+
+def test_optimizers_that_outlive_the_run_are_plain_again():
+    w = weights(1.0)
+    with automated(run_of()):
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        other = torch.optim.SGD([w], lr=0.5)
+    assert "step" not in vars(other)
+    for one in (optimizer, other):
+        w.grad = torch.tensor([float("inf")])
+        one.step()
+    scheduler.step()
+    assert w.item() == float("-inf")
+
+
+def test_errors_of_torch_stay_torch_s():
+    w = weights(1.0, 2.0)
+    with automated(run_of()):
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        with pytest.raises(RuntimeError, match="scalar outputs") as caught:
+            (w * 2.0).backward()
+        assert not isinstance(caught.value, ampx.AmpxError)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.ones(()).backward()
+        loss = (w * w).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        optimizer.step()
+    assert w.tolist() == [0.0, 0.0]
+
+
+def test_checkpointed_parts_are_reached():
+    """A checkpoint hides its parameters from the graph: they are reached by a backward inside backward."""
+    from torch.utils.checkpoint import checkpoint
+
+    def loop():
+        a, b = weights(1.0), weights(2.0)
+        first, second = torch.optim.SGD([a], lr=0.5), torch.optim.SGD([b], lr=0.5)
+        x = torch.ones(1, requires_grad=True)
+        (checkpoint(lambda x: x * b, x, use_reentrant=True) * a).sum().backward()
+        first.step()
+        second.step()
+        return a.item(), b.item(), x.grad.item()
+
+    same(loop)
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+def refused(match, loop, **settings):
+    run = run_of(**settings)
+    with automated(run), pytest.raises(ampx.RunRefusedError, match=match) as caught:
+        loop()
+    assert run.refusal is caught.value
+    assert "test_automatic.py:" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda: torch.autocast("cpu"),
+        lambda: torch.cuda.amp.autocast(),
+        lambda: torch.amp.GradScaler("cpu"),
+        lambda: torch.cuda.amp.GradScaler(),
+    ],
+)
+def test_mixed_precision_of_the_script_s_own_is_refused(own):
+    refused("of its own|by itself", own)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_mixed_precision_that_is_switched_off_is_no_reason_to_refuse():
+    def loop():
+        w = weights(2.0)
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        scaler = torch.cuda.amp.GradScaler(enabled=False)
+        with torch.autocast("cpu", enabled=False):
+            loss = (w * w).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return w.item(), scaler.state_dict()
+
+    same(loop)
+
+
+def test_steps_inside_backward_are_refused():
+    def loop():
+        w = weights(1.0)
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        w.register_hook(lambda gradient: optimizer.step())
+        w.sum().backward()
+
+    refused("from inside backward", loop)
+
+
+def test_hooks_after_accumulation_are_refused_where_gradients_are_scaled():
+    def loop():
+        w = weights(1.0)
+        torch.optim.SGD([w], lr=0.5)
+        w.register_post_accumulate_grad_hook(lambda parameter: None)
+        w.sum().backward()
+
+    refused("register_post_accumulate_grad_hook", loop)
+    with automated(run_of("bfloat16")):
+        loop()
+
+
+def test_gradients_of_gradients_are_refused_where_they_are_scaled():
+    def loop():
+        w = weights(1.0)
+        torch.optim.SGD([w], lr=0.5)
+        (w * w * w).sum().backward(create_graph=True)
+
+    refused("create_graph=True", loop)
+
+
+def test_low_precision_parameters_are_refused():
+    def loop():
+        w = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        w.sum().backward()
+        optimizer.step()
+
+    refused("float16 parameters", loop)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_levels_that_need_the_model_are_refused(level):
+    with pytest.raises(ampx.RunRefusedError, match=f"--level {level} needs ampx.prepare"):
+        automated(run_of(level=level)).__enter__()
+
+
+# -- mixed precision of the script's own, carried out by ampx ------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_script_for_cuda_amp_runs_on_the_cpu():
+    """Casting is the script's regions', and the loss scale ampx's, with the settings of the script's scaler."""
+    w, dtypes, scales = weights(1.0, 2.0), [], []
+    run = run_of("float16", replace_native=True)
+    with automated(run):
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        scaler = torch.cuda.amp.GradScaler(init_scale=1024.0, growth_interval=1)
+        for slope in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            with torch.cuda.amp.autocast():
+                dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+                loss = (w * slope).sum()
+            dtypes.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_([w], 100.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        saved = scaler.state_dict()
+    assert dtypes == [torch.float16, torch.float32] * 3
+    assert w.tolist() == [0.0, 1.0]
+    assert scales == [2048.0, 1024.0, 2048.0]
+    assert saved == {
+        "scale": 2048.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 1,
+        "_growth_tracker": 0,
+    }
+    (one,) = run.recorder.optimizers.values()
+    assert (one.steps, one.skipped, one.initial_scale) == (3, [2], 1024.0)
+
+
+def test_a_saved_scaler_goes_on():
+    w = weights(1.0)
+    state = {
+        "scale": 256.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 2,
+        "_growth_tracker": 1,
+    }
+    with automated(run_of("float16", replace_native=True)):
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.load_state_dict(state)
+        assert scaler.get_scale() == 256.0
+        scaler.scale(w.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 1024.0
+        scaler.update(new_scale=8.0)
+        assert scaler.get_scale() == 8.0
+
+
+def test_the_script_s_dtype_holds_where_none_was_asked_for():
+    with automated(run_of("auto", replace_native=True)):
+        torch.optim.SGD([weights(1.0)], lr=0.5)
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
+
+
+def test_operations_are_counted_by_the_dtype_they_ran_in():
+    model = torch.nn.Linear(4, 4)
+    run = run_of("bfloat16")
+    with automated(run):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert run.recorder.ops["addmm", "bfloat16"] == run.recorder.sampled_steps
+    assert run.recorder.ops["mm", "bfloat16"] == run.recorder.sampled_steps
+    assert set(run.recorder.seconds) == {"forward", "backward", "step"}
