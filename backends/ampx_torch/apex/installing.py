@@ -15,6 +15,7 @@ from ampx.errors import AmpxError
 
 _OURS: Final = "ampx_torch.apex"
 _PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+_COMPILED: Final = ("amp_C", "apex_C")
 # Old names that are not those of a module here.
 _OTHER_NAMES: Final = {
     "apex.parallel.LARC": f"{_OURS}.parallel.larc",
@@ -35,11 +36,13 @@ class _Installation:
         before: The modules of old names that it took out of `sys.modules`.
         names: The old names that it put in.
         attributes: (real module, name) of what it added to a real apex.
+        completed: Whether a real apex stayed and was completed.
     """
 
     before: dict[str, ModuleType] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     attributes: list[tuple[ModuleType, str]] = field(default_factory=list)
+    completed: bool = False
 
 
 _installations: list[_Installation] = []
@@ -61,7 +64,9 @@ def install(force: bool = False) -> None:
     Sync: none.
     """
     if _installations:
-        return
+        if not (force and _installations[0].completed):
+            return
+        uninstall()
     spec = None if force else _find_installed()
     if spec is None:
         _installations.append(_take_over())
@@ -99,10 +104,10 @@ def _find_installed() -> ModuleSpec | None:
 
 
 def _take_over() -> _Installation:
-    modules = _load("apex", {"amp_C", "apex_C"})
+    modules = _load("apex", set(_COMPILED))
     done = _Installation()
     for name in list(sys.modules):
-        if name in ("apex", "amp_C", "apex_C") or name.startswith("apex."):
+        if name in ("apex", *_COMPILED) or name.startswith("apex."):
             done.before[name] = sys.modules.pop(name)
     sys.modules.update(modules)
     done.names = list(modules)
@@ -112,11 +117,11 @@ def _take_over() -> _Installation:
 def _complete(spec: ModuleSpec, folders: list[str]) -> _Installation:
     """Give a real apex the parts it misses."""
     missing = [part for part in _PARTS if PathFinder.find_spec(f"apex.{part}", folders) is None]
-    compiled = {name for name in ("amp_C", "apex_C") if importlib.util.find_spec(name) is None}
+    compiled = {name for name in _COMPILED if importlib.util.find_spec(name) is None}
     modules: dict[str, ModuleType] = {}
     for part in missing:
         modules.update(_load(f"apex.{part}", compiled))
-    done = _Installation()
+    done = _Installation(completed=True)
     try:
         real = importlib.import_module("apex")
     except Exception as error:

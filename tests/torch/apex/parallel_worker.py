@@ -258,6 +258,19 @@ def converted_network(rank):
 
 
 @scenario
+def converted_network_in_parallel(rank):
+    """Both kinds of DistributedDataParallel take it, and its gradients are those of the whole batch."""
+    found = []
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        torch.manual_seed(0)
+        own = convert_syncbn_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+        model = wrap(own)
+        model(half_of(batch(), rank)).square().sum().backward()
+        found.append(gradients(own))
+    return found
+
+
+@scenario
 def groups_of_one(rank):
     group = create_syncbn_process_group(1)
     own = run_norm(SyncBatchNorm(3, process_group=group), half_of(norm_input(), rank))

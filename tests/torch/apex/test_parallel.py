@@ -255,6 +255,17 @@ def test_converting_a_network_keeps_its_parameters(records):
 
 
 @needs_processes
+def test_a_converted_network_trains_in_parallel(records):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model(batch()).square().sum().backward()
+    for found in records("converted_network_in_parallel"):
+        for kind in found:
+            for name, own in model.named_parameters():
+                assert_close(kind[name], own.grad / 2, rtol=1e-4, atol=1e-4)  # float32, some 2**-24 a sum
+
+
+@needs_processes
 def test_groups_share_statistics_within_themselves_only(records):
     for found in records("groups_of_one"):
         for name in ("y", "x.grad", "evaluated"):

@@ -32,8 +32,10 @@ class _Sum(torch.autograd.Function):
         return total, None
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """torch's SyncBatchNorm on CUDA devices, and the same on the CPU, where torch refuses.
+
+    It is no subclass of torch's: torch's DistributedDataParallel refuses those on the CPU.
 
     Args:
         num_features: The channels.
@@ -57,9 +59,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
+
+    _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels: Any = nn.SyncBatchNorm._check_non_zero_input_channels
+    _normalise_by_torch: Any = nn.SyncBatchNorm.forward
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """Normalise.
@@ -74,7 +81,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         Sync: on CUDA as torch's.
         """
         x = input.movedim(-1, 1) if self.channel_last else input
-        y = self._normalise_on_cpu(x) if self._is_shared_on_cpu(x) else super().forward(x)
+        y = self._normalise_on_cpu(x) if self._is_shared_on_cpu(x) else self._normalise_by_torch(x)
         y = y.movedim(1, -1) if self.channel_last else y
         if z is not None:
             y = y + z
