@@ -25,7 +25,9 @@ from .torch_amp import ROOTS as TORCH_ROOTS
 from .torch_amp import TorchAmp
 
 # What every file that uses one of the old names contains; others are not even parsed.
-_HINT: Final = re.compile(rb"\bamp\b|autocast|auto_cast|mixed_precision|LossScaleOptimizer|\bapex\b|GradScaler")
+_HINT: Final = re.compile(
+    rb"\bamp\b|autocast|auto_cast|mixed_precision|LossScaleOptimizer|\bapex\b|GradScaler|AmpScaler|amp_guard"
+)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 import libcst as cst
@@ -11,6 +11,8 @@ from libcst import matchers, metadata
 from .plan import GONE, without_empty_lines
 
 _FRAMEWORKS: Final = {"torch", "torchvision", "apex", "mxnet", "paddle", "tensorflow", "keras"}
+
+_OURS: Final = {"ampx", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
 
 
 def fix(
@@ -61,12 +63,16 @@ def _at_top(module: cst.Module, name: str, comment: str = "") -> cst.Module:
     body = list(module.body)
     if any(_imports_already(one, name) for one in body):
         return module
-    framework = next((index for index, one in enumerate(body) if _imports_framework(one)), None)
-    position = _after_docstring(body) if framework is None else framework
     line = _import(name)
     if comment:
         space = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), cst.Comment(comment))
         line = line.with_changes(trailing_whitespace=space)
+    framework = next((index for index, one in enumerate(body) if _imports_framework(one)), None)
+    ours = [index for index, one in enumerate(body) if _imports_any(one, _OURS)]
+    if ours:
+        body.insert(ours[-1] + 1, line)
+        return module.with_changes(body=body)
+    position = _after_docstring(body) if framework is None else framework
     if position < len(body):
         following = body[position]
         leading = list(getattr(following, "leading_lines", ()))
@@ -90,12 +96,16 @@ def _after_docstring(body: Sequence[cst.CSTNode]) -> int:
 
 
 def _imports_framework(statement: cst.CSTNode) -> bool:
+    return _imports_any(statement, _FRAMEWORKS)
+
+
+def _imports_any(statement: cst.CSTNode, modules: Set[str]) -> bool:
     small = _small(statement)
     if isinstance(small, cst.Import):
         names = [_text(one.name) for one in small.names]
     else:
         names = [_text(small.module)] if isinstance(small, cst.ImportFrom) and not small.relative else []
-    return any(name.partition(".")[0] in _FRAMEWORKS for name in names)
+    return any(name.partition(".")[0] in modules for name in names)
 
 
 def _small(statement: cst.CSTNode) -> cst.BaseSmallStatement | None:

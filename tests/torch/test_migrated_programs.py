@@ -1,7 +1,8 @@
-"""What `ampx migrate` makes of programs written for `torch.amp` trains to the same losses, bit for bit."""
+"""What `ampx migrate` makes of programs written for `torch.amp` and `apex.amp` trains to the same losses."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 pytest.importorskip("libcst", reason="needs libcst, of the extra cli")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 
-PROGRAMS = Path(__file__).parents[1] / "programs" / "torch_amp"
+FOLDER = Path(__file__).parents[1] / "programs"
+PROGRAMS = FOLDER / "torch_amp"
 AMP = {"gan.py": [], "image_classification.py": ["--amp"], "language_model.py": ["--amp"]}
 FLOAT32 = {"gan.py": ["--fp32"], "image_classification.py": [], "language_model.py": []}
 SHORT = {
@@ -21,9 +23,19 @@ SHORT = {
 }
 
 
-def train(program, *arguments):
+WITH_APEX = """
+import runpy, sys
+import ampx_torch.apex
+ampx_torch.apex.install()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def train(program, *arguments, apex=False):
+    start = [sys.executable, "-c", WITH_APEX] if apex else [sys.executable]
     done = subprocess.run(
-        [sys.executable, str(program), *arguments],
+        [*start, str(program), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -41,18 +53,20 @@ def migrated(tmp_path):
     def migrate(program):
         made = tmp_path / program.name
         made.write_bytes(program.read_bytes())
-        subprocess.run([sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)], check=True)
+        command = [sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)]
+        assert subprocess.run(command, check=False, capture_output=True).returncode in (0, 1)
         text = made.read_text()
         assert "import ampx" in text
-        assert "GradScaler" not in text
-        assert "autocast(device_type" not in text
+        assert not {"GradScaler", "torch.autocast", "amp.initialize", "amp.scale_loss"} & set(
+            re.findall(r"[\w.]+", text)
+        )
         return made
 
     return migrate
 
 
 @pytest.mark.parametrize("name", sorted(AMP))
-def test_losses_are_those_of_the_program_before(name, migrated):
+def test_losses_of_torch_amp_are_those_of_the_program_before(name, migrated):
     arguments = [*AMP[name], *SHORT[name]]
     before = train(PROGRAMS / name, *arguments)
     assert train(migrated(PROGRAMS / name), *arguments) == before
@@ -63,3 +77,31 @@ def test_losses_are_those_of_the_program_before(name, migrated):
 def test_switched_off_it_trains_in_float32_as_before(migrated):
     program = PROGRAMS / "image_classification.py"
     assert train(migrated(program), "--epochs", "1") == train(program, "--epochs", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "else_of_apex"),
+    [
+        ("gan.py", ["--niter", "1"], False),
+        ("gan.py", ["--niter", "1", "--opt-level", "O2"], False),
+        ("rnn.py", ["--epochs", "1"], False),
+        ("rnn.py", ["--epochs", "1", "--opt-level", "O2", "--loss-scale", "128.0"], False),
+        ("image_classification.py", ["--epochs", "1"], True),
+        ("image_classification.py", ["--epochs", "1", "--opt-level", "O2"], True),
+    ],
+)
+def test_losses_of_apex_are_those_of_the_program_under_the_old_name(name, arguments, else_of_apex, migrated):
+    program = FOLDER / "apex" / name
+    made = migrated(program)
+    assert train(made, *arguments, apex=else_of_apex) == train(program, *arguments, apex=True)
+
+
+@pytest.mark.slow
+def test_clipping_of_apex_masters_differs_by_rounding_only(migrated):
+    """A fused optimizer clips in its own kernel: float32 products in another order."""
+    program, arguments = FOLDER / "apex" / "language_model.py", ["--fp16", "--num_train_epochs", "1"]
+    before, after = train(program, *arguments, apex=True), train(migrated(program), *arguments, apex=True)
+    assert after["losses"][0] == before["losses"][0]
+    # The forward pass is in float16, so that nothing finer than its unit roundoff of a loss can be expected to stay.
+    assert after["losses"] == pytest.approx(before["losses"], rel=2.0**-11)
