@@ -10,6 +10,7 @@ import ampx
 from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
 from ampx.policy import Dtype
+from ampx.running import Run
 
 from . import casting, clipping, devices, dtypes, gradients
 from .compat import mx
@@ -34,6 +35,7 @@ class MXNetBackend(ampx.Backend):
         sparse=True,
         vector_losses=True,
         names_gradients=True,
+        automates=True,
     )
 
     def device(self, name: str) -> Device:
@@ -106,6 +108,12 @@ class MXNetBackend(ampx.Backend):
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.trainer, model)
+
+    def automate(self, run: Run) -> AbstractContextManager[Any]:
+        """Give a region in which unedited scripts train in mixed precision."""
+        from .automatic import automate  # patches, which nothing else should come near
+
+        return automate(run)
 
     def demo(self) -> Any:
         """Give the trainer behind `ampx demo`."""

@@ -25,20 +25,8 @@ if TYPE_CHECKING:
 # What is the wrapper's own; everything else is read and set on the raw trainer.
 _OWN: Final = frozenset(
     (
-        "trainer",
-        "ampx_member",
-        "_backend",
-        "_max_grad_norm",
-        "_max_grad_value",
-        "_accumulation",
-        "_finite",
-        "_norm",
-        "_reduced",
-        "_kvstore_before",
-        "_used",
-        "_in_place",
-        "__class__",
-        "__weakref__",
+        *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
+        *("_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "__class__", "__weakref__"),
     )
 )
 
@@ -225,6 +213,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             norm = clip(gradients.collect(self.trainer, False), max_norm, None)
         self._norm = norm
         return norm
+
+    def forget_unscaled(self) -> None:
+        """Take gradients for scaled ones again, because somebody multiplied them. Sync: none."""
+        self._finite = self._norm = None
 
     def ampx_adopt_adding(self) -> None:
         """Accumulate here where parameters have `grad_req='add'` and MXNet would not. Sync: none."""

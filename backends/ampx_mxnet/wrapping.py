@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
     """Wrap a raw trainer; with the option `in_place`, the trainer itself becomes the wrapped one.
 
+    `in_place` may also be a class made from `AmpTrainer`: then it becomes one of these.
+
     Raises:
         InvalidOptionError: An option is unknown.
         LowPrecisionParametersError: It holds low-precision parameters without master weights.
@@ -45,9 +47,10 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
 
 
 def _wrap(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> AmpTrainer:
-    if not options.get("in_place"):
+    kind = options.get("in_place")
+    if not kind:
         return AmpTrainer(backend, trainer, member, options)
-    raw = move_out(trainer, AmpTrainer)
+    raw = move_out(trainer, AmpTrainer if kind is True else kind)
     AmpTrainer.__init__(trainer, backend, raw, member, options)
     wrapped: AmpTrainer = trainer
     return wrapped
