@@ -36,12 +36,14 @@ def run() -> int:
 
 
 def _run() -> int:
-    from .run_command import StartProgram, run_to_the_end
+    from .run_request import StartProgram
 
     try:
         return int(app(standalone_mode=True) or 0)
     except StartProgram as start:
         request = start.request
+    from .run_command import run_to_the_end
+
     return run_to_the_end(request)  # here, so that no exception of the script has one of ours as its context
 
 
@@ -248,9 +250,10 @@ def run_script(
     from ampx.running import RunSettings
     from ampx.running.program import Program
 
-    from . import run_command
+    from .run_command import check_report
+    from .run_request import RunRequest, StartProgram
 
-    run_command.check_report(report)
+    check_report(report)
     program = Program(command[0], is_module, tuple(command[1:]))
     settings = RunSettings(dtype, level, device, replace_native)
-    raise run_command.StartProgram(run_command.RunRequest(program, settings, framework, report, unchanged))
+    raise StartProgram(RunRequest(program, settings, framework, report, unchanged))

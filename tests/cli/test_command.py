@@ -20,7 +20,7 @@ def test_version_is_that_of_the_distribution(ampx_command):
 
 def test_help_names_every_command(ampx_command):
     text = ampx_command("--help").stdout
-    assert all(name in text for name in ("doctor", "backends", "demo", "new-backend", "migrate"))
+    assert all(name in text for name in ("doctor", "backends", "demo", "new-backend", "migrate", "run"))
 
 
 def test_help_comes_within_half_a_second(ampx_command):
