@@ -143,6 +143,24 @@ def test_other_optimizers_step_as_in_float32(kind, opt_level):
         assert weight(model) == weight(exact)
 
 
+class Multiplying(torch.optim.SGD):
+    """An optimizer that multiplies matrices."""
+
+    def step(self, closure=None):
+        weight = self.param_groups[0]["params"][0]
+        self.dtype = (weight.detach() @ weight.detach().T).dtype
+        return super().step(closure)
+
+
+def test_a_step_computes_in_float32():
+    model, _ = make()
+    optimizer = Multiplying(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, loss_scale=SCALE, verbosity=0)
+    assert model(torch.ones(1, 4)).dtype == torch.float16
+    train_step(model, optimizer)
+    assert optimizer.dtype == torch.float32
+
+
 def test_hooks_of_a_step_run_only_when_it_is_applied():
     model, optimizer = make()
     seen = []
@@ -260,6 +278,15 @@ def test_master_weights_keep_updates_that_low_precision_would_lose():
     for _ in range(8):
         train_step(model, optimizer)
     assert weight(model) == 1.0
+
+
+def test_master_weights_start_from_the_weights_before_rounding():
+    model, optimizer = make()
+    exact = 1 + 2.0**-20
+    nn.init.constant_(model.weight, exact)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert model.weight[0, 0].item() == 1.0
+    assert weight(model) == next(amp.master_params(optimizer))[0, 0].item() == exact
 
 
 def test_the_models_own_gradients_stay_scaled_at_o2():

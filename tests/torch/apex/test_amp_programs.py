@@ -115,6 +115,8 @@ def test_models_initialized_one_after_the_other_train_together():
     exact.train(lambda loss, optimizer, loss_id: loss.backward())
     assert (exact.parameters() - gan.parameters()).abs().max().item() < 0.03
     assert len(amp.state_dict()) == 3
+    amp_backward(gan.generator(torch.ones(1, 2)).sum() * float("inf"), gan.steps_g, 0)
+    assert gan.steps_g.loss_scale == gan.steps_d.loss_scale == 64.0
 
 
 def test_initialize_again_begins_anew():
@@ -320,6 +322,7 @@ def test_registered_functions_of_a_module_are_cast_from_initialize_on(module, re
     assert module.first(*arguments) == expected
     start()  # once more: it is not cast twice, and is put back as it was
     assert module.first(*arguments) == expected
+    assert module.first.__wrapped__ is own
     amp._amp_state.handle._deactivate()
     assert module.first is own
 
@@ -329,12 +332,14 @@ def test_registered_operations_of_torch_are_cast():
     amp.register_float_function(F, "relu")
     amp.register_promote_function(torch, "minimum")
     amp.register_float_function(torch, "mm")
+    amp.register_float_function(torch, "mv")
     start()
     half, single = torch.ones(2, 2).half(), torch.ones(2, 2)
     assert torch.sigmoid(single).dtype == torch.float16
     assert F.relu(half).dtype == torch.float32
     assert torch.minimum(half, single).dtype == torch.float32
     assert torch.mm(half, half).dtype == torch.float32
+    assert torch.mv(half, half[0]).dtype == torch.float32
     ampx.shutdown()
     assert F.relu(half).dtype == torch.float16
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from ampx_torch import lowering
 from ampx_torch.lowering import LOW
-
-_BEFORE: Final = "_ampx_forward"
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
@@ -96,10 +94,12 @@ class CastForward:
     It sits on the instance and not in hooks, because scripts call `model.forward(...)`, too.
     """
 
-    def __init__(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-        """Remember the model, and what its own attribute `forward` was."""
+    def __init__(
+        self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None, before: Any = None
+    ) -> None:
+        """Remember the model, and what its own attribute `forward` was, if it had one."""
         self.module = module
-        self.before = vars(module).get("forward")
+        self.before = before
         self.inputs = inputs
         self.outputs = outputs
 
@@ -120,9 +120,25 @@ class CastForward:
         return inspect.signature(self._forward)
 
 
+class _Replicate:
+    """The method by which DataParallel copies a model for another device."""
+
+    def __init__(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+        """Remember the model and its casts."""
+        self.module = module
+        self.casts = (inputs, outputs)
+
+    def __call__(self) -> nn.Module:
+        """Copy as torch does; the copy's `forward` then is its own."""
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[operator]
+        vars(replica)["forward"] = CastForward(replica, *self.casts, vars(self.module)["forward"].before)
+        return replica
+
+
 def cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Cast what goes into a model and what comes out. Sync: none."""
-    model.forward = CastForward(model, inputs, outputs)  # type: ignore[method-assign]
+    model.forward = CastForward(model, inputs, outputs, vars(model).get("forward"))  # type: ignore[method-assign]
+    model._replicate_for_data_parallel = _Replicate(model, inputs, outputs)  # type: ignore[assignment]
 
 
 def cast_batch(value: Any, dtype: torch.dtype) -> Any:

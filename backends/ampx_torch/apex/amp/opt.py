@@ -26,6 +26,7 @@ from ampx_torch.masters import MasterWeights, give
 from ampx_torch.takeover import TakenOver, give_back, take_over
 
 from ._amp_state import _amp_state
+from .model_gradients import mark_pulled, pull_foreign
 from .models import guard_checkpoints, make_masters
 from .scaler import settle, tell_skipped
 
@@ -103,7 +104,8 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def _put_aside(self) -> bool:
         """Put the gradients aside; tell whether there were some."""
         found = False
-        self._pull_foreign()
+        if self.masters is not None:
+            pull_foreign(self.masters)
         for parameter in self.gradients.parameters():
             if parameter.grad is not None:
                 # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
@@ -125,7 +127,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         for loss_id, factor in member.factors.items():
             if self.masters is not None:
                 self.masters.pull_gradients()
-                self._mark_pulled()
+                mark_pulled(self.masters)
             flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=False)
             self.found[loss_id] = self.gradients.finite(flags) and self.found.get(loss_id, True)
             self._scale = float(factor)
@@ -142,22 +144,6 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
                 else:
                     # In place, so that gradients which are views of a communication buffer stay so.
                     parameter.grad.add_(gradient)
-
-    def _mark_pulled(self) -> None:
-        """Remember which gradients of the model the masters have; as in apex they stay, scaled, on the model."""
-        if self.masters is not None:
-            for own in self.masters.model_parameters():
-                if own.grad is not None:
-                    own.grad._ampx_pulled = True  # type: ignore[attr-defined]
-
-    def _pull_foreign(self) -> None:
-        """Add to the masters' gradients what a backward outside any block left on the model: it is true."""
-        if self.masters is not None:
-            for own, master in self.masters.pairs:
-                if own.grad is not None and not hasattr(own.grad, "_ampx_pulled"):
-                    foreign = own.grad.to(torch.float32, copy=True)
-                    master.grad = foreign if master.grad is None else master.grad + foreign
-            self._mark_pulled()
 
     def note(self, loss_id: int, finite: bool) -> None:
         """Remember that a block overflowed: the next step is skipped. Sync: none."""
@@ -231,7 +217,8 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
     def _check_foreign(self) -> None:
         """Look at gradients of a backward outside any block: they are true, and must be finite all the same."""
-        self._pull_foreign()
+        if self.masters is not None:
+            pull_foreign(self.masters)
         flags = self.gradients.unscale(self.gradients.collect(), 1.0, fresh=False)
         self._scale = 1.0
         if not self.gradients.finite(flags):

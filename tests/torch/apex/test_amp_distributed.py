@@ -1,0 +1,114 @@
+"""Two gloo processes on this machine train; the oracle is plain torch in one process on the mean of their losses."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from ampx_torch.apex import amp
+from ampx_torch.apex.amp.models import cast_calls
+from ampx_torch.apex.optimizers import FusedAdam, FusedSGD
+
+WORKER = pathlib.Path(__file__).with_name("amp_worker.py")
+SECONDS = 150
+needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for rank in ("0", "1"):
+            log = stack.enter_context((folder / f"stderr.{rank}").open("w"))
+            one = subprocess.Popen([sys.executable, str(WORKER), rank, str(folder)], env=environment, stderr=log)
+            stack.callback(one.wait)
+            stack.callback(one.kill)
+            started.append(one)
+        deadline = time.monotonic() + SECONDS
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for one in started:
+                one.wait(max(0.0, deadline - time.monotonic()))
+    for rank in (0, 1):
+        if not (folder / f"{rank}.json").exists():
+            pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def expected(skipped=()):
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for step in range(4):
+        if step in skipped:
+            continue
+        optimizer.zero_grad()
+        values = [(step + 1.0) * (rank + 1) * (position + 1) for rank in range(2) for position in range(2)]
+        (sum(model(torch.full((1, 4), value)).sum() for value in values) / 2).backward()
+        optimizer.step()
+    return model.weight.tolist()
+
+
+@needs_processes
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("parallel", ["torch", "ampx_torch"])
+def test_accumulation_in_parallel_is_that_of_float32(ranks, opt_level, parallel):
+    first, second = (one[f"{opt_level} {parallel} None"] for one in ranks)
+    # all numbers are small integers and powers of two: nothing is rounded, up to the loss, which is not looked at
+    assert first["weight"] == second["weight"] == expected()
+    assert first["applied"] == second["applied"] == [True] * 4
+    # seven blocks made their gradients true when they ended, the delayed one did not
+    assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}}
+
+
+@needs_processes
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("parallel", ["torch", "ampx_torch"])
+def test_an_overflow_of_one_process_skips_the_step_in_both(ranks, opt_level, parallel):
+    first, second = (one[f"{opt_level} {parallel} (1, 1, 0)"] for one in ranks)
+    assert first["weight"] == second["weight"] == expected(skipped=(1,))
+    assert first["applied"] == second["applied"] == [True, False, True, True]
+    assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 4}}
+
+
+def test_replicas_of_a_cast_model_compute_with_their_own_weights():
+    """DataParallel makes one for each device by this method of torch's."""
+    model = nn.Linear(2, 1, bias=False)
+    cast_calls(model, torch.float16, torch.float32)
+    replica = model._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.full((1, 2), 3.0, dtype=torch.float16), None
+    assert replica(torch.ones(1, 2)).item() == 6.0
+    assert replica(torch.ones(1, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_the_fused_optimizers_of_apex_go_through_initialize(kind, opt_level):
+    """Their oracles are the same optimizers in float32."""
+    found = []
+    for scaled in (True, False):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(model.weight, 1.0)
+        optimizer = kind(model.parameters(), lr=0.125)
+        if scaled:
+            amp.initialize(model, optimizer, opt_level=opt_level, loss_scale=64.0, verbosity=0)
+            assert isinstance(optimizer, kind)
+        for value in (1.0, -2.0, 0.5):
+            optimizer.zero_grad()
+            loss = model(torch.full((1, 4), value)).sum()
+            if scaled:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+        found.append(model.state_dict()["weight"].tolist())
+    assert found[0] == found[1]
