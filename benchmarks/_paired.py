@@ -9,10 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from _memory import peak
+
 
 @dataclass(frozen=True)
 class Ratio:
-    """What the pairs say: medians in seconds, the median ratio A/B and where the middle half of the ratios lies."""
+    """What the pairs say: medians in seconds, the median ratio A/B and where the middle half of the ratios lies.
+
+    `peak_a` and `peak_b` are what a call takes of memory beyond what is held between calls, in MiB.
+    """
 
     median_a: float
     median_b: float
@@ -20,8 +25,10 @@ class Ratio:
     ratio_low: float
     ratio_high: float
     pairs: int
+    peak_a: float | None
+    peak_b: float | None
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | None]:
         return asdict(self)
 
 
@@ -66,9 +73,8 @@ def paired(
         gc.enable()
     ratios = sorted(x / y for x, y in zip(times_a, times_b, strict=True))
     low, _, high = statistics.quantiles(ratios, n=4)
-    return Ratio(
-        statistics.median(times_a), statistics.median(times_b), statistics.median(ratios), low, high, len(ratios)
-    )
+    medians = statistics.median(times_a), statistics.median(times_b), statistics.median(ratios)
+    return Ratio(*medians, low, high, len(ratios), peak(a, before_a), peak(b, before_b))
 
 
 def machine() -> dict[str, object]:

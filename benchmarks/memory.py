@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from _memory import resident
+
 LEVELS = ("O0", "O1", "O2", "O3")
 WIDTH, DEPTH, BATCH = 1024, 8, 256
 STEPS = len(LEVELS)
@@ -30,7 +32,7 @@ def measure(level: str) -> dict[str, float]:
     x, y = torch.randn(BATCH, WIDTH), torch.randint(0, 10, (BATCH,))
     _train_small()  # libraries' own buffers are not the model's
     Path("/proc/self/clear_refs").write_text("5")  # from here on counts what the process holds at most
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
     dtype = "float32" if level == "O0" else "bfloat16"
@@ -54,7 +56,7 @@ def measure(level: str) -> dict[str, float]:
         "gradients": _mebibytes([p.grad for p in parameters if p.grad is not None]),
         "master weights": _mebibytes(own) + _mebibytes([p.grad for p in own if p.grad is not None]),
         "optimizer state": _mebibytes(state),
-        "peak": _resident("VmHWM") - before,
+        "peak": resident("VmHWM") - before,
         "loss": float(loss.detach()),
     }
 
@@ -67,11 +69,6 @@ def _train_small() -> None:
     opt = torch.optim.AdamW(model.parameters())
     model(torch.randn(8, 8, dtype=torch.bfloat16)).sum().backward()
     opt.step()
-
-
-def _resident(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 
 def _mebibytes(tensors: list) -> float:

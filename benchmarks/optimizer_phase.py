@@ -28,7 +28,11 @@ import ampx
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+    "plain SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, fused=True),
 }
+GROWING = ("SGD", "AdamW")
+"""The optimizers that are measured at all sizes; the others, and those with two threads, at the sizes with a target."""
+THREADS = (1, 2)
 TARGETS = {  # tensors and shape: the ratio ampx / native that is aimed at, without and with clipping
     (50, (1000, 1000)): (0.60, 0.45),
     (300, (64, 64)): (0.85, 0.60),
@@ -44,7 +48,7 @@ SCALE = 2.0**16
 MAX_NORM = 1.0
 
 # Elements that the kernel itself reads and writes: weights and state twice, gradients once.
-_KERNEL = {"SGD": 5, "AdamW": 7}
+_KERNEL = {"SGD": 5, "AdamW": 7, "plain SGD": 3}
 
 
 def bytes_moved(optimizer: str, clip: bool, elements: int) -> tuple[int, int]:
@@ -165,47 +169,75 @@ def sizes(quick: bool) -> list[tuple[int, tuple[int, ...]]]:
     return [*TARGETS, *((count, (elements // count,)) for elements, counts in GROWTH.items() for count in counts)]
 
 
-STEPS = len(sizes(quick=False)) * len(OPTIMIZERS) * 2
+Case = tuple[int, int, tuple[int, ...], str]
+"""Threads, number and shape of the tensors, optimizer."""
+
+
+def cases(quick: bool, threads: tuple[int, ...] = THREADS) -> list[Case]:
+    """List what is measured; quickly, with the first number of threads. Never more threads than cores."""
+    found: list[Case] = []
+    for number in [one for one in threads[: 1 if quick else None] if one <= (os.cpu_count() or 1)]:
+        for count, shape in sizes(quick):
+            targeted = (count, shape) in TARGETS
+            names = OPTIMIZERS if targeted else GROWING if number == 1 else ()
+            found += [(number, count, shape, name) for name in names]
+    return found
+
+
+STEPS = 2 * len(cases(quick=False))
 """How often `run` advances at most."""
 
 
-def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
-    """Measure every set of tensors with every optimizer, without and with clipping."""
-    reached = bandwidth()
+def run(
+    quick: bool, advance: Callable[[], object] = lambda: None, threads: tuple[int, ...] = THREADS
+) -> list[dict[str, object]]:
+    """Measure every case, without and with clipping."""
+    before = torch.get_num_threads()
     rows: list[dict[str, object]] = []
-    for count, shape in sizes(quick):
-        elements = count * torch.Size(shape).numel()
-        # About as long for each: short steps are timed more often.
-        pairs = max(7, min(200, 200_000_000 // (elements + 20_000 * count)) // (4 if quick else 1))
-        for optimizer in OPTIMIZERS:
+    reached: dict[int, dict[str, float]] = {}
+    try:
+        for number, *case in cases(quick, threads):
+            torch.set_num_threads(number)
+            if number not in reached:
+                reached[number] = bandwidth()
             for clipped in (False, True):
-                ratio = measure(count, shape, optimizer, clipped, pairs)
-                ours, native = bytes_moved(optimizer, clipped, elements)
-                target = TARGETS.get((count, shape))
-                rows.append(
-                    {
-                        "optimizer": optimizer,
-                        "clipped": clipped,
-                        "tensors": count,
-                        "elements": elements,
-                        **ratio.to_json(),
-                        "target": None if target is None else target[clipped],
-                        "bytes_a": ours,
-                        "bytes_b": native,
-                        "bytes_ratio": ours / native,
-                        # Bytes a second: of both sides, and of plain passes over memory on this machine.
-                        "bandwidth_a": ours / ratio.median_a,
-                        "bandwidth_b": native / ratio.median_b,
-                        "bandwidth_of": reached,
-                    }
-                )
+                rows.append(_row(*case, clipped, quick, reached[number]))
                 advance()
+    finally:
+        torch.set_num_threads(before)
     return rows
+
+
+def _row(
+    count: int, shape: tuple[int, ...], optimizer: str, clipped: bool, quick: bool, reached: dict[str, float]
+) -> dict[str, object]:
+    elements = count * torch.Size(shape).numel()
+    # About as long for each: short steps are timed more often.
+    pairs = max(7, min(200, 200_000_000 // (elements + 20_000 * count)) // (4 if quick else 1))
+    ratio = measure(count, shape, optimizer, clipped, pairs)
+    ours, native = bytes_moved(optimizer, clipped, elements)
+    target = TARGETS.get((count, shape))
+    return {
+        "optimizer": optimizer,
+        "clipped": clipped,
+        "threads": torch.get_num_threads(),
+        "tensors": count,
+        "elements": elements,
+        **ratio.to_json(),
+        "target": None if target is None else target[clipped],
+        "bytes_a": ours,
+        "bytes_b": native,
+        "bytes_ratio": ours / native,
+        # Bytes a second: of both sides, and of plain passes over memory on this machine.
+        "bandwidth_a": ours / ratio.median_a,
+        "bandwidth_b": native / ratio.median_b,
+        "bandwidth_of": reached,
+    }
 
 
 def describe(row: dict[str, Any]) -> str:
     """Give one row as a line."""
-    name = f"{row['tensors']:>6} of {row['elements'] // row['tensors']:<9} {row['optimizer']:6}"
+    name = f"{row['threads']} x {row['tensors']:>6} of {row['elements'] // row['tensors']:<9} {row['optimizer']:9}"
     times = f"ampx {row['median_a'] * 1e3:9.3f} ms  native {row['median_b'] * 1e3:9.3f} ms"
     ratio = f"ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
     limit = f"by bytes {row['bytes_ratio']:.3f}, {row['bandwidth_a'] / 1e9:.1f} and {row['bandwidth_b'] / 1e9:.1f} GB/s"
@@ -216,17 +248,15 @@ def describe(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", default=bool(os.environ.get("QUICK")))
-    parser.add_argument("--threads", type=int, default=1, help="of torch; one leaves the rest of the machine out of it")
+    parser.add_argument("--threads", type=int, nargs="+", default=THREADS, help="numbers of torch's threads")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    rows = run(arguments.quick)
+    rows = run(arguments.quick, threads=tuple(arguments.threads))
     for row in rows:
         print(describe(row))
-    print("plain passes over memory, bytes a second:", bandwidth())
     if arguments.out is not None:
         results = {
-            "machine": {**machine(), "torch": torch.__version__, "threads": torch.get_num_threads()},
+            "machine": {**machine(), "torch": torch.__version__},
             "quick": arguments.quick,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "optimizer_phase": rows,

@@ -53,6 +53,10 @@ def _time(key: str) -> Callable[[Row], str]:
     return lambda row: f"{row[key] * 1e3:,.2f} ms" if row[key] < 1 else f"{row[key]:.1f} s"
 
 
+def _peak(key: str) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else f"{row[key]:.1f} MiB"
+
+
 def _spread(row: Row) -> str:
     return f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}"
 
@@ -66,7 +70,11 @@ def _paired(*words: Column, other: str = "the other") -> tuple[Column, ...]:
 _AGAINST: Column = ("against", _text("against"))
 _WORKLOAD: Column = ("workload", _text("workload"))
 _DTYPE: Column = ("dtype", _text("dtype"))
-_STEP = _paired(_AGAINST, _WORKLOAD, _DTYPE)
+_STEP = (
+    *_paired(_AGAINST, _WORKLOAD, _DTYPE),
+    ("memory, ampx", _peak("peak_a")),
+    ("memory, the other", _peak("peak_b")),
+)
 _MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
 
 LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
@@ -77,6 +85,7 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
         _paired(
             ("optimizer", _text("optimizer")),
             ("clipped", lambda row: "yes" if row["clipped"] else "no"),
+            ("threads", lambda row: str(row.get("threads", 1))),
             ("tensors", _number("tensors", ",")),
             ("elements", _number("elements", ",")),
             other="GradScaler",
@@ -195,7 +204,7 @@ def plots(results: Path) -> list[Path]:
         axes.set_yticks(range(len(steps)), names, fontsize=7)
         axes.set_xlabel("time of one step, ampx / other (median and middle half; left of 1: ampx is faster)")
         written.append(_save(figure, "steps.svg"))
-    if phase := [row for run in runs for row in run.get("optimizer_phase", ())]:
+    if phase := [row for run in runs for row in run.get("optimizer_phase", ()) if row.get("threads", 1) == 1]:
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         for name, clipped in sorted({(row["optimizer"], row["clipped"]) for row in phase}):
             line = sorted(

@@ -35,7 +35,7 @@ def test_page_includes_every_table_and_picture(report):
 
 def test_a_median_in_a_table_is_the_one_in_the_json(report):
     row = {"against": "a", "workload": "w", "dtype": "float16", "median_a": 0.0015, "median_b": 2.5, "ratio": 0.6}
-    run = {"whole_step": [{**row, "ratio_low": 0.5, "ratio_high": 0.75}]}
+    run = {"whole_step": [{**row, "ratio_low": 0.5, "ratio_high": 0.75, "peak_a": 3.25, "peak_b": None}]}
     (table,) = report.tables(run)
-    assert table.rows == (("a", "w", "float16", "1.50 ms", "2.5 s", "0.600", "0.500 to 0.750"),)
-    assert table.markdown().splitlines()[1] == "| --- | --- | --- | ---: | ---: | ---: | ---: |"
+    assert table.rows == (("a", "w", "float16", "1.50 ms", "2.5 s", "0.600", "0.500 to 0.750", "3.2 MiB", ""),)
+    assert table.markdown().splitlines()[1] == "| --- | --- | --- |" + " ---: |" * 6
