@@ -26,7 +26,8 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         """Remember what to watch.
 
         Args:
-            modules: Framework by the name of a top-level module that belongs to it.
+            modules: Framework by the name of a top-level module that belongs to it. A framework is imported when the
+                first of its modules is; the others (Keras) import that one while they are half imported themselves.
             ready: Called with each framework whose import is complete, once.
             stand_ins: Module to import first, by the name of one that it can provide.
         """
@@ -65,7 +66,8 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         """Tell of every framework that is imported and was not told of."""
         if self._depth:
             return
-        for module, framework in self._modules.items():
+        first = {framework: module for module, framework in reversed(list(self._modules.items()))}
+        for framework, module in first.items():
             if module in sys.modules and framework not in self._told:
                 self._told.add(framework)
                 self._ready(framework)

@@ -76,7 +76,7 @@ def supervise(program: Program, settings: RunSettings, framework: str | None = N
                 run.refuse(f"the script imports {name}, which cannot be automated: {error}".rstrip("."))
 
         watch = ImportWatch(
-            {one.roots[0]: name for name, one in registrations.items()},
+            {root: name for name, one in registrations.items() for root in one.roots},
             automate,
             {module: one.roots[0] for one in registrations.values() for module in one.stands_in_for},
         )
