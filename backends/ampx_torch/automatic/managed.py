@@ -9,6 +9,7 @@ import torch
 
 from ampx_torch.gradients import unscale_into
 from ampx_torch.optimizer import AmpOptimizer
+from ampx_torch.takeover import TakenOver
 
 
 class Managed:
@@ -34,7 +35,9 @@ class Managed:
     def run_raw(self, *args: Any, **kwargs: Any) -> Any:
         """Run the script's optimizer, with the arguments that the script gave beyond a closure."""
         given, named = self.call
-        self.result = type(self.raw).step(self.raw, *(args or given), **(kwargs or named))
+        # Where apex.amp took the object over, its wrapper steps the twin, whose `step` is the shadow that calls this.
+        raw = self.raw.optimizer if isinstance(self.raw, TakenOver) else self.raw
+        self.result = type(raw).step(raw, *(args or given), **(kwargs or named))
         return self.result
 
     def rescale(self, factor: Any) -> None:

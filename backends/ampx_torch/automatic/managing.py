@@ -133,7 +133,7 @@ class Manager:
     def _shadow(self, managed: Managed) -> Callable[..., Any]:
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if managed.busy or not self._still_ours():
-                return managed.run_raw(*args, **kwargs) if managed.busy else type(self_).step(self_, *args, **kwargs)
+                return managed.run_raw(*args, **kwargs)
             return self._step(managed, args, kwargs)
 
         return step
