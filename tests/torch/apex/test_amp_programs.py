@@ -12,19 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 import ampx
 from ampx.errors import InvalidOptionError, InvalidStateError, ProtocolError
 from ampx_torch.apex import amp
-from ampx_torch.apex.amp import registry
 from ampx_torch.apex.amp.errors import CheckpointError, CheckpointWarning
 from ampx_torch.apex.parallel import LARC
-
-
-@pytest.fixture(autouse=True)
-def _nothing_registered():
-    registry.restore()
-    registry._registry.entries.clear()
-    yield
-    registry.restore()
-    registry._registry.entries.clear()
-
 
 # -- a GAN -------------------------------------------------------------------------------------------
 

@@ -225,6 +225,13 @@ def test_disabled_changes_nothing():
     assert amp.half_function(lambda x: x.dtype)(torch.ones(1)) == torch.float32
 
 
+def test_disabled_ends_what_an_earlier_call_began():
+    amp.initialize(*make(), opt_level="O1", verbosity=0)
+    amp.initialize(*make(), enabled=False)
+    assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_verbosity_0_says_nothing(capsys):
     amp.initialize(*make(), opt_level="O1", verbosity=0)
     assert capsys.readouterr().out == ""
@@ -270,7 +277,6 @@ def test_lbfgs_has_no_master_weights():
 
 
 def test_scale_loss_needs_initialize():
-    amp._amp_state.initialized = False
     with pytest.raises(RuntimeError, match=r"amp\.initialize"), amp.scale_loss(torch.ones(()), []):
         pass
     model, optimizer = amp.initialize(*make(), verbosity=0)

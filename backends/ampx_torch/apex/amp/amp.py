@@ -7,6 +7,7 @@ from typing import Any
 from ampx.annotate import Function
 
 from . import decorators, registry
+from .frontend import begin_handle
 from .handle import AmpHandle, NoOpHandle
 
 
@@ -96,6 +97,4 @@ def init(
 
     Sync: none.
     """
-    from .frontend import begin_handle  # the frontend needs the handle, too
-
     return begin_handle(enabled, loss_scale, allow_banned, dtype)

@@ -81,6 +81,7 @@ def initialize(
     passed = models if optimizers is None else (models, optimizers)
     _amp_state.verbosity = verbosity
     if not enabled:
+        sessions.end()
         _amp_state.opt_properties = Properties()
         _amp_state.loss_scalers = []
         _amp_state.initialized = True
@@ -107,6 +108,7 @@ def initialize(
     _cast(all_models, all_optimizers, properties, cast_model_outputs)
     _amp_state.opt_properties = properties
     _amp_state.initialized = True
+    _amp_state.handle = AmpHandle(session) if level == "O1" else None
     group = all_optimizers[0].ampx_member.group if all_optimizers else ScaleGroup("torch", scale)
     group.emit = core_sessions.emit
     for one in list(_amp_state.optimizers):  # as in apex, what came before shares the loss scales from now on

@@ -13,7 +13,7 @@ from ampx.errors import InvalidOptionError, NotWrappedError, ProtocolError
 from ampx_torch import casting, losses
 from ampx_torch.delegation import DelegatingOptimizer
 
-from . import decorators, turns
+from . import decorators, registry, sessions, turns
 from ._amp_state import _amp_state
 from .checks import flatten
 from .opt import ApexOptimizer, wrap
@@ -52,8 +52,6 @@ def scale_loss(
 
     Sync: one a device when the block ends, unless delayed.
     """
-    from . import sessions  # it makes handles
-
     if _amp_state.initialized and not _amp_state.opt_properties.enabled:
         yield loss
         return
@@ -215,8 +213,6 @@ class AmpHandle:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
-        from . import registry
-
         registry.restore()
         self._session.shutdown()
 

@@ -88,6 +88,12 @@ def patch() -> None:
             setattr(module, name, decorators.annotate(function, kind))
 
 
+def forget() -> None:
+    """Put the functions back, and register none. Sync: none."""
+    restore()
+    _registry.entries.clear()
+
+
 def restore() -> None:
     """Put the functions back. Sync: none."""
     while _registry.replaced:

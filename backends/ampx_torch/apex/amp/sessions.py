@@ -15,7 +15,6 @@ from ampx_torch.trees import DTYPES
 
 from . import lists, registry
 from ._amp_state import _amp_state
-from .handle import AmpHandle
 
 VARIABLE: Final = "AMPX_APEX_DTYPE"
 
@@ -67,7 +66,6 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
         "torch", dtype=dtype, level=level, device=device, loss_scale=scale, nan_loss="skip", allow=allow, deny=deny
     )
     _amp_state.session = session
-    _amp_state.handle = AmpHandle(session) if level == "O1" else None
     if level == "O1":
         registry.patch()
     elif former is not None:
@@ -78,6 +76,14 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
 def _without(entries: list[Any], others: list[Any]) -> list[Any]:
     taken = {registry.operation(one) for one in others}
     return [one for one in entries if registry.operation(one) not in taken]
+
+
+def end() -> None:
+    """End the session, if there is one; torch is as it was. Sync: none."""
+    registry.restore()
+    if _amp_state.session is not None:
+        _amp_state.session.shutdown()
+        _amp_state.session = _amp_state.handle = None
 
 
 def present(call: str) -> ampx.Amp:
