@@ -12,6 +12,7 @@ import ampx
 from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
 from ampx.policy import Dtype
+from ampx.running import Run
 
 from . import casting, devices, gradients
 from .losses import inspect_loss, scale_loss
@@ -40,6 +41,7 @@ class PaddleBackend(ampx.Backend):
         sparse=True,
         distributed=True,
         names_gradients=True,
+        automates=True,
     )
 
     def device(self, name: str) -> Device:
@@ -118,6 +120,12 @@ class PaddleBackend(ampx.Backend):
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.optimizer, model)
+
+    def automate(self, run: Run) -> AbstractContextManager[Any]:
+        """Give a region in which unedited scripts train in mixed precision."""
+        from .automatic import automate  # patches, which nothing else should come near
+
+        return automate(run)
 
     def demo(self) -> Any:
         """Give the trainer behind `ampx demo`."""

@@ -39,7 +39,7 @@ class AutomationTests(KitTests):
         assert bench.values() == plain.values()
         (seen,) = run.recorder.optimizers.values()
         assert seen.skipped == [2]
-        assert self.subject.dtype != "float16" or seen.scales == [(2, seen.initial_scale / 2)]
+        assert run.settings.dtype != "float16" or seen.scales == [(2, seen.initial_scale / 2)]
 
     @requires("automates")
     def test_leaving_the_automation_restores_the_framework(self) -> None:

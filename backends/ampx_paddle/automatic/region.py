@@ -1,0 +1,40 @@
+"""The region in which Paddle is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ampx.running import Run
+
+from .differentiating import backward_scaled
+from .managing import Manager, optimizers_managed
+from .native import native_refused
+from .reading import gradients_true
+from .static import programs_watched
+
+
+@contextmanager
+def automate(run: Run) -> Iterator[None]:
+    """Patch Paddle for an unedited script: see `ampx.running`.
+
+    Raises:
+        RunRefusedError: Level O2 or O3 was asked for: which model to prepare cannot be told from outside.
+
+    Sync: none; inside, as the wrapped optimizers do.
+    """
+    if run.settings.level in ("O2", "O3"):
+        run.refuse(
+            f"--level {run.settings.level} needs ampx.prepare(model, optimizer), and which model that is cannot be "
+            f"told from outside; accepted: O0, O1. Use --level O1",
+            where="",
+        )
+    manager = Manager(run)
+    try:
+        with ExitStack() as stack:
+            for patched in (optimizers_managed, backward_scaled, gradients_true, native_refused, programs_watched):
+                stack.enter_context(patched(manager))
+            yield
+    finally:
+        manager.release()
+        run.close()
