@@ -14,6 +14,7 @@ import ampx
 from ampx.backend import reject_unknown
 from ampx.contract import CastPlan, Device, LossInfo, ScaleValue, Unscaled
 from ampx.policy import Dtype
+from ampx.running import Run
 from ampx.scale_state import LossScale, LossScaleState
 
 from . import casting, devices, optimizer, rules, state
@@ -36,6 +37,7 @@ class JaxBackend(ampx.Backend):
         device_scale=True,
         traceable=True,
         state_values=True,
+        automates=True,
     )
 
     def device(self, name: str) -> Device:
@@ -119,6 +121,12 @@ class JaxBackend(ampx.Backend):
     def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
         """Give the same optimizer state with another loss scale."""
         return _write(state, config, scale)
+
+    def automate(self, run: Run) -> AbstractContextManager[None]:
+        """Cast and check what a script differentiates and applies; see `ampx_jax.automation`."""
+        from .automation import automate
+
+        return automate(run)
 
     def demo(self) -> Any:
         """Give the trainer behind `ampx demo`."""

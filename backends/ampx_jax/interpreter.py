@@ -19,6 +19,9 @@ from jax.extend import core
 from .casting import mark_of
 from .rules import FOLLOW, JaxPlan
 
+# Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
+watch: Callable[[str, str], None] | None = None
+
 
 def evaluate(plan: JaxPlan | None, closed: Any, inputs: Sequence[Any]) -> list[Any]:
     """Run a closed jaxpr; results have the dtypes that they were traced with.
@@ -126,6 +129,8 @@ def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
 def _bind(equation: Any, values: Sequence[Any], params: Any) -> list[Any]:
     found = equation.primitive.get_bind_params(params)
     functions, params = found if isinstance(found, tuple) else ((), found)  # a pair up to some JAX version
+    if watch is not None and values and is_narrow(values[0]):
+        watch(equation.primitive.name, str(values[0].dtype))
     with equation.ctx.manager:
         results = equation.primitive.bind(*functions, *values, **params)
     return list(results) if equation.primitive.multiple_results else [results]

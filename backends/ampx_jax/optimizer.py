@@ -89,7 +89,7 @@ def wrap(
         def apply() -> tuple[Any, Any]:
             return inner.update(grads, state.inner, params, **extra)  # type: ignore[no-any-return]
 
-        given, after = _apply_or_skip(finite, apply, state.inner)
+        given, after = apply_or_skip(finite, apply, state.inner)
         moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
         return given, AmpState(
             scale=jnp.asarray(moved.scale, jnp.float32),
@@ -170,8 +170,8 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
     return each(lambda leaf: (leaf * factor).astype(leaf.dtype), grads), norm
 
 
-def _apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:
-    """Run the inner transformation where the gradients are finite; else give updates that change nothing."""
+def apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:
+    """Run the inner transformation where gradients are finite; else give updates that change nothing. Sync: none."""
     shapes = jax.eval_shape(apply)
 
     def run() -> tuple[Any, Any]:
@@ -205,7 +205,7 @@ def _varying(shape: Any) -> frozenset[str]:
 
 
 def _check_parameters(params: Any) -> None:
-    low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if _is_low(leaf)})
+    low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if is_low(leaf)})
     if low:
         raise ampx.LowPrecisionParametersError(
             f"init of a wrapped optimizer got parameters of dtype {', '.join(low)}, in which small updates are lost; "
@@ -213,5 +213,6 @@ def _check_parameters(params: Any) -> None:
         )
 
 
-def _is_low(leaf: Any) -> bool:
+def is_low(leaf: Any) -> bool:
+    """Tell whether this is a floating array narrower than float32. Sync: none."""
     return _is_floating(leaf) and jnp.finfo(jnp.result_type(leaf)).bits < 32

@@ -85,7 +85,7 @@ class JaxHarness(ValueHarness):
         ones = jnp.ones((2, 2))
         shown = jax.make_jaxpr(ampx_jax.autocast(lambda a, b: jax.lax.dot(a, b)))(ones, ones)
         (product,) = (one for one in shown.jaxpr.eqns if one.primitive.name == "dot_general")
-        return str(product.outvars[0].aval.dtype)
+        return str(product.invars[0].aval.dtype)  # sums may be wider
 
     def operation(self):
         return "dot_general"

@@ -1,0 +1,263 @@
+"""`ampx run` in JAX: what happens to the gradients and optimizers of a script that is not edited.
+
+Functions that the script hands to `jax.grad` and `jax.value_and_grad` are cast by `ampx_jax.autocast`. Where losses are
+scaled, the scale is read at run time, multiplied in before the derivative and divided out after it, so that the script
+sees true gradients. Every optax transformation that the script calls skips what is not finite; the state that the
+script carries has the structure that the script expects.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ampx import sessions
+from ampx.group import Member, ScaleGroup
+from ampx.running import Run
+
+from . import casting, devices, interpreter, optimizer
+from .transform import autocast
+
+_OWN_SCALING: Final = ("jmp", "flax.training.dynamic_scale")
+NO_GRADIENTS: Final = (
+    "No function went through jax.grad or jax.value_and_grad: gradients that are made in another way, with jax.vjp "
+    "say, computed in float32."
+)
+
+
+class _Depth(threading.local):
+    """How deep the calling thread is inside transformations: the script calls the outermost."""
+
+    value = 0
+
+
+class Automation:
+    """One run: its session, and the loss scale that lives on the host."""
+
+    def __init__(self, run: Run) -> None:
+        """Start without a session."""
+        self.run = run
+        self.depth = _Depth()
+        self.live = True
+        self.differentiated = False
+        self.member: Member | None = None
+        self.regions = ExitStack()
+        self._lock = threading.Lock()
+
+    @property
+    def casts(self) -> bool:
+        """Whether functions are cast now."""
+        return self.live and self.run.amp is not None and casting.active.value is not None
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled by anything but one."""
+        config = None if self.member is None else self.member.group.config
+        return config is not None and (config.dynamic or config.init_scale != 1.0)
+
+    def begin(self, kind: str, params: Any) -> None:
+        """Start the session with the script's first optimizer, and note this one.
+
+        Raises:
+            RunRefusedError: The script has mixed precision of its own, or the settings cannot be honoured.
+        """
+        if self.run.amp is None:
+            for name in _OWN_SCALING:
+                if name in sys.modules:
+                    self.run.refuse(
+                        f"the script imports {name}, mixed precision of its own; accepted: float32 scripts. Run it "
+                        f"without ampx, or take it out"
+                    )
+            amp = self.run.session(**self._preferred())
+            self.regions.enter_context(self.run.recorder.phase("train"))
+            if amp.casting is not None:
+                self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
+            group = ScaleGroup("jax", amp.effective.loss_scale, amp.enabled, emit=sessions.emit)
+            self.member = group.add_member()
+            self.run.lines = _lines(amp.effective.dtype)
+        low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
+        if low:
+            self.run.refuse(
+                f"the script keeps parameters in {', '.join(low)}, mixed precision of its own; accepted: float32 "
+                f"parameters. Run it without ampx"
+            )
+        assert self.member is not None
+        self.run.recorder.add_optimizer(kind, float(self.member.group.states[0].scale), 0)
+
+    def _preferred(self) -> dict[str, str]:
+        """Prefer bfloat16 where nothing was asked for: it needs no loss scale, which a compiled step must fetch."""
+        settings = self.run.settings
+        if settings.dtype == "auto" and "bfloat16" in devices.describe(settings.device).native:
+            return {"dtype": "bfloat16"}
+        return {}
+
+    def _count(self, name: str, dtype: str) -> None:
+        if self.run.recorder.sampling:
+            self.run.recorder.count_op(name, dtype)
+
+    def read_scale(self) -> jax.Array:
+        """Give the present loss scale, at run time. Sync: the host is asked."""
+        return jax.experimental.io_callback(self._scale_now, jax.ShapeDtypeStruct((), jnp.float32))  # type: ignore[no-any-return]
+
+    def _scale_now(self) -> Any:
+        assert self.member is not None
+        with self._lock:
+            return np.float32(self.member.group.states[0].scale)
+
+    def stepped(self, finite: Any) -> None:
+        """Take one step's finiteness: count it and move the loss scale. Called at run time."""
+        assert self.member is not None
+        with self._lock:
+            self.member.enter(self.member.group.states[0].scale, 0)
+            self.member.leave(True)
+            self.run.recorder.stepped(0)
+            self.member.finish({0: bool(finite)})
+
+
+def _lines(dtype: str | None) -> tuple[str, ...]:
+    return (
+        f'amp = ampx.init("jax", dtype={dtype!r})',
+        "loss_of = ampx_jax.autocast(loss_of)",
+        "tx = ampx.wrap_optimizer(tx)",
+    )
+
+
+@contextmanager
+def automate(run: Run) -> Iterator[None]:
+    """Cast what is differentiated inside, and let optimizers skip what is not finite."""
+    this = Automation(run)
+    # Named tuples: every transformation, of optax and of the script, is made here.
+    patches = (
+        mock.patch.object(jax, "grad", _differentiating(this, jax.grad, False)),
+        mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
+        mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),
+    )
+    try:
+        with patches[0], patches[1], patches[2]:
+            yield
+    finally:
+        jax.effects_barrier()  # what was computed is told
+        this.live = False
+        if run.recorder.optimizers and not this.differentiated:
+            run.recorder.notes.append(NO_GRADIENTS)
+        this.regions.close()
+        run.close()
+
+
+# -- gradients ------------------------------------------------------------------------------------------------
+
+
+def _differentiating(this: Automation, native: Callable[..., Any], values: bool) -> Callable[..., Any]:
+    """Give `jax.grad` or `jax.value_and_grad` that casts the function, once there is an optimizer."""
+    signature = inspect.signature(native)
+    value_and_grad = jax.value_and_grad
+
+    @functools.wraps(native)
+    def managed(*args: Any, **kwargs: Any) -> Any:
+        plain = native(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        function = given.pop("fun", None)
+        if not callable(function):
+            return plain
+        cast, aux = autocast(function), given.get("has_aux", False)
+        cast_derivative = native(cast, **given)
+
+        @functools.wraps(plain)
+        def derivative(*inputs: Any, **named: Any) -> Any:
+            if not this.casts:
+                return plain(*inputs, **named)
+            this.differentiated = True
+            with _explained(this, inputs, named):
+                if not this.scales or given.get("holomorphic"):
+                    return cast_derivative(*inputs, **named)
+                return scaled_derivative(*inputs, **named)
+
+        def scaled_derivative(*inputs: Any, **named: Any) -> Any:
+            scale = this.read_scale()
+
+            def scaled(*inputs: Any, **named: Any) -> Any:
+                found = cast(*inputs, **named)
+                loss = found[0] if aux else found
+                return loss.astype(jnp.float32) * scale, found
+
+            (_, found), grads = value_and_grad(scaled, **{**given, "has_aux": True})(*inputs, **named)
+            grads, _ = optimizer.unscale(grads, scale)
+            if values:
+                return found, grads
+            return (grads, found[1]) if aux else grads
+
+        return derivative
+
+    return managed
+
+
+@contextmanager
+def _explained(this: Automation, inputs: Any, named: Any) -> Iterator[None]:
+    """Refuse functions that look at values: they can be differentiated without a trace, but not cast."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((inputs, named))):
+            raise  # the script's own trace has the same trouble
+        this.run.refuse(
+            "the script differentiates a function whose Python code depends on the values of arrays, which cannot be "
+            "cast; accepted: functions that jax.jit accepts. Use jax.numpy.where or jax.lax.cond there"
+        )
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------
+
+
+def _making(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def make(cls: Any, init: Any, update: Any) -> Any:
+        kind = str(getattr(init, "__qualname__", "optimizer")).partition(".")[0]
+        return native(cls, _initialising(this, init, kind), _updating(this, update))
+
+    return make
+
+
+@contextmanager
+def _inside(this: Automation) -> Iterator[bool]:
+    """Go into a transformation; tells whether the script called it, and no other transformation."""
+    this.depth.value += 1
+    try:
+        yield this.live and this.depth.value == 1
+    finally:
+        this.depth.value -= 1
+
+
+def _initialising(this: Automation, native: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def init(params: Any, *args: Any, **kwargs: Any) -> Any:
+        with _inside(this) as outermost:
+            if outermost:
+                this.begin(kind, params)
+            return native(params, *args, **kwargs)
+
+    return init
+
+
+def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        with _inside(this) as outermost:
+            enabled = outermost and this.member is not None and this.member.group.enabled
+            if not enabled or not jax.tree.leaves(updates):
+                return native(updates, state, params, **extra)
+            _, finite = optimizer.unscale(updates, jnp.float32(1.0))
+            jax.debug.callback(this.stepped, finite)
+            return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), state)
+
+    return update
