@@ -13,6 +13,7 @@ import ampx
 from ampx.contract import CastPlan, Device, LossInfo, Unscaled
 from ampx.group import Member
 from ampx.policy import Dtype
+from ampx.running import Run
 
 from . import casting, devices, gradients, graph_rewrite, rewrite
 from .losses import inspect_loss, scale_loss
@@ -35,6 +36,7 @@ class TensorFlowBackend(ampx.Backend):
         distributed=True,
         device_scale=True,
         traceable=True,
+        automates=True,
     )
 
     def device(self, name: str) -> Device:
@@ -134,6 +136,12 @@ class TensorFlowBackend(ampx.Backend):
         from .demo import KerasTrainer  # scikit-learn is needed for the demo only
 
         return KerasTrainer()
+
+    def automate(self, run: Run) -> AbstractContextManager[None]:
+        """Train a script that knows nothing of ampx in mixed precision."""
+        from .automation import automate  # patches what it imports, in `ampx run` only
+
+        return automate(run)
 
 
 def _legacy_casting() -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -35,9 +35,11 @@ class GraphPlan(CastPlan):
 
 
 class _Request(threading.local):
-    """Whether the session that is being started is to cast graphs."""
+    """Whether the session that is being started is to cast graphs; and who starts it instead, if anybody."""
 
     graphs = False
+    start: Callable[[], Any] | None = None
+    tell: Callable[[Any, str], None] | None = None
 
 
 @dataclass
@@ -59,6 +61,16 @@ def requested() -> Iterator[None]:
         yield
     finally:
         _request.graphs = before
+
+
+@contextmanager
+def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> Iterator[None]:
+    """Give a region in which another starts the session, and is told of what `enable_...` wraps. Sync: none."""
+    _request.start, _request.tell = start, tell
+    try:
+        yield
+    finally:
+        _request.start = _request.tell = None
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
@@ -99,6 +111,10 @@ def enable_mixed_precision_graph_rewrite(
     Sync: one, the first time.
     """
     config = read_loss_scale(loss_scale)
+    if _request.start is not None and _request.tell is not None:
+        wrapped = _request.start().wrap_optimizer(opt, loss_scale=config)
+        _request.tell(wrapped, type(opt).__name__)
+        return wrapped
     session = sessions.get("tensorflow")
     if session is not None and session.casting is not None and not isinstance(session.casting, GraphPlan):
         raise ProtocolError(
@@ -129,6 +145,9 @@ def disable_mixed_precision_graph_rewrite() -> None:
 
     Sync: as `Amp.shutdown`.
     """
+    if _request.start is not None:
+        rewrite.process.off()
+        return
     session = sessions.get("tensorflow")
     started = None if _started.session is None else _started.session()
     _started.session = None

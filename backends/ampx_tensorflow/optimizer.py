@@ -62,7 +62,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0]
         scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
         counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
-        counters.assign(first)
+        with tf.init_scope():  # in a trace this would be an operation of every step
+            counters.assign(first)
         return scale, counters, make_traced()
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -141,6 +142,12 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
             grads, norm = gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
             grads = replicas.shared(grads)
         self._conclude(member, factor, finite, norm, self._update, grads, variables, divisor)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def ampx_apply_true(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Do what `apply` does with gradients that carry no scale, as `ampx run` gets them. Sync: as `apply`."""
+        self._take_true()
+        self.apply(grads, trainable_variables)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_gradients(self, grads_and_vars: Any) -> Any:

@@ -120,6 +120,16 @@ class LedgerOptimizer(WrappedOptimizer):
         self._true.update((id(one), one) for one in true if one is not None)
         return true
 
+    def _take_true(self) -> None:
+        """Expect true gradients in this step, of a loss that did not go through `scale_loss`."""
+        member = self.ampx_member
+        if not member.group.enabled:
+            return
+        factor = self._ledger.factor(member.group, 0)
+        member.enter(factor, 0)
+        member.stage = "unscaled"
+        self._slots.pending.assign(factor)
+
     def ampx_unscale(self) -> NoReturn:
         """Refuse: only `apply` sees the gradients."""
         self._refuse("unscale")

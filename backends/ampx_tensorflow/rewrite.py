@@ -112,6 +112,11 @@ class ProcessSwitch:
         """Start switched off."""
         self._undo: ExitStack | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether it is on. Sync: none."""
+        return self._undo is not None
+
     def on(self, plan: CastPlan) -> None:
         """Switch it on. Sync: one, the first time."""
         self.off()

@@ -1,0 +1,286 @@
+"""`ampx run` in TensorFlow: what happens to optimizers, models, tapes and sessions of a script that is not edited.
+
+A model that Keras compiles and trains by itself is cast by its layers' policies, as by hand: all but those that give
+the outputs. Everything else is cast by the graph rewriter, so that the script sees float32 everywhere: loops over
+`GradientTape`, models with a training step of their own, graphs of TensorFlow 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Final, TypeVar
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
+
+from ampx.errors import AmpxError, RunRefusedError
+from ampx.optimizer import WrappedOptimizer
+from ampx.running import Run
+
+from . import automation_graph, automation_models, gradients, graph_rewrite, old_names, rewrite
+from .contexts import on_host
+from .ledger import is_one
+from .optimizer import AmpOptimizer
+
+# NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
+_BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
+_GRAPHS: Final = "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"
+EAGER: Final = "steps ran outside of tf.function, where the graph rewriter sees nothing: they computed in float32"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Depth(threading.local):
+    """How deep the calling thread is inside an update of a wrapped optimizer."""
+
+    value = 0
+
+
+class Automation:
+    """One run: which optimizers are managed, and how the session started."""
+
+    def __init__(self, run: Run) -> None:
+        """Start with nothing managed."""
+        self.run = run
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.managed: dict[int, tuple[Any, Any]] = {}  # by the id of the raw optimizer, which is held
+        self.wrapped: list[Any] = []
+        self.counted: dict[int, int] = {}
+        self.depth = _Depth()
+
+    # -- the session -------------------------------------------------------------------------------
+
+    def session(self, graphs: bool) -> Any:
+        """Give the session, casting graphs too from now on where asked for; layers cast only where prepared.
+
+        Raises:
+            RunRefusedError: The settings cannot be honoured here.
+        """
+        new = self.run.amp is None
+        if new and keras.config.dtype_policy().name.startswith("mixed_"):
+            self.refuse("its global policy is a mixed one")
+        before = keras.config.dtype_policy()
+        only_graphs = os.environ.get(_GRAPHS) == "1" and os.environ.get(_BOTH) != "1"
+        amp = self.run.session(**({"loss_scale": 1.0} if new and only_graphs else {}))
+        if new:
+            keras.config.set_dtype_policy(before)  # what is not prepared computes in float32
+        if graphs and amp.casting is not None and not rewrite.process.is_on:
+            self.guarded(rewrite.process.on)(amp.casting)
+        return amp
+
+    def manage(self, raw: Any, graphs: bool) -> Any:
+        """Give what `wrap_optimizer` made of a raw optimizer."""
+        known = self.managed.get(id(raw))
+        if known is None:
+            amp = self.session(graphs)
+            with tf.init_scope() if tf.inside_function() else nullcontext():
+                wrapped = self.guarded(amp.wrap_optimizer)(raw)
+            known = self.managed[id(raw)] = raw, wrapped
+            self.add(wrapped, type(raw).__name__)
+        return known[1]
+
+    def add(self, wrapped: WrappedOptimizer, kind: str) -> None:
+        """Tell the recorder of a wrapped optimizer."""
+        group = wrapped.ampx_member.group
+        self.run.recorder.add_optimizer(kind, group.config.init_scale, group.index)
+        self.counted.setdefault(group.index, 0)
+        self.wrapped.append(wrapped)
+
+    def count(self, wrapped: Any) -> None:
+        """Tell the recorder what an optimizer has stepped since the last time. Sync: one."""
+        group = wrapped.ampx_member.group
+        group.resolve()
+        missed = group.steps - self.counted[group.index]
+        self.counted[group.index] += missed
+        self.run.recorder.stepped(group.index, missed)
+
+    def refuse(self, why: str) -> None:
+        """Refuse a script that uses mixed precision already."""
+        self.run.refuse(
+            f"the script uses mixed precision of its own ({why}); accepted: scripts in float32, and those with the "
+            f"functions of TensorFlow 1. Run it without ampx run"
+        )
+
+    def guarded(self, function: Function) -> Function:
+        """Give a function whose errors of ampx are refusals."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except RunRefusedError:
+                raise
+            except AmpxError as error:
+                self.run.refuse(str(error).rstrip("."))
+
+        return call  # type: ignore[return-value]
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the summary, once."""
+        if sentence not in self.run.recorder.notes:
+            self.run.recorder.notes.append(sentence)
+
+    # -- loops over tapes --------------------------------------------------------------------------
+
+    def scale(self) -> Any:
+        """Give the scale for a backward that may belong to any optimizer; None where there is nothing to scale.
+
+        Gradients are true again before the script sees them, so that any scale is right.
+        """
+        for raw in list(self.made):
+            self.manage(raw, True)
+        wrapped = [one for _, one in self.managed.values() if isinstance(one, AmpOptimizer)]
+        scales = [
+            one._ledger.factor(one.ampx_member.group, 0) for one in wrapped if not is_one(one.ampx_member.group.config)
+        ]
+        return tf.reduce_min(tf.stack(scales)) if scales else None
+
+
+@contextmanager
+def automate(run: Run) -> Iterator[None]:
+    """Manage what a script makes inside."""
+    this = Automation(run)
+    old = run.settings
+    with ExitStack() as undo:
+        undo.callback(run.close)
+        undo.callback(rewrite.process.off)
+        undo.callback(_finish, this)
+        old_names.install(old.dtype, old.device)
+        undo.callback(old_names.uninstall)
+        undo.enter_context(graph_rewrite.started_by(lambda: this.session(True), this.add))
+        for patch in (*_patches(this), *automation_graph.patches(this)):
+            undo.enter_context(patch)
+        yield
+
+
+def _finish(this: Automation) -> None:
+    for wrapped in this.wrapped:
+        if isinstance(wrapped, AmpOptimizer):
+            this.count(wrapped)
+    if "tf_keras" in sys.modules:
+        this.note("tf_keras was imported: what its optimizers trained was not automated")
+
+
+def _patches(this: Automation) -> Iterator[Any]:
+    base = keras.optimizers.Optimizer
+    make, apply, update = base.__init__, base.apply, AmpOptimizer._update
+    compile_, fit, batch = Trainer.compile, keras.Model.fit, keras.Model.train_on_batch
+    gradient = tf.GradientTape.gradient
+
+    @functools.wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if not isinstance(self, keras.optimizers.LossScaleOptimizer):
+            this.made.add(self)
+
+    @functools.wraps(update)
+    def updated(self: Any, *args: Any, **kwargs: Any) -> None:
+        this.depth.value += 1
+        try:
+            update(self, *args, **kwargs)
+        finally:
+            this.depth.value -= 1
+
+    @functools.wraps(apply)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def applied(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        known = this.managed.get(id(self))
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):
+            if not isinstance(self, WrappedOptimizer):
+                this.refuse("keras.optimizers.LossScaleOptimizer")
+            return apply(self, grads, trainable_variables)
+        if this.depth.value or (known is None and self not in this.made):
+            return apply(self, grads, trainable_variables)
+        wrapped = this.manage(self, True)
+        step = this.guarded(wrapped.ampx_apply_true)
+        if not on_host():
+            return step(grads, trainable_variables)
+        with this.run.recorder.phase("step"):
+            step(grads, trainable_variables)
+        this.count(wrapped)
+        return this.note(EAGER)
+
+    @functools.wraps(gradient)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def differentiated(
+        self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        native = functools.partial(gradient, self, target, sources)
+        scale = None
+        if output_gradients is None and _is_loss(target) and all(map(_is_variable, tf.nest.flatten(sources))):
+            scale = this.scale()
+        if scale is not None:
+            output_gradients = tf.fill(tf.shape(target), tf.cast(scale, target.dtype))
+        if not on_host():
+            found = native(output_gradients, *args, **kwargs)
+        else:
+            with this.run.recorder.phase("backward"):
+                found = native(output_gradients, *args, **kwargs)
+        if scale is None:
+            return found
+        true = gradients.unscale(_flat(found), scale)
+        return tf.nest.pack_sequence_as(sources, true) if tf.nest.is_nested(sources) else true[0]
+
+    @functools.wraps(compile_)
+    def compiled(self: Any, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
+        optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
+        if optimizer is None or isinstance(optimizer, WrappedOptimizer):
+            return compile_(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            this.refuse("keras.optimizers.LossScaleOptimizer")
+        kept = automation_models.outputs(self)
+        if kept is None or "1" in (os.environ.get(_BOTH), os.environ.get(_GRAPHS)):
+            this.session(True)
+        else:
+            optimizer = this.manage(optimizer, False)
+            plan = this.session(False).casting
+            if plan is not None:
+                automation_models.prepare(self, plan, kept)
+                automation_models.count_layers(this.run, self)
+        this.run.lines = automation_models.lines(this.run)
+        return compile_(self, optimizer, *args, **kwargs)
+
+    def training(native: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(native)
+        def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with this.run.recorder.phase("train"):
+                found = native(self, *args, **kwargs)
+            if isinstance(self.optimizer, AmpOptimizer):
+                raw = self.optimizer.inner_optimizer
+                if id(raw) in this.managed and native is fit:
+                    this.count(self.optimizer)
+            return found
+
+        return trained
+
+    yield mock.patch.object(base, "__init__", made)
+    yield mock.patch.object(base, "apply", applied)
+    yield mock.patch.object(AmpOptimizer, "_update", updated)
+    yield mock.patch.object(tf.GradientTape, "gradient", differentiated)
+    yield mock.patch.object(Trainer, "compile", compiled)
+    yield mock.patch.object(keras.Model, "fit", training(fit))
+    yield mock.patch.object(keras.Model, "train_on_batch", training(batch))
+
+
+# -- tapes --------------------------------------------------------------------------------------------------
+
+
+def _is_variable(source: Any) -> bool:
+    return isinstance(source, (tf.Variable, keras.Variable))
+
+
+def _is_loss(target: Any) -> bool:
+    """Tell whether this is a loss that was not scaled: what `scale_loss` gave has a `gradient`."""
+    known = isinstance(target, tf.Tensor) and not hasattr(target, "gradient")
+    return bool(known and target.dtype.is_floating and target.dtype != tf.float16)
+
+
+def _flat(found: Any) -> list[Any]:
+    return list(tf.nest.flatten(found)) if tf.nest.is_nested(found) else [found]

@@ -1,0 +1,284 @@
+"""`ampx run` in TensorFlow: what a script that knows nothing of ampx makes is cast, scaled, and restored."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.client.session import BaseSession
+
+import ampx
+from ampx.registry import Registry
+from ampx.running import Run, RunSettings
+from ampx_tensorflow import rewrite
+
+v1 = tf.compat.v1
+PLAIN = Path(__file__).parents[1] / "programs" / "plain"
+# 1 + 2**-9 + 2**-13: bfloat16 keeps seven bits behind the point, float16 ten.
+VALUE = 1.0 + 2.0**-9 + 2.0**-13
+ROUNDED = {"bfloat16": 1.0, "float16": 1.0 + 2.0**-9}
+pytestmark = pytest.mark.filterwarnings("ignore:.*emulated:ampx.errors.PrecisionWarning")
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Automate, in a dtype that the rewriter knows here."""
+    for name in ("TF_ENABLE_AUTO_MIXED_PRECISION", "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def automated(dtype="bfloat16"):
+        if not rewrite._works("cpu", dtype):
+            pytest.skip(f"TensorFlow's rewriter casts nothing to {dtype} here: it was tried")
+        run = Run("tensorflow", RunSettings(dtype, "O1", "cpu"))
+        return run, Registry().load("tensorflow").automate(run)
+
+    return automated
+
+
+def patched():
+    base = keras.optimizers.Optimizer
+    return [
+        *(getattr(base, name) for name in ("__init__", "apply")),
+        *(getattr(keras.Model, name) for name in ("compile", "fit", "train_on_batch")),
+        tf.GradientTape.gradient,
+        *(getattr(v1.train.Optimizer, name) for name in ("minimize", "compute_gradients", "apply_gradients")),
+        *(getattr(BaseSession, name) for name in ("__init__", "run", "close")),
+        keras.config.dtype_policy().name,
+        {name for name, on in tf.config.optimizer.get_experimental_options().items() if on},
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_restored():
+    before = patched()
+    yield
+    assert patched() == before
+
+
+def model(**options):
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(2, kernel_initializer="ones", use_bias=False),
+            keras.layers.Dense(1, kernel_initializer="ones", use_bias=False, **options),
+        ]
+    )
+
+
+def loop(variable, optimizer, dtype):
+    """A training step on a product whose gradient is what the product's operand was rounded to, times a factor."""
+    values, eye = tf.fill([64, 64], VALUE), tf.eye(64)
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            product = tf.matmul(tf.nn.relu(values), eye) + 0.0
+            loss = tf.reduce_sum(variable) * tf.stop_gradient(product[0, 0]) * factor
+        gradients = tape.gradient(loss, [variable])
+        optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+        return gradients[0]
+
+    return step
+
+
+def test_a_compiled_model_is_cast_but_for_its_outputs(start):
+    run, region = start()
+    ours = model()
+    x = np.full((8, 64), VALUE, "float32")
+    with region:
+        ours.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
+        assert [layer.compute_dtype for layer in ours.layers] == ["bfloat16", "float32"]
+        assert ours.predict(x, verbose=0)[0, 0] == 128.0
+        assert isinstance(ours.optimizer, ampx.optimizer.WrappedOptimizer)
+        assert model().layers[0].compute_dtype == "float32"  # what is not compiled is left alone
+        ours.fit(x, np.zeros((8, 1), "float32"), batch_size=2, epochs=2, verbose=0)
+        assert run.recorder.steps == 8
+        assert run.recorder.ops == {("Dense", "bfloat16"): 1, ("Dense", "float32"): 1}
+        assert run.recorder.seconds["train"] > 0
+    assert ours.predict(x, verbose=0)[0, 0] > 128.0
+    with pytest.raises(ampx.NotInitializedError):
+        ampx.current()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", {"class_name": "SGD", "config": {"learning_rate": 0.01}}])
+def test_a_step_of_fit_that_overflows_is_skipped_and_recorded(start, optimizer):
+    run, region = start("float16")
+    x = np.ones((6, 64), "float32")
+    x[2] = math.inf
+    with region:
+        ours = model()
+        ours.compile(optimizer=optimizer, loss="mse")
+        ours.fit(x, np.zeros((6, 1), "float32"), batch_size=1, shuffle=False, verbose=0)
+    assert all(np.isfinite(one).all() for one in ours.get_weights())
+    (seen,) = run.recorder.optimizers.values()
+    assert 3 in seen.skipped
+    assert seen.steps == 6
+    assert seen.scales[0][1] == seen.initial_scale / 2
+
+
+class SelfTrained(keras.Model):
+    """Takes its own steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            difference = self(x) - y  # TensorFlow subtracts no float32 from bfloat16
+            loss = tf.reduce_mean(tf.square(difference))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"error": loss}
+
+
+def test_a_model_with_its_own_training_step_is_cast_as_a_graph(start):
+    run, region = start()
+    x = np.full((4, 64), VALUE, "float32")
+    with region:
+        ours = SelfTrained()
+        ours.compile(optimizer=keras.optimizers.SGD(0.0))
+        found = ours.fit(x, np.zeros((4, 1), "float32"), batch_size=4, epochs=2, verbose=0)
+        assert ours.dense.compute_dtype == "float32"
+        assert ours.predict(x, verbose=0)[0, 0] == 64.0
+    assert found.history["error"][0] == 64.0**2
+    assert run.recorder.steps == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_loop_over_tapes_trains_scales_and_skips(start, dtype, traced):
+    run, region = start(dtype)
+    variable = tf.Variable([8.0])
+    with region:
+        step = loop(variable, keras.optimizers.SGD(1.0), dtype)
+        step = tf.function(step) if traced else step
+        true = [step(tf.constant(factor)) for factor in (1.0, math.inf, 2.0)]
+        cast = ROUNDED[dtype] if traced else VALUE  # eager operations are in no graph
+        assert [true[0].numpy()[0], true[2].numpy()[0]] == [cast, 2 * cast]
+        assert variable.numpy()[0] == np.float32(8.0) - np.float32(3 * cast)
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.steps, seen.skipped) == (3, [2])
+    assert seen.scales == ([(2, 2.0**15)] if dtype == "float16" else [])
+    assert any("outside of tf.function" in note for note in run.recorder.notes) is not traced
+    step(tf.constant(math.inf))  # a step without ampx is not skipped
+    assert not np.isfinite(variable.numpy()).all()
+
+
+def test_gradients_that_belong_to_no_loss_are_left_alone(start):
+    _, region = start("float16")
+    with region:
+        variable, x = tf.Variable([3.0]), tf.constant([2.0])
+        optimizer = keras.optimizers.SGD(1.0)
+        with tf.GradientTape(persistent=True) as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                value = variable * x * x
+            slope = inner.gradient(value, x)  # as in a gradient penalty
+            penalty = tf.reduce_sum(tf.square(slope))
+        assert slope.numpy().tolist() == [12.0]
+        optimizer.build([variable])
+        assert outer.gradient(penalty, variable).numpy().tolist() == [2 * 12.0 * 4.0]
+        given = outer.gradient(penalty, [variable], output_gradients=tf.constant(0.5))
+        assert given[0].numpy().tolist() == [12.0 * 4.0]
+
+
+def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start):
+    run, region = start("float16")
+    with region, tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=[8.0])
+        factor, values = v1.placeholder(tf.float32, []), v1.placeholder(tf.float32, [64, 64])
+        product = tf.matmul(tf.nn.relu(values), tf.eye(64)) + 0.0
+        optimizer = v1.train.GradientDescentOptimizer(1.0)
+        pairs = optimizer.compute_gradients(tf.reduce_sum(variable) * factor, [variable])
+        train = optimizer.apply_gradients(pairs)
+        with v1.Session(config=v1.ConfigProto(allow_soft_placement=True)) as session:
+            session.run(v1.global_variables_initializer())
+            assert session.run(product, {values: np.full((64, 64), VALUE)})[0, 0] == ROUNDED["float16"]
+            for one in (1.0, 2.0, math.inf):
+                session.run(train, {factor: one})
+            assert session.run(variable).tolist() == [5.0]
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.kind, seen.steps, seen.skipped) == ("GradientDescentOptimizer", 3, [3])
+    assert seen.scales == [(3, 2.0**15)]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("TF_ENABLE_AUTO_MIXED_PRECISION", 2.0**16), ("TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE", 1.0)],
+)
+def test_the_variables_of_the_environment_choose_graphs(start, monkeypatch, name, scale):
+    run, region = start("float16")
+    with region:
+        monkeypatch.setenv(name, "1")  # in the script, as the blog did
+        ours = model()
+        ours.compile(optimizer="sgd", loss="mse")
+        ours.fit(np.ones((1, 64), "float32") / 64, np.zeros((1, 1), "float32"), verbose=0)
+        assert ours.layers[0].compute_dtype == "float32"
+        assert ours.predict(np.full((1, 64), VALUE, "float32"), verbose=0).dtype == np.float32
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.initial_scale, seen.steps) == (scale, 1)
+
+
+def test_the_old_recipe_runs_in_the_session_of_the_run(start):
+    run, region = start()
+    with region:
+        opt = tf.train.experimental.enable_mixed_precision_graph_rewrite(keras.optimizers.SGD(0.01))
+        ours = model()
+        ours.compile(optimizer=opt, loss="mse")
+        assert ours.optimizer is opt
+        ours.fit(np.ones((2, 64), "float32"), np.zeros((2, 1), "float32"), batch_size=1, verbose=0)
+        assert run.amp is ampx.current()
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.kind, seen.initial_scale, seen.steps) == ("SGD", 2.0**15, 2)
+
+
+def test_mixed_precision_of_the_script_is_refused(start):
+    _, region = start()
+    with pytest.raises(ampx.RunRefusedError, match="LossScaleOptimizer"), region:
+        model().compile(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), loss="mse")
+    before = keras.config.dtype_policy()
+    _, region = start()
+    try:
+        keras.config.set_dtype_policy("mixed_bfloat16")
+        with pytest.raises(ampx.RunRefusedError, match="policy"), region:
+            model().compile(optimizer="sgd", loss="mse")
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def train(command, name):
+    done = subprocess.run(
+        [sys.executable, *command, str(PLAIN / f"{name}.py")],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return np.array(found["losses"]), found["metric"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("tensorflow_keras", 264), ("tensorflow_loop", 224)])
+def test_an_unedited_program_is_as_accurate_as_in_float32(start, name, steps):
+    start()  # skips where bfloat16 cannot be tried
+    exact, exact_accuracy, _ = train([], name)
+    mixed, accuracy, told = train(["-m", "ampx", "run", "--dtype", "bfloat16"], name)
+    assert f"{steps} steps, 0 skipped" in told
+    # Both operands and the result of a product are rounded by up to 2**-9: less than 2**-7 of the first loss.
+    assert 0 < abs(mixed[0] - exact[0]) <= 2.0**-7 * exact[0]
+    assert exact_accuracy > 0.92
+    # Three standard deviations of the difference of two shares of 397 images.
+    assert abs(accuracy - exact_accuracy) <= 3 * math.sqrt(2 * exact_accuracy * (1 - exact_accuracy) / 397)
