@@ -33,8 +33,8 @@ TEST_IMAGES = 360
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def start(program, *options, **environment):
-    command = [sys.executable, "-c", RUN, str(PROGRAMS / f"{program}.py"), *options]
+def start(program, *options, runner=("-c", RUN), **environment):
+    command = [sys.executable, *runner, str(PROGRAMS / f"{program}.py"), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -122,6 +122,13 @@ def test_the_optimizer_from_before_amp(options):
     reference = result("fp16_optimizer", "--opt-level", "O0")
     assert reference["metric"] > 0.9
     judge(result("fp16_optimizer", "--fp16", *options), reference)
+
+
+@pytest.mark.parametrize("program", ["image_classification", "gan", "language_model", "rnn"])
+def test_ampx_run_gives_what_install_gives(program):
+    pytest.importorskip("typer", reason="the command line is an extra")
+    found = finish(start(program, "--opt-level", "O1", runner=("-m", "ampx", "run")))
+    assert found == result(program, "--opt-level", "O1")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
