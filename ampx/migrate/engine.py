@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,9 @@ def migrate(path: Path, data: bytes) -> FileReport:
     if not _HINT.search(data):
         return FileReport(path, "unchanged", before=data, after=data)
     try:
+        _compile(path, data)
         module = cst.parse_module(data)
-    except (cst.ParserSyntaxError, UnicodeDecodeError, LookupError, RecursionError) as error:
+    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError) as error:
         return _unreadable(path, data, error)
     report = FileReport(path, "unchanged", before=data, after=data, encoding=module.encoding)
     try:
@@ -135,20 +137,26 @@ def _broken(path: Path, data: bytes) -> str | None:
     """Tell what is wrong with a rewritten file; None if it can be read back."""
     try:
         cst.parse_module(data)
-        compile(data, str(path), "exec", dont_inherit=True)
-    except (cst.ParserSyntaxError, SyntaxError, ValueError, UnicodeDecodeError) as error:
+        _compile(path, data)
+    except (cst.ParserSyntaxError, SyntaxError, ValueError) as error:
         return str(error).splitlines()[0]
     return None
 
 
+def _compile(path: Path, data: bytes) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of old escapes and comparisons, which are the script's own affair
+        compile(data, str(path), "exec", dont_inherit=True)
+
+
 def _unreadable(path: Path, data: bytes, error: Exception) -> FileReport:
-    line = int(getattr(error, "raw_line", 1) or 1)
+    line = int(getattr(error, "raw_line", None) or getattr(error, "lineno", None) or 1)
     old = re.search(rb"^\s*(print\s+[^(\s=]|exec\s+['\"]|except\s+\w+\s*,\s*\w+\s*:)", data, flags=re.M)
     if old is not None:
         line = data.count(b"\n", 0, old.start(1)) + 1
         what, advice = "this is Python 2", "Convert it to Python 3 first, for instance with 2to3."
     else:
-        reason = getattr(error, "message", None) or str(error).splitlines()[0]
+        reason = getattr(error, "message", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
         what, advice = f"it cannot be parsed: {reason}", "Mend it first; it was left as it is."
     finding = Finding(line, "todo", what, advice)
     return FileReport(path, "error", [finding], data, data)
