@@ -248,6 +248,17 @@ class ScalerRewriter:
                 if self._source.function(point) is home and self._source.order(point) > self._source.order(call):
                     raise self._plan.block(call, "the state is loaded before the optimizer is made", BY_HAND)
 
+    def _is_switched_off(self, scaler: Scaler, node: cst.CSTNode) -> bool:
+        """Tell whether a node is only reached where the scaler's own switch is off, and the session with it."""
+        switches = [one.value for one in scaler.call.args if one.keyword and one.keyword.value.startswith("enable")]
+        switch = self._source.code(switches[0]).removeprefix("self.") if switches else None
+        return any(
+            isinstance(one, cst.If)
+            and part is not one.body
+            and self._source.code(one.test).removeprefix("self.") == switch
+            for one, part in self._source.branches(node).items()
+        )
+
     def _refuse_raw_steps(self, scaler: Scaler) -> None:
         if scaler.start.maybe_none or self._source.branches(scaler.start.statement):
             return  # the script steps either way, and wraps only where there is a session
@@ -255,6 +266,8 @@ class ScalerRewriter:
         for call in self._source.every(cst.Call):
             func = call.func
             if isinstance(func, cst.Attribute) and func.attr.value == "step" and self._key(func.value) in keys:
+                if self._is_switched_off(scaler, call):
+                    continue
                 raise self._plan.block(
                     call,
                     f"`{self._source.code(call)}` steps without the scaler, which is always made",

@@ -144,6 +144,16 @@ class Source:
                 return found
         raise LookupError("a node outside all scopes")
 
+    def binds(self, package: str) -> bool:
+        """Tell whether the module imports a package, or something in it, so that the package has its own name."""
+        return any(
+            (one.evaluated_name == package or one.evaluated_name.startswith(f"{package}.")) and one.asname is None
+            for line in self.module.body
+            for small in (line.body if isinstance(line, cst.SimpleStatementLine) else ())
+            if isinstance(small, cst.Import)
+            for one in small.names
+        )
+
     def names_used(self) -> set[str]:
         """Give every identifier of the file."""
         return {node.value for node in self.nodes if isinstance(node, cst.Name)}

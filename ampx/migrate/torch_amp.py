@@ -119,6 +119,8 @@ class TorchAmp:
             options.append('nan_loss="skip"')  # as a GradScaler does; on a GPU that is ampx's way too
         if on_cuda:  # without CUDA such a scaler switches itself off
             cuda = "torch.cuda.is_available()"
+            if not self._source.binds("torch"):
+                self._plan.imports["torch"] = ""
             options.append(f"enabled={cuda}" if enabled is None else f"enabled={_switch(enabled)} and {cuda}")
         elif enabled is not None:
             options.append(f"enabled={_switch(enabled)}")
@@ -205,10 +207,10 @@ class TorchAmp:
 
 
 def _switch(code: str) -> str:
-    """Write a switch as a bool; a plain comparison or negation is one."""
+    """Write a switch as a bool; a comparison or negation is one."""
     expression = cst.parse_expression(code)
     if isinstance(expression, (cst.Comparison, cst.UnaryOperation)):
-        return f"({code})"
+        return code if expression.lpar else f"({code})"
     return code if code in ("True", "False") else f"bool({code})"
 
 

@@ -242,6 +242,70 @@ enabled=torch.cuda.is_available()) if args.amp else None
         """,
     ),
     (
+        "a script that does not import torch itself",
+        """\
+        import models
+        from torch.cuda import amp
+
+        optimizer = models.optimizer()
+        scaler = amp.GradScaler()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        """,
+        """\
+        import models
+        import ampx
+        import torch
+
+        optimizer = models.optimizer()
+        scaler = ampx.init("torch", dtype="float16", process_wide=False, enabled=torch.cuda.is_available())
+        optimizer = ampx.wrap_optimizer(optimizer)
+        with ampx.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        """,
+    ),
+    (
+        "a step without the scaler, where its switch is off",
+        """\
+        import torch
+
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=(args.amp is True))
+        if (args.amp is True):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        """,
+        """\
+        import ampx
+        import torch
+
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scaler = ampx.init(
+            "torch",
+            dtype="bfloat16",
+            device="cpu",
+            loss_scale="dynamic",
+            process_wide=False,
+            nan_loss="skip",
+            enabled=(args.amp is True),
+        )
+        optimizer = ampx.wrap_optimizer(optimizer)
+        if (args.amp is True):
+            with ampx.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        else:
+            loss.backward()
+            optimizer.step()
+        """,
+    ),
+    (
         "several losses and optimizers, one scaler",
         """\
         import torch
