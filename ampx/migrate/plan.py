@@ -164,6 +164,17 @@ class Plan:
         last = [one for text in after for one in self.parse_statements(text)]
         return cst.FlattenSentinel([*first, *body, *last])
 
+    def keep_comments(self, original: cst.SimpleStatementLine, made: Any) -> Any:
+        """Put comments that stood inside a rewritten statement, and would be lost, above it."""
+        comments = [one.value for small in original.body for one in self.source.under(small, cst.Comment)]
+        nodes = list(made.nodes) if isinstance(made, cst.FlattenSentinel) else [made]
+        if not comments or isinstance(made, cst.RemovalSentinel):
+            return made
+        text = "".join(map(self.code, nodes))
+        lost = [cst.EmptyLine(comment=cst.Comment(one)) for one in comments if one not in text]
+        nodes[0] = nodes[0].with_changes(leading_lines=[*nodes[0].leading_lines, *lost])
+        return cst.FlattenSentinel(nodes)
+
     def edited(self, original: cst.CSTNode, updated: Any) -> Any:
         """Make the edit of one node."""
         edit = self._edits.get(original)
@@ -179,7 +190,10 @@ class _Applier(cst.CSTTransformer):
         made = super().on_leave(original_node, updated_node)
         if isinstance(made, (cst.IndentedBlock, cst.Module)):
             made = without_empty_lines(made)
-        return self._plan.around(original_node, self._plan.edited(original_node, made))
+        made = self._plan.edited(original_node, made)
+        if isinstance(original_node, cst.SimpleStatementLine):
+            made = self._plan.keep_comments(original_node, made)
+        return self._plan.around(original_node, made)
 
 
 def without_empty_lines(block: Any) -> Any:

@@ -242,6 +242,46 @@ enabled=torch.cuda.is_available()) if args.amp else None
         """,
     ),
     (
+        "comments inside what is rewritten",
+        """\
+        import torch
+
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        # the scaler
+        scaler = torch.amp.GradScaler(
+            "cpu",  # no CUDA here
+            init_scale=8.0,  # small
+        )  # made
+        scaler.scale(
+            # of the batch
+            loss
+        ).backward()
+        scaler.step(optimizer); scaler.update()
+        """,
+        """\
+        import ampx
+        import torch
+
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        # the scaler
+        # no CUDA here
+        # small
+        scaler = ampx.init(
+            "torch",
+            dtype="bfloat16",
+            device="cpu",
+            loss_scale=ampx.LossScale(init_scale=8.0),
+            process_wide=False,
+            nan_loss="skip",
+        )  # made
+        optimizer = ampx.wrap_optimizer(optimizer)
+        # of the batch
+        with ampx.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step(); pass
+        """,
+    ),
+    (
         "a script that does not import torch itself",
         """\
         import models
