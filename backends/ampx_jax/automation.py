@@ -117,7 +117,8 @@ class Automation:
 
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
-        assert self.member is not None
+        if not self.live or self.member is None:  # a step that was compiled inside runs on outside
+            return
         with self._lock:
             self.member.enter(self.member.group.states[0].scale, 0)
             self.member.leave(True)
@@ -127,7 +128,7 @@ class Automation:
 
 def _lines(dtype: str | None) -> tuple[str, ...]:
     return (
-        f'amp = ampx.init("jax", dtype={dtype!r})',
+        f'amp = ampx.init("jax", dtype="{dtype or "float32"}")',
         "loss_of = ampx_jax.autocast(loss_of)",
         "tx = ampx.wrap_optimizer(tx)",
     )
@@ -148,9 +149,9 @@ def automate(run: Run) -> Iterator[None]:
             yield
     finally:
         jax.effects_barrier()  # what was computed is told
-        this.live = False
-        if run.recorder.optimizers and not this.differentiated:
+        if this.casts and not this.differentiated:
             run.recorder.notes.append(NO_GRADIENTS)
+        this.live = False
         this.regions.close()
         run.close()
 
