@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ampx.errors import UnsupportedByBackendError
+
 from .delegation import DelegatingOptimizer
 
 _set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
@@ -59,14 +61,20 @@ def take_over(optimizer: torch.optim.Optimizer, kind: type[TakenOver]) -> torch.
         The raw optimizer: a twin of the original class that has all the attributes the object had.
 
     Raises:
-        TypeError: The class has slots, so that Python cannot change it.
+        UnsupportedByBackendError: Its class has slots, so that Python cannot change the class of an object.
 
     Sync: none.
     """
     raw: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = optimizer.__dict__
     object.__setattr__(raw, "__dict__", attributes)
-    _set_class(optimizer, kind)
+    try:
+        _set_class(optimizer, kind)
+    except TypeError as error:
+        raise UnsupportedByBackendError(
+            f"{type(optimizer).__name__} cannot be taken over in place: its class has __slots__; accepted: optimizers "
+            f"whose attributes are in a __dict__. Remove __slots__, or use the object that ampx.wrap_optimizer returns."
+        ) from error
     object.__setattr__(optimizer, "__dict__", {"optimizer": raw})
     if hasattr(attributes.get("step"), "_wrapped_by_lr_sched"):
         # A scheduler's own patch: it counts steps of the object, whose `step` is the wrapper's from now on.

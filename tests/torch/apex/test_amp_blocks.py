@@ -397,6 +397,31 @@ def test_events_and_results_tell_what_happened():
         assert event.consecutive_skips == 1
 
 
+@pytest.mark.parametrize("kind", [ampx.ScaleChanged, ampx.StepSkipped])
+def test_a_listener_that_raises_does_not_make_an_overflow_pass(kind):
+    model, optimizer = start()
+
+    def listener(event):
+        if isinstance(event, kind):
+            raise KeyError
+
+    remove = ampx.on_event(listener)
+
+    def overflow():
+        backward(model(batch(1)) * INFINITE, optimizer)
+        optimizer.step()
+
+    with pytest.raises(KeyError):
+        overflow()
+    remove()
+    optimizer.step()
+    assert weights(model) == [1.0] * 4
+    optimizer.zero_grad()
+    backward(model(batch(1)), optimizer)
+    optimizer.step()
+    assert weights(model) == [0.5] * 4
+
+
 def test_a_collapse_names_the_parameters():
     model, optimizer = start()
     seen = []

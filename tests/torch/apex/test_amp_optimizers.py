@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ampx
+from ampx.errors import UnsupportedByBackendError
 from ampx_torch.apex import amp
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -171,6 +172,22 @@ def test_hooks_of_a_step_run_only_when_it_is_applied():
     assert seen == ["before", "after"]
     train_step(model, optimizer, float("inf"))
     assert seen == ["before", "after"]
+
+
+class Slotted(torch.optim.SGD):
+    __slots__ = ("more",)
+
+
+def test_an_optimizer_that_cannot_be_taken_over_leaves_the_others_as_they_were():
+    model, optimizer = make()
+    slotted = Slotted(nn.Linear(1, 1).parameters(), lr=0.5)
+    with pytest.raises(UnsupportedByBackendError, match=r"Slotted.*__slots__"):
+        amp.initialize(model, [optimizer, slotted], opt_level="O2", verbosity=0)
+    assert (type(optimizer), type(slotted)) == (torch.optim.SGD, Slotted)
+    assert model.weight.dtype == torch.float32
+    model(torch.ones(1, 4)).float().sum().backward()
+    optimizer.step()
+    assert weight(model) == 0.5
 
 
 def test_copies_and_pickles_are_plain_optimizers():

@@ -1,5 +1,8 @@
 """The opt levels and what overrides them: the table is apex's, written out here."""
 
+import copy
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -174,8 +177,6 @@ def test_outputs_are_cast_to_what_was_asked_for(opt_level):
 
 def test_a_copy_of_a_cast_model_computes_with_its_own_weights():
     """An average of weights is such a copy."""
-    import copy
-
     model = amp.initialize(nn.Linear(2, 1, bias=False), opt_level="O2", verbosity=0)
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -183,6 +184,18 @@ def test_a_copy_of_a_cast_model_computes_with_its_own_weights():
         twin.weight.fill_(2.0)
     assert model(torch.ones(1, 2)).item() == 2.0
     assert twin(torch.ones(1, 2)).item() == 4.0
+
+
+def test_a_cast_model_is_saved_and_loaded_whole_and_keeps_its_signature(tmp_path):
+    model = amp.initialize(nn.Linear(2, 1, bias=False), opt_level="O2", verbosity=0)
+    assert list(inspect.signature(model.forward).parameters) == ["input"]
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.ones(1, 2)
+    assert torch.equal(loaded(x), model(x))
+    with torch.no_grad():
+        loaded.weight.zero_()
+    assert loaded(x).item() == 0.0 != model(x).item()
 
 
 # -- what comes in and what goes out -----------------------------------------------------------------

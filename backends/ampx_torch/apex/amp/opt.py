@@ -208,11 +208,11 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         for loss_id in list(self.found):
             settle((self,), loss_id)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._overflowed:
-            self._tell_skip()
-        else:
+        overflowed = self._overflowed
+        if not overflowed:
             self._run_raw()
         self._close()
+        self._tell_skip(overflowed)  # last, because listeners may raise
         return loss
 
     def _check_foreign(self) -> None:
@@ -231,9 +231,9 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             self.masters.push_weights()
         casting.forget_weights()
 
-    def _tell_skip(self) -> None:
+    def _tell_skip(self, overflowed: dict[int, float]) -> None:
         group = self.ampx_member.group
-        for loss_id, scale in self._overflowed.items():
+        for loss_id, scale in overflowed.items():
             now = float(group.state_of(loss_id).scale)
             _amp_state.tell(f"amp: gradients overflowed, the step is skipped; loss scale {loss_id} is {now:g} now")
             tell_skipped(group, loss_id, scale)

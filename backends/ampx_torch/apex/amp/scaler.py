@@ -103,10 +103,10 @@ def settle(optimizers: Sequence[ApexOptimizer], loss_id: int) -> None:
     if not found:
         return
     finite = all(found)
-    for group in {id(one.ampx_member.group): one.ampx_member.group for one in optimizers}.values():
-        _move(group, loss_id, finite)
     for one in optimizers:
         one.note(loss_id, finite)
+    for group in {id(one.ampx_member.group): one.ampx_member.group for one in optimizers}.values():
+        _move(group, loss_id, finite)  # last, because listeners may raise
 
 
 def _move(group: ScaleGroup, loss_id: int, finite: bool) -> None:
