@@ -34,7 +34,8 @@ class Patches:
 
     def put(self) -> None:
         torch.autograd.backward = self.backward
-        torch.Tensor.grad = self.grad
+        if self.grad is not None:
+            torch.Tensor.grad = self.grad
 
     def take(self) -> None:
         torch.autograd.backward = self.true_backward
@@ -75,7 +76,7 @@ def measure(workload: Workload, dtype: str, quick: bool) -> Ratio:
     true_backward = torch.autograd.backward
     with automate(run):
         optimizer = workload.optimizer(list(model.parameters()))
-        patches = Patches(torch.autograd.backward, true_backward, vars(torch.Tensor)["grad"])
+        patches = Patches(torch.autograd.backward, true_backward, vars(torch.Tensor).get("grad"))
         for _ in range(SAMPLED_STEPS + 1):
             unedited(workload, model, optimizer, batch)
         managed = vars(optimizer)["_ampx_managed"]

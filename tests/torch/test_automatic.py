@@ -64,6 +64,20 @@ def weights(*values):
     return torch.nn.Parameter(torch.tensor(values))
 
 
+class Spy(torch.autograd.Function):
+    """Does nothing but note the gradient that comes to it."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        ctx.seen.append(upstream.item())
+        return upstream, None
+
+
 @BOTH
 def test_a_plain_loop_gives_the_same_weights(dtype):
     def loop():
@@ -84,24 +98,30 @@ def test_a_plain_loop_gives_the_same_weights(dtype):
 def test_gradients_do_carry_the_scale_inside_backward():
     """The proof that the other tests prove anything: a custom backward sees the scaled gradient."""
     seen = []
-
-    class Spy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, upstream):
-            seen.append(upstream.item())
-            return upstream
-
     w = weights(1.0)
     with automated(run_of()):
         optimizer = torch.optim.SGD([w], lr=0.5)
-        Spy.apply(w).sum().backward()
+        Spy.apply(w, seen).sum().backward()
         optimizer.step()
     assert seen == [65536.0]
     assert w.item() == 0.5
+
+
+def test_a_loss_carries_the_scale_of_the_optimizers_it_reaches():
+    seen = []
+    a, b = weights(1.0), weights(1.0)
+    with automated(run_of()):
+        first, second = torch.optim.SGD([a], lr=0.5), torch.optim.SGD([b], lr=0.5)
+        (b * float("inf")).sum().backward()
+        second.step()  # its scale backs off
+        second.zero_grad()
+        for reached in (a, b, a + b):
+            Spy.apply(reached * 1.0, seen).sum().backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+    assert seen == [65536.0, 32768.0, 32768.0]
 
 
 @BOTH

@@ -136,6 +136,9 @@ def _losses(tensors: Any, given: Any) -> list[torch.Tensor] | None:
 
     What comes with a gradient is replaced by the sum of `tensor * gradient`.
     """
+    if given is None and isinstance(tensors, torch.Tensor):  # what most scripts do
+        usual = tensors.requires_grad and tensors.numel() == 1 and tensors.is_floating_point()
+        return [tensors] if usual else None
     roots = _listed(tensors)
     if not roots or not all(
         isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point() for one in roots

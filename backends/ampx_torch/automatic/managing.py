@@ -32,6 +32,9 @@ class Manager:
         quiet: Code of ampx is at work, which reads gradients as they are.
         stood_down: Another session took over: that of `apex.amp`.
         config: The loss scale that the script asked of a GradScaler, or None.
+        scales: Losses are multiplied at all: with bfloat16 they are not, unless asked.
+        watch: Makes reads of gradients known; called where losses are multiplied.
+        options: What the session gets beyond the settings.
     """
 
     def __init__(self, run: Run) -> None:
@@ -43,6 +46,8 @@ class Manager:
         self.quiet = False
         self.stood_down = False
         self.config: LossScale | None = None
+        self.scales = False
+        self.watch: Callable[[], None] = lambda: None
         self.options: dict[str, Any] = {}
         self._sampler = Sampler(run.recorder)
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -58,6 +63,9 @@ class Manager:
         if self.run.amp is None:
             self.run.session(**self.options)
             self._sampler.start()
+            self.scales = self._scales()
+            if self.scales:
+                self.watch()
         managed = Managed(raw)
         raw.__dict__["_ampx_managed"] = managed
         raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
@@ -160,7 +168,7 @@ class Manager:
         self._sampler.pause(True)
         try:
             with recorder.phase("step"):
-                counts = closure is not None or self._mark(managed)
+                counts = closure is not None or wrapped.ampx_member.stage != "idle" or self._mark(managed)
                 loss = wrapped.step(closure)
         except AmpxError as error:
             self.run.refuse(str(error).rstrip("."))
@@ -168,28 +176,28 @@ class Manager:
             managed.busy, self.quiet = busy, quiet
             self._sampler.pause(False)
             managed.call = ((), {})
-        self.look()
-        if counts:
+        if self.scales:
+            self.look()
+        result = wrapped.ampx_member.result
+        if counts and (result is None or result.applied or not result.finite):  # else its gradients had been cleared
             recorder.stepped(managed.group)
             self._sampler.after_step()
         return managed.result if loss is None else loss
 
     def _mark(self, managed: Managed) -> bool:
-        """Note gradients that did not come through backward: they are true. Tell whether there are any at all."""
+        """Note gradients that did not come through backward: they are true. Tell whether there are any."""
         wrapped = managed.wrapped
         assert wrapped is not None
-        member = wrapped.ampx_member
         if not wrapped.gradients.collect():
             return False
-        if member.stage == "idle":
-            if self.scales and self.shares(managed):
-                self.run.refuse(
-                    f"{type(managed.raw).__name__} is stepped, but another optimizer that was made later holds its "
-                    f"parameters, too, so it cannot be told whose loss scale the gradients carry; accepted: one "
-                    f"optimizer a parameter, or --dtype bfloat16, which needs no loss scale"
-                )
-            member.enter(1.0, 0)
-            member.leave(True)
+        if self.scales and self.shares(managed):
+            self.run.refuse(
+                f"{type(managed.raw).__name__} is stepped, but another optimizer that was made later holds its "
+                f"parameters, too, so it cannot be told whose loss scale the gradients carry; accepted: one "
+                f"optimizer a parameter, or --dtype bfloat16, which needs no loss scale"
+            )
+        wrapped.ampx_member.enter(1.0, 0)
+        wrapped.ampx_member.leave(True)
         return True
 
     def shares(self, managed: Managed) -> bool:
@@ -208,15 +216,12 @@ class Manager:
             finally:
                 self.quiet = quiet
                 self._sampler.pause(True)
-                self.look()
 
         return evaluate
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    @property
-    def scales(self) -> bool:
-        """Whether losses are multiplied at all: with bfloat16 they are not, unless asked."""
+    def _scales(self) -> bool:
         amp = self.run.amp
         return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
 

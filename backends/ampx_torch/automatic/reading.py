@@ -46,11 +46,15 @@ def _grad_watched(manager: Manager) -> Iterator[None]:
     def forget(self: torch.Tensor) -> None:
         native.__delete__(self)
 
-    torch.Tensor.grad = property(read, write, forget, native.__doc__)  # type: ignore[assignment, misc]
+    def install() -> None:
+        torch.Tensor.grad = property(read, write, forget, native.__doc__)  # type: ignore[assignment, misc]
+
+    manager.watch = install  # every read of a gradient takes longer then, so not before it must
     try:
         yield
     finally:
-        del torch.Tensor.grad  # torch's own is the base class's
+        if "grad" in vars(torch.Tensor):
+            del torch.Tensor.grad  # torch's own is the base class's
 
 
 @contextmanager
