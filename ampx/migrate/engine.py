@@ -120,9 +120,10 @@ def _rewrite(module: cst.Module) -> tuple[cst.Module | None, list[Finding]]:
         if len(active) > 1:  # the next dialect's plan is about the tree that the former left
             plan = Plan(Source(made))
             dialect.rewrite(plan)
+        before = plan.source
         edited = plan.apply()
         roots = dialect.roots
-        made = imports.fix(made, edited, roots, dialect.in_place, plan.imports) if dialect.calls_ampx else edited
+        made = imports.fix(before, edited, roots, dialect.in_place, plan.imports) if dialect.calls_ampx else edited
     return made, findings
 
 

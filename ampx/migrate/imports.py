@@ -9,15 +9,14 @@ import libcst as cst
 from libcst import matchers, metadata
 
 from .plan import GONE, without_empty_lines
+from .source import Source, count_imported
 
 _FRAMEWORKS: Final = {"torch", "torchvision", "apex", "mxnet", "paddle", "tensorflow", "keras"}
 
 _OURS: Final = {"ampx", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
 
 
-def fix(
-    before: cst.Module, after: cst.Module, roots: Sequence[str], in_place: bool, more: Mapping[str, str]
-) -> cst.Module:
+def fix(before: Source, after: cst.Module, roots: Sequence[str], in_place: bool, more: Mapping[str, str]) -> cst.Module:
     """Give the module with its imports in order.
 
     Args:
@@ -27,8 +26,8 @@ def fix(
         in_place: Put `import ampx` where an old import stood in a `try` or a function; otherwise at the top.
         more: Further modules to import at the top, with a comment for the line.
     """
-    used_before = {name for name, count in _imported(before).items() if count}
-    used_after = _imported(after)
+    used_before = {name for name, count in before.imported().items() if count}
+    used_after = count_imported(metadata.MetadataWrapper(after).resolve(metadata.ScopeProvider).values())
     gone = {name for name in used_before if name[1].startswith(tuple(roots)) and not used_after.get(name, 1)}
     remover = _Remover(after, gone, in_place)
     made = after.visit(remover)
@@ -41,21 +40,6 @@ def fix(
     for name, comment in sorted(more.items()):
         made = _at_top(made, name, comment)
     return made
-
-
-def _imported(module: cst.Module) -> dict[tuple[str, str], int]:
-    """Count the uses of every imported name, by its name and what it stands for."""
-    wrapper = metadata.MetadataWrapper(module)
-    found: dict[tuple[str, str], int] = {}
-    for scope in set(wrapper.resolve(metadata.ScopeProvider).values()):
-        if scope is None:
-            continue
-        for assignment in scope.assignments:
-            if isinstance(assignment, metadata.ImportAssignment):
-                for one in assignment.get_qualified_names_for(assignment.name):
-                    key = (assignment.name, one.name)
-                    found[key] = found.get(key, 0) + len(assignment.references)
-    return found
 
 
 def _at_top(module: cst.Module, name: str, comment: str = "") -> cst.Module:

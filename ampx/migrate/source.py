@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 import libcst as cst
 from libcst import metadata
@@ -11,6 +11,13 @@ from libcst import metadata
 Node = TypeVar("Node", bound=cst.CSTNode)
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Reference: TypeAlias = cst.Name | cst.Attribute
+
+_PROVIDERS: Final = (
+    metadata.ScopeProvider,
+    metadata.QualifiedNameProvider,
+    metadata.PositionProvider,
+    metadata.ParentNodeProvider,
+)
 
 
 class Source:
@@ -25,6 +32,7 @@ class Source:
         """Resolve names, scopes, positions and parents."""
         wrapper = metadata.MetadataWrapper(module)
         self.module = wrapper.module
+        wrapper.resolve_many(_PROVIDERS)  # all in one pass
         self._names = wrapper.resolve(metadata.QualifiedNameProvider)
         self._scopes = wrapper.resolve(metadata.ScopeProvider)
         self._positions = wrapper.resolve(metadata.PositionProvider)
@@ -154,6 +162,10 @@ class Source:
             for one in small.names
         )
 
+    def imported(self) -> dict[tuple[str, str], int]:
+        """Count the uses of every imported name, by its name and what it stands for."""
+        return count_imported(self._scopes.values())
+
     def names_used(self) -> set[str]:
         """Give every identifier of the file."""
         return {node.value for node in self.nodes if isinstance(node, cst.Name)}
@@ -185,6 +197,18 @@ def only_statement(source: Source, node: cst.CSTNode) -> cst.SimpleStatementLine
     """Give the line that consists of one small statement, which a node is or stands in."""
     line = source.statement(node)
     return line if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
+
+
+def count_imported(scopes: Iterable[metadata.Scope | None]) -> dict[tuple[str, str], int]:
+    """Count the uses of every name that is imported in some scopes, by its name and what it stands for."""
+    found: dict[tuple[str, str], int] = {}
+    for scope in set(scopes):
+        for assignment in () if scope is None else scope.assignments:
+            if isinstance(assignment, metadata.ImportAssignment):
+                for one in assignment.get_qualified_names_for(assignment.name):
+                    key = (assignment.name, one.name)
+                    found[key] = found.get(key, 0) + len(assignment.references)
+    return found
 
 
 def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
