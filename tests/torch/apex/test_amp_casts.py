@@ -8,6 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 import ampx
 from ampx.errors import InvalidOptionError
 from ampx_torch.apex import amp
+from ampx_torch.apex.amp import lists, registry
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -80,6 +81,10 @@ ALWAYS_FLOAT = {
     "softmin": lambda x: F.softmin(x, dim=1),
     "softplus": F.softplus,
     "gelu": F.gelu,
+    "interpolate nearest": lambda x: F.interpolate(x[None, None], scale_factor=2),
+    "interpolate bilinear": lambda x: F.interpolate(x[None, None], size=(8, 8), mode="bilinear"),
+    "interpolate bicubic": lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode="bicubic"),
+    "interpolate linear": lambda x: F.interpolate(x[None], scale_factor=2, mode="linear"),
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "group_norm": nn.GroupNorm(2, 4),
     "local_response_norm": lambda x: F.local_response_norm(x[None], 2),
@@ -141,6 +146,27 @@ def test_it_gives_float32(low, name):
 def test_it_follows_its_input(low, name):
     for dtype in (low, FLOAT):
         assert AS_INPUT[name](values().to(dtype)).dtype == dtype
+
+
+ON_CUDA = (
+    "acos asin cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 gelu group_norm kl_div l1_loss layer_norm log "
+    "log10 log2 log_softmax.int mse_loss multi_margin_loss norm.Scalar pow.Tensor_Scalar prod reciprocal renorm rsqrt "
+    "sinh smooth_l1_loss softmax.int softplus std std.correction sum tan upsample_bicubic2d upsample_bilinear2d "
+    "upsample_nearest2d upsample_trilinear3d var var.correction"
+)
+
+
+@pytest.mark.parametrize("operation", ON_CUDA.split(" "))
+def test_on_cuda_torch_or_our_list_has_the_float32_operations(operation):
+    """torch registers its kernels for CUDA in every build."""
+    native = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA")
+    ours = {one for entry in lists.denied("cuda", allow_banned=False) for one in registry.operation(entry)}
+    assert native or f"aten::{operation}" in {one.removesuffix(".default") for one in ours}
+
+
+@pytest.mark.parametrize("operation", ["addmv", "addr", "mv", "mm", "conv2d", "lstm_cell", "gru_cell", "prelu", "dot"])
+def test_on_cuda_torch_has_the_rest(operation):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA")
 
 
 WIDEST = {

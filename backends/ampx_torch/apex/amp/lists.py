@@ -14,25 +14,25 @@ from torch.nn import functional as F  # noqa: N812
 
 from ampx_torch.oplists import Rule
 
-# In low precision on every device, beyond autocast's own list.
-_HALF: Final = ("addmv", "addr", "mv")
-_HALF_ON_CPU: Final = ("gru_cell", "lstm_cell", "gru")
-# In float32 on every device, beyond autocast's own list.
-_FLOAT: Final = ("gelu", "std", "var", "cosine_similarity")
+# In low precision, beyond autocast's own lists.
+_HALF_ON_CPU: Final = ("addmv", "addr", "mv", "gru_cell", "lstm_cell", "gru")
+# In float32, beyond autocast's own lists: on every device, and on the CPU.
+_FLOAT: Final = ("gelu", "std", "var")
 _FLOAT_ON_CPU: Final = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "reciprocal", "rsqrt", "sinh", "tan"),
     *("pow", "cumprod", "cumsum", "dist", "norm", "sum", "renorm", "softplus", "softmax", "log_softmax"),
-    *("linalg_vector_norm", "layer_norm", "group_norm", "poisson_nll_loss", "cosine_embedding_loss", "kl_div"),
-    *("hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss", "triplet_margin_loss"),
+    *("linalg_vector_norm", "layer_norm", "group_norm", "cosine_similarity"),
+    *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d")),
+    "upsample_trilinear3d",
 )
-_WIDEST: Final = ("dot", "bilinear", "cross", "linalg_cross")
+# In the widest dtype of their arguments.
+_WIDEST_ON_CPU: Final = ("dot", "bilinear", "cross", "linalg_cross")
 _BANNED: Final = F.binary_cross_entropy
 
 
 def allowed(device: str) -> list[Any]:
     """Give the operations to compute in low precision on a kind of device. Sync: none."""
-    names = _HALF if device == "cuda" else (*_HALF, *_HALF_ON_CPU)
-    return list(_named(names))
+    return [] if device == "cuda" else list(_named(_HALF_ON_CPU))
 
 
 def denied(device: str, allow_banned: bool) -> list[Any]:
@@ -40,7 +40,7 @@ def denied(device: str, allow_banned: bool) -> list[Any]:
     names = _FLOAT if device == "cuda" else (*_FLOAT, *_FLOAT_ON_CPU)
     found = list(_named(names))
     if device != "cuda":
-        found += [Rule("promote", one) for one in _named(_WIDEST)]
+        found += [Rule("promote", one) for one in _named(_WIDEST_ON_CPU)]
     return [*found, _BANNED if allow_banned else Rule("ban", _BANNED)]
 
 
