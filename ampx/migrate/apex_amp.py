@@ -10,7 +10,7 @@ from .apex_gradients import GradientReaders
 from .flow import Flow, is_none
 from .numbers import loss_scale, number
 from .plan import Plan
-from .source import arguments, dotted
+from .source import arguments, as_bool, dotted
 
 ROOTS: Final = ("apex",)
 _AMP: Final = "apex.amp."
@@ -144,7 +144,7 @@ class ApexAmp:
             options.append(f"level={level}")
         options += self._scale(found)
         if self._text(found.get("enabled"), "True") != "True":
-            options.append(f"enabled={self._text(found['enabled'], '')}")
+            options.append(f"enabled={as_bool(self._text(found['enabled'], ''))}")
         assignment = self._source.parent(call)
         init = self._plan.written(assignment, "ampx.init", options)
         if isinstance(assignment, cst.Return):

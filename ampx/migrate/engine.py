@@ -69,13 +69,17 @@ def migrate(path: Path, data: bytes) -> FileReport:
     try:
         _compile(path, data)
         module = cst.parse_module(data)
-    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError) as error:
+    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         return _unreadable(path, data, error)
     report = FileReport(path, "unchanged", before=data, after=data, encoding=module.encoding)
     try:
         made, report.findings = _rewrite(module)
     except NeedsHumanError as error:
         report.status, report.findings = "blocked", [error.finding]
+        return report
+    except Exception as error:  # a file that the analysis cannot cope with must not keep the others from theirs
+        what = f"it cannot be analysed: {type(error).__name__}: {error}"
+        report.status, report.findings = "error", [Finding(1, "todo", what, "It was left as it is; report this.")]
         return report
     if made is None:
         return report

@@ -10,7 +10,7 @@ from .flow import Flow
 from .numbers import loss_scale
 from .plan import Plan
 from .scalers import ScalerRewriter
-from .source import arguments
+from .source import arguments, as_bool
 
 ROOTS: Final = ("paddle.amp",)
 _SCALERS: Final = frozenset({"paddle.amp.GradScaler", "paddle.amp.grad_scaler.GradScaler"})
@@ -69,5 +69,5 @@ class PaddleAmp:
             raise self._plan.block(call, f"`use_dynamic_loss_scaling={dynamic}` is decided at run time", _BY_HAND)
         options = ['"paddle"', 'level="O0"', f"loss_scale={scale}", 'nan_loss="skip"']
         if enabled != "True":
-            options.append(f"enabled=bool({enabled})")
+            options.append(f"enabled={as_bool(enabled)}")
         return self._plan.written(call, "ampx.init", options)

@@ -199,6 +199,14 @@ def only_statement(source: Source, node: cst.CSTNode) -> cst.SimpleStatementLine
     return line if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1 else None
 
 
+def as_bool(code: str) -> str:
+    """Write code of a switch so that it gives a bool; a comparison or negation does."""
+    expression = cst.parse_expression(code)
+    if isinstance(expression, (cst.Comparison, cst.UnaryOperation)):
+        return code if expression.lpar else f"({code})"
+    return code if code in ("True", "False") else f"bool({code})"
+
+
 def count_imported(scopes: Iterable[metadata.Scope | None]) -> dict[tuple[str, str], int]:
     """Count the uses of every name that is imported in some scopes, by its name and what it stands for."""
     found: dict[tuple[str, str], int] = {}

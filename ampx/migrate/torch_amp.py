@@ -12,7 +12,7 @@ from .flow import Flow
 from .numbers import loss_scale
 from .plan import Plan
 from .scalers import ScalerRewriter
-from .source import arguments
+from .source import arguments, as_bool
 
 ROOTS: Final = ("torch.amp", "torch.cuda.amp", "torch.cpu.amp", "torch.autocast")
 _OLD_SCALERS: Final = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}
@@ -121,9 +121,9 @@ class TorchAmp:
             cuda = "torch.cuda.is_available()"
             if not self._source.binds("torch"):
                 self._plan.imports["torch"] = ""
-            options.append(f"enabled={cuda}" if enabled is None else f"enabled={_switch(enabled)} and {cuda}")
+            options.append(f"enabled={cuda}" if enabled is None else f"enabled={as_bool(enabled)} and {cuda}")
         elif enabled is not None:
-            options.append(f"enabled={_switch(enabled)}")
+            options.append(f"enabled={as_bool(enabled)}")
         return self._plan.written(call, "ampx.init", options)
 
     def _device_code(self, node: cst.BaseExpression) -> str:
@@ -204,14 +204,6 @@ class TorchAmp:
                 if self._source.function(call) is home and self._source.order(call) < self._source.order(begin):
                     return "it is entered before the session begins"
         return None
-
-
-def _switch(code: str) -> str:
-    """Write a switch as a bool; a comparison or negation is one."""
-    expression = cst.parse_expression(code)
-    if isinstance(expression, (cst.Comparison, cst.UnaryOperation)):
-        return code if expression.lpar else f"({code})"
-    return code if code in ("True", "False") else f"bool({code})"
 
 
 def _same_switch(one: str, other: str) -> bool:

@@ -114,7 +114,7 @@ CASES = [
             level=args.opt_level,
             loss_scale="auto" if args.loss_scale is None else "dynamic" if args.loss_scale == "dynamic" else \
 float(args.loss_scale),
-            enabled=args.amp,
+            enabled=bool(args.amp),
         )
         net, opt = ampx.prepare(model, opt)
         opt = ampx.wrap_optimizer(opt)
