@@ -22,7 +22,9 @@ def script_line() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        inside = package == "ampx" or package.startswith("ampx_") or name.startswith("<")
+        # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
+        generated = name.startswith("<") or Path(name).name.startswith("__autograph_generated_file")
+        inside = package == "ampx" or package.startswith("ampx_") or generated
         if not inside and not str(Path(name).resolve()).startswith(_LIBRARIES):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back

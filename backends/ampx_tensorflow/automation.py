@@ -25,7 +25,7 @@ from ampx.errors import AmpxError, RunRefusedError
 from ampx.optimizer import WrappedOptimizer
 from ampx.running import Run
 
-from . import automation_graph, automation_models, gradients, graph_rewrite, old_names, rewrite
+from . import automation_graph, automation_models, gradients, graph_rewrite, old_names, replicas, rewrite
 from .contexts import on_host
 from .ledger import is_one
 from .optimizer import AmpOptimizer
@@ -79,6 +79,12 @@ class Automation:
         """Give what `wrap_optimizer` made of a raw optimizer."""
         known = self.managed.get(id(raw))
         if known is None:
+            if replicas.several():
+                self.run.refuse(
+                    "the script applies gradients itself on several replicas of a strategy, where a loss scale can no "
+                    "longer be made; accepted: one device, or compile and fit. Wrap the optimizer by hand, inside the "
+                    "strategy's scope"
+                )
             amp = self.session(graphs)
             with tf.init_scope() if tf.inside_function() else nullcontext():
                 wrapped = self.guarded(amp.wrap_optimizer)(raw)

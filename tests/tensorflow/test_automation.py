@@ -256,6 +256,59 @@ def test_mixed_precision_of_the_script_is_refused(start):
         keras.config.set_dtype_policy(before)
 
 
+REPLICAS = """
+import sys
+import keras
+import numpy as np
+import tensorflow as tf
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+x, y = np.ones((8, 3), "float32"), np.zeros((8, 1), "float32")
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.01)
+if sys.argv[1] == "fit":
+    x[6:] = np.inf  # the second replica's share of the second batch
+    with strategy.scope():
+        model.compile(optimizer=optimizer, loss="mse")
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert all(np.isfinite(one).all() for one in model.get_weights())
+
+
+def replica(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+
+
+if sys.argv[1] == "loop":
+    tf.function(lambda x, y: strategy.run(replica, (x, y)))(x, y)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "code", "told"),
+    [("fit", 0, "2 steps, 1 skipped"), ("loop", 3, "refused: the script applies gradients itself on several replicas")],
+)
+def test_fit_goes_on_several_replicas_and_a_loop_is_refused(start, tmp_path, way, code, told):
+    start()  # skips where bfloat16 cannot be tried
+    script = tmp_path / "replicas.py"
+    script.write_text(REPLICAS)
+    done = subprocess.run(
+        [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", str(script), way],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert told in done.stderr
+    assert done.returncode == code
+
+
 def train(command, name):
     done = subprocess.run(
         [sys.executable, *command, str(PLAIN / f"{name}.py")],
