@@ -126,6 +126,15 @@ def gradients_of_its_own(rank):
 
 
 @scenario
+def statistics_of_its_own(rank):
+    norm = nn.BatchNorm1d(4)
+    model = DistributedDataParallel(norm)
+    for step in range(2):
+        model(half_of(batch(step), rank)).sum().backward()
+    return norm.running_mean.tolist()
+
+
+@scenario
 def a_loop_of_two_networks(rank):
     """A GAN's discriminator: two forwards and backwards, its batch norms in training, a third one for the other."""
     torch.manual_seed(0)

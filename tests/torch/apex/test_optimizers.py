@@ -108,6 +108,8 @@ CASES = [
         lamb,
         {"decoupled": False, "averaging": False, "bound": 100.0, "corrected": False},
     ),
+    # Without decay no ratio divides a constant factor of the update out.
+    (FusedLAMB, {"weight_decay": 0.0, "grad_averaging": False}, lamb, {"wd": 0.0, "averaging": False}),
     (FusedNovoGrad, {"weight_decay": 0.1}, novograd, {"wd": 0.1}),
     (
         FusedNovoGrad,

@@ -120,6 +120,15 @@ def test_gradients_stay_with_their_process_while_it_is_disabled(records):
 
 
 @needs_processes
+def test_buffers_stay_with_their_process(records):
+    for rank, found in enumerate(records("statistics_of_its_own")):
+        norm = nn.BatchNorm1d(4)
+        for step in range(2):
+            norm(batch(step)[PARTS[rank]])
+        assert_close(found, norm.running_mean)
+
+
+@needs_processes
 def test_two_networks_train_against_each_other(records):
     first, second = records("a_loop_of_two_networks")
     assert first == second

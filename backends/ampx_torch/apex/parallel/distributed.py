@@ -93,7 +93,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             bucket_cap_mb=2**20 if delay_allreduce else message_size * size / 2**20,
             find_unused_parameters=True,
         )
-        self.require_forward_param_sync = False  # buffers; the argument for it has another name in every few releases
+        # As an argument it would leave buffers as they are now, and warn in new releases of torch.
+        self.broadcast_buffers = False
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             after = gradient_predivide_factor / dist.get_world_size(group) if gradient_average else 1.0
             self.register_comm_hook(None, _make_hook(group, allreduce_always_fp32, gradient_predivide_factor, after))
