@@ -74,6 +74,8 @@ class Accumulation:
 
     def end(self) -> None:
         """Add the kept gradients to those that a backward wrote. Sync: none."""
+        if not self.parameters:
+            return
         _body.running = tuple(one for one in _body.running if one is not self)
         self._add()
 
@@ -95,7 +97,7 @@ def check_adds(parameters: Iterable[Any]) -> None:
 
     Sync: none.
     """
-    adding = [parameter.name for parameter in parameters if parameter.grad_req == "add"]
+    adding = [parameter.name for parameter in parameters if parameter._grad_req == "add"]
     if adding:
         raise ProtocolError(
             f"{len(adding)} parameters ({', '.join(adding[:5])}) have grad_req='add', which MXNet computes wrongly in "

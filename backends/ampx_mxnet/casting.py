@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
@@ -75,8 +75,7 @@ def deactivate() -> None:
         _release(held)
 
 
-@contextmanager
-def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
+def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
     """Give a region with casting on or off in the calling thread.
 
     Raises:
@@ -84,10 +83,11 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
 
     Sync: none.
     """
-    if not enabled:
-        with switch.within(None):
-            yield
-        return
+    return _on(plan) if enabled else switch.within(None)
+
+
+@contextmanager
+def _on(plan: CastPlan) -> Iterator[None]:
     held = _acquire(plan)
     try:
         with switch.within(plan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -14,8 +15,10 @@ from .compat import mx
 # NumPy has no bfloat16: MXNet's is a structure of one 16-bit integer.
 BFLOAT16: Final = np.dtype([("bfloat16", np.uint16)])
 DTYPES: Final = {"float16": np.dtype("float16"), "bfloat16": BFLOAT16, "float32": np.dtype("float32")}
+FLOATING: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
+@functools.cache  # NumPy makes the name anew each time, and every step asks
 def name_of(dtype: Any) -> str:
     """Name a dtype of MXNet. Sync: none."""
     found = np.dtype(dtype) if not isinstance(dtype, str) or dtype != "bfloat16" else BFLOAT16
@@ -24,8 +27,7 @@ def name_of(dtype: Any) -> str:
 
 def is_floating(tensor: Any) -> bool:
     """Tell whether a tensor's dtype is floating. Sync: none."""
-    dtype = np.dtype(tensor.dtype)
-    return dtype.kind == "f" or dtype == BFLOAT16
+    return name_of(tensor.dtype) in FLOATING
 
 
 def cast(tree: Any, dtype: Dtype) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -24,7 +25,12 @@ def parameters(trainer: Any) -> Iterator[Any]:
 
 def any_fresh(trainer: Any) -> bool:
     """Tell whether a backward wrote a gradient since the last step. Sync: none."""
-    return any(data._fresh_grad for parameter in parameters(trainer) for data in parameter._data)
+    for parameter in trainer._params:  # no generator: every step asks, and mostly the first answer is yes
+        if parameter._grad is not None:
+            for data in parameter._data:
+                if data._fresh_grad:
+                    return True
+    return False
 
 
 def mark_stale(trainer: Any) -> None:
@@ -90,6 +96,30 @@ def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
     return [{kind: _classic(batch) for kind, batch in batches.items() if batch} for batches in result]
 
 
+class Layout:
+    """What `collect` gave of all gradients, for as long as they are the same arrays: most steps ask for the same."""
+
+    __slots__ = ("_found", "_gradients")
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._gradients: list[list[Any]] = []
+        self._found: list[dict[str, list[Any]]] = []
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[()]]:
+        """Copy as one that knows nothing."""
+        return Layout, ()
+
+    def collect(self, trainer: Any) -> list[dict[str, list[Any]]]:
+        """List all gradients, as `collect` does. Sync: none."""
+        gradients = [one._grad for one in trainer._params if one._grad is not None]
+        known = self._gradients
+        if len(known) != len(gradients) or not all(map(operator.is_, known, gradients)):
+            self._found = collect(trainer, False)
+            self._gradients = gradients
+        return self._found
+
+
 def _targets(result: list[dict[str, list[Any]]], parameter: Any, contexts: int) -> list[list[Any]]:
     """Give the lists, one a context, in which gradients like a parameter's belong."""
     kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
@@ -113,22 +143,23 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
 
     Sync: none.
     """
-    flags = []
+    flags: list[Any] = []
     with mx.autograd.pause():
         for batches in gradients:
-            some = next(iter(batches.values()), ())
-            if not some:
+            if not batches:
                 continue
-            flag = mx.nd.ones((1,), ctx=some[0].context)
+            flag = (
+                None  # the first call makes it, and writes the 1 to begin with: MXNet's scaler spends another on that
+            )
             for kind, batch in batches.items():
                 dense = batch if kind in _CHECKED else [_testable(kind, one) for one in batch]
                 for start in range(0, len(dense), CHUNK):
                     chunk = dense[start : start + CHUNK]
-                    _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=False, out=flag)
+                    flag = _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=flag is None, out=flag)
             flags.append(flag)
         result = flags[0]
-        for flag in flags[1:]:
-            result = result * flag.as_in_context(result.context)
+        for other in flags[1:]:
+            result = result * other.as_in_context(result.context)
     return result
 
 

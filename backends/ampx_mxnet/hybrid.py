@@ -45,7 +45,7 @@ def _looking(method: Callable[..., Any]) -> Callable[..., Any]:
             plan = current()
             if _traced.get(block) != plan:
                 block._clear_cached_op()
-            _traced[block] = plan
+                _traced[block] = plan
         return method(block, *args)
 
     return looking

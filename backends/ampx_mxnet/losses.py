@@ -10,7 +10,7 @@ from ampx.contract import LossInfo
 from ampx.errors import LossDtypeError
 
 from .compat import mx
-from .dtypes import BFLOAT16, cast_tensor, is_floating, name_of
+from .dtypes import FLOATING, cast_tensor, name_of
 
 _new_empty_handle = mx.ndarray.ndarray._new_empty_handle
 
@@ -33,10 +33,11 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
             f"scale_loss got a loss of type {type(loss).__name__}; accepted: an MXNet array. Pass the array that the "
             f"loss function returned, not loss.asscalar() and no symbol."
         )
-    floating = is_floating(loss)
+    dtype = name_of(loss.dtype)  # MXNet asks its library each time
+    floating = dtype in FLOATING
     nan = bool(np.isnan(cast_tensor(loss, "float32").asnumpy()).any()) if check_nan and floating else None
     # MXNet does not tell whether a loss was recorded; its backward raises where it was not.
-    return LossInfo(int(loss.size), name_of(loss.dtype), floating, True, nan)
+    return LossInfo(int(loss.size), dtype, floating, True, nan)
 
 
 def scale_loss(loss: Any, scale: float) -> Any:
@@ -58,7 +59,7 @@ def scale_loss(loss: Any, scale: float) -> Any:
 
 
 def _scaled(loss: Any, scale: float) -> Any:
-    if np.dtype(loss.dtype) in (np.dtype("float16"), BFLOAT16):
+    if name_of(loss.dtype) in ("float16", "bfloat16"):
         loss = loss.astype("float32")
     if isinstance(loss, mx.np.ndarray):
         return loss * scale

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from ampx.contract import CastPlan
@@ -38,12 +36,26 @@ def set_default(plan: CastPlan | None) -> None:
     _Process.plan = plan
 
 
-@contextmanager
-def within(plan: CastPlan | None) -> Iterator[None]:
+class Within:
+    """A region of one thread. A class, because it is entered in every step and a generator costs more."""
+
+    __slots__ = ("_before", "_plan")
+
+    def __init__(self, plan: CastPlan | None) -> None:
+        """Remember the plan."""
+        self._plan = plan
+        self._before: object = _UNSET
+
+    def __enter__(self) -> None:
+        """Cast by the plan from here on."""
+        self._before = _thread.plan
+        _thread.plan = self._plan
+
+    def __exit__(self, *error: object) -> None:
+        """Cast as before."""
+        _thread.plan = self._before
+
+
+def within(plan: CastPlan | None) -> Within:
     """Give a region of the calling thread. Sync: none."""
-    before = _thread.plan
-    _thread.plan = plan
-    try:
-        yield
-    finally:
-        _thread.plan = before
+    return Within(plan)

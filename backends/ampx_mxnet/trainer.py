@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
-        *("_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "__class__", "__weakref__"),
+        *("_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "__class__"),
+        "__weakref__",
     )
 )
+
+_NOTHING_PENDING: Final = {
+    "_finite": None,  # finiteness of true gradients, on their device; None while they still carry the scale
+    "_norm": None,
+    "_reduced": False,  # the contexts' gradients are added up already
+}
 
 
 # Gluon's class comes first: a gluon trainer can then become one of these in place.
@@ -43,6 +50,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         ampx_member: Its place in the protocol.
     """
 
+    _finite: Any
+    _norm: Any
+    _reduced: bool
+
     def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
         self.trainer = trainer
@@ -52,6 +63,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._max_grad_value: float | None = options.get("max_grad_value")
         self._in_place = bool(options.get("in_place"))
         self._accumulation = Accumulation()
+        self._layout = gradients.Layout()
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
         self._used = False
@@ -59,11 +71,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._attach()
 
     def _forget_pending(self) -> None:
-        # Finiteness of true gradients, on their device; None while they still carry the scale.
-        self._finite: Any = None
-        self._norm: Any = None
-        # Whether the contexts' gradients are added up already.
-        self._reduced = False
+        self.__dict__.update(_NOTHING_PENDING)  # at once: setting an attribute of a delegating object is slow
 
     def _attach(self) -> None:
         """Tell the group whom to send events to and whom to ask for names; neither can be copied."""
@@ -142,17 +150,18 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         clips = self._max_grad_norm is not None or self._max_grad_value is not None
         scaled = enabled and self._finite is None
         # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
-        folds = scaled and not clips and member.factor >= 1
+        factor = member.factor
+        folds = scaled and not clips and factor >= 1
 
         def check() -> bool:
             self._reduced = True  # should the update fail, a second try must not add up again, nor divide
-            found = gradients.collect(raw, ignore_stale_grad)
+            found = gradients.collect(raw, True) if ignore_stale_grad else self._layout.collect(raw)
             if folds:
-                return bool(gradients.all_finite(found).asscalar())
+                return bool(gradients.all_finite(found).asnumpy())
             if scaled:
-                self._finite = gradients.unscale(found, member.factor)
+                self._finite = gradients.unscale(found, factor)
                 member.stage = "unscaled"
-            finite = not enabled or bool(self._finite.asscalar())
+            finite = not enabled or bool(self._finite.asnumpy())
             if finite and clips:
                 norm = clip(found, self._max_grad_norm, self._max_grad_value)
                 self._norm = norm if self._norm is None else self._norm
@@ -161,7 +170,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         before = raw._scale
         try:
             if folds:
-                raw._scale = before / member.factor
+                raw._scale = before / factor
             with switch.within(None):
                 return OverflowHook(check).run(raw, run, batch_size, ignore_stale_grad)
         except UserWarning as error:
