@@ -21,14 +21,17 @@ class Scaler:
     Attributes:
         call: The constructor call.
         start: Where it is made.
+        init: The call of `ampx.init` that takes its place.
         places: What holds it.
         backward: Calls of `scale` in the order of the text.
         steps: Calls that step an optimizer, with the optimizer.
         optimizers: What is stepped or unscaled, one expression for each optimizer.
+        loads: Calls that load its state or ask for its scale.
     """
 
     call: cst.Call
     start: Start
+    init: str
     places: set[Place] = field(default_factory=set)
     backward: list[cst.Call] = field(default_factory=list)
     steps: list[tuple[cst.Call, cst.BaseExpression]] = field(default_factory=list)

@@ -105,9 +105,8 @@ class ScalerRewriter:
             raise self._plan.block(call, "a scaler is made in a loop", BY_HAND)
         maybe_none = maybe_none or any(is_none(one.value) for one in self._flow.bindings.get(place, []))
         name = self._source.code(target)
-        scaler = Scaler(call, Start(statement, name, maybe_none), {place})
-        init = self._write_init(call)
-        self._plan.expression(call, init)
+        scaler = Scaler(call, Start(statement, name, maybe_none), self._write_init(call), {place})
+        self._plan.expression(call, scaler.init)
         return scaler
 
     def _follow(self, scaler: Scaler) -> None:
@@ -241,12 +240,20 @@ class ScalerRewriter:
         for call in scaler.loads:
             method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             if method != "load_state_dict":
-                self._plan.expression(call, f"{self._backwards.visible(scaler, call)[0]}.loss_scale")
+                self._plan.expression(call, self._scale_of(scaler, call))
                 continue
             home = self._source.function(call)
             for point in points:
                 if self._source.function(point) is home and self._source.order(point) > self._source.order(call):
                     raise self._plan.block(call, "the state is loaded before the optimizer is made", BY_HAND)
+
+    def _scale_of(self, scaler: Scaler, call: cst.Call) -> str:
+        """Write the present scale; a scaler that is switched off gives 1, whatever it was configured with."""
+        scale = f"{self._backwards.visible(scaler, call)[0]}.loss_scale"
+        if not ("loss_scale=" in scaler.init and "enabled=" in scaler.init):
+            return scale
+        holder = self._source.code(cst.ensure_type(call.func, cst.Attribute).value)
+        return f"({scale} if {holder}.enabled else 1.0)"
 
     def _is_switched_off(self, scaler: Scaler, node: cst.CSTNode) -> bool:
         """Tell whether a node is only reached where the scaler's own switch is off, and the session with it."""

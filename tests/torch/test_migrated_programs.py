@@ -105,3 +105,44 @@ def test_clipping_of_apex_masters_differs_by_rounding_only(migrated):
     assert after["losses"][0] == before["losses"][0]
     # The forward pass is in float16, so that nothing finer than its unit roundoff of a loss can be expected to stay.
     assert after["losses"] == pytest.approx(before["losses"], rel=2.0**-11)
+
+
+OVERFLOWS = """\
+import json
+import sys
+
+import torch
+
+amp = sys.argv[1] == "amp"
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", growth_interval=2, enabled=amp)
+found = []
+for step in range(8):
+    x = torch.randn(8, 4)
+    with torch.autocast("cpu", dtype=torch.float16, enabled=amp):
+        loss = model(x).pow(2).mean() * (float("inf") if amp and step in (2, 3) else 1.0)
+    optimizer.zero_grad()
+    if amp:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        loss.backward()
+        optimizer.step()
+    found.append([loss.item(), scaler.get_scale(), model.weight.tolist()])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("switch", ["amp", "float32"])
+def test_skipped_steps_scales_and_weights_are_those_before(switch, migrated, tmp_path):
+    program = tmp_path / "before" / "overflows.py"
+    program.parent.mkdir()
+    program.write_text(OVERFLOWS)
+    before = train(program, switch)
+    assert train(migrated(program), switch) == before
+    # The first step overflows at 65536; two are made to; else it doubles after two finite steps in a row.
+    expected = [32768.0, 32768.0, 16384.0, 8192.0, 8192.0, 16384.0, 16384.0, 32768.0]
+    assert [scale for _, scale, _ in before] == (expected if switch == "amp" else [1.0] * 8)
