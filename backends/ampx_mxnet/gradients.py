@@ -148,9 +148,8 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
         for batches in gradients:
             if not batches:
                 continue
-            flag = (
-                None  # the first call makes it, and writes the 1 to begin with: MXNet's scaler spends another on that
-            )
+            # The first call makes the flag and writes the 1 into it; MXNet's own scaler spends another call on that.
+            flag = None
             for kind, batch in batches.items():
                 dense = batch if kind in _CHECKED else [_testable(kind, one) for one in batch]
                 for start in range(0, len(dense), CHUNK):
