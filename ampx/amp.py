@@ -84,7 +84,7 @@ class Amp(Casting, Reporting):
             max_grad_norm: Clip the true gradients to this global L2 norm in every step.
             max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
             **options: What the backend accepts beyond (torch: `process_group`, `device_scale`, `fused`,
-                `capturable`).
+                `capturable`; mxnet: `in_place`).
 
         Returns:
             The wrapped optimizer (or the list): the framework accepts it wherever it accepts the raw one.

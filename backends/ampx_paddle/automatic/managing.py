@@ -168,7 +168,7 @@ class Manager:
         member, group = wrapped.ampx_member, wrapped.ampx_member.group
         if args and callable(args[0]):
             args = (self._seen_through(managed, args[0]), *args[1:])
-        elif member.stage == "idle" and collect(managed.raw):
+        elif member.stage == "idle" and (not managed.zero or collect(managed.raw)):
             # What did not come through a scaled backward is true; zeros are applied, as the script would.
             member.enter(1.0, 0)
             member.leave(True)
