@@ -131,6 +131,7 @@ class Manager:
         """Leave the training to the session that the script started through `apex.amp`, or through ampx itself."""
         self.stood_down = True
         self._sampler.stop()
+        self.run.lines = ("the script has it by hand: its own calls decide",)
         self.run.recorder.notes.append(
             "The script started mixed precision by itself (apex.amp, or ampx), which ampx carried out; this run did "
             "not automate it."
