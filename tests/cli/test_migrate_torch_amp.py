@@ -242,6 +242,35 @@ enabled=torch.cuda.is_available()) if args.amp else None
         """,
     ),
     (
+        "an optimizer that is None at first, a region of another device",
+        """\
+        import torch
+
+        optimizer = None
+        scaler = torch.amp.GradScaler("cuda")
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        """,
+        """\
+        import ampx
+        import torch
+
+        optimizer = None
+        scaler = ampx.init("torch", dtype="float16", process_wide=False, enabled=torch.cuda.is_available())
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer = ampx.wrap_optimizer(optimizer)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+        with ampx.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        """,
+    ),
+    (
         "comments inside what is rewritten",
         """\
         import torch
