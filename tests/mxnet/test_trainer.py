@@ -234,3 +234,17 @@ def test_low_precision_parameters_need_master_weights(amp, masters):
             scaled.backward()
         opt.step(1)
     assert parameter.data().asnumpy().tolist() == [1 - 2.0**-10] * 2
+
+
+def test_gradients_that_are_new_arrays_are_checked_too(amp, weights, backward):
+    """What a step knows of the gradients holds while they are the same arrays: here a layer was frozen meanwhile."""
+    weight = weights(1.0, 2.0)
+    opt = ampx.wrap_optimizer(mx.gluon.Trainer([weight], "sgd", {"learning_rate": 0.5}))
+    backward(lambda: weight.data().sum(), opt)
+    opt.step(1)
+    weight.grad_req = "null"
+    weight.grad_req = "write"
+    backward(lambda: (weight.data() * mx.nd.array([float("inf"), 1.0])).sum(), opt)
+    opt.step(1)
+    assert not opt.last_step.applied
+    assert weight.data().asnumpy().tolist() == [0.5, 1.5]
