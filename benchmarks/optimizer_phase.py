@@ -174,12 +174,12 @@ Case = tuple[int, int, tuple[int, ...], str]
 
 
 def cases(quick: bool, threads: tuple[int, ...] = THREADS) -> list[Case]:
-    """List what is measured; quickly, with the first number of threads. Never more threads than cores."""
+    """List what is measured; quickly, the growing ones with the first number of threads. Never more than cores."""
     found: list[Case] = []
     for number in [one for one in threads[: 1 if quick else None] if one <= (os.cpu_count() or 1)]:
         for count, shape in sizes(quick):
             targeted = (count, shape) in TARGETS
-            names = OPTIMIZERS if targeted else GROWING if number == 1 else ()
+            names = OPTIMIZERS if targeted and not quick else GROWING if number == 1 else ()
             found += [(number, count, shape, name) for name in names]
     return found
 
