@@ -31,6 +31,12 @@ class Reporting(Values):
             group.index = position
         return groups
 
+    def optimizers_of(self, group: ScaleGroup) -> list[Any]:
+        """List the wrapped optimizers that a loss scale was made for and that are alive. Sync: none."""
+        return [
+            one for known, wrapped in self._groups if known is group for made in wrapped if (one := made()) is not None
+        ]
+
     def state_dict(self, opt: Any = None) -> dict[str, Any]:
         """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
 

@@ -50,7 +50,9 @@ def _facts(found: dict[str, Any]) -> str:
         ("dtype", f"{found['dtype']} on {found['device']}, level {found['level']}: {found['reason']}"),
         ("steps", f"{found['steps']}, of which {found['skipped']} skipped"),
     ]
-    return _table((), rows if found["framework"] else rows[:1])
+    if found["device"] is None:
+        rows = rows[:1]  # the script's own: no session tells
+    return _table((), rows)
 
 
 def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

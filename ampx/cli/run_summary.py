@@ -19,6 +19,8 @@ def summary_lines(finished: Finished) -> Iterator[str]:
     elif effective is not None:
         dtype = effective.dtype or "float32"
         yield f"ampx run: {run.framework} in {dtype} on {effective.device}, level {effective.level}: {effective.reason}"
+    else:
+        yield f"ampx run: {run.framework} as the script has it, with {run.stood_down}"
     for one in recorder.optimizers.values():
         yield f"  {one.kind:<11} {_count(one.steps, 'step')}, {len(one.skipped)} skipped; loss scale {one.trace()}"
     if recorder.seconds:

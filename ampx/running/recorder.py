@@ -144,6 +144,12 @@ class Recorder:
         """Note that an operation computed in a dtype (`"bfloat16"`, `"float32"`, ...). Sync: none."""
         self.ops[name, dtype] += count
 
+    def stop_sampling(self) -> None:
+        """Forget operations of which too few steps were seen, because another session goes on. Sync: none."""
+        if self.sampling:
+            self.ops.clear()
+            self.sampled_steps = 0
+
     # -- time --------------------------------------------------------------------------------------
 
     def phase(self, name: str) -> _Phase:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampx.errors import RunRefusedError
 
+from .following import Following
 from .recorder import Recorder
 from .where import script_line
 
@@ -42,6 +44,7 @@ class Run:
         peers: The `Run` of every framework in this process, this one included.
         amp: The session once it is started; None before.
         refusal: The error of the first call of `refuse`, which the script may have caught.
+        stood_down: What the script does by itself, for a sentence; "" while this run automates it.
         lines: The lines of code that do the same by hand. Set it where those of `explain` do not fit the framework.
     """
 
@@ -51,7 +54,9 @@ class Run:
     peers: list[Run] = field(default_factory=list)
     amp: Amp | None = None
     refusal: RunRefusedError | None = None
+    stood_down: str = ""
     lines: tuple[str, ...] = ()
+    _followed: list[Following] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Join the peers."""
@@ -90,9 +95,51 @@ class Run:
         self.amp.on_event(self.recorder.hear)
         return self.amp
 
-    def close(self) -> None:
-        """End the session, where one was started; the last thing a backend does on leaving. Sync: as `Amp.shutdown`."""
+    def stand_down(self, why: str) -> None:
+        """End the session of this run, because the script has mixed precision of its own that ampx carries out.
+
+        Args:
+            why: What the script uses, to follow "by itself, with".
+
+        Sync: as `Amp.shutdown`.
+        """
+        if self.stood_down:
+            return
+        self.stood_down = why
         if self.amp is not None:
+            self.amp.shutdown()
+            self.amp = None
+        self.recorder.stop_sampling()
+        self.lines = ("the script has it by hand: its own calls decide",)
+        self.recorder.notes.append(
+            f"The script started mixed precision by itself, with {why}; ampx carried that out, and this run did not "
+            f"automate it."
+        )
+
+    def follow(self, amp: Amp | None, kind_of: Callable[[Any], str]) -> None:
+        """After `stand_down`, have the recorder tell of the session that the script started; call it in every backward.
+
+        Args:
+            amp: The session of the framework; None where there is none.
+            kind_of: Gives the name of the script's class, of a wrapped optimizer.
+
+        Sync: none.
+        """
+        if amp is None:
+            return
+        if self.amp is not amp:
+            self.amp = amp
+            self._followed.append(Following(self.recorder, amp, kind_of))
+        self._followed[-1].look()
+
+    def close(self) -> None:
+        """End the session, where one was started; the last thing a backend does on leaving. Sync: as `Amp.shutdown`.
+
+        A session of the script's own stays, as it does without `ampx run`.
+        """
+        for one in self._followed:
+            one.finish()
+        if self.amp is not None and not self._followed:
             self.amp.shutdown()
 
     def refuse(self, reason: str, where: str | None = None) -> NoReturn:

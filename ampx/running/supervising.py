@@ -88,8 +88,9 @@ def supervise(program: Program, settings: RunSettings, framework: str | None = N
             finished.error = run_program(program)
         finally:
             for run in finished.runs:
-                if run.amp is not None:
-                    finished.run, finished.effective = run, run.amp.effective
+                if run.amp is not None or run.stood_down:
+                    finished.run = run
+                    finished.effective = None if run.amp is None else run.amp.effective
     refusals = [run.refusal for run in finished.runs if run.refusal is not None]
     if isinstance(finished.error, RunRefusedError):
         refusals.insert(0, finished.error)

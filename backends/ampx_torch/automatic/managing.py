@@ -30,7 +30,6 @@ class Manager:
         factor: What its gradients are multiplied by; 1.0 outside.
         pending: Some gradients may carry a loss scale.
         quiet: Code of ampx is at work, which reads gradients as they are.
-        stood_down: Another session took over: that of `apex.amp`.
         config: The loss scale that the script asked of a GradScaler, or None.
         scales: Losses are multiplied at all: with bfloat16 they are not, unless asked.
         watch: Makes reads of gradients known; called where losses are multiplied.
@@ -44,7 +43,6 @@ class Manager:
         self.factor: Any = 1.0
         self.pending = False
         self.quiet = False
-        self.stood_down = False
         self.config: LossScale | None = None
         self.scales = False
         self.watch: Callable[[], None] = lambda: None
@@ -61,6 +59,9 @@ class Manager:
         if self.stood_down or isinstance(raw, AmpOptimizer):
             return
         if self.run.amp is None:
+            if sessions.get("torch") is not None:  # started before the first optimizer
+                self.stand_down("apex.amp or ampx")
+                return
             self.run.session(**self.options)
             self._sampler.start()
             self.scales = self._scales()
@@ -73,8 +74,7 @@ class Manager:
 
     def all(self) -> list[Managed]:
         """List what is managed, each with its wrapper, in order of creation."""
-        amp = self.run.amp
-        if amp is None or not self._still_ours():
+        if (self.run.amp is None and not self.stood_down) or not self._still_ours():
             return []
         found = []
         for reference in self._made:
@@ -120,22 +120,29 @@ class Manager:
 
     def _still_ours(self) -> bool:
         """Tell whether the session is the one this run started; stand down where `apex.amp` began its own."""
-        if self.stood_down:
-            return False
-        if sessions.get("torch") is self.run.amp:
-            return True
-        self.stand_down()
+        current = sessions.get("torch")
+        if not self.stood_down:
+            if current is self.run.amp:
+                return True
+            self.stand_down("apex.amp or ampx")
+        self.run.follow(current, _kind)
         return False
 
-    def stand_down(self) -> None:
-        """Leave the training to the session that the script started through `apex.amp`, or through ampx itself."""
-        self.stood_down = True
+    @property
+    def stood_down(self) -> bool:
+        """Whether the script has mixed precision of its own, by `apex` or by ampx itself."""
+        return bool(self.run.stood_down)
+
+    def stand_down(self, why: str) -> None:
+        """Leave the training to what the script started."""
         self._sampler.stop()
-        self.run.lines = ("the script has it by hand: its own calls decide",)
-        self.run.recorder.notes.append(
-            "The script started mixed precision by itself (apex.amp, or ampx), which ampx carried out; this run did "
-            "not automate it."
-        )
+        self.run.stand_down(why)
+
+    def stands_aside(self) -> bool:
+        """Tell whether the script's own mixed precision trains, and meet its loss scales."""
+        if self.stood_down:
+            self._still_ours()
+        return self.stood_down
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -230,8 +237,8 @@ class Manager:
         """See whether some gradients still carry a loss scale."""
         self.pending = self.scales and any(
             managed.wrapped is not None and managed.wrapped.ampx_member.stage == "scaled"
-            for raw in map(_call, self._made)
-            if raw is not None and (managed := raw.__dict__.get("_ampx_managed")) is not None
+            for reference in self._made
+            if (raw := reference()) is not None and (managed := raw.__dict__.get("_ampx_managed")) is not None
         )
 
     def reveal(self, tensor: torch.Tensor) -> None:
@@ -267,14 +274,14 @@ class Manager:
                 managed.release()
 
 
+def _kind(wrapped: Any) -> str:
+    return type(wrapped.optimizer).__name__
+
+
 def _first_parameters(managed: list[Managed]) -> Iterator[Any]:
     for one in managed:
         for group in one.raw.param_groups:
             yield from group["params"][:1]
-
-
-def _call(reference: weakref.ref[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    return reference()
 
 
 @contextmanager

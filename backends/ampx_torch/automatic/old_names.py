@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
+from unittest import mock
 
 from ampx_torch.apex import ApexPresentError, install, uninstall
 
 from .managing import Manager
 
+_BY_HAND: Final = "ampx_torch.apex.fp16_utils.loss_scaler"
 _NAMES: Final = ("apex", "amp_C", "apex_C")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Installs the old names when the first of them is asked for; an apex that still has amp is left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, provided: Callable[[], None]) -> None:
         self.asked = False
+        self._provided = provided
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -33,6 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             install()
         except ApexPresentError:
             return None
+        self._provided()
         provided = sys.modules.get(fullname)
         return None if provided is None else ModuleSpec(fullname, _Provided(provided), is_package=True)
 
@@ -54,12 +59,29 @@ class _Provided(importlib.abc.Loader):
 @contextmanager
 def old_names(manager: Manager) -> Iterator[None]:
     """Let the script import apex."""
-    finder = _Finder()
+    patches = ExitStack()
+    finder = _Finder(lambda: _watch_scales(manager, patches))
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with patches:
+            yield
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
         if finder.asked:
             uninstall()
+
+
+def _watch_scales(manager: Manager, patches: ExitStack) -> None:
+    """Stand down as soon as the script makes a loss scale of fp16_utils, as FP16_Optimizer does, too."""
+    module = importlib.import_module(_BY_HAND)
+    for kind in (module.LossScaler, module.DynamicLossScaler):
+        patches.enter_context(mock.patch.object(kind, "__init__", _standing_down(manager, kind.__init__)))
+
+
+def _standing_down(manager: Manager, make: Callable[..., None]) -> Callable[..., None]:
+    def make_watched(self: object, *args: object, **kwargs: object) -> None:
+        make(self, *args, **kwargs)
+        manager.stand_down("a loss scale of apex.fp16_utils")
+
+    return make_watched

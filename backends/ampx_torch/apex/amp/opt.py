@@ -242,6 +242,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         """Note the outcome; masters' gradients go, because `model.zero_grad()` does not reach them."""
         member, finite = self.ampx_member, not self._overflowed
         loss_id = next(iter(self._overflowed), 0)
+        member.group.steps += 1
         state = member.group.state_of(loss_id)
         if self.masters is not None:
             for _, master in self.masters.pairs:

@@ -110,12 +110,11 @@ def settle(optimizers: Sequence[ApexOptimizer], loss_id: int) -> None:
 
 
 def _move(group: ScaleGroup, loss_id: int, finite: bool) -> None:
-    group.steps += 1
     before = group.state_of(loss_id)
     after = group.states[loss_id] = next_state(group.config, before, finite)
     if group.emit is None:
         return
-    told = (group.framework, group.index, loss_id, group.steps)
+    told = (group.framework, group.index, loss_id, group.steps + 1)  # the step that is to come
     for event in group.events_of(told, before, after, finite):
         if not isinstance(event, StepSkipped):  # that one is sent by the step
             group.emit(group.framework, event)

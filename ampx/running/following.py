@@ -1,0 +1,71 @@
+"""Follow a session that the script started itself: its steps and loss scales, without deciding any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ampx.events import Event, StepSkipped
+
+from .recorder import Recorder
+
+if TYPE_CHECKING:
+    from ampx.amp import Amp
+    from ampx.group import ScaleGroup
+
+
+class Following:
+    """Has the recorder tell of one session that the script started.
+
+    A backend calls `look` in every backward, so that a loss scale is met before it moves, and while it lives.
+
+    Attributes:
+        amp: The session.
+    """
+
+    def __init__(self, recorder: Recorder, amp: Amp, kind_of: Callable[[Any], str]) -> None:
+        """Listen from now on.
+
+        Args:
+            recorder: Where to write; what it knows of earlier sessions stays.
+            amp: The session.
+            kind_of: Gives the name of the script's class, of a wrapped optimizer.
+        """
+        self.amp = amp
+        self._recorder = recorder
+        self._kind_of = kind_of
+        self._groups: dict[int, ScaleGroup] = {}
+        amp.on_event(self._hear)
+
+    def look(self) -> None:
+        """Meet the loss scales that the session has by now. Sync: none."""
+        known = {id(group) for group in self._groups.values()}
+        for group in self.amp.live_groups():
+            if id(group) in known or not group.members:
+                continue
+            position = len(self._recorder.optimizers)
+            for one in self.amp.optimizers_of(group):
+                self._recorder.add_optimizer(self._kind_of(one), float(group.states[0].scale), position)
+            self._groups[position] = group
+
+    def finish(self) -> None:
+        """Take the steps over, at the end of the run. Sync: where the scale lives on the device."""
+        for position, group in self._groups.items():
+            group.resolve()
+            self._recorder.stepped(position, group.steps - self._recorder.optimizers[position].steps)
+            if len(group.states) > 1:
+                kind = self._recorder.optimizers[position].kind
+                self._recorder.notes.append(
+                    f"{kind} has {len(group.states)} loss scales; the one of loss_id 0 is told."
+                )
+
+    def _hear(self, event: Event) -> None:
+        # The last one met: positions move up when an optimizer goes, and those of the dead stay.
+        found = [position for position, group in self._groups.items() if group.index == event.group][-1:]
+        for position in found:
+            skipped = isinstance(event, StepSkipped)
+            if skipped and event.step in self._recorder.optimizers[position].skipped:
+                continue  # several losses of one step
+            if skipped or event.loss_id == 0:
+                self._recorder.hear(replace(event, group=position))

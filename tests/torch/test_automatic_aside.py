@@ -1,0 +1,152 @@
+"""`ampx run` of scripts that start apex or ampx themselves: it stands aside, and tells what their sessions did."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import ampx  # noqa: E402
+from ampx.registry import default_registry  # noqa: E402
+from ampx.running import Run, RunSettings  # noqa: E402
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "apex" / "fp16_optimizer.py"
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    ampx.shutdown()
+
+
+@pytest.fixture
+def automated():
+    def automate(script):
+        run = Run("torch", RunSettings(dtype="bfloat16", device="cpu"))
+        with default_registry().load("torch").automate(run):
+            script()
+        return run
+
+    return automate
+
+
+def train(model, optimizer, scale_loss, factors):
+    for factor in factors:
+        optimizer.zero_grad()
+        with scale_loss(model(torch.ones(2, 4)).float().mean() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def test_the_steps_and_the_scale_of_apex_amp_are_told(automated):
+    def script():
+        from apex import amp
+
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        train(model, optimizer, amp.scale_loss, [1.0, float("inf"), 1.0, float("inf")])
+
+    run = automated(script)
+    (one,) = run.recorder.to_json()["optimizers"]
+    assert (one["kind"], one["initial_scale"], one["steps"], one["skipped"]) == ("SGD", 65536.0, 4, [2, 4])
+    assert one["scales"] == [(2, 32768.0), (4, 16384.0)]
+    assert (run.amp.effective.dtype, run.amp.effective.level) == ("float16", "O1")
+    assert not run.recorder.ops
+    assert "by itself, with apex.amp or ampx" in run.recorder.notes[0]
+
+
+def test_several_blocks_of_apex_amp_before_a_step_are_one_step(automated):
+    def script():
+        from apex import amp
+
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+        for factors in ((1.0, 1.0), (float("inf"), float("inf")), (1.0, 1.0)):
+            for loss_id, factor in enumerate(factors):
+                loss = model(torch.ones(2, 4)).float().mean() * factor
+                with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (one,) = automated(script).recorder.to_json()["optimizers"]
+    assert (one["steps"], one["skipped"], one["scales"]) == (3, [2], [(2, 32768.0)])
+
+
+@pytest.mark.parametrize("first", ["session", "optimizer"])
+def test_a_script_that_is_written_for_ampx_keeps_its_own_session(first, automated):
+    def script():
+        model = torch.nn.Linear(4, 4)
+        if first == "session":
+            ampx.init("torch", dtype="float16", device="cpu")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if first == "optimizer":
+            ampx.init("torch", dtype="float16", device="cpu")
+        optimizer = ampx.wrap_optimizer(optimizer, loss_scale=1024.0)
+        train(model, optimizer, ampx.scale_loss, [1.0, 1.0, float("inf")])
+        assert ampx.current("torch").effective.dtype == "float16"
+
+    run = automated(script)
+    (one,) = run.recorder.to_json()["optimizers"]
+    assert (one["kind"], one["initial_scale"], one["steps"], one["skipped"]) == ("Adam", 1024.0, 3, [3])
+    assert ampx.current("torch").effective.dtype == "float16"  # as without ampx run, the script's session stays
+
+
+def test_a_second_session_of_the_script_is_told_beside_the_first(automated):
+    def script():
+        for steps in (2, 3):
+            ampx.init("torch", dtype="bfloat16", device="cpu")
+            model = torch.nn.Linear(4, 4)
+            optimizer = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            train(model, optimizer, ampx.scale_loss, [1.0] * steps)
+
+    assert [one.steps for one in automated(script).recorder.optimizers.values()] == [2, 3]
+
+
+def test_fp16_optimizer_trains_as_without_the_run(automated):
+    weights = []
+
+    def script():
+        from ampx_torch.apex.fp16_utils import FP16_Optimizer, network_to_half
+
+        torch.manual_seed(0)
+        model = network_to_half(torch.nn.Linear(4, 4))
+        optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True, verbose=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(model(torch.ones(2, 4)).float().sum())
+            optimizer.step()
+        weights.append(model[1].weight.detach().clone())
+
+    script()
+
+    def as_scripts_do():
+        import apex.fp16_utils  # noqa: F401 -- the run provides it, and watches from then on
+
+        script()
+
+    run = automated(as_scripts_do)
+    assert torch.equal(*weights)
+    assert run.stood_down == "a loss scale of apex.fp16_utils"
+    assert run.amp is None
+    assert not run.recorder.optimizers
+    script()  # the watch has ended with the run
+
+
+def test_the_summary_and_the_report_of_fp16_optimizer_tell_only_what_is_true(tmp_path):
+    pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    target = tmp_path / "out.json"
+    command = [sys.executable, "-m", "ampx", "run", "--report", str(target), str(PROGRAM), "--epochs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ampx run: torch as the script has it, with a loss scale of apex.fp16_utils" in done.stderr
+    assert "operations" not in done.stderr
+    assert "loss scale 1" not in done.stderr
+    report = json.loads(target.read_text())
+    assert (report["framework"], report["dtype"], report["steps"], report["ops"]) == ("torch", None, 0, [])
