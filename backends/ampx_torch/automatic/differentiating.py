@@ -40,7 +40,7 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         with manager.run.recorder.phase("backward"):
             if manager.scales:
-                _backward_scaled(manager, true, losses, options)
+                _backward_scaled(manager, true, losses, managed, options)
             else:
                 _backward(manager, true, losses, managed, options)
 
@@ -48,15 +48,16 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         yield
 
 
-def _backward_scaled(manager: Manager, true: Any, losses: list[torch.Tensor], options: dict[str, Any]) -> None:
+def _backward_scaled(
+    manager: Manager, true: Any, losses: list[torch.Tensor], found: list[Managed], options: dict[str, Any]
+) -> None:
     """Find out what the loss reaches, bring gradients that wait to the same scale, and run."""
     leaves, hidden = _leaves(losses)
     inputs = options["inputs"]
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
-    manager.sort_parameters()
-    found = manager.all()
+    manager.sort_parameters(found)
     if not hidden:
         reached = {id(one) for key in leaves if (one := manager.owner(key)) is not None}
         found = [one for one in found if id(one) in reached]
@@ -161,18 +162,18 @@ def _weighted(root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _leaves(losses: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], bool]:
     """Walk the graph; give the tensors that gradients are added to, and whether some part of it is hidden."""
     leaves: dict[int, torch.Tensor] = {id(one): one for one in losses if one.grad_fn is None}
-    stack: list[Any] = [one.grad_fn for one in losses if one.grad_fn is not None]
-    seen = set(stack)  # holds the nodes, whose ids would otherwise be used again
+    nodes: list[Any] = [one.grad_fn for one in losses if one.grad_fn is not None]
+    seen = set(nodes)  # holds the nodes, whose ids would otherwise be used again
     hidden = False
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            name = type(node).__name__
-            if name == _LEAF:
-                leaves[id(node.variable)] = node.variable
-            else:
-                hidden = hidden or name == _HIDES
-                stack.append(node)
-    return leaves, hidden or any(type(one.grad_fn).__name__ == _HIDES for one in losses)
+    for node in nodes:  # grows on the way
+        name = type(node).__name__
+        if name == _LEAF:
+            leaf = node.variable
+            leaves[id(leaf)] = leaf
+            continue
+        hidden = hidden or name == _HIDES
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    return leaves, hidden

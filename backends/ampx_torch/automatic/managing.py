@@ -105,9 +105,8 @@ class Manager:
         reference = self._owners.get(key)
         return None if reference is None else reference()
 
-    def sort_parameters(self) -> None:
+    def sort_parameters(self, managed: list[Managed]) -> None:
         """Look up anew whose parameters are whose, where optimizers or parameters came or went."""
-        managed = self.all()
         count = sum(len(group["params"]) for one in managed for group in one.raw.param_groups)
         if count != self._counted or any(self.owner(id(p)) is None for p in _first_parameters(managed)):
             self._owners = {
@@ -121,7 +120,7 @@ class Manager:
     def _still_ours(self) -> bool:
         """Tell whether the session is the one this run started; stand down where `apex.amp` began its own."""
         current = sessions.get("torch")
-        if not self.stood_down:
+        if not self.run.stood_down:  # asked several times a step, so not through the property
             if current is self.run.amp:
                 return True
             self.stand_down("apex.amp or ampx")
@@ -140,9 +139,7 @@ class Manager:
 
     def stands_aside(self) -> bool:
         """Tell whether the script's own mixed precision trains, and meet its loss scales."""
-        if self.stood_down:
-            self._still_ours()
-        return self.stood_down
+        return bool(self.run.stood_down) and not self._still_ours()
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -210,7 +207,7 @@ class Manager:
 
     def shares(self, managed: Managed) -> bool:
         """Tell whether another optimizer owns its parameters."""
-        self.sort_parameters()
+        self.sort_parameters(self.all())
         return any(self.owner(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
 
     def _seen_through(self, closure: Callable[[], Any]) -> Callable[[], Any]:
