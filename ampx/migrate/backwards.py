@@ -26,6 +26,7 @@ class Scaler:
         backward: Calls of `scale` in the order of the text.
         steps: Calls that step an optimizer, with the optimizer.
         optimizers: What is stepped or unscaled, one expression for each optimizer.
+        updates: Calls that move its scale.
         loads: Calls that load its state or ask for its scale.
     """
 
@@ -36,6 +37,7 @@ class Scaler:
     backward: list[cst.Call] = field(default_factory=list)
     steps: list[tuple[cst.Call, cst.BaseExpression]] = field(default_factory=list)
     optimizers: list[cst.BaseExpression] = field(default_factory=list)
+    updates: list[cst.Call] = field(default_factory=list)
     loads: list[cst.Call] = field(default_factory=list)
 
 

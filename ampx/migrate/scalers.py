@@ -192,6 +192,7 @@ class ScalerRewriter:
             self._note_optimizer(scaler, args[0])
             self._plan.edit(call.func, lambda updated: self._plan.parse_expression("ampx.unscale"))
         elif name == "update" and not call.args and is_statement:
+            scaler.updates.append(call)
             self._plan.remove(self._source.parent(call))
         elif name in ("get_scale", "get_loss_scaling") and not call.args:
             scaler.loads.append(call)  # rewritten when the optimizers are known
@@ -240,12 +241,29 @@ class ScalerRewriter:
         for call in scaler.loads:
             method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             if method != "load_state_dict":
+                self._refuse_between_step_and_update(scaler, call)
                 self._plan.expression(call, self._scale_of(scaler, call))
                 continue
             home = self._source.function(call)
             for point in points:
                 if self._source.function(point) is home and self._source.order(point) > self._source.order(call):
                     raise self._plan.block(call, "the state is loaded before the optimizer is made", BY_HAND)
+
+    def _refuse_between_step_and_update(self, scaler: Scaler, call: cst.Call) -> None:
+        """Refuse to tell the scale where the script's has not moved yet, and that of ampx has.
+
+        Scripts compare it with the scale after `update`, to hold their scheduler back when a step was skipped.
+        """
+        home, here = self._source.function(call), self._source.order(call)
+        moves = [self._source.order(one) - here for one in scaler.updates if self._source.function(one) is home]
+        steps = [self._source.order(one) - here for one, _ in scaler.steps if self._source.function(one) is home]
+        last = max((one for one in moves if one < 0), default=-here)
+        if any(last < one < 0 for one in steps) and any(one > 0 for one in moves):
+            raise self._plan.block(
+                call,
+                f"`{self._source.code(call)}` asks for the scale between `step` and `update`; ampx moves it in `step`",
+                "Ask for it before the first step, which tells the same, and migrate again.",
+            )
 
     def _scale_of(self, scaler: Scaler, call: cst.Call) -> str:
         """Write the present scale; a scaler that is switched off gives 1, whatever it was configured with."""

@@ -519,6 +519,11 @@ scaler.update()
         ),
         (HEAD + LOOP + "scaler = other\n", 7, "`scaler` is the scaler here and something else there"),
         (HEAD + LOOP + "optimizer.step()\n", 7, "`optimizer.step()` steps without the scaler, which is always made"),
+        (
+            HEAD + LOOP.replace("scaler.update()", "before = scaler.get_scale()\nscaler.update()"),
+            6,
+            "`scaler.get_scale()` asks for the scale between `step` and `update`; ampx moves it in `step`",
+        ),
         (HEAD, 3, "no optimizer is stepped through this scaler here"),
         (HEAD + LOOP.replace("\nscaler.step", "; scaler.step"), 4, "`scaler.scale(loss).backward()` shares its line"),
         (
@@ -557,6 +562,18 @@ def test_what_is_not_understood_leaves_the_file_alone(before, line, what, migrat
     status, _, findings = migrate(before)
     assert status == "blocked"
     assert findings == [(line, "todo", what)]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_the_scale_before_the_step_and_after_the_update_is_asked_for(twice, migrate):
+    loop = (
+        LOOP.replace("scaler.step", "before = scaler.get_scale()\nscaler.step")
+        + "skipped = before > scaler.get_scale()\n"
+    )
+    status, after, _ = migrate(HEAD + loop * (1 + twice))
+    assert status == "changed"
+    assert after.count("before = optimizer.loss_scale\noptimizer.step()\n") == 1 + twice
+    assert after.count("skipped = before > optimizer.loss_scale\n") == 1 + twice
 
 
 @pytest.mark.parametrize(
