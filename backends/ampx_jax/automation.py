@@ -26,7 +26,7 @@ from ampx import sessions
 from ampx.group import Member, ScaleGroup
 from ampx.running import Run
 
-from . import casting, devices, interpreter, optimizer
+from . import casting, devices, interpreter, optimizer, outcomes
 from .transform import autocast
 
 _OWN_SCALING: Final = ("jmp", "flax.training.dynamic_scale")
@@ -52,6 +52,7 @@ class Automation:
         self.live = True
         self.differentiated = False
         self.member: Member | None = None
+        self.outcomes: outcomes.Outcomes | None = None
         self.regions = ExitStack()
         self._lock = threading.Lock()
 
@@ -85,6 +86,8 @@ class Automation:
                 self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
             group = ScaleGroup("jax", amp.effective.loss_scale, amp.enabled, emit=sessions.emit)
             self.member = group.add_member()
+            with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
+                self.outcomes = outcomes.Outcomes(group.config, self._tell)
             self.run.lines = _lines(amp.effective.dtype)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
         if low:
@@ -106,14 +109,34 @@ class Automation:
         if self.run.recorder.sampling:
             self.run.recorder.count_op(name, dtype)
 
-    def read_scale(self) -> jax.Array:
-        """Give the present loss scale, at run time. Sync: the host is asked."""
-        return jax.experimental.io_callback(self._scale_now, jax.ShapeDtypeStruct((), jnp.float32))  # type: ignore[no-any-return]
+    def hiding(self) -> outcomes.Outcomes | None:
+        """Give what takes the outcomes of compiled functions; None while there is no session."""
+        return self.outcomes if self.live else None
+
+    def read_scale(self) -> Any:
+        """Give the present loss scale, at run time. Sync: none where it is a hidden input; else the host is asked."""
+        assert self.outcomes is not None
+        scale = self.outcomes.scale()
+        if scale is not None:
+            return scale
+        self.outcomes.mix()
+        return jax.experimental.io_callback(self._scale_now, jax.ShapeDtypeStruct((), jnp.float32))
 
     def _scale_now(self) -> Any:
         assert self.member is not None
         with self._lock:
             return np.float32(self.member.group.states[0].scale)
+
+    def report(self, finite: Any) -> None:
+        """Have an update's finiteness reach `stepped`. Sync: none."""
+        assert self.outcomes is not None
+        if not self.outcomes.take(finite):
+            self.outcomes.mix()
+            jax.debug.callback(self.stepped, finite)
+
+    def _tell(self, found: list[bool]) -> None:
+        for finite in found:
+            self.stepped(finite)
 
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
@@ -140,20 +163,25 @@ def automate(run: Run) -> Iterator[None]:
     this = Automation(run)
     # Named tuples: every transformation, of optax and of the script, is made here.
     patches = (
+        mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding)),
         mock.patch.object(jax, "grad", _differentiating(this, jax.grad, False)),
         mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
         mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),
     )
     try:
-        with patches[0], patches[1], patches[2]:
+        with patches[0], patches[1], patches[2], patches[3]:
             yield
     finally:
-        jax.effects_barrier()  # what was computed is told
-        if this.casts and not this.differentiated:
-            run.recorder.notes.append(NO_GRADIENTS)
-        this.live = False
-        this.regions.close()
-        run.close()
+        try:
+            jax.effects_barrier()  # what was computed is told
+            if this.outcomes is not None:
+                this.outcomes.look(0)
+        finally:
+            if this.casts and not this.differentiated:
+                run.recorder.notes.append(NO_GRADIENTS)
+            this.live = False
+            this.regions.close()
+            run.close()
 
 
 # -- gradients ------------------------------------------------------------------------------------------------
@@ -258,7 +286,7 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
             if not enabled or not jax.tree.leaves(updates):
                 return native(updates, state, params, **extra)
             _, finite = optimizer.unscale(updates, jnp.float32(1.0))
-            jax.debug.callback(this.stepped, finite)
+            this.report(finite)
             return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), state)
 
     return update

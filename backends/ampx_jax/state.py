@@ -68,7 +68,7 @@ def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
     """Give the state before the first step; every array has a buffer of its own, so that all can be donated."""
     _register_with_flax()
     return AmpState(
-        **_arrays(settings.config.initial_state()),
+        **as_arrays(settings.config.initial_state()),
         steps=jnp.zeros((), jnp.int32),
         group=jnp.array(group, jnp.int32),
         applied=jnp.array(False),
@@ -80,7 +80,8 @@ def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
     )
 
 
-def _arrays(state: LossScaleState) -> dict[str, Any]:
+def as_arrays(state: LossScaleState) -> dict[str, Any]:
+    """Give a loss scale as scalar arrays by name, in the order of its fields. Sync: none."""
     return {
         "scale": jnp.array(state.scale, jnp.float32),
         "growth_tracker": jnp.array(state.growth_tracker, jnp.int32),
@@ -159,7 +160,7 @@ def write(tree: Any, config: LossScale, scale: LossScaleState) -> Any:
     def replace(node: Any) -> Any:
         if not _is_own(node):
             return node
-        arrays = _arrays(scale)
+        arrays = as_arrays(scale)
         for name, array in arrays.items():
             old = getattr(node, name)
             if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):

@@ -1,0 +1,341 @@
+"""Outcomes without callbacks under `ampx run`: steps, skips and the scale are those that callbacks tell."""
+
+import functools
+import gc
+import inspect
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ampx
+import ampx_jax
+from ampx.running import Run, RunSettings
+from ampx_jax import outcomes
+
+B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))
+INFINITE = float("inf")
+# More steps than the host leaves unseen, and three of them overflow: the last, and two in a row.
+PATTERN = [INFINITE if number in (20, 50, 51, 99) else 1.0 + number / 100 for number in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def end():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        yield
+    ampx.shutdown()
+
+
+def automate(dtype="bfloat16"):
+    run = Run("jax", RunSettings(dtype=dtype, device="cpu"))
+    return run, ampx_jax.load().automate(run)
+
+
+def loss_of(weights, factor):
+    return jnp.sum(weights**2) * factor * 2.0**-8
+
+
+def make():
+    """Give a step as scripts have it, the weights and the state."""
+    tx = optax.adam(0.1)
+
+    def step(weights, state, factor):
+        loss, grads = jax.value_and_grad(loss_of)(weights, factor)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state, loss
+
+    return step, B, tx.init(B)
+
+
+def train(step, weights, state, factors):
+    for factor in factors:
+        weights, state, _ = step(weights, state, factor)
+    return weights, state
+
+
+def callbacks(step, *args):
+    return str(jax.make_jaxpr(step)(*args)).count("callback")
+
+
+def record(run):
+    (one,) = run.recorder.optimizers.values()
+    return one.steps, one.skipped, one.scales
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_skips_and_the_scale_are_those_that_callbacks_tell(dtype, monkeypatch):
+    told, values = [], []
+    for by_callback in (False, True):
+        run, region = automate(dtype)
+        with region, monkeypatch.context() as patched:
+            if by_callback:
+                patched.setattr(jax, "jit", inspect.unwrap(jax.jit))
+            step, weights, state = make()
+            step = jax.jit(step)
+            if by_callback:
+                assert callbacks(step, weights, state, 1.0) > 0
+                for factor in PATTERN:  # callbacks of several steps may come in any order
+                    weights, state = train(step, weights, state, [factor])
+                    jax.effects_barrier()
+            else:
+                weights, state = train(step, weights, state, PATTERN)
+        told.append(record(run))
+        values.append((weights, state))
+    assert told[0] == told[1]
+    assert told[0][:2] == (100, [21, 51, 52, 100])
+    assert told[0][2] == ([(21, 2.0**15), (51, 2.0**14), (52, 2.0**13), (100, 2.0**12)] if dtype == "float16" else [])
+    for one, other in zip(*map(jax.tree.leaves, values), strict=True):
+        # Compiled apart: weights below one, each of 100 updates rounded once to the spacing of 2**-24.
+        np.testing.assert_allclose(one, other, rtol=0, atol=100 * 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_compiled_step_has_no_callback(dtype, monkeypatch):
+    compiled = []
+    native = jax.jit
+
+    def noting(*args, **kwargs):
+        compiled.append(native(*args, **kwargs))
+        return compiled[-1]
+
+    monkeypatch.setattr(jax, "jit", noting)
+    run, region = automate(dtype)
+    with region:
+        step, weights, state = make()
+        step = jax.jit(step)
+        train(step, weights, state, [1.0])
+        plain, hiding = compiled
+        assert plain._cache_size() == 0, "the function was compiled as the script made it, with callbacks"
+        scale = ampx_jax.state.as_arrays(ampx.LossScale().initial_state()).values()
+        assert "callback" not in str(hiding.trace(weights, state, 1.0, ampx_loss_scale=tuple(scale)).jaxpr)
+    assert run.recorder.steps == 1
+
+
+def test_the_scale_moves_between_functions():
+    run, region = automate("float16")
+    with region:
+        tx = optax.sgd(0.1)
+        state = tx.init(B)
+        gradient, update = jax.jit(jax.grad(loss_of)), jax.jit(tx.update)
+        for factor in (1.0, INFINITE, 1.0):
+            updates, state = update(gradient(B, factor), state)
+    assert record(run) == (3, [2], [(2, 2.0**15)])
+    np.testing.assert_allclose(updates, -0.1 * 2 * B * 2.0**-8, rtol=2.0**-10)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_scale_that_is_too_large_falls_on_the_device(apart):
+    """The factor of the product's derivative is the scale: 2**16 is no float16, 2**15 is one."""
+    run, region = automate("float16")
+    with region:
+        tx = optax.sgd(1.0)
+        weights, state = B, tx.init(B)
+        gradient = jax.grad(lambda weights: jnp.sum(jnp.eye(3) / 4 @ weights))
+        parts = (jax.jit, lambda function: function) if apart else (lambda function: function, jax.jit)
+        gradient, update = parts[0](gradient), parts[0](tx.update)
+        step = parts[1](lambda weights, state: update(gradient(weights), state))
+        for _ in range(3):
+            updates, state = step(weights, state)
+    assert record(run) == (3, [1], [(1, 2.0**15)])
+    assert jnp.all(updates == -0.25)
+
+
+def test_a_scale_that_fell_by_a_callback_is_what_compiled_functions_read():
+    run, region = automate("float16")
+    with region:
+        tx = optax.sgd(1.0)
+        state = tx.init(B)
+        gradient = jax.grad(lambda weights, factor: jnp.sum(jnp.eye(3) / 4 @ weights) * factor)
+        step = jax.jit(lambda factor: tx.update(gradient(B, factor), state))
+        step(0.25)
+        tx.update(gradient(B, 1.0), state)
+        jax.effects_barrier()
+        updates, _ = step(1.0)
+    assert record(run) == (3, [2], [(2, 2.0**15)])
+    assert jnp.all(updates == -0.25)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_data_on_several_devices_do_not_meet_in_the_scale(dtype):
+    if jax.device_count() < 2:
+        pytest.skip("JAX has one device here")
+    run, region = automate(dtype)
+    with region:
+        step, weights, state = make()
+        step = jax.jit(step)
+        for device, factor in ((1, 1.0), (0, INFINITE), (1, 1.0)):
+            weights, state, _ = step(*jax.device_put((weights, state), jax.devices()[device]), factor)
+            jax.effects_barrier()
+    assert record(run) == (3, [2], [(2, 2.0**15)] if dtype == "float16" else [])
+
+
+def test_updates_in_one_function_are_told_in_order():
+    run, region = automate("float16")
+    with region:
+        step, weights, state = make()
+        jax.jit(lambda *given: train(step, *given, [1.0, INFINITE, 1.0, INFINITE]))(weights, state)
+    assert record(run) == (4, [2, 4], [(2, 2.0**15), (4, 2.0**14)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("way", ["scan", "cond", "inner", "vmap", "eager", "lowered", "shardings"])
+def test_what_is_traced_elsewhere_is_told_by_callbacks(way, dtype):
+    run, region = automate(dtype)
+    with region:
+        step, weights, state = make()
+        direct = jax.jit(step)
+        weights, state = train(direct, weights, state, [1.0, INFINITE, 1.0])
+
+        def loop(weights, state, factors):
+            def body(carry, factor):
+                return step(*carry, factor)[:2], None
+
+            return jax.lax.scan(body, (weights, state), factors)[0]
+
+        one = {
+            "scan": jax.jit(lambda w, s, factor: loop(w, s, factor[None])),
+            "cond": jax.jit(lambda w, s, factor: jax.lax.cond(w[0, 0] < 99, step, step, w, s, factor)),
+            "inner": jax.jit(lambda w, s, factor: direct(w, s, factor)),
+            "vmap": lambda w, s, factor: jax.tree.map(
+                lambda leaf: leaf[0], jax.vmap(direct, (None, None, 0))(w, s, factor[None])
+            ),
+            "eager": step,
+            "lowered": lambda *given: direct.lower(*given).compile()(*given),
+            "shardings": jax.jit(step, out_shardings=None),
+        }[way]
+        for factor in (INFINITE, 1.0):
+            weights, state = one(weights, state, jnp.float32(factor))[:2]
+            jax.effects_barrier()
+        for factor in (1.0, 1.0, INFINITE):
+            weights, state = train(direct, weights, state, [factor])
+            jax.effects_barrier()
+    skipped = [2, 4, 8]
+    scales = [(step, 2.0 ** (16 - number)) for number, step in enumerate(skipped, 1)]
+    assert record(run) == (8, skipped, scales if dtype == "float16" else [])
+    assert jnp.all(jnp.isfinite(weights))
+    assert state[0].count == 5
+
+
+def test_a_whole_training_in_one_function_counts_every_step():
+    run, region = automate("float16")
+    with region:
+        step, weights, state = make()
+
+        @jax.jit
+        def epoch(weights, state, factors):
+            def body(carry, factor):
+                return step(*carry, factor)[:2], None
+
+            return jax.lax.scan(body, (weights, state), factors)[0]
+
+        for _ in range(3):
+            weights, state = epoch(weights, state, jnp.array([1.0, INFINITE]))
+            jax.effects_barrier()
+    assert run.recorder.steps == 6
+    assert record(run)[1] == [2, 4, 6]
+
+
+def test_options_methods_and_attributes_of_compiled_functions_are_kept():
+    run, region = automate()
+    with region:
+        step, weights, state = make()
+        weights, state = jax.tree.map(jnp.copy, (weights, state))
+
+        @functools.partial(jax.jit, static_argnames=("times",), donate_argnums=(0, 1))
+        def some(weights, state, factor, times=1):
+            """Take some steps."""
+            assert isinstance(times, int)
+            for _ in range(times):
+                weights, state, _ = step(weights, state, factor)
+            return weights, state
+
+        before = weights
+        weights, state = some(weights, state, 1.0, 2)
+        assert before.is_deleted()
+        weights, state = some(weights, state, factor=1.0, times=3)
+        assert (some.__name__, some.__doc__) == ("some", "Take some steps.")
+        assert list(inspect.signature(some).parameters) == ["weights", "state", "factor", "times"]
+        assert isinstance(some, jax.stages.Wrapped)
+        some.clear_cache()
+        assert some.eval_shape(weights, state, 1.0)[0].shape == (3, 4)
+
+        class Trainer:
+            def __init__(self):
+                self.compiled = jax.jit(self.take)
+
+            def take(self, weights, state):
+                return step(weights, state, 1.0)[:2]
+
+            @functools.partial(jax.jit, static_argnums=0)
+            def method(self, weights, state):
+                return self.take(weights, state)
+
+        trainer = Trainer()
+        weights, state = trainer.compiled(weights, state)
+        weights, state = trainer.method(weights, state)
+    assert run.recorder.steps == 7
+
+
+def test_a_function_given_to_jit_again_is_not_compiled_again_and_not_kept():
+    run, region = automate()
+    traces = []
+    with region:
+        step, weights, state = make()
+
+        def noting(weights, state, factor):
+            traces.append(factor)
+            return step(weights, state, factor)
+
+        for _ in range(3):
+            weights, state, _ = jax.jit(noting)(weights, state, 1.0)
+        assert len(traces) == 1
+        alive = weakref.ref(noting)
+        del noting
+        gc.collect()
+        assert alive() is None
+    assert run.recorder.steps == 3
+
+
+def test_an_optimizer_that_is_started_in_a_compiled_function_and_errors_of_the_script():
+    run, region = automate("float16")
+    with region:
+        tx = optax.adam(0.1)
+        state = jax.jit(tx.init)(B)
+
+        @jax.jit
+        def failing(state):
+            tx.update(B, state)
+            raise KeyError("the script's")
+
+        with pytest.raises(KeyError, match="the script's"):
+            failing(state)
+        _, state = jax.jit(tx.update)(B, state)
+    assert run.recorder.steps == 1
+
+
+def test_on_leaving_jit_is_restored_and_compiled_functions_are_the_scripts():
+    before = jax.jit
+    run, region = automate()
+    with region:
+        assert jax.jit is not before
+        step, weights, state = make()
+        step = jax.jit(step)
+        train(step, weights, state, [1.0])
+    assert jax.jit is before
+    train(step, weights, state, [1.0])
+    jax.effects_barrier()
+    assert run.recorder.steps == 1
+
+
+def test_without_a_way_to_know_the_present_trace_all_is_told_by_callbacks(monkeypatch):
+    monkeypatch.setattr(outcomes, "_present_trace", None)
+    run, region = automate("float16")
+    with region:
+        step, weights, state = make()
+        train(jax.jit(step), weights, state, [1.0, INFINITE])
+    assert record(run) == (2, [2], [(2, 2.0**15)])
