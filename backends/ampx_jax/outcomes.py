@@ -22,6 +22,7 @@ from typing import Any, Final
 import jax
 import jax.extend
 import jax.numpy as jnp
+import numpy as np
 
 from ampx.scale_state import LossScale, LossScaleState, next_state
 
@@ -145,7 +146,9 @@ class Outcomes:
         """Tell of the kept steps, but for the last `left` calls. Sync: with these steps."""
         found = [self._kept.popleft() for _ in range(len(self._kept) - left)]
         if found:
-            self._tell([bool(flag) for flags in jax.device_get(found) for flag in flags])
+            if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
+                found = jax.device_get(found)
+            self._tell([bool(np.asarray(flag)) for flags in found for flag in flags])
 
 
 def _trace() -> Any:
