@@ -57,9 +57,9 @@ def _backward_scaled(
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
-    manager.sort_parameters(found)
+    manager.owners.sort(found)
     if not hidden:
-        reached = {id(one) for key in leaves if (one := manager.owner(key)) is not None}
+        reached = {id(one) for key in leaves if (one := manager.owners.of(key)) is not None}
         found = [one for one in found if id(one) in reached]
     if not found:
         true(losses, None, **options)
@@ -72,7 +72,7 @@ def _backward_scaled(
     quiet, manager.quiet = manager.quiet, True
     try:
         _bring_together(manager, found)
-        strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if manager.owner(key) is None]
+        strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if manager.owners.of(key) is None]
         for leaf, _ in strangers:
             leaf.grad = None
         factor = None

@@ -18,6 +18,7 @@ from ampx.scale_state import LossScale
 from ampx_torch.optimizer import AmpOptimizer
 
 from .managed import Managed
+from .owning import Owners
 from .sampling import Sampler
 
 
@@ -32,7 +33,9 @@ class Manager:
         quiet: Code of ampx is at work, which reads gradients as they are.
         config: The loss scale that the script asked of a GradScaler, or None.
         scales: Losses are multiplied at all: with bfloat16 they are not, unless asked.
+        follows: The script's own regions and GradScaler decide the dtype and the loss scale.
         watch: Makes reads of gradients known; called where losses are multiplied.
+        owners: Whose parameters are whose.
         options: What the session gets beyond the settings.
     """
 
@@ -45,12 +48,12 @@ class Manager:
         self.quiet = False
         self.config: LossScale | None = None
         self.scales = False
+        self.follows = False
         self.watch: Callable[[], None] = lambda: None
         self.options: dict[str, Any] = {}
         self._sampler = Sampler(run.recorder)
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._owners: dict[int, weakref.ref[Managed]] = {}  # weak, so that optimizers go when the script drops them
-        self._counted = 0
+        self.owners = Owners()
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -58,32 +61,44 @@ class Manager:
         """Take over an optimizer that the script has just made; casting starts with the first."""
         if self.stood_down or isinstance(raw, AmpOptimizer):
             return
-        if self.run.amp is None:
-            if sessions.get("torch") is not None:  # started before the first optimizer
-                self.stand_down("apex.amp or ampx")
-                return
-            self.run.session(**self.options)
+        if not self.start():
+            return
+        if not self._made:
             self._sampler.start()
-            self.scales = self._scales()
-            if self.scales:
-                self.watch()
         managed = Managed(raw)
         raw.__dict__["_ampx_managed"] = managed
         raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
         self._made.append(weakref.ref(raw))
 
+    def start(self) -> bool:
+        """Start the session with the first optimizer or region of the script; False where it has one of its own."""
+        if self.run.amp is None:
+            if sessions.get("torch") is not None:
+                self.stand_down("apex.amp or ampx")
+                return False
+            self.run.session(**self.options)
+            self.settle()
+        return True
+
+    def settle(self) -> None:
+        """Find out whether losses are multiplied at all, and watch gradients where they are."""
+        self.scales = self._scales()
+        if self.scales:
+            self.watch()
+
+    def known(self) -> list[Managed]:
+        """List what is managed, wrapped or not."""
+        alive = [raw for reference in self._made if (raw := reference()) is not None]
+        return [managed for raw in alive if (managed := raw.__dict__.get("_ampx_managed")) is not None]
+
     def all(self) -> list[Managed]:
         """List what is managed, each with its wrapper, in order of creation."""
         if (self.run.amp is None and not self.stood_down) or not self._still_ours():
             return []
-        found = []
-        for reference in self._made:
-            raw = reference()
-            managed = None if raw is None else raw.__dict__.get("_ampx_managed")
-            if managed is not None:
-                if managed.wrapped is None:
-                    self._wrap(managed)
-                found.append(managed)
+        found = self.known()
+        for managed in found:
+            if managed.wrapped is None:
+                self._wrap(managed)
         return found
 
     def _wrap(self, managed: Managed) -> None:
@@ -97,25 +112,8 @@ class Manager:
         managed.group = self.run.recorder.add_optimizer(type(managed.raw).__name__, wrapped.loss_scale, group.index)
 
     def config_of(self, amp: Any) -> LossScale | None:
-        """Give the loss scale of a script's GradScaler, where the dtype needs one."""
-        return self.config if amp.effective.loss_scale.dynamic else None
-
-    def owner(self, key: int) -> Managed | None:
-        """Give the optimizer of a parameter, by its id: the one made last, where several hold it."""
-        reference = self._owners.get(key)
-        return None if reference is None else reference()
-
-    def sort_parameters(self, managed: list[Managed]) -> None:
-        """Look up anew whose parameters are whose, where optimizers or parameters came or went."""
-        count = sum(len(group["params"]) for one in managed for group in one.raw.param_groups)
-        if count != self._counted or any(self.owner(id(p)) is None for p in _first_parameters(managed)):
-            self._owners = {
-                id(parameter): weakref.ref(one)
-                for one in managed
-                for group in one.raw.param_groups
-                for parameter in group["params"]
-            }
-            self._counted = count
+        """Give the loss scale of a script's GradScaler, unless the user asked for a dtype that needs none."""
+        return self.config if self.follows or amp.effective.loss_scale.dynamic else None
 
     def _still_ours(self) -> bool:
         """Tell whether the session is the one this run started; stand down where `apex.amp` began its own."""
@@ -165,6 +163,7 @@ class Manager:
         if closure is None and args and (callable(args[0]) or args[0] is None):
             closure, args = args[0], args[1:]
         if closure is not None:
+            self._refuse_shared(managed)
             closure = self._seen_through(closure)
         managed.call, managed.result = (args, kwargs), None
         recorder = self.run.recorder
@@ -195,20 +194,22 @@ class Manager:
         assert wrapped is not None
         if not wrapped.gradients.collect():
             return False
-        if self.scales and self.shares(managed):
+        self._refuse_shared(managed)
+        wrapped.ampx_member.enter(1.0, 0)
+        wrapped.ampx_member.leave(True)
+        return True
+
+    def _refuse_shared(self, managed: Managed) -> None:
+        """Refuse a step where losses are multiplied and another optimizer owns some of the parameters."""
+        if not self.scales:
+            return
+        self.owners.sort(self.all())
+        if self.owners.shares(managed):
             self.run.refuse(
                 f"{type(managed.raw).__name__} is stepped, but another optimizer that was made later holds its "
                 f"parameters, too, so it cannot be told whose loss scale the gradients carry; accepted: one "
                 f"optimizer a parameter, or --dtype bfloat16, which needs no loss scale"
             )
-        wrapped.ampx_member.enter(1.0, 0)
-        wrapped.ampx_member.leave(True)
-        return True
-
-    def shares(self, managed: Managed) -> bool:
-        """Tell whether another optimizer owns its parameters."""
-        self.sort_parameters(self.all())
-        return any(self.owner(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
 
     def _seen_through(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Give the closure as the script would call it: its own reads of gradients are watched again."""
@@ -227,20 +228,20 @@ class Manager:
     # -- gradients ---------------------------------------------------------------------------------
 
     def _scales(self) -> bool:
+        if self.follows:
+            return self.config is not None
         amp = self.run.amp
         return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
 
     def look(self) -> None:
         """See whether some gradients still carry a loss scale."""
         self.pending = self.scales and any(
-            managed.wrapped is not None and managed.wrapped.ampx_member.stage == "scaled"
-            for reference in self._made
-            if (raw := reference()) is not None and (managed := raw.__dict__.get("_ampx_managed")) is not None
+            managed.wrapped is not None and managed.wrapped.ampx_member.stage == "scaled" for managed in self.known()
         )
 
     def reveal(self, tensor: torch.Tensor) -> None:
         """Make the gradients of a parameter's optimizer true, because the script looks at one of them."""
-        managed = self.owner(id(tensor))
+        managed = self.owners.of(id(tensor))
         if managed is None or managed.wrapped is None or managed.wrapped.ampx_member.stage != "scaled":
             return
         self.unscale(managed)
@@ -273,12 +274,6 @@ class Manager:
 
 def _kind(wrapped: Any) -> str:
     return type(wrapped.optimizer).__name__
-
-
-def _first_parameters(managed: list[Managed]) -> Iterator[Any]:
-    for one in managed:
-        for group in one.raw.param_groups:
-            yield from group["params"][:1]
 
 
 @contextmanager

@@ -1,10 +1,15 @@
-"""A script's own `torch.autocast`: refused, or carried out with the dtype and device that ampx found."""
+"""A script's own `torch.autocast`: refused, or carried out.
+
+Where the user asked for a dtype, the regions compute in it. Where not, they compute in the script's, and the session,
+which casts nothing by itself then, tells what they did.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Final
 from unittest import mock
@@ -12,7 +17,8 @@ from unittest import mock
 import torch
 from torch.amp.autocast_mode import autocast
 
-import ampx
+from ampx.policy import Dtype
+from ampx_torch import devices
 from ampx_torch.trees import DTYPES
 
 from .managing import Manager
@@ -42,8 +48,7 @@ def autocast_watched(manager: Manager) -> Iterator[None]:
     """Patch the class behind `torch.autocast` and its older names. Regions that switch casting off stay as they are."""
     true = autocast.__init__
     run = manager.run
-    if run.settings.replace_native:
-        manager.options = {"process_wide": False}
+    regions = _Regions(manager)
 
     def make(
         self: autocast,
@@ -55,24 +60,55 @@ def autocast_watched(manager: Manager) -> Iterator[None]:
         if enabled and asked_by_script() and not manager.stood_down:
             if not run.settings.replace_native:
                 run.refuse(f"the script switches torch.autocast on by itself; {ADVICE}")
-            amp = run.session(**manager.options)
-            device_type, dtype, enabled = _replacement(run.settings.dtype, amp, device_type, dtype)
+            if manager.start():
+                device_type, dtype, enabled = regions.replacement(device_type, dtype)
         true(self, device_type, dtype, enabled, cache_enabled)
 
     with mock.patch.object(autocast, "__init__", make):
         yield
 
 
-def _replacement(
-    wanted: str, amp: ampx.Amp, device_type: str, dtype: torch.dtype | None
-) -> tuple[str, torch.dtype | None, bool]:
-    """Give device, dtype and switch of a region: the script's where this machine has them, else the session's."""
-    effective = amp.effective
-    if effective.dtype is None:
-        return device_type, dtype, False
-    absent = device_type == "cuda" and not torch.cuda.is_available()
-    if absent:
-        device_type = "cpu"
-    if absent or dtype is None or wanted != "auto":
-        dtype = DTYPES[effective.dtype]
-    return device_type, dtype, True
+class _Regions:
+    """What the script's regions become."""
+
+    def __init__(self, manager: Manager) -> None:
+        """Leave casting to the regions; and the dtype, where the user asked for none."""
+        self._manager = manager
+        self._seen: list[Dtype] = []
+        settings = manager.run.settings
+        if not settings.replace_native:
+            return
+        manager.options = {"process_wide": False}
+        manager.follows = settings.dtype == "auto" and settings.level != "O0"
+        if manager.follows:
+            manager.options["dtype"] = "float32"  # until a region tells another
+
+    def replacement(self, device: str, dtype: torch.dtype | None) -> tuple[str, torch.dtype | None, bool]:
+        """Give device, dtype and switch of a region: the script's where this machine has them."""
+        absent = device == "cuda" and not torch.cuda.is_available()
+        if absent:
+            device = "cpu"
+        if not self._manager.follows:
+            amp = self._manager.run.amp
+            assert amp is not None
+            chosen = amp.effective.dtype
+            return device, dtype if chosen is None else DTYPES[chosen], chosen is not None
+        if absent:
+            preferred = devices.describe("cpu").preferred
+            dtype = None if preferred is None else DTYPES[preferred]
+        elif dtype is None:
+            dtype = torch.get_autocast_dtype(device)
+        self._tell(device, dtype)
+        return device, dtype, dtype is not None
+
+    def _tell(self, device: str, dtype: torch.dtype | None) -> None:
+        """Have the session tell the dtype of the regions: the first one's, and beside it what others compute in."""
+        name = next((name for name, one in DTYPES.items() if one is dtype and name != "float32"), None)
+        amp = self._manager.run.amp
+        assert amp is not None
+        if name is None or name in self._seen:
+            return
+        self._seen.append(name)
+        reason = f"as the script's own regions say, which compute in {' and '.join(self._seen)}"
+        native = all(one in devices.describe(device).native for one in self._seen)
+        amp.effective = replace(amp.effective, device=device, dtype=self._seen[0], native=native, reason=reason)

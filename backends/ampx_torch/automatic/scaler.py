@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -17,9 +17,10 @@ from torch.amp.grad_scaler import GradScaler
 import ampx
 from ampx.scale_state import LossScale
 
-from .managed import Managed
 from .managing import Manager
 from .native import ADVICE, asked_by_script
+
+_HELD: Final = "_ampx_held"
 
 
 @contextmanager
@@ -74,7 +75,12 @@ class Front:
         if not run.settings.replace_native:
             run.refuse(f"the script makes a GradScaler of its own; {ADVICE}")
         scaler.__dict__["_ampx"] = self
+        late = self._manager.config is None
         self._manager.config = _config(scaler, scaler._init_scale)
+        if self._manager.follows:
+            self._manager.settle()
+            if late:
+                self._load_known(self._manager.config, 0)
 
     def scale(self, scaler: GradScaler, outputs: Any) -> Any:
         """Give the losses as they are: backward scales them for the optimizers that it reaches."""
@@ -87,47 +93,57 @@ class Front:
             self._manager.unscale(managed)
 
     def step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step, or skip.
+        """Step, or skip. Until `update`, the scaler tells what it told before.
 
         Raises:
             RuntimeError: There is a closure, which GradScaler never took.
         """
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scaler.__dict__.setdefault(_HELD, self._where(scaler))
         return optimizer.step(*args, **kwargs)
 
     def update(self, scaler: GradScaler, new_scale: Any = None) -> None:
-        """Do nothing, unless the script sets the scale by hand: it moved with the step."""
+        """Tell the new scale from now on, which moved with the step; take one that the script sets by hand."""
+        scaler.__dict__.pop(_HELD, None)
         if new_scale is not None:
             self._load(_config(scaler, float(new_scale)), 0)
 
     def get_scale(self, scaler: GradScaler) -> float:
-        """Give the loss scale of the first optimizer."""
-        managed = self._managed()
-        if managed:
-            assert managed[0].wrapped is not None
-            return managed[0].wrapped.loss_scale
-        return float(scaler._init_scale) if self._manager.scales else 1.0
+        """Give the loss scale of the first optimizer; between `step` and `update`, the one before the step.
+
+        Scripts compare it before and after `update` to see whether the step was skipped.
+        """
+        return self._told(scaler)[0]
 
     def state_dict(self, scaler: GradScaler) -> dict[str, Any]:
         """Give what torch's GradScaler would save."""
-        tracker = 0
-        for one in self._managed()[:1]:
-            assert one.wrapped is not None
-            group = one.wrapped.ampx_member.group
-            group.resolve()
-            tracker = int(group.states[0].growth_tracker)
+        scale, tracker = self._told(scaler)
         return {
-            "scale": self.get_scale(scaler),
+            "scale": scale,
             "growth_factor": scaler._growth_factor,
             "backoff_factor": scaler._backoff_factor,
             "growth_interval": scaler._growth_interval,
             "_growth_tracker": tracker,
         }
 
+    def _told(self, scaler: GradScaler) -> tuple[float, int]:
+        held: tuple[float, int] | None = scaler.__dict__.get(_HELD)
+        return self._where(scaler) if held is None else held
+
+    def _where(self, scaler: GradScaler) -> tuple[float, int]:
+        """Give scale and growth tracker of the first optimizer."""
+        for one in self._manager.all()[:1]:
+            assert one.wrapped is not None
+            group = one.wrapped.ampx_member.group
+            group.resolve()
+            return one.wrapped.loss_scale, int(group.states[0].growth_tracker)
+        return float(scaler._init_scale) if self._manager.scales else 1.0, 0
+
     def load_state_dict(self, scaler: GradScaler, state_dict: dict[str, Any]) -> None:
         """Take over what torch's GradScaler saved, for the optimizers made so far and those to come."""
         ampx.import_state(state_dict)  # for its errors
+        scaler.__dict__.pop(_HELD, None)
         scaler._growth_factor = state_dict["growth_factor"]
         scaler._backoff_factor = state_dict["backoff_factor"]
         scaler._growth_interval = state_dict["growth_interval"]
@@ -135,14 +151,14 @@ class Front:
 
     def _load(self, config: LossScale, tracker: int) -> None:
         self._manager.config = config
-        if not self._manager.scales:
-            return
-        for one in self._managed():
-            assert one.wrapped is not None
-            one.wrapped.ampx_member.group.load(config, {0: _state(config, tracker)})
+        if self._manager.scales:
+            self._manager.all()  # wraps them
+            self._load_known(config, tracker)
 
-    def _managed(self) -> list[Managed]:
-        return self._manager.all()
+    def _load_known(self, config: LossScale, tracker: int) -> None:
+        for one in self._manager.known():
+            if one.wrapped is not None:
+                one.wrapped.ampx_member.group.load(config, {0: _state(config, tracker)})
 
 
 def _state(config: LossScale, tracker: int) -> ampx.LossScaleState:

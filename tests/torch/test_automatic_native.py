@@ -1,0 +1,243 @@
+"""`ampx run --replace-native`: without --dtype, the script's own regions and GradScaler decide.
+
+The oracle is the same loop without ampx, in PyTorch's own mixed precision: the losses are made of elementwise
+operations, which autocast leaves in float32, and loss scales are powers of two, so both agree to the bit.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import ampx  # noqa: E402
+from ampx.registry import default_registry  # noqa: E402
+from ampx.running import Run, RunSettings  # noqa: E402
+
+LOW = pytest.mark.parametrize("low", ["float16", "bfloat16"])
+
+
+def run_of(dtype="auto", **settings):
+    return Run("torch", RunSettings(dtype=dtype, device="cpu", **settings))
+
+
+def automated(run):
+    return default_registry().load("torch").automate(run)
+
+
+def same(loop, dtype="auto"):
+    """Run a loop with PyTorch alone and automated; both must give the same. Returns the run."""
+    expected = loop()
+    run = run_of(dtype, replace_native=True)
+    with automated(run):
+        assert loop() == expected
+    return run
+
+
+class Spy(torch.autograd.Function):
+    """Does nothing but note the gradient that comes to it."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        ctx.seen.append(upstream.item())
+        return upstream, None
+
+
+def training(low, first):
+    """Give a loop that makes optimizer, scaler and region in some order, and meets an overflow."""
+
+    def loop():
+        w = torch.nn.Parameter(torch.tensor([2.0]))
+        made = {}
+        makers = {
+            "optimizer": lambda: torch.optim.SGD([w], lr=0.25),
+            "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2),
+            "region": lambda: torch.autocast("cpu", dtype=getattr(torch, low)),
+        }
+        for name in sorted(makers, key=lambda name: name != first):
+            made[name] = makers[name]()
+        optimizer, scaler = made["optimizer"], made["scaler"]
+        seen, told = [], [scaler.get_scale()]
+        for slope in (1.0, 1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            with made["region"]:
+                told.append(str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
+                loss = (Spy.apply(w, seen) * slope).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            told.append(torch.nn.utils.clip_grad_norm_([w], 0.5).item())
+            scaler.step(optimizer)
+            scaler.update()
+            told += [scaler.get_scale(), w.item()]
+        return seen, told, scaler.state_dict()
+
+    return loop
+
+
+@LOW
+@pytest.mark.parametrize("first", ["optimizer", "scaler", "region"])
+def test_the_scaler_scales_whatever_dtype_the_regions_compute_in(low, first):
+    run = same(training(low, first))
+    assert run.amp.effective.dtype == low
+    assert low in run.amp.effective.reason
+    (one,) = run.recorder.optimizers.values()
+    assert (one.steps, one.skipped, one.initial_scale) == (4, [3], 512.0)
+
+
+def test_a_region_made_before_the_optimizer_leaves_gradients_true():
+    """With a dtype asked for, too, as scripts do that make their region at the top."""
+    run = same(training("float16", "region"), "float16")
+    assert run.recorder.ops
+
+
+def test_a_scaler_that_comes_after_the_first_backward_scales():
+    def loop():
+        w, seen = torch.nn.Parameter(torch.tensor([2.0])), []
+        optimizer = torch.optim.SGD([w], lr=0.25)
+        w.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+        for _ in range(2):
+            scaler.scale(Spy.apply(w, seen).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return seen, w.item(), scaler.get_scale()
+
+    same(loop)
+
+
+@LOW
+def test_without_a_scaler_nothing_is_scaled(low):
+    def loop():
+        w, seen = torch.nn.Parameter(torch.tensor([2.0])), []
+        optimizer = torch.optim.SGD([w], lr=0.25)
+        with torch.autocast("cpu", dtype=getattr(torch, low)):
+            loss = Spy.apply(w, seen).sum()
+        loss.backward()
+        optimizer.step()
+        return seen, w.item()
+
+    assert same(loop).amp.effective.dtype == low
+
+
+def test_regions_of_several_dtypes_are_told():
+    run = run_of(replace_native=True)
+    with automated(run):
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.25)
+        assert run.amp.effective.dtype is None
+        for low in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with torch.autocast("cpu", dtype=low):
+                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is low
+        assert run.amp.effective.dtype == "bfloat16"
+        assert run.amp.effective.reason.endswith("compute in bfloat16 and float16")
+
+
+def test_bfloat16_that_was_asked_for_needs_no_scale():
+    run = run_of("bfloat16", replace_native=True)
+    with automated(run):
+        w = torch.nn.Parameter(torch.ones(1))
+        optimizer, scaler = torch.optim.SGD([w], lr=0.25), torch.amp.GradScaler("cpu")
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+        scaler.scale(w.sum()).backward()
+        scaler.step(optimizer)
+        assert scaler.get_scale() == 1.0
+
+
+def test_the_scale_drops_with_update_and_not_with_step():
+    """So scripts hold a scheduler back: by comparing the scale before and after `update`."""
+
+    def loop():
+        w = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([w], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        told = []
+        for slope in (1.0, float("inf"), 1.0, 1.0):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = (w * slope).sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scale = scaler.get_scale()
+            told.append(scaler.state_dict())
+            scaler.update()
+            if scale <= scaler.get_scale():
+                scheduler.step()
+            told += [scale, scaler.get_scale(), scheduler.get_last_lr()]
+        return told
+
+    same(loop)
+
+
+class Ascending(torch.optim.Optimizer):
+    """Steps uphill first, as sharpness-aware optimizers do, and by an optimizer of its own after that."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure):
+        before = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(p.grad, alpha=0.05)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, old in zip((p for group in self.param_groups for p in group["params"]), before, strict=True):
+                p.copy_(old)
+        self.base.step()
+
+
+def test_a_closure_for_two_optimizers_with_the_same_parameters_is_refused_in_terms_of_the_script():
+    def loop():
+        w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = Ascending([w])
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (w * w).sum()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        return w.tolist()
+
+    expected = loop()
+    with automated(run_of("float16")):
+        message = "Ascending is stepped, but another optimizer .* holds its parameters.*--dtype bfloat16"
+        with pytest.raises(ampx.RunRefusedError, match=message):
+            loop()
+    with automated(run_of("bfloat16")):
+        assert loop() == expected
+
+
+def test_the_summary_tells_the_dtype_of_the_regions(tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "w = torch.nn.Parameter(torch.ones(1))\n"
+        "optimizer, scaler = torch.optim.SGD([w], lr=0.1), torch.amp.GradScaler('cpu', init_scale=64.0)\n"
+        "with torch.autocast('cpu', dtype=torch.float16):\n"
+        "    loss = w.sum()\n"
+        "scaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\n"
+    )
+    command = [sys.executable, "-m", "ampx", "run", "--replace-native", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ampx run: torch in float16 on cpu" in done.stderr
+    assert "loss scale 64\n" in done.stderr
