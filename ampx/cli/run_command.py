@@ -125,7 +125,7 @@ def to_json(request: RunRequest, finished: Finished) -> dict[str, Any]:
         "dtype": None if effective is None else effective.dtype or "float32",
         "level": None if effective is None else effective.level,
         "reason": None if effective is None else effective.reason,
-        "lines": [] if finished.run is None else list(finished.run.explain()),
+        "lines": list(finished.explain()),
     }
 
 

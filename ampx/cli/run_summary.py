@@ -32,7 +32,7 @@ def summary_lines(finished: Finished) -> Iterator[str]:
         yield f"  {'operations':<11} of the first {_count(sampled, 'step')}, the most frequent:"
         for (name, dtype), count in recorder.ops.most_common(TOP):
             yield f"  {'':<11} {name:<32} {dtype:<9} {count:>6} ×"
-    lines = () if run is None else run.explain()
+    lines = finished.explain()
     if lines:
         yield f"  {'by hand':<11} {lines[0]}"
         yield from (f"  {'':<11} {line}" for line in lines[1:])

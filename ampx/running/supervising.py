@@ -35,6 +35,14 @@ class Finished:
     refusal: RunRefusedError | None = None
     effective: Any = None
 
+    def explain(self) -> tuple[str, ...]:
+        """Give the lines that do the same by hand; none where the program failed before its first step. Sync: none."""
+        ended = isinstance(self.error, SystemExit) and not self.error.code
+        failed = self.error is not None and not ended
+        if self.run is None or (failed and self.recorder.steps == 0):
+            return ()
+        return self.run.explain()
+
 
 def supervise(program: Program, settings: RunSettings, framework: str | None = None) -> Finished:
     """Run a program to its end.

@@ -138,6 +138,27 @@ def test_fp16_optimizer_trains_as_without_the_run(automated):
     script()  # the watch has ended with the run
 
 
+@pytest.mark.parametrize("level", ["O1", "O9"])
+def test_a_script_whose_initialize_raises_gets_no_advice_on_what_it_never_did(level, tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script, target = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(
+        "import torch\n"
+        "from apex import amp\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"amp.initialize(model, optimizer, opt_level={level!r}, verbosity=0)\n"
+        "model(torch.ones(2, 4)).sum().backward()\n"
+    )
+    command = [sys.executable, "-m", "ampx", "run", "--report", str(target), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    failed = level == "O9"
+    assert done.returncode == failed, done.stderr
+    assert ("PropertyError" in done.stderr) == failed
+    assert ("by hand" in done.stderr) != failed
+    assert bool(json.loads(target.read_text())["lines"]) != failed
+
+
 def test_the_summary_and_the_report_of_fp16_optimizer_tell_only_what_is_true(tmp_path):
     pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
     pytest.importorskip("typer", reason="needs typer, of the extra cli")
