@@ -133,6 +133,7 @@ def test_regions_of_several_dtypes_are_told():
     with automated(run):
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.25)
         assert run.amp.effective.dtype is None
+        assert "none has computed in low precision" in run.amp.effective.reason
         for low in (torch.bfloat16, torch.float16, torch.bfloat16):
             with torch.autocast("cpu", dtype=low):
                 assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is low

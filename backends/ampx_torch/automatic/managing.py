@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -76,7 +77,10 @@ class Manager:
             if sessions.get("torch") is not None:
                 self.stand_down("apex.amp or ampx")
                 return False
-            self.run.session(**self.options)
+            amp = self.run.session(**self.options)
+            if self.follows:
+                reason = "as the script's own regions say, of which none has computed in low precision"
+                amp.effective = replace(amp.effective, reason=reason)
             self.settle()
         return True
 
