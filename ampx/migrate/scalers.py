@@ -10,6 +10,7 @@ from collections.abc import Callable, Set
 
 import libcst as cst
 
+from .asked_scale import refuse_between_step_and_update, write_scale
 from .backwards import BY_HAND, Backwards, Scaler
 from .flow import Binding, Flow, Place, is_none
 from .plan import Plan
@@ -241,37 +242,13 @@ class ScalerRewriter:
         for call in scaler.loads:
             method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             if method != "load_state_dict":
-                self._refuse_between_step_and_update(scaler, call)
-                self._plan.expression(call, self._scale_of(scaler, call))
+                refuse_between_step_and_update(self._plan, scaler, call)
+                self._plan.expression(call, write_scale(self._plan, self._backwards, scaler, call))
                 continue
             home = self._source.function(call)
             for point in points:
                 if self._source.function(point) is home and self._source.order(point) > self._source.order(call):
                     raise self._plan.block(call, "the state is loaded before the optimizer is made", BY_HAND)
-
-    def _refuse_between_step_and_update(self, scaler: Scaler, call: cst.Call) -> None:
-        """Refuse to tell the scale where the script's has not moved yet, and that of ampx has.
-
-        Scripts compare it with the scale after `update`, to hold their scheduler back when a step was skipped.
-        """
-        home, here = self._source.function(call), self._source.order(call)
-        moves = [self._source.order(one) - here for one in scaler.updates if self._source.function(one) is home]
-        steps = [self._source.order(one) - here for one, _ in scaler.steps if self._source.function(one) is home]
-        last = max((one for one in moves if one < 0), default=-here)
-        if any(last < one < 0 for one in steps) and any(one > 0 for one in moves):
-            raise self._plan.block(
-                call,
-                f"`{self._source.code(call)}` asks for the scale between `step` and `update`; ampx moves it in `step`",
-                "Ask for it before the first step, which tells the same, and migrate again.",
-            )
-
-    def _scale_of(self, scaler: Scaler, call: cst.Call) -> str:
-        """Write the present scale; a scaler that is switched off gives 1, whatever it was configured with."""
-        scale = f"{self._backwards.visible(scaler, call)[0]}.loss_scale"
-        if not ("loss_scale=" in scaler.init and "enabled=" in scaler.init):
-            return scale
-        holder = self._source.code(cst.ensure_type(call.func, cst.Attribute).value)
-        return f"({scale} if {holder}.enabled else 1.0)"
 
     def _is_switched_off(self, scaler: Scaler, node: cst.CSTNode) -> bool:
         """Tell whether a node is only reached where the scaler's own switch is off, and the session with it."""

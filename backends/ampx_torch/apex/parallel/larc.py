@@ -42,7 +42,7 @@ class LARC(DelegatingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what `__getstate__` gave."""
-        vars(self).update(state)
+        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
