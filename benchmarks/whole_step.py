@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from _paired import Ratio, paired
 from recipes import Recipe, by_accelerate, by_ampx, by_fabric, by_hand
-from workloads import WORKLOADS, Workload
+from workloads import WORKLOADS, Workload, chosen
 
 import ampx
 
@@ -80,13 +80,13 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     """Measure every workload against every recipe.
 
     Args:
-        quick: Fewer pairs.
+        quick: Fewer pairs, and each model once.
         advance: Called after each measurement, for a progress bar.
     """
     scaled_dtype = "float16" if "float16" in native_dtypes() else "bfloat16"
     rows: list[dict[str, object]] = []
     for name, recipe, scaled in COMPARISONS:
-        for workload in WORKLOADS:
+        for workload in chosen(quick):
             dtype = scaled_dtype if scaled else "bfloat16"
             ratio = measure(workload, recipe, dtype, scaled, quick)
             rows.append({"against": name, "workload": workload.name, "dtype": dtype, **ratio.to_json()})

@@ -27,6 +27,7 @@ class Workload:
         max_grad_norm: Bound on the gradients' norm, or None.
         pairs: Pairs that a full run times.
         sparse: Its gradients are partly sparse, which the peers' clipping and unscaling may not know.
+        quick: A quick run times it: each model once.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Workload:
     max_grad_norm: float | None = None
     pairs: int = 40
     sparse: bool = False
+    quick: bool = True
 
     def loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Give the mean cross entropy: a float32 scalar."""
@@ -135,11 +137,11 @@ LARGE = "MLP 1024-4096-1024-10, batch 256"
 
 WORKLOADS: tuple[Workload, ...] = (
     Workload(f"{SMALL}, SGD", lambda: mlp(32, 64, 64), _random((32, 32)), _sgd, pairs=400),
-    Workload(f"{SMALL}, AdamW", lambda: mlp(32, 64, 64), _random((32, 32)), _adamw, pairs=400),
-    Workload(f"{SMALL}, AdamW fused", lambda: mlp(32, 64, 64), _random((32, 32)), _fused_adamw, pairs=400),
+    Workload(f"{SMALL}, AdamW", lambda: mlp(32, 64, 64), _random((32, 32)), _adamw, pairs=400, quick=False),
+    Workload(f"{SMALL}, AdamW fused", lambda: mlp(32, 64, 64), _random((32, 32)), _fused_adamw, pairs=400, quick=False),
     Workload(f"{LARGE}, SGD fused", lambda: mlp(1024, 4096, 1024), _random((256, 1024)), _fused_sgd),
-    Workload(f"{LARGE}, AdamW", lambda: mlp(1024, 4096, 1024), _random((256, 1024)), _adamw),
-    Workload(f"{LARGE}, AdamW fused", lambda: mlp(1024, 4096, 1024), _random((256, 1024)), _fused_adamw),
+    Workload(f"{LARGE}, AdamW", lambda: mlp(1024, 4096, 1024), _random((256, 1024)), _adamw, quick=False),
+    Workload(f"{LARGE}, AdamW fused", lambda: mlp(1024, 4096, 1024), _random((256, 1024)), _fused_adamw, quick=False),
     Workload("residual CNN 32x32, batch 16, SGD", cnn, _random((16, 3, 32, 32)), _sgd),
     Workload(
         "transformer 4 x 128, 8 x 64 symbols, AdamW fused, clipped",
@@ -157,3 +159,8 @@ WORKLOADS: tuple[Workload, ...] = (
         sparse=True,
     ),
 )
+
+
+def chosen(quick: bool) -> tuple[Workload, ...]:
+    """Give what a run times: all of it, or each model once."""
+    return tuple(workload for workload in WORKLOADS if workload.quick or not quick)
