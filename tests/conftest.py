@@ -63,3 +63,48 @@ def gpu_script_on_cpu(tmp_path):
         return json.loads(report.read_text()), [words[1] for words in lines]
 
     return run
+
+
+UNDER_OLD_NAMES = """
+import importlib, runpy, sys
+importlib.import_module(sys.argv[1]).install()
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def train_program():
+    """Run a program in a Python of its own, under the old names that a module installs; give its last line's JSON."""
+
+    def train(program, *arguments, install=None):
+        start = [sys.executable] if install is None else [sys.executable, "-c", UNDER_OLD_NAMES, install]
+        done = subprocess.run(
+            [*start, str(program), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return train
+
+
+@pytest.fixture
+def migrate_program(tmp_path):
+    """Write what `ampx migrate` makes of a program; give its path. Code 1: a human has to look at something, too."""
+
+    def migrate(program, codes=(0,)):
+        made = tmp_path / "migrated" / program.name
+        made.parent.mkdir(exist_ok=True)
+        made.write_bytes(program.read_bytes())
+        command = [sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode in codes, done.stderr
+        assert "import ampx" in made.read_text()
+        return made
+
+    return migrate

@@ -1,9 +1,5 @@
 """What `ampx migrate` makes of programs written for `paddle.fluid` trains to the same losses, bit for bit."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,26 +8,6 @@ pytest.importorskip("libcst", reason="needs libcst, of the extra cli")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "fluid"
-UNDER_THE_OLD_NAMES = """
-import runpy, sys
-import ampx_paddle.fluid as old
-old.install()
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def train(*command):
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -43,13 +19,12 @@ def train(*command):
         ("word2vec.py", ["--use_amp", "--steps", "20"]),
     ],
 )
-def test_losses_are_those_of_the_program_under_the_old_names(name, arguments, tmp_path):
-    made = tmp_path / name
-    made.write_bytes((PROGRAMS / name).read_bytes())
-    subprocess.run([sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)], check=True)
+def test_losses_are_those_of_the_program_under_the_old_names(name, arguments, train_program, migrate_program):
+    program = PROGRAMS / name
+    made = migrate_program(program)
     assert "ampx_paddle.fluid.install()" in made.read_text()
-    before = train("-c", UNDER_THE_OLD_NAMES, str(PROGRAMS / name), *arguments)
-    assert train(str(made), *arguments) == before
+    before = train_program(program, *arguments, install="ampx_paddle.fluid")
+    assert train_program(made, *arguments) == before
 
 
 EAGER = """\
@@ -76,14 +51,13 @@ print(json.dumps(found))
 """
 
 
-def test_losses_of_an_eager_loop_are_those_before_and_an_overflow_is_skipped(tmp_path):
-    before, made = tmp_path / "before.py", tmp_path / "after.py"
+def test_losses_of_an_eager_loop_are_those_before_and_an_overflow_is_skipped(tmp_path, train_program, migrate_program):
+    before = tmp_path / "eager.py"
     before.write_text(EAGER)
-    made.write_text(EAGER)
-    subprocess.run([sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)], check=True)
+    made = migrate_program(before)
     assert "GradScaler" not in made.read_text()
-    assert train(str(made)) == train(str(before))
+    assert train_program(made) == train_program(before)
     # Native defect: on a CPU the scaler switches itself off, so that the overflow is written into the weights.
-    assert train(str(before), "2")[2][1] != train(str(before), "2")[1][1]
-    skipped = train(str(made), "2")
+    assert train_program(before, "2")[2][1] != train_program(before, "2")[1][1]
+    skipped = train_program(made, "2")
     assert skipped[2][1] == skipped[1][1]

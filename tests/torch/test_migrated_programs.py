@@ -1,10 +1,6 @@
 """What `ampx migrate` makes of programs written for `torch.amp` and `apex.amp` trains to the same losses."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 
 FOLDER = Path(__file__).parents[1] / "programs"
 PROGRAMS = FOLDER / "torch_amp"
+APEX = "ampx_torch.apex"
 AMP = {"gan.py": [], "image_classification.py": ["--amp"], "language_model.py": ["--amp"]}
 FLOAT32 = {"gan.py": ["--fp32"], "image_classification.py": [], "language_model.py": []}
 SHORT = {
@@ -23,42 +20,14 @@ SHORT = {
 }
 
 
-WITH_APEX = """
-import runpy, sys
-import ampx_torch.apex
-ampx_torch.apex.install()
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def train(program, *arguments, apex=False):
-    start = [sys.executable, "-c", WITH_APEX] if apex else [sys.executable]
-    done = subprocess.run(
-        [*start, str(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture
-def migrated(tmp_path):
-    """Give a function that writes what a program becomes, and tells its path."""
+def migrated(migrate_program):
+    """Give a function that writes what a program becomes, with nothing left of the old calls; it tells its path."""
 
     def migrate(program):
-        made = tmp_path / program.name
-        made.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)]
-        assert subprocess.run(command, check=False, capture_output=True).returncode in (0, 1)
-        text = made.read_text()
-        assert "import ampx" in text
+        made = migrate_program(program, codes=(0, 1))
         assert not {"GradScaler", "torch.autocast", "amp.initialize", "amp.scale_loss"} & set(
-            re.findall(r"[\w.]+", text)
+            re.findall(r"[\w.]+", made.read_text())
         )
         return made
 
@@ -66,17 +35,17 @@ def migrated(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(AMP))
-def test_losses_of_torch_amp_are_those_of_the_program_before(name, migrated):
+def test_losses_of_torch_amp_are_those_of_the_program_before(name, migrated, train_program):
     arguments = [*AMP[name], *SHORT[name]]
-    before = train(PROGRAMS / name, *arguments)
-    assert train(migrated(PROGRAMS / name), *arguments) == before
+    before = train_program(PROGRAMS / name, *arguments)
+    assert train_program(migrated(PROGRAMS / name), *arguments) == before
     # The comparison would mean nothing if neither of the two computed in low precision.
-    assert train(PROGRAMS / name, *FLOAT32[name], *SHORT[name])["losses"] != before["losses"]
+    assert train_program(PROGRAMS / name, *FLOAT32[name], *SHORT[name])["losses"] != before["losses"]
 
 
-def test_switched_off_it_trains_in_float32_as_before(migrated):
+def test_switched_off_it_trains_in_float32_as_before(migrated, train_program):
     program = PROGRAMS / "image_classification.py"
-    assert train(migrated(program), "--epochs", "1") == train(program, "--epochs", "1")
+    assert train_program(migrated(program), "--epochs", "1") == train_program(program, "--epochs", "1")
 
 
 @pytest.mark.slow
@@ -91,17 +60,22 @@ def test_switched_off_it_trains_in_float32_as_before(migrated):
         ("image_classification.py", ["--epochs", "1", "--opt-level", "O2"], True),
     ],
 )
-def test_losses_of_apex_are_those_of_the_program_under_the_old_name(name, arguments, else_of_apex, migrated):
+def test_losses_of_apex_are_those_of_the_program_under_the_old_name(
+    name, arguments, else_of_apex, migrated, train_program
+):
     program = FOLDER / "apex" / name
     made = migrated(program)
-    assert train(made, *arguments, apex=else_of_apex) == train(program, *arguments, apex=True)
+    assert train_program(made, *arguments, install=APEX if else_of_apex else None) == train_program(
+        program, *arguments, install=APEX
+    )
 
 
 @pytest.mark.slow
-def test_clipping_of_apex_masters_differs_by_rounding_only(migrated):
+def test_clipping_of_apex_masters_differs_by_rounding_only(migrated, train_program):
     """A fused optimizer clips in its own kernel: float32 products in another order."""
     program, arguments = FOLDER / "apex" / "language_model.py", ["--fp16", "--num_train_epochs", "1"]
-    before, after = train(program, *arguments, apex=True), train(migrated(program), *arguments, apex=True)
+    before = train_program(program, *arguments, install=APEX)
+    after = train_program(migrated(program), *arguments, install=APEX)
     assert after["losses"][0] == before["losses"][0]
     # The forward pass is in float16, so that nothing finer than its unit roundoff of a loss can be expected to stay.
     assert after["losses"] == pytest.approx(before["losses"], rel=2.0**-11)
@@ -137,12 +111,12 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("switch", ["amp", "float32"])
-def test_skipped_steps_scales_and_weights_are_those_before(switch, migrated, tmp_path):
+def test_skipped_steps_scales_and_weights_are_those_before(switch, migrated, train_program, tmp_path):
     program = tmp_path / "before" / "overflows.py"
     program.parent.mkdir()
     program.write_text(OVERFLOWS)
-    before = train(program, switch)
-    assert train(migrated(program), switch) == before
+    before = train_program(program, switch)
+    assert train_program(migrated(program), switch) == before
     # The first step overflows at 65536; two are made to; else it doubles after two finite steps in a row.
     expected = [32768.0, 32768.0, 16384.0, 8192.0, 8192.0, 16384.0, 16384.0, 32768.0]
     assert [scale for _, scale, _ in before] == (expected if switch == "amp" else [1.0] * 8)
