@@ -102,8 +102,12 @@ def test_a_traceback_is_the_script_s(tmp_path, outcome, text):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another matter there")
 def test_an_interrupt_ends_as_python_ends(tmp_path, outcome):
-    text = "import atexit, os, signal\natexit.register(print, 'left')\nos.kill(os.getpid(), signal.SIGINT)\n"
-    (tmp_path / "script.py").write_text(text)
+    (tmp_path / "script.py").write_text(
+        "import atexit, os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have switched off\n"
+        "atexit.register(print, 'left')\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
     assert same_as_python(outcome, "script.py").returncode == -signal.SIGINT
 
 

@@ -4,6 +4,7 @@ import os
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2".strip()
 
+import sys
 import warnings
 
 import pytest
@@ -22,3 +23,10 @@ def session():
         amp = ampx.init("jax", dtype="float16", device="cpu", loss_scale=ampx.LossScale(growth_interval=3))
     yield amp
     ampx.shutdown()
+
+
+@pytest.fixture
+def nothing_of_its_own(monkeypatch):
+    """What other tests imported is no mixed precision of a script's own, for which `ampx run` looks."""
+    for name in ("jmp", "flax.training.dynamic_scale"):
+        monkeypatch.delitem(sys.modules, name, raising=False)

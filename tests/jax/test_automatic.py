@@ -24,7 +24,7 @@ B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))
 
 
 @pytest.fixture(autouse=True)
-def end():
+def end(nothing_of_its_own):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)
         yield

@@ -24,7 +24,7 @@ PATTERN = [INFINITE if number in (20, 50, 51, 99) else 1.0 + number / 100 for nu
 
 
 @pytest.fixture(autouse=True)
-def end():
+def end(nothing_of_its_own):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)
         yield
