@@ -97,6 +97,11 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
     "paddle_step": ("one training step in PaddlePaddle: ampx against other recipes", 3, _STEP),
     "tensorflow_step": ("one training step in TensorFlow and Keras: ampx against other recipes", 3, _STEP),
     "mxnet_step": ("one training step in MXNet: ampx against other recipes", 3, _STEP),
+    "run_speed": (
+        "one training step of an unedited script: ampx run against the same loop edited by hand",
+        2,
+        _paired(_WORKLOAD, _DTYPE, other="by hand"),
+    ),
     "dtype_speed": (
         "one training step: a 16-bit dtype through ampx against plain float32",
         2,

@@ -24,6 +24,7 @@ PARTS = {
         "optimizer_phase",
         "whole_step",
         "keras_on_torch",
+        "run_speed",
         "dtype_speed",
         "convergence",
         "memory",

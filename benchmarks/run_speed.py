@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from _paired import Ratio, paired
 from whole_step import native_dtypes
-from workloads import WORKLOADS, Batch, Workload
+from workloads import Batch, Workload, chosen
 
 import ampx
 from ampx.running import Run, RunSettings
@@ -22,6 +22,7 @@ from ampx.running.recorder import SAMPLED_STEPS
 from ampx_torch.automatic import automate
 
 DTYPES = ("bfloat16", "float16")
+EACH_MODEL = chosen(quick=True)
 
 
 @dataclass
@@ -103,7 +104,7 @@ def measure(workload: Workload, dtype: str, quick: bool) -> Ratio:
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
-    """Measure every workload in every dtype that the CPU computes.
+    """Measure every model in every dtype that the CPU computes.
 
     Args:
         quick: Fewer pairs.
@@ -111,14 +112,14 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     """
     rows: list[dict[str, object]] = []
     for dtype in DTYPES:
-        for workload in WORKLOADS:
+        for workload in EACH_MODEL:
             if dtype in native_dtypes():
                 rows.append({"workload": workload.name, "dtype": dtype, **measure(workload, dtype, quick).to_json()})
             advance()
     return rows
 
 
-STEPS = len(DTYPES) * len(WORKLOADS)
+STEPS = len(DTYPES) * len(EACH_MODEL)
 """How often `run` advances."""
 
 
