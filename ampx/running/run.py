@@ -162,6 +162,21 @@ class Run:
             self.refusal = error
         raise error
 
+    def refuse_preparation(self) -> None:
+        """Refuse levels O2 and O3 where the backend needs the model for them; before anything is patched.
+
+        Raises:
+            RunRefusedError: One of them was asked for: which model to prepare cannot be told from outside.
+
+        Sync: none.
+        """
+        if self.settings.level in ("O2", "O3"):
+            self.refuse(
+                f"--level {self.settings.level} needs ampx.prepare(model, optimizer), and which model that is cannot "
+                f"be told from outside; accepted: O0, O1. Use --level O1",
+                where="",
+            )
+
     def explain(self) -> tuple[str, ...]:
         """Give the lines of code that do by hand what this run did. Sync: none."""
         if self.lines or self.amp is None:

@@ -23,12 +23,7 @@ def automate(run: Run) -> Iterator[None]:
 
     Sync: none; inside, as the wrapped optimizers do.
     """
-    if run.settings.level in ("O2", "O3"):
-        run.refuse(
-            f"--level {run.settings.level} needs ampx.prepare(model, optimizer), and which model that is cannot be "
-            f"told from outside; accepted: O0, O1. Use --level O1",
-            where="",
-        )
+    run.refuse_preparation()
     manager = Manager(run)
     try:
         with ExitStack() as stack:
