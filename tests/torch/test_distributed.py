@@ -3,14 +3,9 @@
 What is right comes from plain torch in one process on the whole batch: no ampx, no distribution, no scaling.
 """
 
-import contextlib
 import json
 import math
-import os
 import pathlib
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -20,7 +15,6 @@ from torch import nn
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 WORKER = pathlib.Path(__file__).with_name("distributed_worker.py")
-SECONDS = 150
 
 # LossScale(growth_interval=2), overflow in step 1: (applied, scale, next_scale, weights untouched) by step.
 SKIPS_STEP_1 = [
@@ -38,21 +32,9 @@ SKIPS_NOTHING = [
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
+def records(tmp_path_factory, run_two_ranks):
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in ("0", "1"):
-            log = stack.enter_context((folder / f"stderr.{rank}").open("w"))
-            started = subprocess.Popen([sys.executable, str(WORKER), rank, str(folder)], env=environment, stderr=log)
-            stack.callback(started.wait)
-            stack.callback(started.kill)
-            ranks.append(started)
-        deadline = time.monotonic() + SECONDS
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the scenarios before the one that hangs still count
-            for started in ranks:
-                started.wait(max(0.0, deadline - time.monotonic()))
+    run_two_ranks(WORKER, folder)
 
     def read(scenario):
         found = []

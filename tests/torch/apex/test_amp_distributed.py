@@ -1,12 +1,7 @@
 """Two gloo processes on this machine train; the oracle is plain torch in one process on the mean of their losses."""
 
-import contextlib
 import json
-import os
 import pathlib
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -17,26 +12,13 @@ from ampx_torch.apex.amp.models import cast_calls
 from ampx_torch.apex.optimizers import FusedAdam, FusedSGD
 
 WORKER = pathlib.Path(__file__).with_name("amp_worker.py")
-SECONDS = 150
 needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(tmp_path_factory, run_two_ranks):
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        started = []
-        for rank in ("0", "1"):
-            log = stack.enter_context((folder / f"stderr.{rank}").open("w"))
-            one = subprocess.Popen([sys.executable, str(WORKER), rank, str(folder)], env=environment, stderr=log)
-            stack.callback(one.wait)
-            stack.callback(one.kill)
-            started.append(one)
-        deadline = time.monotonic() + SECONDS
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for one in started:
-                one.wait(max(0.0, deadline - time.monotonic()))
+    run_two_ranks(WORKER, folder)
     for rank in (0, 1):
         if not (folder / f"{rank}.json").exists():
             pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")

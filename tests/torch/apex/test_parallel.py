@@ -3,15 +3,10 @@
 What is right comes from plain torch in one process on the whole batch: no ampx and no distribution.
 """
 
-import contextlib
 import copy
 import json
-import os
 import pathlib
 import pickle
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -22,27 +17,14 @@ from ampx.errors import ProtocolError
 from ampx_torch.apex.parallel import LARC, DistributedDataParallel, Reducer, SyncBatchNorm, create_syncbn_process_group
 
 WORKER = pathlib.Path(__file__).with_name("parallel_worker.py")
-SECONDS = 150
 PARTS = {0: slice(0, 3), 1: slice(3, 8)}
 needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
+def records(tmp_path_factory, run_two_ranks):
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in ("0", "1"):
-            log = stack.enter_context((folder / f"stderr.{rank}").open("w"))
-            started = subprocess.Popen([sys.executable, str(WORKER), rank, str(folder)], env=environment, stderr=log)
-            stack.callback(started.wait)
-            stack.callback(started.kill)
-            ranks.append(started)
-        deadline = time.monotonic() + SECONDS
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for started in ranks:
-                started.wait(max(0.0, deadline - time.monotonic()))
+    run_two_ranks(WORKER, folder)
 
     def read(scenario):
         found = []
