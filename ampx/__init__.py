@@ -102,6 +102,8 @@ if TYPE_CHECKING:
     from .scale_state import next_state as next_state
     from .starting import init as init
 
+    __version__: str
+
 # Which module a public name lives in. They load on first use: a script that imports ampx and then fails, or
 # only asks for --help, does not wait for what it does not need.
 _MODULES = {
@@ -201,18 +203,31 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
+if not TYPE_CHECKING:  # to a checker a module with __getattr__ has every name, misspelt ones included
 
-def __getattr__(name: str) -> Any:
-    """Load the module of a public name on first use."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{home}")
-    value = module if name == home else getattr(module, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        """Load the module of a public name on first use."""
+        home = _HOMES.get(name)
+        if name == "__version__":
+            value = _version()
+        elif home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        else:
+            module = importlib.import_module(f"{__name__}.{home}")
+            value = module if name == home else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
     """List the public names."""
     return sorted(_HOMES)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("ampx")
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return "0+unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from inspect import isroutine
 from typing import Any
 
 from . import annotate, sessions
@@ -48,7 +49,12 @@ def clip_grad_norm(opt: Any, max_norm: float) -> Any:
 
 
 def gate(scheduler: Any, opt: Any) -> Gate:
-    """Give a scheduler that waits for skipped steps: see `Amp.gate`."""
+    """Return a scheduler that waits for skipped steps: see `Amp.gate`."""
+    first = opt[0] if isinstance(opt, list) and opt else opt
+    if isroutine(first):  # it gives an optimizer state, which only a backend with states as values takes
+        candidates = [one for one in sessions.all_sessions() if one.backend.capabilities.state_values]
+        if len(candidates) == 1:
+            return candidates[0].gate(scheduler, opt)
     return sessions.find("gate", opt).gate(scheduler, opt)
 
 

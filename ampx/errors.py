@@ -6,6 +6,19 @@ state and loss scale as they were.
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
+def shown(value: object) -> str:
+    """Return a value as an error message shows it: short, and without raising, whatever the value is."""
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # an integer of more digits than Python prints, or a __repr__ that fails
+        return f"{type(value).__name__} object that cannot be shown"
+
 
 class AmpxError(Exception):
     """Base of all errors raised by ampx."""

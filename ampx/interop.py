@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, Final
 
-from .errors import AmpxError, InvalidStateError, UnknownSchemaError
-from .scale_state import LossScale, LossScaleState, round_to_float32
-from .state import SCHEMA, GroupState, dump_state, parse_state
+from .errors import InvalidStateError, StateError, UnknownSchemaError, shown
+from .scale_state import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
+from .state import GroupState, dump_state, has_schema, parse_state
 
 Fields = Mapping[str, Any]
 
@@ -39,12 +40,18 @@ def import_state(data: object) -> dict[str, Any]:
 
     Sync: none; a value that lives on a device is copied to the host.
     """
-    if isinstance(data, Mapping) and data.get("schema") == SCHEMA:
-        parse_state(data)
-        return dict(data)
-    found = _find(data)
+    # A value of a foreign object may raise anything when it is looked at; nothing but these two errors gets out.
+    try:
+        if has_schema(data):
+            framework = data.get("framework")
+            return dump_state(framework if isinstance(framework, str) else None, parse_state(data))
+        found = _find(data)
+    except StateError:
+        raise
+    except Exception as error:
+        raise _unknown(f"a {type(data).__name__}, reading which raises {type(error).__name__}") from error
     if found is None:
-        raise _unknown(data)
+        raise _unknown(_outline(data))
     name, fields, read = found
     try:
         state = dump_state(name, [read(fields)])
@@ -52,29 +59,39 @@ def import_state(data: object) -> dict[str, Any]:
     except InvalidStateError:
         raise
     except KeyError as error:
-        raise _unreadable(name, f"{error} is missing") from error
-    except (AmpxError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name, f"{shown(error.args[0] if error.args else error)} is missing") from error
+    except Exception as error:
+        raise _unreadable(name, _reason(error)) from error
     return state
 
 
-def _unreadable(name: str, reason: object) -> InvalidStateError:
+def _reason(error: Exception) -> str:
+    try:
+        return str(error)[:300] or type(error).__name__
+    except Exception:  # of the error's own __str__
+        return type(error).__name__
+
+
+def _unreadable(name: str, reason: str) -> InvalidStateError:
     return InvalidStateError(
         f"the {name} state cannot be read: {reason}; accepted: the dictionary as {name} saved it. The loss scale is "
         f"unchanged."
     )
 
 
-def _unknown(data: object) -> UnknownSchemaError:
-    passed = f"a {type(data).__name__}"
-    if isinstance(data, Mapping):
-        keys = ", ".join(map(repr, list(data)[:8]))[:300]
-        passed = f"a dict with the keys {keys or '(none)'}{', …' if len(data) > 8 else ''}"
+def _unknown(passed: str) -> UnknownSchemaError:
     return UnknownSchemaError(
         f"the state is {passed}; accepted: a state of ampx, or a loss-scale dictionary of apex, torch GradScaler, "
         f"Paddle GradScaler, Keras LossScaleOptimizer, TF1 DynamicLossScale, flax DynamicScale or DeepSpeed. Pass "
         f"that part of the checkpoint."
     )
+
+
+def _outline(data: object) -> str:
+    if not isinstance(data, Mapping):
+        return f"a {type(data).__name__}"
+    keys = ", ".join(map(shown, islice(data, 8)))[:300]
+    return f"a dict with the keys {keys or '(none)'}{', …' if len(data) > 8 else ''}"
 
 
 def _find(data: object) -> tuple[str, Fields, Callable[[Fields], GroupState]] | None:
@@ -116,29 +133,32 @@ def _number(value: Any) -> float:
         if isinstance(value, (int, float)):
             return value
         if isinstance(value, (list, tuple)):
-            (value,) = value
+            if len(value) != 1:
+                break
+            value = value[0]
         else:
             value = value.tolist() if callable(getattr(value, "tolist", None)) else float(value)
-    raise TypeError(f"{value!r} is not a number")
+    raise ValueError(f"{shown(value)} is not a number")
 
 
 def _whole(value: Any) -> int:
     number = _number(value)
     if number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
+        raise ValueError(f"{shown(value)} is not a whole number")
     return int(number)
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool) and value not in (0, 1):
-        raise ValueError(f"{value!r} is neither True nor False")
+        raise ValueError(f"{shown(value)} is neither True nor False")
     return bool(value)
 
 
 def _make(scale: Any, tracker: Any, hysteresis_left: Any = None, **config: Any) -> GroupState:
-    value = round_to_float32(_number(scale))
-    if not value > 0:
-        raise ValueError(f"scale {value!r} is not positive")
+    value = _number(scale)
+    if not FLOAT32_TINY <= value <= FLOAT32_MAX:
+        raise ValueError(f"scale {shown(value)} is not a positive finite float32 number")
+    value = round_to_float32(value)
     # The bounds are widened where the library let the scale leave ours, so that the trace can go on from there.
     default = LossScale()
     bounds = {"min_scale": min(default.min_scale, value), "max_scale": max(default.max_scale, value)}

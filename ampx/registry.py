@@ -50,7 +50,13 @@ class Registry:
             if self._manager is None:
                 self._manager = pluggy.PluginManager(hookspecs.PROJECT)
                 self._manager.add_hookspecs(hookspecs)
-                self._scan()
+                try:
+                    self._scan()
+                except BaseException:  # Ctrl-C: what was not reached yet would be missing without a word
+                    self._manager = None
+                    self._registrations.clear()
+                    self.broken.clear()
+                    raise
             return self._manager
 
     def register_plugin(self, plugin: Any, name: str | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-from .errors import InvalidOptionError
+from .errors import InvalidOptionError, shown
 
 # A Python number, or a scalar tensor of some framework: only `where` knows which.
 Scalar: TypeAlias = Any
@@ -100,7 +100,7 @@ class LossScale:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return cls.static(value)
         raise InvalidOptionError(
-            f"loss_scale={value!r} is not a loss scale; accepted: 'dynamic', a positive number (static), or "
+            f"loss_scale={shown(value)} is not a loss scale; accepted: 'dynamic', a positive number (static), or "
             f"ampx.LossScale(...). Pass one of these, or leave it out for the default of dtype and level."
         )
 
@@ -188,4 +188,6 @@ def _is_number(value: object) -> bool:
 
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:
     if not condition:
-        raise InvalidOptionError(f"LossScale({name}={value!r}) is out of range; accepted: {accepted}. Change {name}.")
+        raise InvalidOptionError(
+            f"LossScale({name}={shown(value)}) is out of range; accepted: {accepted}. Change {name}."
+        )

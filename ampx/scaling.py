@@ -18,6 +18,7 @@ from .errors import (
     NonFiniteLossError,
     ProtocolError,
     UnsupportedByBackendError,
+    shown,
 )
 from .optimizer import WrappedOptimizer
 from .scale_state import Scalar
@@ -144,8 +145,10 @@ class ScaleLoss:
 
     def _check_loss_id(self) -> None:
         loss_id = self._loss_id
-        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0:
-            raise InvalidOptionError(f"loss_id={loss_id!r} is not an id; accepted: an integer from 0. Change it.")
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < 2**63:
+            raise InvalidOptionError(
+                f"loss_id={shown(loss_id)} is not an id; accepted: an integer from 0 to 2**63 - 1. Change it."
+            )
         if loss_id and not self._amp.backend.capabilities.per_loss_scales:
             raise UnsupportedByBackendError(
                 f"backend {self._amp.framework!r} has one loss scale an optimizer; loss_id={loss_id} is not accepted. "

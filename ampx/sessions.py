@@ -89,12 +89,11 @@ def search(objects: Iterable[Any]) -> Amp | None:
         member = getattr(item, "ampx_member", None)
         if member is not None:
             return _active.get(member.group.framework)
-        if isinstance(item, (list, tuple)):
+        found = _owner(item)  # first: a named tuple such as optax's has an owner, and functions inside that have none
+        if found is None and isinstance(item, (list, tuple)):
             found = search(item)
-        elif isinstance(item, dict):
+        elif found is None and isinstance(item, dict):
             found = search(item.values())
-        else:
-            found = _owner(item)
         if found is not None:
             return found
     return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
-from .errors import AmpxError, InvalidStateError, UnknownSchemaError
+from .errors import AmpxError, InvalidStateError, StateError, UnknownSchemaError, shown
 from .scale_state import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
 
 SCHEMA: Final = "ampx.loss_scale/1"
@@ -51,8 +51,26 @@ def parse_state(data: object) -> list[GroupState]:
 
     Sync: none.
     """
-    if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-        passed = f"schema={data.get('schema')!r}" if isinstance(data, Mapping) else type(data).__name__
+    try:
+        return _parse(data)
+    except StateError:
+        raise
+    except Exception as error:  # a value's own methods: the comparison of an array, a subclass of dict
+        raise InvalidStateError(
+            f"the state cannot be loaded: reading it raises {type(error).__name__}; accepted: plain JSON types. The "
+            f"loss scale is unchanged; pass a state that state_dict() or import_state() returned."
+        ) from error
+
+
+def has_schema(data: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether this is a state of ampx, of the present schema."""
+    schema = data.get("schema") if isinstance(data, Mapping) else None
+    return isinstance(schema, str) and schema == SCHEMA
+
+
+def _parse(data: object) -> list[GroupState]:
+    if not has_schema(data):
+        passed = f"schema={shown(data.get('schema'))}" if isinstance(data, Mapping) else type(data).__name__
         raise UnknownSchemaError(
             f"the state has {passed}; accepted: a dict with schema={SCHEMA!r}. Pass what state_dict() returned, or "
             f"convert a state of another library with ampx.import_state(d)."
@@ -82,8 +100,8 @@ def _parse_group(group: object, where: str) -> GroupState:
         if not isinstance(loss, Mapping):
             raise _invalid(place, loss, "a dict")
         loss_id = loss.get("loss_id")
-        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or loss_id < 0 or loss_id in states:
-            raise _invalid(f"{place}.loss_id", loss_id, "an integer from 0 that occurs once")
+        if not isinstance(loss_id, int) or isinstance(loss_id, bool) or not 0 <= loss_id < 2**63 or loss_id in states:
+            raise _invalid(f"{place}.loss_id", loss_id, "an integer from 0 to 2**63 - 1 that occurs once")
         states[loss_id] = parse_loss_state(loss, place)
     return config, states
 
@@ -112,6 +130,6 @@ def parse_loss_state(data: Mapping[str, Any], where: str) -> LossScaleState:
 
 def _invalid(where: str, value: object, accepted: str) -> InvalidStateError:
     return InvalidStateError(
-        f"the state cannot be loaded: {where} is {value!r}; accepted: {accepted}. The loss scale is unchanged; "
+        f"the state cannot be loaded: {where} is {shown(value)}; accepted: {accepted}. The loss scale is unchanged; "
         f"pass a state that state_dict() or import_state() returned."
     )

@@ -49,9 +49,9 @@ def _run() -> int:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from .version import own_version
+        import ampx
 
-        typer.echo(f"ampx {own_version()}")
+        typer.echo(f"ampx {ampx.__version__}")
         raise typer.Exit
 
 

@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import ampx
 from ampx.backend import Backend
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError
 from ampx.policy import Dtype, normalise_dtype
 from ampx.scale_state import LossScale
-
-from .version import own_version
 
 SCHEMA = "ampx.demo/1"
 TEST_IMAGES = 450  # of 1797
@@ -235,7 +234,7 @@ def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) ->
     """Give the machine-readable report."""
     return {
         "schema": SCHEMA,
-        "ampx": own_version(),
+        "ampx": ampx.__version__,
         "python": platform.python_version(),
         "framework": framework,
         "epochs": runs[0].epochs,

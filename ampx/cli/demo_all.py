@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import ampx
 from ampx.errors import FrameworkNotInstalledError
 
 from .demo import SCHEMA, equals_float32, write
 from .frameworks import Framework, find_frameworks
 from .probe import probe
-from .version import own_version
 
 COMPARISON_SCHEMA: Final = "ampx.demo-comparison/1"
 TIME_LIMIT: Final = 3600.0  # seconds for one framework
@@ -104,7 +104,7 @@ def write_comparison(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any
 
     found = {
         "schema": COMPARISON_SCHEMA,
-        "ampx": own_version(),
+        "ampx": ampx.__version__,
         "frameworks": [
             {
                 "framework": one.framework,
@@ -146,8 +146,8 @@ def _source(path: Path, report: Mapping[str, Any], folder: Path, options: Mappin
         for name in ("epochs", "batch_size")
         if report[name] != options[name]
     ]
-    if report["ampx"] != own_version():
-        differences.append(f"ampx {report['ampx']} instead of {own_version()}")
+    if report["ampx"] != ampx.__version__:
+        differences.append(f"ampx {report['ampx']} instead of {ampx.__version__}")
     trained = f"this is the result of {when} in {path.relative_to(folder).as_posix()}"
     return trained + (f", with {' and '.join(differences)}" if differences else "")
 

@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+import ampx
 from ampx.errors import UnknownFrameworkError
 from ampx.registry import DISABLE_VARIABLE
 
 from .frameworks import Framework, find_frameworks
 from .machine import describe_machine
 from .probe import TIME_LIMIT, probe
-from .version import own_version
 
 SCHEMA = "ampx.doctor/1"
 
@@ -41,7 +41,7 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
         examined = list(pool.map(lambda one: examine_framework(one, time_limit), found))
     return {
         "schema": SCHEMA,
-        "ampx": own_version(),
+        "ampx": ampx.__version__,
         "machine": describe_machine(),
         "plugins": {
             "found": scan.get("plugins", []),

@@ -7,9 +7,12 @@ the same dictionary.
 import copy
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ampx
 from ampx import InvalidStateError, UnknownSchemaError
@@ -333,3 +336,203 @@ def test_a_spoiled_value_is_refused(saved):
 def test_missing_and_absurd_values_are_refused(saved):
     with pytest.raises(InvalidStateError):
         ampx.import_state(saved)
+
+
+# -- whatever the input --------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Raises in every question that can be asked of a value."""
+
+    def _raise(self, *_):
+        raise ZeroDivisionError("asked")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __repr__ = __str__ = __len__ = _raise
+    __iter__ = __getitem__ = __getattr__ = __float__ = __int__ = __index__ = __contains__ = __hash__ = _raise
+
+
+class HostileDict(dict):
+    """A dictionary whose entries cannot be read."""
+
+    def _raise(self, *_):
+        raise OSError("the file behind it is closed")
+
+    get = keys = items = __iter__ = __getitem__ = _raise
+
+
+class HostileFloat(float):
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __repr__ = Hostile._raise
+    __hash__ = float.__hash__
+
+
+class NoElement:
+    """An array of no elements, as far as comparisons and truth go."""
+
+    def __eq__(self, other):
+        return self
+
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
+    __hash__ = object.__hash__
+
+    def __bool__(self):
+        raise ValueError("the truth of an empty array is ambiguous")
+
+    def tolist(self):
+        return []
+
+
+class Meta:
+    """A tensor without data."""
+
+    def tolist(self):
+        raise NotImplementedError("no data")
+
+    __bool__ = __float__ = tolist
+
+
+def deep(depth, leaf=1.0):
+    value = leaf
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def hostile_values():
+    return [
+        10**400,
+        -(10**400),
+        10**6000,
+        deep(5000),
+        deep(5000, "x"),
+        {"scale": deep(5000)},
+        Hostile(),
+        HostileDict(a=1),
+        HostileFloat(4.0),
+        NoElement(),
+        Meta(),
+        Array(Hostile()),
+        Array(deep(5000)),
+        Array(10**400),
+        b"\xff",
+        "x" * 100_000,
+        1j,
+        ...,
+        float("nan"),
+    ]
+
+
+def all_fields():
+    """Every entry of every format, the state of ampx included."""
+    own = ampx.import_state(TORCH)
+    for name, saved in {
+        **dict(
+            zip(
+                ["apex", "torch", "paddle", "keras", "tf1", "flax", "deepspeed", "ampx"],
+                [
+                    APEX,
+                    TORCH,
+                    PADDLE,
+                    KERAS,
+                    TF1,
+                    FLAX,
+                    {**DEEPSPEED, "cur_hysteresis": 1, "delayed_shift": 1},
+                    own,
+                ],
+                strict=True,
+            )
+        )
+    }.items():
+        yield from ((name, saved, path) for path in paths_in(saved))
+
+
+def paths_in(value, before=()):
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        yield (*before, key)
+        yield from paths_in(inner, (*before, key))
+
+
+def replaced(saved, path, value):
+    made = copy.deepcopy(saved)
+    place = made
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return made
+
+
+def check_import(data):
+    """A state or one of the two errors; an error that can be printed, a state that JSON can hold and that loads."""
+    try:
+        state = ampx.import_state(data)
+    except (UnknownSchemaError, InvalidStateError) as error:
+        message = str(error)
+    else:
+        message = ""
+        assert parse_state(json.loads(json.dumps(state, allow_nan=False))) == parse_state(state)
+    assert len(message) < 1500
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "path"),
+    [pytest.param(*case, id="-".join(map(str, (case[0], *case[2])))) for case in all_fields()],
+)
+def test_a_hostile_value_in_any_field_is_refused_by_the_documented_errors(name, saved, path):
+    for value in hostile_values():
+        check_import(replaced(saved, path, value))
+
+
+def test_a_hostile_value_instead_of_a_state_is_refused_by_the_documented_errors():
+    for value in hostile_values():
+        for data in (value, [value], {"scale": value}, {"optimizer": value}, {"loss_scaler": value}, {"schema": value}):
+            check_import(data)
+        with pytest.raises(UnknownSchemaError):
+            parse_state({"schema": value})
+    with pytest.raises(ampx.StateError):
+        parse_state(HostileDict(schema="ampx.loss_scale/1"))
+
+
+def test_a_hostile_key_is_refused_by_the_documented_errors():
+    nested = ()
+    for _ in range(5000):
+        nested = (nested,)
+    keys = [10**6000, nested, float("nan"), None, "x" * 100_000]
+    for key in keys:
+        check_import({key: 1.0})
+        check_import({**TORCH, key: 1.0})
+
+
+JSON_LIKE = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=5),
+        st.integers(0, len(hostile_values()) - 1).map(lambda index: hostile_values()[index]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=6,
+)
+CASES = list(all_fields())
+
+
+@given(case=st.sampled_from(CASES), value=JSON_LIKE, wrap=st.sampled_from([lambda x: x, Array, lambda x: [x]]))
+def test_any_value_in_any_field_gives_a_state_that_loads_or_a_documented_error(case, value, wrap):
+    _, saved, path = case
+    check_import(replaced(saved, path, wrap(value)))
+
+
+@given(data=JSON_LIKE, keys=st.lists(st.sampled_from(sorted({path[-1] for _, _, path in CASES}, key=str)), max_size=4))
+def test_any_value_gives_a_state_that_loads_or_a_documented_error(data, keys):
+    check_import(data)
+    check_import(dict.fromkeys(keys, data))
+
+
+def test_the_configuration_of_a_loss_scale_refuses_numbers_too_large_to_print():
+    digits = sys.get_int_max_str_digits() if hasattr(sys, "get_int_max_str_digits") else 4300
+    for value in (10**400, 10 ** (digits + 1)):
+        with pytest.raises(ampx.InvalidOptionError):
+            ampx.LossScale(init_scale=value)
+        with pytest.raises(ampx.InvalidOptionError):
+            ampx.LossScale(growth_interval=value)

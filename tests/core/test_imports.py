@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -68,18 +69,28 @@ def literal(tree, name):
 
 def test_the_lazy_names_are_the_typed_names():
     tree = ast.parse((ROOT / "__init__.py").read_text())
-    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
-    typed = {
-        (alias.asname or alias.name, node.module or alias.name)
-        for node in guarded.body
-        for alias in node.names
-        if isinstance(node, ast.ImportFrom)
-    }
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
+    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
+    typed = {(alias.asname or alias.name, node.module or alias.name) for node in imports for alias in node.names}
     lazy = {(name, module) for module, names in literal(tree, "_MODULES").items() for name in names}
     assert lazy == typed
-    for node in guarded.body:
+    for node in imports:
         for alias in node.names:
             assert alias.asname == alias.name, "mypy exports only `import x as x`"
+
+
+def test_type_checkers_do_not_see_the_function_that_would_give_every_name():
+    (hidden,) = [
+        node
+        for node in ast.parse((ROOT / "__init__.py").read_text()).body
+        if any(isinstance(one, ast.FunctionDef) and one.name == "__getattr__" for one in ast.walk(node))
+    ]
+    assert isinstance(hidden, ast.If)
+    assert ast.unparse(hidden.test) == "not TYPE_CHECKING"
+
+
+def test_the_version_is_that_of_the_distribution():
+    assert ampx.__version__ == importlib.metadata.version("ampx")
 
 
 def test_every_public_name_is_importable_and_comes_from_where_the_table_says():

@@ -338,6 +338,22 @@ def test_backends_lists_the_broken_with_the_reason(monkeypatch):
     assert "boom" in listed["bad"]
 
 
+def test_an_interrupt_while_plugins_are_found_ends_the_program_and_a_second_question_finds_all():
+    """Ctrl-C is the user's word, also where a slow plugin is being imported; nothing may be missing afterwards."""
+    presses = [KeyboardInterrupt()]
+
+    def slow():
+        if presses:
+            raise presses.pop()
+        return plugin("slow")
+
+    registry = Registry([Dist("one", lambda: plugin("one")), Dist("slow", slow), Dist("two", lambda: plugin("two"))])
+    with pytest.raises(KeyboardInterrupt):
+        registry.names()
+    assert registry.names() == ["one", "slow", "two"]
+    assert registry.broken == {}
+
+
 # -- for real -------------------------------------------------------------------------------------------
 
 

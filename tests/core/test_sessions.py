@@ -1,5 +1,6 @@
 """Sessions: what init chooses and refuses, which session a call finds, and what shutdown restores."""
 
+import collections
 import gc
 import math
 import sys
@@ -312,6 +313,30 @@ def test_subclasses_belong_to_the_framework_of_their_base(alpha, beta):
     ampx.init("alpha")
     session = ampx.init("beta")
     assert sessions.find("test", Mine()) is session
+
+
+def test_a_named_tuple_of_a_framework_belongs_to_it_whatever_it_holds(alpha, beta):
+    """As optax's transformations: named tuples of functions, which belong to nobody."""
+    kind = collections.namedtuple("Transformation", ["init", "update"], module="beta.core")
+    ampx.init("alpha")
+    session = ampx.init("beta")
+    transformation = kind(lambda params: None, lambda *arguments: None)
+    assert sessions.find("test", transformation) is session
+    assert sessions.find("test", [transformation]) is session
+
+
+def test_a_gate_over_a_function_finds_the_session_whose_states_are_values(alpha, make_framework, monkeypatch):
+    ampx.init("alpha")
+    gamma = make_framework("gamma", state_values=True)
+    result = ampx.StepResult(True, True, 8.0, 8.0, 0, None)
+    value = ampx.ScaleValue(ampx.LossScale(), True, False, None, result, 0, 1)
+    monkeypatch.setattr(gamma.Backend, "read_scale", lambda self, state: value, raising=False)
+    ampx.init("gamma")
+    stepped = []
+    scheduler = types.SimpleNamespace(step=lambda: stepped.append(1))
+    assert ampx.gate(scheduler, lambda: "state").step() is True
+    assert ampx.gate(scheduler, [lambda: "state"]).step() is True
+    assert stepped == [1, 1]
 
 
 def test_what_belongs_to_nobody_is_refused_with_two_sessions(alpha, beta):

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
+from ampx import sessions
+from ampx.loading import Registration
+from ampx.registry import default_registry
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle
 from ampx_jax.state import find_all
 
@@ -348,6 +352,28 @@ def test_calls_without_a_state_say_what_to_pass(session):
     for call in (session.state_dict, lambda: session.load_state_dict({})):
         with pytest.raises(ampx.UnsupportedByBackendError, match="need the optimizer state"):
             call()
+
+
+def test_beside_a_session_of_another_framework_the_functions_find_jax(session, monkeypatch):
+    registry = default_registry()
+    other = Registration("other", lambda: None, ("other",), "other", "other", "other")
+    monkeypatch.setitem(registry._registrations, "other", other)
+    backend = SimpleNamespace(capabilities=ampx.Capabilities())
+    monkeypatch.setitem(sessions._active, "other", SimpleNamespace(backend=backend))
+    for raw in (
+        optax.sgd(0.5),
+        optax.chain(optax.clip(1.0), optax.adam(0.1)),
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    ):
+        state = ampx.wrap_optimizer(raw).init(jnp.asarray(START))
+        assert ampx.loss_scale(state) == session.loss_scale(state) == 65536.0
+        assert ampx.last_step(state) is None
+    calls = []
+    scheduler = SimpleNamespace(step=lambda: calls.append(1))
+    tx = ampx.wrap_optimizer(optax.sgd(0.5))
+    _, state = train_step(tx, jnp.asarray(START), tx.init(jnp.asarray(START)), slopes(0))
+    assert ampx.gate(scheduler, lambda: state).step() is True
+    assert calls == [1]
 
 
 def test_the_tests_see_two_devices():
