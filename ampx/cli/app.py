@@ -141,13 +141,8 @@ def demo(
     ] = None,
 ) -> None:
     """Train a convolutional network on handwritten digits in float32 and in mixed precision."""
-    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
-    import sklearn  # noqa: F401
-    from rich.console import Console
-
     from . import demo_command
 
-    demo_command.make_folder(out)
     options: dict[str, Any] = {
         "dtypes": dtype or [],
         "seeds": demo_command.parse_seeds(seeds),
@@ -156,8 +151,16 @@ def demo(
     }
     if everywhere:
         demo_command.refuse_both(framework)
+    else:
+        framework = demo_command.find_framework(framework)
+    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
+    import sklearn  # noqa: F401
+    from rich.console import Console
+
+    demo_command.make_folder(out)
+    if framework is None:
         raise typer.Exit(_demo_everywhere(out, options, as_json))
-    found, notes = demo_command.train(demo_command.find_framework(framework), **options)
+    found, notes = demo_command.train(framework, **options)
     demo_command.write(out, found)
     if as_json:
         typer.echo(json.dumps(found, indent=1))

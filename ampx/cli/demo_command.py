@@ -15,22 +15,26 @@ from ampx.registry import default_registry
 from .demo import Run, casts_nothing, choose_dtypes, load_digits, plan_runs, report, train_all
 from .demo import write as write
 from .frameworks import is_installed
+from .probe import probe
 
 
 def find_framework(name: str | None) -> str:
-    """Give the framework to use: the one named, or the only one installed that has a backend.
+    """Return the framework to use: the one named, or the only one installed whose backend has a demo.
 
     Raises:
-        FrameworkNotInstalledError: None is.
+        UnknownFrameworkError: No plugin registers the one named.
+        FrameworkNotInstalledError: None is installed.
         AmbiguousFrameworkError: More than one is.
 
     Sync: none.
     """
-    if name is not None:
-        return name
     registry = default_registry()
+    if name is not None:
+        return registry.registration(name).name
     registered = registry.names()
     installed = [one for one in registered if is_installed(registry.registration(one).roots[0])]
+    if len(installed) > 1:  # a backend need not have a demo; only itself can tell
+        installed = [one for one in installed if probe("has_demo", one).get("demo")] or installed
     if len(installed) == 1:
         return installed[0]
     if not installed:

@@ -23,6 +23,7 @@ def run(question: str, arguments: list[Any]) -> None:
         "framework": framework,
         "capabilities": capabilities,
         "demo": demo,
+        "has_demo": has_demo,
     }
     target, *rest = arguments
     text = json.dumps(answers[question](*rest), default=_plain)
@@ -75,6 +76,15 @@ def capabilities(name: str) -> dict[str, Any]:
         return {"capabilities": describe_capabilities(default_registry().load(name))}
     except ampx.AmpxError as error:
         return {"error": str(error)}
+
+
+def has_demo(name: str) -> dict[str, Any]:
+    """Return whether a backend can be loaded and has a trainer for the demo."""
+    try:
+        default_registry().load(name).demo()
+    except ampx.AmpxError:
+        return {"demo": False}
+    return {"demo": True}
 
 
 def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:

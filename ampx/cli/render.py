@@ -26,22 +26,24 @@ _STATES = {
 
 
 def print_backends(console: Console, declared: list[Declared], broken: dict[str, str]) -> None:
-    """Print the capability table."""
-    table = make_table("Backends", "capability", *(escape(one.framework) for one in declared))
-    names = next((list(one.capabilities) for one in declared if one.capabilities is not None), ["state"])
-    for name in names:
-        table.add_row(name.replace("_", " "), *(_declared(one, name) for one in declared))
-    console.print(table)
+    """Print the capability table of the backends that can be loaded, and why the others cannot."""
+    table = make_table("Backends", "capability")
+    columns = []
+    for one in declared:
+        if one.capabilities is not None:
+            table.add_column(escape(one.framework), overflow="fold")
+            columns.append(one.capabilities)
+    if columns:
+        for name in columns[0]:
+            table.add_row(name.replace("_", " "), *(_declared(capabilities[name]) for capabilities in columns))
+        console.print(table)
     for one in declared:
         if one.problem is not None:
             console.print(f"[yellow]{escape(one.framework)} is unavailable:[/] {escape(one.problem)}")
     _print_broken(console, broken)
 
 
-def _declared(one: Declared, name: str) -> str:
-    if one.capabilities is None:
-        return "[yellow]unavailable[/]"
-    value = one.capabilities[name]
+def _declared(value: Any) -> str:
     if isinstance(value, bool):
         return "[green]yes[/]" if value else "[dim]no[/]"
     return escape(_value(value))

@@ -27,13 +27,16 @@ class Command:
             capture_output=True,
             text=True,
             timeout=240,
-            env={**os.environ, "PYTHONPATH": str(self.folder), "COLUMNS": "200", "NO_COLOR": "1", **environment},
+            env={**os.environ, "PYTHONPATH": self._path(), "COLUMNS": "200", "NO_COLOR": "1", **environment},
             cwd=self.folder,
             check=False,
         )
         assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done
+
+    def _path(self) -> str:
+        return os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
 
     def add_module(self, name: str, text: str) -> None:
         """Put a package in front of everything installed."""

@@ -51,13 +51,27 @@ def test_table_has_a_column_for_each_framework_and_a_row_for_each_capability(amp
 def test_registered_framework_that_is_not_installed_is_unavailable_with_the_reason(ampx_command):
     ampx_command.add_plugin("ghost", "ghost_plugin")
     ampx_command.add_module("ghost_plugin", GHOST)
-    assert "ghost is unavailable: ghost_framework is not installed" in ampx_command("backends").stdout
+    text = ampx_command("backends").stdout
+    assert "ghost is unavailable: ghost_framework is not installed" in text
+    assert len([line for line in text.splitlines() if "ghost" in line]) == 1
     markdown = ampx_command("backends", "--markdown").stdout
     assert "| ghost | unavailable (ghost_framework is not installed) |" in markdown
     (ghost,) = (
         one for one in json.loads(ampx_command("backends", "--json").stdout)["backends"] if one["framework"] == "ghost"
     )
     assert (ghost["available"], ghost["problem"]) == (False, "ghost_framework is not installed")
+
+
+def test_table_has_columns_only_for_what_can_be_loaded(ampx_command):
+    disabled = "torch,tensorflow,mxnet,paddle,jax"
+    ampx_command.add_plugin("ghost", "ghost_plugin")
+    ampx_command.add_module("ghost_plugin", GHOST)
+    only = ampx_command("backends", AMPX_DISABLE_PLUGINS=disabled).stdout
+    assert only.splitlines() == ["ghost is unavailable: ghost_framework is not installed"]
+    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    text = ampx_command("backends", AMPX_DISABLE_PLUGINS=disabled).stdout
+    (heading,) = [line for line in text.splitlines() if line.strip().startswith("capability")]
+    assert heading.split() == ["capability", "toy", "toy-bare", "toy-explicit"]
 
 
 def test_framework_that_crashes_is_unavailable_and_the_others_are_shown(ampx_command):

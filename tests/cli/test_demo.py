@@ -42,6 +42,44 @@ class Backend:
         return self._device
 
 
+REAL = "torch,tensorflow,mxnet,paddle,jax"
+PLUGIN = """
+import ampx
+@ampx.hookimpl
+def ampx_register_backends(register):
+    register("{name}", load, roots=("{name}",), requires="{name}>=1")
+def load():
+    from {name} import {name}
+    return {name}()
+"""
+# A framework whose training takes no time, in two versions: with a demo and without.
+FRAMEWORK = """
+import ampx
+from ampx.cli.demo import RunResult
+from ampx.testing.toy.implicit import ImplicitToy
+
+class Base(ImplicitToy):
+    name = "{name}"
+    def device(self, name):
+        return ampx.Device("cpu", frozenset({{"float16"}}))
+
+class Backend(Base):
+    def demo(self):
+        return self
+    def train(self, data, run, on_step):
+        losses, skipped = [2.0, 1.0], [] if run.overflow_at is None else [1]
+        return RunResult(run.dtype, run.seed, "cpu", True, "", 0.9, 0.5, 1.0, 100.0, losses, [4.0, 4.0], skipped, 4.0)
+
+{name} = {cls}
+"""
+
+
+@pytest.fixture
+def _extra():
+    for module in ("matplotlib", "sklearn"):
+        pytest.importorskip(module, reason=f"needs {module}, of the extra demo")
+
+
 def png_size(path: Path):
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -136,6 +174,7 @@ def test_picture_is_a_png_of_the_right_size(dtypes, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text()) == found
 
 
+@pytest.mark.usefixtures("_extra")
 def test_demo_prints_what_it_writes(ampx_command, tmp_path):
     pytest.importorskip("torch")
     out = tmp_path / "out"
@@ -151,6 +190,7 @@ def test_demo_prints_what_it_writes(ampx_command, tmp_path):
         assert 0 < run["accuracy"] <= 1
 
 
+@pytest.mark.usefixtures("_extra")
 def test_demo_prints_one_row_a_run_and_says_where_the_picture_is(ampx_command, tmp_path):
     pytest.importorskip("torch")
     arguments = ("--epochs", "1", "--dtype", "bfloat16", "--seeds", "3,4", "--out", str(tmp_path / "out"))
@@ -167,14 +207,42 @@ def test_demo_prints_one_row_a_run_and_says_where_the_picture_is(ampx_command, t
         (["--seeds", "one"], "--seeds 'one' is no list of seeds"),
         (["--seeds=-1"], "--seeds '-1' is no list of seeds"),
         (["--epochs", "0"], "Invalid value for '--epochs'"),
-        (["--out", "taken/inside"], "cannot be made"),
+        (["--all", "--framework", "toy"], "--all and --framework toy were both given"),
     ],
 )
-def test_wrong_option_is_a_usage_error_told_before_training(ampx_command, arguments, message):
+def test_wrong_option_is_a_usage_error_told_before_anything_is_computed(ampx_command, arguments, message):
+    assert message in ampx_command("demo", *arguments, code=2, AMPX_DISABLE_PLUGINS="").stderr
+    assert not (ampx_command.folder / "ampx-demo").exists()
+
+
+@pytest.mark.usefixtures("_extra")
+def test_folder_that_cannot_be_made_is_a_usage_error(ampx_command):
     (ampx_command.folder / "taken").write_text("a file, not a folder")
-    assert message in ampx_command("demo", *arguments, code=2).stderr
+    arguments = ("--framework", "torch", "--out", "taken/inside")
+    assert "cannot be made" in ampx_command("demo", *arguments, code=2).stderr
 
 
+@pytest.mark.usefixtures("_extra")
+def test_the_only_framework_whose_backend_has_a_demo_needs_no_name(ampx_command):
+    """A stranger's backend that has none is no reason to ask."""
+    for name, cls in (("mylib", "Backend"), ("other", "Base")):
+        ampx_command.add_plugin(name, f"{name}_plugin")
+        ampx_command.add_module(f"{name}_plugin", PLUGIN.format(name=name))
+        ampx_command.add_module(name, FRAMEWORK.format(name=name, cls=cls))
+    done = ampx_command("demo", "--epochs", "1", "--json", AMPX_DISABLE_PLUGINS=REAL)
+    assert json.loads(done.stdout)["framework"] == "mylib"
+
+
+def test_no_framework_is_chosen_among_several_with_a_demo(ampx_command):
+    for name in ("mylib", "other"):
+        ampx_command.add_plugin(name, f"{name}_plugin")
+        ampx_command.add_module(f"{name}_plugin", PLUGIN.format(name=name))
+        ampx_command.add_module(name, FRAMEWORK.format(name=name, cls="Backend"))
+    done = ampx_command("demo", code=1, AMPX_DISABLE_PLUGINS=REAL)
+    assert "no framework was named, and mylib, other are installed" in done.stderr
+
+
+@pytest.mark.usefixtures("_extra")
 def test_backend_without_a_trainer_says_so(ampx_command):
     ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
     assert "does not support ampx demo" in ampx_command("demo", "--framework", "toy", code=1).stderr

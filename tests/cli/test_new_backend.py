@@ -2,6 +2,10 @@
 
 import ast
 import inspect
+import os
+import re
+import subprocess
+import sys
 from importlib import resources
 
 import pytest
@@ -33,6 +37,28 @@ def test_it_writes_a_package_and_tells_what_to_do_next(ampx_command, tmp_path):
     for path in folder.rglob("*.*"):
         assert "$" not in path.read_text()
     assert 'my_lib = "ampx_my_lib"' in (folder / "pyproject.toml").read_text()
+
+
+def test_its_readme_holds_for_the_backend_that_was_written(ampx_command, tmp_path):
+    """As soon as the verb that `init` asks is written; the others stay stubs."""
+    ampx_command("new-backend", "mylib")
+    folder = tmp_path / "ampx-mylib"
+    module = folder / "src" / "ampx_mylib" / "backend.py"
+    stub = re.search(r'(def device.*?"""\n)        raise .*?\n        \)\n', module.read_text(), flags=re.S)
+    module.write_text(module.read_text().replace(stub[0], f'{stub[1]}        return ampx.Device("cpu")\n'))
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), flags=re.M | re.S)
+    (tmp_path / "mylib.py").write_text("")
+    ampx_command.add_plugin("mylib", "ampx_mylib")
+    path = [str(tmp_path), str(folder / "src"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nprint(ampx.current().effective.loss_scale.dynamic)"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
 
 
 def test_it_writes_where_it_is_told(ampx_command, tmp_path):

@@ -154,6 +154,19 @@ def test_the_python_of_a_page_runs(path, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_each_python_block_of_the_readme_runs_alone(position):
+    """A reader copies one of them."""
+    blocks = python_blocks(ROOT / "README.md")
+    assert len(blocks) == 3
+    absent = [name for name in frameworks_needed(blocks[position : position + 1]) if not importlib.util.find_spec(name)]
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}")
+    command = [sys.executable, "-c", blocks[position][1]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_the_readme_shows_of_a_framework_stands_on_its_page():
     """The README's Python of the other frameworks cannot run in one environment; that of their pages does."""
     shown = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.M | re.S)
