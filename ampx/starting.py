@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from . import sessions
+from . import callers, sessions
 from .amp import Amp
 from .backend import Backend
 from .contract import CastPlan, Device
@@ -116,13 +115,13 @@ def _choose_dtype(
     if wanted is None:
         if device.preferred is None:
             advice = " Pass dtype=… to force it." if device.native | device.emulated else ""
-            _warn(f"mixed precision is off on {device.name}: {device.reason}.{advice}")
+            callers.warn(f"mixed precision is off on {device.name}: {device.reason}.{advice}", PrecisionWarning)
         return device.preferred, device.reason
     if wanted in device.native:
         return wanted, f"asked for; computed natively on {device.name}"
     if wanted in device.emulated:
         reason = f"asked for; {device.name} has no hardware for {wanted}, so it is emulated and slow"
-        _warn(f"dtype={wanted!r}: {reason}.")
+        callers.warn(f"dtype={wanted!r}: {reason}.", PrecisionWarning)
         return wanted, reason
     can = ", ".join(sorted(device.native | device.emulated)) or f"none: only float32 ({device.reason})"
     message = f"dtype={wanted!r} is not supported by backend {backend.name!r} on {device.name!r}; supported: {can}"
@@ -130,7 +129,7 @@ def _choose_dtype(
         raise UnsupportedDtypeError(
             f"{message}. Choose one of these, another device, or on_unsupported='warn' to fall back."
         )
-    _warn(f"{message}; falling back to {device.preferred or 'float32'}.")
+    callers.warn(f"{message}; falling back to {device.preferred or 'float32'}.", PrecisionWarning)
     return device.preferred, f"{wanted} is not supported on {device.name}; fell back as asked"
 
 
@@ -150,7 +149,3 @@ def _check_choice(name: str, value: object, accepted: tuple[object, ...]) -> Non
         raise InvalidOptionError(
             f"{name}={value!r} is not a choice; accepted: {', '.join(map(repr, accepted))}. Pass one of these."
         )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, PrecisionWarning, stacklevel=4)

@@ -30,7 +30,8 @@ The kit tests it (`ampx.testing.kit.automation`); `ampx.testing.toy.automation` 
 
 from __future__ import annotations
 
+from ampx.callers import script_line as script_line
+
 from .recorder import Recorder as Recorder
 from .run import Run as Run
 from .run import RunSettings as RunSettings
-from .where import script_line as script_line

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ampx.callers import script_line
 from ampx.errors import RunRefusedError
 
 from .following import Following
 from .recorder import Recorder
-from .where import script_line
 
 if TYPE_CHECKING:
     from ampx.amp import Amp

@@ -8,7 +8,7 @@ from functions, methods and modules alike, and by the compiler.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -26,18 +26,33 @@ LOW: Final = (torch.float16, torch.bfloat16)
 
 def register(device: str, operations: Iterable[tuple[Kind, str]]) -> list[torch.library.Library]:
     """Replace torch's autocast kernels of some overloads until the libraries are destroyed. Sync: none."""
+    return replace(
+        device,
+        {
+            name: make_kernel(_overload(name), kind, device, name.partition("::")[2].rpartition(".")[0])
+            for kind, name in operations
+        },
+    )
+
+
+def replace(device: str, kernels: Mapping[str, Callable[..., Any]]) -> list[torch.library.Library]:
+    """Put kernels, by qualified overload, in the place of torch's own autocast kernels, as `register`. Sync: none."""
     libraries: dict[str, torch.library.Library] = {}
     with warnings.catch_warnings():
         # torch says once a process that a kernel is being replaced, which is the purpose.
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        for kind, name in operations:
-            space, _, qualified = name.partition("::")
+        for name, kernel in kernels.items():
+            space = name.partition("::")[0]
             if space not in libraries:
                 libraries[space] = torch.library.Library(space, "IMPL", _KEYS[device])
-            operation, _, overload = qualified.rpartition(".")
-            target = getattr(getattr(getattr(torch.ops, space), operation), overload)
-            libraries[space].impl(target, make_kernel(target, kind, device, operation))
+            libraries[space].impl(_overload(name), kernel)
     return list(libraries.values())
+
+
+def _overload(name: str) -> Any:
+    space, _, qualified = name.partition("::")
+    operation, _, overload = qualified.rpartition(".")
+    return getattr(getattr(getattr(torch.ops, space), operation), overload)
 
 
 def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[..., Any]:

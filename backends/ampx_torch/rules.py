@@ -10,7 +10,7 @@ import torch
 
 from ampx.contract import CastPlan
 
-from . import kernels, module_rules
+from . import kernels, lstm, module_rules
 from .oplists import TorchPlan
 
 _lock = threading.Lock()
@@ -31,16 +31,16 @@ _installed = _Installed()
 
 def install(plan: CastPlan) -> None:
     """Put the rules of a plan in force, until `uninstall` was called as often. Sync: none."""
-    if not isinstance(plan, TorchPlan):
-        return
-    with _lock:
-        if not _installed.users:
-            try:
-                _put(plan)
-            except BaseException:
-                _take_away()
-                raise
-        _installed.users.append(plan)
+    if isinstance(plan, TorchPlan):
+        with _lock:
+            if not _installed.users:
+                try:
+                    _put(plan)
+                except BaseException:
+                    _take_away()
+                    raise
+            _installed.users.append(plan)
+    lstm.install(plan)
 
 
 def uninstall(plan: CastPlan, last: bool = False) -> None:
@@ -52,6 +52,7 @@ def uninstall(plan: CastPlan, last: bool = False) -> None:
 
     Sync: none.
     """
+    lstm.uninstall(plan)
     if not isinstance(plan, TorchPlan):
         return
     with _lock:

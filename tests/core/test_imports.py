@@ -26,7 +26,7 @@ LEVELS = [
     {"optimizer", "hookspecs", "casting"},
     {"checks", "gating", "loading", "scaling"},
     {"registry"},
-    {"sessions"},
+    {"sessions", "callers"},
     {"values"},
     {"reporting"},
     {"amp"},

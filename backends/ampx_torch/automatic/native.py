@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 from torch.amp.autocast_mode import autocast
 
+from ampx.contract import CastPlan
 from ampx.policy import Dtype
-from ampx_torch import devices
+from ampx_torch import devices, lstm
 from ampx_torch.trees import DTYPES
 
 from .managing import Manager
@@ -64,8 +65,11 @@ def autocast_watched(manager: Manager) -> Iterator[None]:
                 device_type, dtype, enabled = regions.replacement(device_type, dtype)
         true(self, device_type, dtype, enabled, cache_enabled)
 
-    with mock.patch.object(autocast, "__init__", make):
-        yield
+    try:
+        with mock.patch.object(autocast, "__init__", make):
+            yield
+    finally:
+        regions.close()
 
 
 class _Regions:
@@ -75,6 +79,7 @@ class _Regions:
         """Leave casting to the regions; and the dtype, where the user asked for none."""
         self._manager = manager
         self._seen: list[Dtype] = []
+        self._plans: dict[str, CastPlan] = {}  # by dtype, of regions on the CPU
         settings = manager.run.settings
         if not settings.replace_native:
             return
@@ -84,7 +89,21 @@ class _Regions:
             manager.options["dtype"] = "float32"  # until a region tells another
 
     def replacement(self, device: str, dtype: torch.dtype | None) -> tuple[str, torch.dtype | None, bool]:
-        """Give device, dtype and switch of a region: the script's where this machine has them."""
+        """Return device, dtype and switch of a region: the script's where this machine has them."""
+        device, dtype, enabled = self._chosen(device, dtype)
+        name = _name(dtype)
+        if enabled and device == "cpu" and name is not None and name not in self._plans:
+            plan = self._plans[name] = CastPlan(device, name, "O1", (), ())
+            lstm.install(plan)  # for the rest of the run: the script may keep the region and enter it whenever
+        return device, dtype, enabled
+
+    def close(self) -> None:
+        """Leave torch's kernels as they were."""
+        for plan in self._plans.values():
+            lstm.uninstall(plan)
+        self._plans = {}
+
+    def _chosen(self, device: str, dtype: torch.dtype | None) -> tuple[str, torch.dtype | None, bool]:
         absent = device == "cuda" and not torch.cuda.is_available()
         if absent:
             device = "cpu"
@@ -103,7 +122,7 @@ class _Regions:
 
     def _tell(self, device: str, dtype: torch.dtype | None) -> None:
         """Have the session tell the dtype of the regions: the first one's, and beside it what others compute in."""
-        name = next((name for name, one in DTYPES.items() if one is dtype and name != "float32"), None)
+        name = _name(dtype)
         amp = self._manager.run.amp
         assert amp is not None
         if name is None or name in self._seen:
@@ -112,3 +131,8 @@ class _Regions:
         reason = f"as the script's own regions say, which compute in {' and '.join(self._seen)}"
         native = all(one in devices.describe(device).native for one in self._seen)
         amp.effective = replace(amp.effective, device=device, dtype=self._seen[0], native=native, reason=reason)
+
+
+def _name(dtype: torch.dtype | None) -> Dtype | None:
+    """Return the name of a low precision; None for what is none."""
+    return next((name for name, one in DTYPES.items() if one is dtype and name != "float32"), None)

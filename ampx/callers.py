@@ -1,0 +1,69 @@
+"""Which line of the user's own code is running: past ampx, installed libraries and generated code."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from .registry import default_registry
+
+_STANDARD: Final = tuple({f"{Path(sysconfig.get_path(name)).resolve()}/" for name in ("stdlib", "platstdlib")})
+_INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
+
+
+def script_line() -> str:
+    """Return the innermost line of the user's own code, as `"train.py:12"`; "" where there is none. Sync: none."""
+    frame = _script_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issue a warning that names the user's own line, however deep below it ampx found the reason. Sync: none."""
+    frame = _script_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=3)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    module = str(frame.f_globals.get("__name__", "<unknown>"))
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _script_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not _is_script(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_script(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    module = str(frame.f_globals.get("__name__", ""))
+    top = module.partition(".")[0]
+    if top == "ampx" or top.startswith("ampx_"):
+        return False
+    # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
+    if file.startswith("<") or Path(file).name.startswith("__autograph_generated_file"):
+        return False
+    path = Path(file).resolve()
+    if not _INSTALLED.isdisjoint((*path.parts, *Path(file).parts)) or str(path).startswith(_STANDARD):
+        return False
+    if module == "__main__":
+        return True
+    # A framework may be on the path from its source tree, and libraries from a folder of any name (`pip --target`).
+    return top not in _framework_modules() and not _holds_installed(path, module)
+
+
+def _framework_modules() -> set[str]:
+    registry = default_registry()
+    return {root for name in registry.names() for root in registry.registration(name).roots}
+
+
+def _holds_installed(path: Path, module: str) -> bool:
+    """Return whether the folder on the path that a module comes from is one that distributions are installed in."""
+    depth = module.count(".") + (path.name == "__init__.py")
+    folder = path.parents[min(depth, len(path.parents) - 1)]
+    return next(folder.glob("*.dist-info"), None) is not None

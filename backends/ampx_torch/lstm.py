@@ -1,0 +1,120 @@
+"""LSTM in a low precision for which the CPU has no primitive: computed in float32 rather than an error.
+
+Under autocast torch hands float32 LSTMs on a CPU to oneDNN in the low precision, which has no such primitive where the
+CPU lacks the instructions (float16: AVX512-FP16; bfloat16: AVX512), and raises. What goes in and comes out has the
+dtypes that it has on other machines, so that a script does not depend on the CPU; between the two it is float32.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from ampx import callers
+from ampx.contract import CastPlan
+from ampx.errors import PrecisionWarning
+
+from . import kernels
+from .oplists import TorchPlan
+from .trees import DTYPES, cast
+
+_DEVICE: Final = "cpu"
+_OPERATION: Final = "aten::mkldnn_rnn_layer.default"
+_lock = threading.Lock()
+
+
+class _Installed:
+    """The plans that the kernel is installed for, and the one that has had its warning."""
+
+    def __init__(self) -> None:
+        self.plans: list[CastPlan] = []
+        self.library: torch.library.Library | None = None
+        self.warned: weakref.ref[CastPlan] | None = None
+
+
+_installed = _Installed()
+
+
+@cache
+def computable(dtype: torch.dtype) -> bool:
+    """Return whether this CPU trains an LSTM in a dtype. A tiny one is tried, once a process. Sync: none."""
+    size = 1
+    x, state = torch.zeros(1, 1, size, dtype=dtype), torch.zeros(1, size, dtype=dtype)
+    weight = torch.zeros(4 * size, size, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(4 * size, dtype=dtype)
+    layer: tuple[Any, ...] = (
+        False,
+        [],
+        2,
+        size,
+        1,
+        True,
+        False,
+        False,
+        True,
+    )  # not reversed, an LSTM of one layer with biases, trained
+    off = torch.autocast(_DEVICE, enabled=False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), off:
+            output = torch.ops.aten.mkldnn_rnn_layer(x, weight, weight, bias, bias, state, state, *layer)[0]
+            output.sum().backward(inputs=[weight])
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def install(plan: CastPlan) -> None:
+    """Put the kernel in force where this machine needs it, until `uninstall` was called as often. Sync: none."""
+    if not _needed(plan):
+        return
+    with _lock:
+        if _installed.library is None:
+            (_installed.library,) = kernels.replace(_DEVICE, {_OPERATION: _compute})
+        _installed.plans.append(plan)
+
+
+def uninstall(plan: CastPlan) -> None:
+    """Undo one `install`; with the last, torch's own kernel is back. Sync: none."""
+    with _lock:
+        position = next((at for at, one in enumerate(_installed.plans) if one is plan), None)
+        if position is None:
+            return
+        del _installed.plans[position]
+        if not _installed.plans and _installed.library is not None:
+            _installed.library._destroy()
+            _installed.library = None
+
+
+def _needed(plan: CastPlan) -> bool:
+    if plan.device != _DEVICE or not hasattr(torch.ops.aten, "mkldnn_rnn_layer") or computable(DTYPES[plan.dtype]):
+        return False
+    # Who denies the operation computes it in float32 already, and gets float32.
+    return not isinstance(plan, TorchPlan) or ("deny", _OPERATION) not in plan.operations
+
+
+def _compute(*args: Any) -> Any:
+    low = torch.get_autocast_dtype(_DEVICE)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    dtype = low if computable(low) else torch.float32
+    if dtype is not low:
+        _warn(low)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(*[cast(one, dtype, _DEVICE) for one in args])
+    return (*(one.to(low) for one in results), workspace)
+
+
+def _warn(low: torch.dtype) -> None:
+    plan = _installed.plans[-1]
+    if _installed.warned is not None and _installed.warned() is plan:
+        return
+    _installed.warned = weakref.ref(plan)
+    name = str(low).removeprefix("torch.")
+    callers.warn(
+        f"an LSTM was to compute in {name}, for which this CPU has no instructions: it computes in float32, and what "
+        f"it returns is {name}, as on other CPUs. To have it in float32 altogether, pass deny=[torch.lstm].",
+        PrecisionWarning,
+    )
