@@ -1,7 +1,8 @@
 """The names of `mxnet.contrib.amp` on ampx: scripts written for MXNet's own amp run with them.
 
-`install()` puts this module in the place of `mxnet.contrib.amp`, and offers it as `mxnet.amp`, as MXNet 2.0 calls it.
-MXNet's own amp does the casting underneath; the loss scale is ampx's.
+`install()` puts this module in the place of `mxnet.contrib.amp` and of its module `amp`, and offers it as `mxnet.amp`,
+as MXNet 2.0 calls it. MXNet's own amp does the casting underneath; the loss scale is ampx's. What is not written here,
+such as `lists` and `LossScaler`, is MXNet's own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .amp_lists import (
     list_widest_type_cast,
     native_lists,
 )
+from .compat import amp as _native
 from .compat import mx
 from .oplists import NativeLists
 from .trainer import AmpTrainer
@@ -57,7 +59,15 @@ __all__ = [
 
 # Where scripts look for it: in MXNet 1, and in MXNet 2.
 _PLACES: Final = ((mx.contrib, "mxnet.contrib.amp"), (mx, "mxnet.amp"))
-_before: Final[list[tuple[Any, str, Any, Any]]] = []  # place, module's name, the place's attribute, the module
+_OWN: Final = ("", ".amp")  # modules of these names are this one; the others are MXNet's own
+_NATIVE: Final = {
+    ".lists": _native.lists,
+    ".lists.symbol_bf16": _native.lists.symbol_bf16,
+    ".lists.symbol_fp16": _native.lists.symbol_fp16,
+    ".loss_scaler": _native.loss_scaler,
+}
+_attributes: Final[list[tuple[Any, Any]]] = []  # place, and what its attribute `amp` was
+_modules: Final[dict[str, Any]] = {}  # what was imported by each name
 
 
 class _Asked:
@@ -168,27 +178,40 @@ def unscale(optimizer_or_trainer: Any) -> None:
 
 def install() -> None:
     """Make `from mxnet.contrib import amp` and `from mxnet import amp` give this module. Sync: none."""
-    if _before:
+    if _attributes:
         return
     module = sys.modules[__name__]
     for place, name in _PLACES:
-        _before.append((place, name, vars(place).get("amp"), sys.modules.get(name)))
-        sys.modules[name] = module
+        _attributes.append((place, vars(place).get("amp")))
         place.amp = module
+        for path, provided in {**dict.fromkeys(_OWN, module), **_NATIVE}.items():
+            _modules[name + path] = sys.modules.get(name + path)
+            sys.modules[name + path] = provided
 
 
 def uninstall() -> None:
     """Undo `install`: MXNet's own amp is back, and `mxnet.amp` is gone. Sync: none."""
-    while _before:
-        place, name, attribute, module = _before.pop()
-        if module is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = module
+    while _attributes:
+        place, attribute = _attributes.pop()
         if attribute is None:
             del place.amp
         else:
             place.amp = attribute
+    while _modules:
+        name, module = _modules.popitem()
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+
+
+def __getattr__(name: str) -> Any:
+    """Look the rest up in MXNet's own modules, the package and its `amp`; by that name it is this one."""
+    if name == "amp":
+        return sys.modules[__name__]
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_native if hasattr(_native, name) else _native.amp, name)
 
 
 def _session(call: str) -> ampx.Amp:

@@ -95,7 +95,7 @@ class MXNetBackend(ampx.Backend):
 
     def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
         """Clip true gradients in place."""
-        return grads, clipping.clip(grads, max_norm, max_value)
+        return grads, clipping.clip(grads, max_norm, max_value)[1]
 
     def apply(self, optimizer: Any, grads: Any) -> None:
         """Update with what hangs on the parameters; a batch size of 1 leaves the gradients as they are."""

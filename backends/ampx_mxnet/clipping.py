@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .compat import mx
 from .gradients import CHUNK
 
+# By so much at once are gradients shrunk: the factor itself would leave float32's range.
+_SMALLEST_FACTOR = 2.0**-64
 
-def clip(gradients: list[dict[str, list[Any]]], max_norm: float | None, max_value: float | None) -> Any:
-    """Clip true gradients in place by value, then by global L2 norm.
+
+def clip(
+    gradients: list[dict[str, list[Any]]], max_norm: float | None, max_value: float | None, finite: Any = None
+) -> tuple[bool, float | None]:
+    """Clip finite gradients in place by value, then by global L2 norm; others stay as they are.
 
     Every context is clipped by the norm of its own gradients: where the trainer reduces them, all contexts hold the
     same; where it does not, every context trains a model of its own.
@@ -18,49 +24,71 @@ def clip(gradients: list[dict[str, list[Any]]], max_norm: float | None, max_valu
         gradients: What `gradients.collect` gave.
         max_norm: Bound of the norm, or None.
         max_value: Bound of every element, or None.
+        finite: One float32 element, not 0 where all gradients are finite, as `gradients.all_finite` gave it; None where
+            they are known to be.
 
     Returns:
-        The first context's norm before clipping by norm, a float32 array of one element that `float` reads; None where
-        `max_norm` is None.
+        Whether they are finite, and the first context's norm before clipping by norm, None where `max_norm` is None.
 
-    Sync: none; one a context that has sparse gradients, where `max_norm` is given.
+    Sync: one; where finite gradients have a norm beyond float32, and for sparse ones, some more.
     """
-    norms = []
     with mx.autograd.pause():
-        for batches in gradients:
-            every = [(kind, one) for kind, batch in batches.items() for one in batch]
-            if max_value is not None:
-                for _, one in every:
-                    mx.nd.clip(one, -max_value, max_value, out=one)
-            if max_norm is not None and every:
-                norms.append(_clip_context(batches, every, max_norm))
-    if max_norm is None:
-        return None
-    return norms[0].reshape(()).as_np_ndarray() if norms else mx.np.zeros(())
+        sums = [] if max_norm is None else [_sum_of_squares(batches, max_value) for batches in gradients if batches]
+        flags = [] if finite is None else [finite]
+        numbers = _read([*flags, *sums])
+        if flags and not numbers[0]:
+            return False, math.sqrt(numbers[1]) if sums else None
+        if max_value is not None:
+            for one in (one for batches in gradients for batch in batches.values() for one in batch):
+                mx.nd.clip(one, -max_value, max_value, out=one)
+        if max_norm is None:
+            return True, None
+        norms = []
+        for batches, squares in zip((one for one in gradients if one), numbers[len(flags) :], strict=True):
+            norm = math.sqrt(squares if math.isfinite(squares) else _wide_sum_of_squares(batches))
+            norms.append(norm)
+            if norm > max_norm:  # else such gradients stay bit for bit
+                _shrink(batches, max_norm / norm)
+    return True, norms[0] if norms else 0.0
 
 
-def _clip_context(batches: dict[str, list[Any]], every: list[tuple[str, Any]], max_norm: float) -> Any:
-    norm = mx.nd.add_n(*_squares(batches)).sqrt()
-    # Exactly 1 where the bound is not reached, so that such gradients stay bit for bit.
-    factor = mx.nd.where(norm > max_norm, max_norm / norm, mx.nd.ones_like(norm))
-    for kind, one in every:
-        if kind == "row_sparse":  # no kernel multiplies sparse rows by an array
-            mx.nd._internal._mul_scalar(one, scalar=float(factor.asscalar()), out=one)
-        else:
-            mx.nd.broadcast_mul(one, factor.astype(one.dtype).reshape((1,) * one.ndim), out=one)
-    return norm
+def _read(scalars: list[Any]) -> list[float]:
+    """Read arrays of one element, on whatever contexts, with one sync."""
+    if not scalars:
+        return []
+    first = scalars[0].context
+    moved = [one.as_in_context(first).astype("float32").reshape((1,)) for one in scalars]
+    numbers: list[float] = mx.nd.concat(*moved, dim=0).asnumpy().astype("float64").tolist()
+    return numbers
 
 
-def _squares(batches: dict[str, list[Any]]) -> list[Any]:
-    """List sums of squares, each a float32 array of one element."""
+def _shrink(batches: dict[str, list[Any]], factor: float) -> None:
+    """Multiply gradients by a factor below 1, however small."""
+    while factor < _SMALLEST_FACTOR:
+        _shrink(batches, _SMALLEST_FACTOR)
+        factor /= _SMALLEST_FACTOR
+    for batch in batches.values():
+        for one in batch:
+            mx.nd._internal._mul_scalar(one, scalar=factor, out=one)
+
+
+def _sum_of_squares(batches: dict[str, list[Any]], max_value: float | None) -> Any:
+    """Give the sum of squares as clipped by value, a float32 array of one element; inf where float32 overflows."""
     sums: list[Any] = []
     for kind, batch in batches.items():
+        values = batch if max_value is None else [mx.nd.clip(one, -max_value, max_value) for one in batch]
         if kind == "row_sparse":
-            sums.extend(mx.nd.norm(one).square().reshape((1,)).astype("float32") for one in batch)
+            sums.extend(mx.nd.norm(one).square().reshape((1,)).astype("float32") for one in values)
         elif kind == "float32":
-            for start in range(0, len(batch), CHUNK):
-                chunk = batch[start : start + CHUNK]
+            for start in range(0, len(values), CHUNK):
+                chunk = values[start : start + CHUNK]
                 sums.append(mx.nd.multi_sum_sq(*chunk, num_arrays=len(chunk)).sum())
         else:
-            sums.extend(one.astype("float32").square().sum() for one in batch)
-    return sums
+            sums.extend(one.astype("float32").square().sum() for one in values)
+    return mx.nd.add_n(*sums)
+
+
+def _wide_sum_of_squares(batches: dict[str, list[Any]]) -> float:
+    """Give the sum of squares in float64, which no float32 elements overflow. Sync: one a gradient."""
+    values = [one.data if kind == "row_sparse" else one for kind, batch in batches.items() for one in batch]
+    return math.fsum(one.astype("float64").square().sum().asscalar() for one in values if one.size)

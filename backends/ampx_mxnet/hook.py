@@ -2,47 +2,155 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from ampx.errors import RawStepError
+from ampx.group import Member
 
 
 class OverflowHook:
-    """Stands in for MXNet's own scaler during one step.
+    """Stands where MXNet keeps the scaler of a raw trainer, which asks it before every update.
 
     Native defect: MXNet's scaler moves the scale one step late, looks at the first context only, and fails on
-    parameters of different dtypes. This one asks ampx, and holds no scale.
+    parameters of different dtypes. This one asks ampx, and holds no scale: its numbers are the group's, by MXNet's
+    names for them.
 
     Attributes:
-        finite: Whether all gradients were finite; True until MXNet has asked.
+        finite: Whether all gradients of the wrapper's last step were finite.
     """
 
-    def __init__(self, check: Callable[[], bool]) -> None:
-        """Remember whom to ask."""
-        self._check = check
+    def __init__(self, member: Member, drop: Callable[[], Callable[[], None] | None]) -> None:
+        """Watch one member.
+
+        Args:
+            member: Its place in the protocol.
+            drop: A weak reference to what forgets the pending gradients.
+        """
         self.finite = True
+        self._member = member
+        self._drop = drop
+        self._trainer: Callable[[], Any] = type(None)
+        self._check: Callable[[], bool] | None = None
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Copy as no scaler at all: the copy of a wrapper makes its own."""
+        return type(None), ()
 
     def has_overflow(self, parameters: Iterable[Any]) -> bool:
-        """Tell MXNet whether to skip the update; it passes its parameters. Sync: as the check."""
-        self.finite = self._check()
-        return not self.finite
+        """Answer MXNet's question whether to skip the update; it passes its parameters.
 
-    def run(self, trainer: Any, run: Callable[[float, bool], None], batch_size: float, stale: bool) -> bool:
-        """Run one step of a raw trainer with this hook in place, and take it away again.
+        Raises:
+            RawStepError: Scaled gradients are pending, and it is not the wrapper who steps.
+
+        Sync: as the wrapper's check.
+        """
+        if self._check is not None:
+            self.finite = self._check()
+            return not self.finite
+        if self._member.stage != "idle" and self._member.group.enabled:
+            self._refuse()
+        return False
+
+    def _refuse(self) -> NoReturn:
+        trainer, drop = self._trainer(), self._drop()
+        dropped = ""
+        if trainer is not None and trainer._kvstore and drop is not None:
+            # MXNet's `step` has added up the contexts by now, its `update` has not: a second sum would be wrong.
+            drop()
+            dropped = " The gradients of several contexts were dropped; run backward again."
+        raise RawStepError(
+            f"the raw trainer was stepped while gradients of scale_loss are pending; they would be applied scaled or "
+            f"unchecked. Call step() on the object that ampx.wrap_optimizer returned.{dropped}"
+        )
+
+    def run(self, trainer: Any, run: Callable[[float, bool], None], batch_size: float, stale: bool, check: Any) -> bool:
+        """Run one step of a raw trainer with a check.
 
         Args:
             trainer: The raw trainer.
             run: Its `step` or `update`.
             batch_size: As these take it.
             stale: Their `ignore_stale_grad`.
+            check: Returns whether all gradients are finite.
 
         Returns:
-            Whether all gradients were finite.
+            Whether they were; True where MXNet did not ask.
 
         Sync: as the check.
         """
-        trainer._amp_loss_scaler = self
+        self.watch(trainer)
+        self.finite, self._check = True, check
         try:
             run(batch_size, stale)
         finally:
-            del trainer._amp_loss_scaler
+            self._check = None
         return self.finite
+
+    def watch(self, trainer: Any) -> None:
+        """Take the scaler's place on a raw trainer, whatever stood there. Sync: none."""
+        trainer._amp_loss_scaler = self
+        self._trainer = weakref.ref(trainer)
+
+    @staticmethod
+    def leave(trainer: Any) -> None:
+        """Leave a raw trainer without a scaler. Sync: none."""
+        vars(trainer).pop("_amp_loss_scaler", None)
+
+    # -- MXNet's numbers, which scripts read, save and set ---------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale that pending gradients carry; the present one while there are none."""
+        group, factor = self._member.group, self._member.factor
+        return float(group.states[0].scale if factor is None else factor)
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.loss_scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._load(scale=float(value))
+
+    @property
+    def _next_loss_scale(self) -> float:
+        return float(self._member.group.states[0].scale)
+
+    @_next_loss_scale.setter
+    def _next_loss_scale(self, value: float) -> None:
+        self._load(scale=float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._member.group.states[0].growth_tracker)
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._load(growth_tracker=int(value))
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return int(self._member.group.config.growth_interval)
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._configure(growth_interval=int(value))
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return float(self._member.group.config.max_scale)
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self._configure(max_scale=float(value))
+
+    def _load(self, **values: Any) -> None:
+        group = self._member.group
+        group.load(group.config, {**group.states, 0: replace(group.states[0], **values)})
+
+    def _configure(self, **values: Any) -> None:
+        group = self._member.group
+        group.load(replace(group.config, **values), group.states)

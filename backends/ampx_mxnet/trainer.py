@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
-        *("_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "__class__"),
+        *("_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook", "__class__"),
         "__weakref__",
     )
 )
@@ -74,8 +74,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self.__dict__.update(_NOTHING_PENDING)  # at once: setting an attribute of a delegating object is slow
 
     def _attach(self) -> None:
-        """Tell the group whom to send events to and whom to ask for names; neither can be copied."""
+        """Make what belongs to this process and cannot be copied."""
         group = self.ampx_member.group
+        self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
+        if group.enabled:
+            self._hook.watch(self.trainer)
         group.emit = sessions.emit
         culprits = weakref.WeakMethod(self._culprits)
         group.culprits = lambda: found() if (found := culprits()) is not None else ()
@@ -137,6 +140,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         norm, self._used = self._norm, True
         self._forget_pending()
         if not member.group.enabled:
+            self._hook.leave(raw)
             member.result = UNCHECKED
             return
         if not finite:
@@ -161,10 +165,12 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             if scaled:
                 self._finite = gradients.unscale(found, factor)
                 member.stage = "unscaled"
-            finite = not enabled or bool(self._finite.asnumpy())
-            if finite and clips:
-                norm = clip(found, self._max_grad_norm, self._max_grad_value)
-                self._norm = norm if self._norm is None else self._norm
+            elif enabled:  # somebody may have written to them since they were made true
+                self._finite = self._finite * gradients.all_finite(found)
+            if not clips:
+                return not enabled or bool(self._finite.asnumpy())
+            finite, norm = clip(found, self._max_grad_norm, self._max_grad_value, self._finite if enabled else None)
+            self._norm = norm if self._norm is None else self._norm
             return finite
 
         before = raw._scale
@@ -172,7 +178,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             if folds:
                 raw._scale = before / factor
             with switch.within(None):
-                return OverflowHook(check).run(raw, run, batch_size, ignore_stale_grad)
+                return self._hook.run(raw, run, batch_size, ignore_stale_grad, check)
         except UserWarning as error:
             gradients.restore_fresh(raw, str(error))
             raise
@@ -216,12 +222,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member.stage = "unscaled"
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Unscale, clip the true gradients and give their norm before. Sync: none without sparse gradients."""
+        """Unscale, clip the true gradients and give their norm before. Sync: one."""
         self.ampx_unscale()
         with switch.within(None):
-            norm = clip(gradients.collect(self.trainer, False), max_norm, None)
-        self._norm = norm
-        return norm
+            _, self._norm = clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
+        return self._norm
 
     def forget_unscaled(self) -> None:
         """Take gradients for scaled ones again, because somebody multiplied them. Sync: none."""
@@ -241,7 +246,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             self._drop()
 
     def ampx_before_backward(self, loss_id: int) -> None:
-        """Keep what MXNet would forget to add to. Sync: none."""
+        """Keep what MXNet would forget to add to, and forget what another backward wrote. Sync: none."""
+        if self.ampx_member.stage == "idle" and gradients.any_fresh(self.trainer):
+            # By a loss of another trainer, or without scale_loss: this loss overwrites it where it reaches, and where
+            # it does not, MXNet tells of a stale gradient.
+            gradients.mark_stale(self.trainer)
         session = sessions.get("mxnet")
         if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
@@ -272,6 +281,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def ampx_unwrap(self) -> None:
         """Give the raw trainer its store's settings and its parameters their `grad_req` back. Sync: none."""
         self.trainer._kvstore_params = self._kvstore_before
+        self._hook.leave(self.trainer)
         self._accumulation.give_back()
         if self._in_place:
             move_back(self, self.trainer)

@@ -217,6 +217,38 @@ def test_gradients_clipped_after_unscale_are_true(dense):
     assert net.weight.data().asnumpy().ravel().tolist() == pytest.approx([1 - 0.6, 1 - 0.8], abs=1e-6)
 
 
+def test_numbers_of_the_trainers_scaler_are_those_of_the_loss_scale(dense):
+    """What scripts read to clip scaled gradients by a scaled bound, save and load, and set."""
+    ampx_mxnet.amp.init()
+    trainer = mx.gluon.Trainer(dense().collect_params(), "sgd", {"learning_rate": 1.0})
+    ampx_mxnet.amp.init_trainer(trainer)
+    scaler = trainer._amp_loss_scaler
+    native = compat.amp.loss_scaler.LossScaler()
+    for name in ("loss_scale", "_loss_scale", "_next_loss_scale", "_max_loss_scale", "_scale_seq_len", "_unskipped"):
+        assert getattr(scaler, name) == getattr(native, name), name
+    scaler._scale_seq_len = 2
+    scaler._max_loss_scale = 2.0**17
+    scaler._loss_scale, scaler._next_loss_scale, scaler._unskipped = pickle.loads(pickle.dumps([2.0**15, 2.0**16, 1]))
+    net = dense()
+    weight = trainer._params[0]
+    scales = []
+    for slope in (1.0, 1.0, 1.0, 1.0, np.inf):
+        with mx.autograd.record():
+            loss = (weight.data() * slope).sum()
+            with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+                mx.autograd.backward(scaled)
+                bound = 0.5 * trainer._amp_loss_scaler.loss_scale
+        if np.isfinite(slope):
+            mx.gluon.utils.clip_global_norm(weight.list_grad(), bound)
+        before = weight.data().asnumpy()
+        trainer.step(1)
+        if np.isfinite(slope):
+            assert np.linalg.norm(weight.data().asnumpy() - before) == pytest.approx(0.5, rel=1e-5)
+        scales.append(scaler.loss_scale)
+    assert scales == [2.0**17, 2.0**17, 2.0**17, 2.0**17, 2.0**16]
+    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+
+
 # -- init ------------------------------------------------------------------------------------------------------
 
 
@@ -333,9 +365,39 @@ def test_install_replaces_both_names_and_uninstall_leaves_no_trace():
     finally:
         ampx_mxnet.amp.uninstall()
     assert sys.modules["mxnet.contrib.amp"] is mxnet.contrib.amp is native
-    assert "mxnet.amp" not in sys.modules
+    assert sys.modules["mxnet.contrib.amp.amp"] is native.amp
+    assert [name for name in sys.modules if name.startswith("mxnet.amp")] == []
     assert not hasattr(mx, "amp")
     ampx_mxnet.amp.uninstall()
+
+
+@pytest.mark.parametrize("place", ["mxnet.contrib", "mxnet"])
+def test_modules_and_lists_of_mxnets_amp_are_there_under_both_names(installed, place):
+    """As scripts with lists of their own, and GluonNLP's masked softmax, import and read them."""
+    names = {}
+    exec(
+        f"""
+from {place}.amp import amp, lists
+from {place} import amp as package
+import {place}.amp.lists.symbol_fp16 as symbol_fp16
+from {place}.amp.lists import symbol_bf16
+from {place}.amp.amp import init_trainer, LossScaler
+from {place}.amp.loss_scaler import LossScaler as SameLossScaler
+""",
+        names,
+    )
+    assert names["amp"] is names["package"] is ampx_mxnet.amp
+    assert names["lists"] is names["amp"].lists is compat.amp.lists
+    assert names["symbol_fp16"] is names["package"].lists.symbol_fp16
+    assert compat.amp.list_fp32_ops("float16") == names["symbol_fp16"].FP32_FUNCS
+    assert names["symbol_bf16"] is compat.amp.lists.symbol_bf16
+    assert names["init_trainer"] is ampx_mxnet.amp.init_trainer
+    assert names["LossScaler"] is names["SameLossScaler"] is compat.amp.loss_scaler.LossScaler
+    assert not names["amp"].amp._amp_initialized
+    names["amp"].init()
+    assert names["amp"].amp._amp_initialized
+    with pytest.raises(AttributeError, match="no_such_name"):
+        names["amp"].no_such_name  # noqa: B018
 
 
 def test_every_public_name_of_mxnets_amp_is_there():

@@ -199,6 +199,34 @@ def test_gradients_read_through_an_array_are_true(scaling):
     assert trainer.last_step.applied
 
 
+def averaged_by_hand(bad=()):
+    """Gradients that the script sums over processes itself; in some steps the other process overflowed."""
+    net = network()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    for position, x in enumerate(batches(6)):
+        with autograd.record():
+            loss = (net(x) ** 2).mean()
+        loss.backward()
+        for parameter in net.collect_params().values():
+            gradient = parameter.list_grad()[0]
+            gradient[:] = (gradient + (np.inf if position in bad else gradient)) / 2
+        trainer.step(1)
+    return weights(net)
+
+
+def test_gradients_averaged_by_hand_are_checked_after_that(run):
+    expected, found = both_ways(run, averaged_by_hand)
+    assert found == expected
+
+
+def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
+    found = averaged_by_hand(bad=(2,))
+    assert all(np.isfinite(one).all() for one in found)
+    (record,) = scaling.recorder.optimizers.values()
+    assert record.skipped == [3]
+    assert record.scales[0] == (3, 2.0**9)
+
+
 # -- what the script holds -------------------------------------------------------------------------------------------
 
 

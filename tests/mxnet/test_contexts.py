@@ -158,3 +158,23 @@ def test_a_parameter_with_inf_on_the_second_context_is_named(amp, dense):
     _train(net, opt, [1.0, math.inf])
     (found,) = ampx.debug.nonfinite_parameters(opt, net)
     assert (found.name, found.nonfinite, found.elements) == ("weight", 2, 2)
+
+
+@pytest.mark.parametrize("verb", ["step", "update"])
+def test_after_a_refused_step_of_the_raw_trainer_nothing_is_added_up_twice(amp, dense, verb):
+    """MXNet's `step` adds up before it asks, its `update` does not: the gradients are dropped, and a step says so."""
+    net = dense(ctx=CONTEXTS)
+    raw = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    opt = amp.wrap_optimizer(raw)
+    _train(net, opt, [0.0, 0.0])  # makes the store
+    with mx.autograd.record():
+        losses = [net(mx.nd.ones((1, 2), ctx=one)).sum() for one in CONTEXTS]
+    with ampx.scale_loss(losses, opt) as scaled:
+        mx.autograd.backward(scaled)
+    with pytest.raises(ampx.RawStepError, match="were dropped; run backward again"):
+        getattr(raw, verb)(1)
+    with pytest.raises(ampx.NotScaledError):
+        opt.step(1)
+    assert _weights(net) == [[1.0, 1.0], [1.0, 1.0]]
+    _train(net, opt, [0.25, 0.5])
+    assert _weights(net) == [[0.25, 0.25], [0.25, 0.25]]

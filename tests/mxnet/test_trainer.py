@@ -152,7 +152,10 @@ def test_scales_below_one_that_overflow_on_dividing_are_skipped(dense):
 
 
 def test_stepping_waits_for_the_device_as_often_as_mxnet(amp, dense, monkeypatch):
-    """Once: every reading of an array on the host goes through `asnumpy`, every waiting through these functions."""
+    """Once: every reading of an array on the host goes through `asnumpy`, every waiting through these functions.
+
+    Clipping by hand waits once, as `gluon.utils.clip_global_norm` does; clipping in the step does not add to its wait.
+    """
     net = dense()
     opt = amp.wrap_optimizer(_trainer(net))
     waits = []
@@ -166,9 +169,17 @@ def test_stepping_waits_for_the_device_as_often_as_mxnet(amp, dense, monkeypatch
         assert waits == [1]
         waits.clear()
     _backward(net, opt)
+    gluon.utils.clip_global_norm([net.weight.grad()], 1.0)
+    native, waits[:] = list(waits), []
     ampx.clip_grad_norm(opt, 1.0)
-    assert waits == []
+    assert waits == [1]
+    assert len(native) >= 1
     opt.step(1)
+    assert waits == [1, 1]
+    waits.clear()
+    clipped = amp.wrap_optimizer(_trainer(net), max_grad_norm=1.0)
+    _backward(net, clipped)
+    clipped.step(1)
     assert waits == [1]
 
 
@@ -248,3 +259,122 @@ def test_gradients_that_are_new_arrays_are_checked_too(amp, weights, backward):
     opt.step(1)
     assert not opt.last_step.applied
     assert weight.data().asnumpy().tolist() == [0.5, 1.5]
+
+
+# -- what must not go wrong silently --------------------------------------------------------------------------------
+
+
+def test_stepping_the_raw_trainer_on_pending_gradients_is_refused(amp, dense):
+    net = dense()
+    raw = _trainer(net)
+    opt = amp.wrap_optimizer(raw)
+    for unscaled in (False, True):
+        _backward(net, opt)
+        if unscaled:
+            ampx.unscale(opt)
+        for step in (raw.step, raw.update):
+            with pytest.raises(ampx.RawStepError, match="Call step"):
+                step(1)
+        assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+        assert opt.loss_scale == 2.0**16
+        opt.zero_grad()
+    _backward(net, opt)
+    with pytest.raises(ampx.RawStepError):
+        raw.step(1)
+    opt.step(1)
+    assert opt.last_step.applied
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+def test_gradients_that_were_never_scaled_may_go_to_the_raw_trainer(amp, dense):
+    net = dense()
+    raw = _trainer(net)
+    opt = amp.wrap_optimizer(raw)
+    _backward(net, opt, math.inf)
+    opt.step(1)
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 2))).sum()
+    loss.backward()
+    raw.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_trainer_that_is_disabled_or_copied_carries_no_hook(dense, disabled):
+    amp = ampx.init("mxnet", level="O0", enabled=not disabled)
+    net = dense()
+    raw = _trainer(net)
+    opt = amp.wrap_optimizer(raw)
+    _backward(net, opt)
+    opt.step(1)
+    if disabled:
+        assert "_amp_loss_scaler" not in vars(raw)
+    assert copy.copy(raw._optimizer) is not None
+    twin = pickle.loads(pickle.dumps(raw))
+    assert getattr(twin, "_amp_loss_scaler", None) is None
+
+
+def _clipped_by_hand(net, opt):
+    ampx.unscale(opt)
+
+
+def _clipped_by_ampx(net, opt):
+    assert ampx.clip_grad_norm(opt, 100.0) == math.sqrt(2)
+
+
+@pytest.mark.parametrize("look", [_clipped_by_hand, _clipped_by_ampx])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_infinity_written_after_unscale_is_not_applied(amp, dense, look, bad):
+    """As gradients summed by hand over processes are: the last look is the step's."""
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    _backward(net, opt)
+    look(net, opt)
+    net.weight.grad()[0, 1] = bad
+    opt.step(1)
+    assert not opt.last_step.applied
+    assert opt.loss_scale == 2.0**15
+    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+    _backward(net, opt)
+    opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("how", ["step", "by hand"])
+@pytest.mark.parametrize("size", [1e25, 3e38])
+def test_a_norm_beyond_float32_clips_rightly(dense, how, size):
+    """By NumPy in float64; Adamax makes NaN of the zeros that a norm of inf would leave on a first step."""
+    amp = ampx.init("mxnet", level="O0", loss_scale=1.0)
+    net = dense()
+    raw = gluon.Trainer(net.collect_params(), "adamax", {"learning_rate": 0.5})
+    opt = amp.wrap_optimizer(raw, **({"max_grad_norm": 2.0} if how == "step" else {}))
+    with autograd.record():
+        loss = (net(mx.nd.array([[1.0, 0.5]])) * size).sum()
+    with ampx.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    true = np.array([1.0, 0.5]) * np.float64(np.float32(size))
+    if how == "by hand":
+        assert ampx.clip_grad_norm(opt, 2.0) == pytest.approx(np.linalg.norm(true), rel=1e-6)
+        left = net.weight.grad().asnumpy().ravel()
+        assert left.tolist() == pytest.approx((2.0 * true / np.linalg.norm(true)).tolist(), rel=1e-6)
+    opt.step(1)
+    assert opt.last_step.applied
+    assert opt.last_step.grad_norm == pytest.approx(np.linalg.norm(true), rel=1e-6)
+    assert np.isfinite(net.weight.data().asnumpy()).all()
+
+
+def test_what_another_loss_left_on_the_parameters_is_not_applied(amp, weights):
+    """Gradients written outside of this trainer's scale_loss carry another factor, or none: MXNet calls them stale."""
+    reached, left = weights(1.0, name="reached"), weights(1.0, name="left")
+    opt = amp.wrap_optimizer(gluon.Trainer([reached, left], "sgd", {"learning_rate": 0.5}))
+    with autograd.record():
+        foreign = (reached.data() + left.data()).sum()
+    foreign.backward()
+    with autograd.record():
+        loss = reached.data().sum()
+    with ampx.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    with pytest.raises(UserWarning, match="`left`"):
+        opt.step(1)
+    opt.step(1, ignore_stale_grad=True)
+    assert (reached.data().asnumpy().item(), left.data().asnumpy().item()) == (0.5, 1.0)
