@@ -30,7 +30,12 @@ class Amp(Casting, Reporting):
     """Holds one framework's policy; every module-level function of ampx is a method of it.
 
     A context manager: leaving it shuts the session down.
+
+    Attributes:
+        recipe: What started it, where that is an old recipe that ampx carries out, such as `"apex.amp"`; for reports.
     """
+
+    recipe: str = ""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .errors import NotInitializedError, ScaleCollapsedWarning
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .amp import Amp
 
 _active: dict[str, Amp] = {}
+_watchers: list[list[Callable[[Amp], None]]] = []
 
 
 def replace(session: Amp) -> None:
@@ -27,6 +28,19 @@ def replace(session: Amp) -> None:
         if former is not None:
             former.activate()
         raise
+    for (started,) in tuple(_watchers):
+        started(session)
+
+
+def watch(started: Callable[[Amp], None]) -> Callable[[], None]:
+    """Call a function with every session that `init` starts from now on; the result of this ends that."""
+    entry = [started]
+    _watchers.append(entry)
+
+    def end() -> None:
+        _watchers[:] = [one for one in _watchers if one is not entry]
+
+    return end
 
 
 def add(session: Amp) -> None:

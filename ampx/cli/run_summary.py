@@ -27,9 +27,8 @@ def summary_lines(finished: Finished) -> Iterator[str]:
         times = sorted(recorder.seconds.items(), key=lambda item: item[0] != FORWARD)
         told = ", ".join(f"{_NAMES.get(name, name)} {seconds:.2f} s" for name, seconds in times)
         yield f"  {'time':<11} {told} (on the host)"
-    if recorder.ops:
-        sampled = min(recorder.sampled_steps, recorder.steps)
-        yield f"  {'operations':<11} of the first {_count(sampled, 'step')}, the most frequent:"
+    if recorder.ops and recorder.steps_sampled:
+        yield f"  {'operations':<11} of the first {_count(recorder.steps_sampled, 'step')}, the most frequent:"
         for (name, dtype), count in recorder.ops.most_common(TOP):
             yield f"  {'':<11} {name:<32} {dtype:<9} {count:>6} ×"
     lines = finished.explain()

@@ -21,6 +21,8 @@ The contract of `Backend.automate(run)`, which a backend declares as `capabiliti
   `run.settings.replace_native`, where the backend can put ampx underneath), gradients that come by ways which it does
   not see, closures that it cannot see through. Errors of ampx that come from the script's calls are refusals, too.
   Errors of the framework reach the script as they are.
+- A session that the script starts itself, by an old recipe or by ampx, is recorded and not touched: the backend calls
+  `run.record_own_sessions` on entering, does nothing of its own while `run.stood_down`, and goes on to time and count.
 - Where a framework has no such moments (`fit` of Keras, a compiled step of JAX), the backend does what has the same
   effect, and uses the one phase `"train"`.
 - Where the lines of code of `Run.explain` do not fit the framework, the backend sets `run.lines`.

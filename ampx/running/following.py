@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 class Following:
     """Has the recorder tell of one session that the script started.
 
-    A backend calls `look` in every backward, so that a loss scale is met before it moves, and while it lives.
-
     Attributes:
         amp: The session.
     """
@@ -30,7 +28,7 @@ class Following:
         Args:
             recorder: Where to write; what it knows of earlier sessions stays.
             amp: The session.
-            kind_of: Gives the name of the script's class, of a wrapped optimizer.
+            kind_of: Returns the name of the script's class, of a wrapped optimizer.
         """
         self.amp = amp
         self._recorder = recorder
@@ -39,21 +37,23 @@ class Following:
         amp.on_event(self._hear)
 
     def look(self) -> None:
-        """Meet the loss scales that the session has by now. Sync: none."""
+        """Meet the loss scales that the session has by now, and count the steps that the host knows of. Sync: none."""
         known = {id(group) for group in self._groups.values()}
         for group in self.amp.live_groups():
-            if id(group) in known or not group.members:
-                continue
-            position = len(self._recorder.optimizers)
-            for one in self.amp.optimizers_of(group):
-                self._recorder.add_optimizer(self._kind_of(one), float(group.states[0].scale), position)
-            self._groups[position] = group
+            if id(group) not in known and group.members:
+                position = len(self._recorder.optimizers)
+                for wrapped in self.amp.optimizers_of(group):
+                    self._recorder.add_optimizer(self._kind_of(wrapped), float(group.states[0].scale), position)
+                self._groups[position] = group
+        for position, group in self._groups.items():
+            self._recorder.stepped(position, group.steps - self._recorder.optimizers[position].steps)
 
     def finish(self) -> None:
-        """Take the steps over, at the end of the run. Sync: where the scale lives on the device."""
-        for position, group in self._groups.items():
+        """Take the last steps over, at the end of the run. Sync: where the scale lives on the device."""
+        for group in self._groups.values():
             group.resolve()
-            self._recorder.stepped(position, group.steps - self._recorder.optimizers[position].steps)
+        self.look()
+        for position, group in self._groups.items():
             if len(group.states) > 1:
                 kind = self._recorder.optimizers[position].kind
                 self._recorder.notes.append(

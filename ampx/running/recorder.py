@@ -85,6 +85,7 @@ class Recorder:
         self.ops: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []
         self.sampled_steps = sampled_steps
+        self._sampled_from = 0
         self._phases: dict[str, _Phase] = {}
         self._stack: list[str] = []
         self._mark: float | None = None
@@ -138,7 +139,7 @@ class Recorder:
     @property
     def sampling(self) -> bool:
         """Whether operations are to be counted: during the first steps. Ask between steps, not in every operation."""
-        return self.steps < self.sampled_steps
+        return self.steps - self._sampled_from < self.sampled_steps
 
     def count_op(self, name: str, dtype: str, count: int = 1) -> None:
         """Note that an operation computed in a dtype (`"bfloat16"`, `"float32"`, ...). Sync: none."""
@@ -149,6 +150,17 @@ class Recorder:
         if self.sampling:
             self.ops.clear()
             self.sampled_steps = 0
+
+    def restart_sampling(self) -> None:
+        """Forget the operations seen so far, and sample the next steps: those of another session. Sync: none."""
+        self.ops.clear()
+        self.sampled_steps = SAMPLED_STEPS
+        self._sampled_from = self.steps
+
+    @property
+    def steps_sampled(self) -> int:
+        """How many steps the operations are of."""
+        return min(self.sampled_steps, self.steps - self._sampled_from)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -193,7 +205,7 @@ class Recorder:
             "skipped": sum(len(one.skipped) for one in self.optimizers.values()),
             "optimizers": [{**asdict(one), "group": group} for group, one in sorted(self.optimizers.items())],
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
-            "sampled_steps": min(self.sampled_steps, self.steps),
+            "sampled_steps": self.steps_sampled,
             "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],
             "notes": list(self.notes),
         }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ampx import sessions
 from ampx.callers import script_line
 from ampx.errors import RunRefusedError
 
@@ -57,6 +58,8 @@ class Run:
     stood_down: str = ""
     lines: tuple[str, ...] = ()
     _followed: list[Following] = field(default_factory=list)
+    _starting: bool = False
+    _end_watch: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         """Join the peers."""
@@ -88,10 +91,13 @@ class Run:
 
         settings = self.settings
         chosen = {"dtype": settings.dtype, "level": settings.level, "device": settings.device, "nan_loss": "skip"}
+        self._starting = True
         try:
             self.amp = ampx.init(self.framework, **{**chosen, **options})
         except ampx.AmpxError as error:
             self.refuse(f"the settings cannot be honoured: {error}")
+        finally:
+            self._starting = False
         self.amp.on_event(self.recorder.hear)
         return self.amp
 
@@ -111,36 +117,59 @@ class Run:
             self.amp = None
         self.recorder.stop_sampling()
         self.lines = ("the script has it by hand: its own calls decide",)
-        self.recorder.notes.append(
-            f"The script started mixed precision by itself, with {why}; ampx carried that out, and this run did not "
-            f"automate it."
-        )
 
-    def follow(self, amp: Amp | None, kind_of: Callable[[Any], str]) -> None:
-        """After `stand_down`, have the recorder tell of the session that the script started; call it in every backward.
+    def record_own_sessions(self, began: Callable[[], None], kind_of: Callable[[Any], str] | None = None) -> None:
+        """Have the sessions that the script starts itself recorded, by an old recipe or by ampx, until `close`.
+
+        As soon as one starts, this run's own session is over and `stood_down` is set. The recorder tells of the
+        session's loss scales, skips and steps, and the report of its device, dtype and level. What is left to the
+        backend: not to scale, unscale or cast any more; to call `look` after every step or in every backward; and
+        to go on with `recorder.phase` and, while `recorder.sampling`, with `recorder.count_op`. An old recipe
+        names itself by setting `recipe` of the session that it starts.
 
         Args:
-            amp: The session of the framework; None where there is none.
-            kind_of: Gives the name of the script's class, of a wrapped optimizer.
+            began: Called with every such session, once it is the framework's.
+            kind_of: Returns the name of the script's class, of a wrapped optimizer; by default that of what the
+                wrapper holds as `optimizer`.
 
         Sync: none.
         """
-        if amp is None:
-            return
-        if self.amp is not amp:
+
+        def started(amp: Amp) -> None:
+            if amp.framework != self.framework or self._starting:
+                return
+            self.stand_down("ampx")
             self.amp = amp
-            self._followed.append(Following(self.recorder, amp, kind_of))
-        self._followed[-1].look()
+            self.recorder.restart_sampling()
+            self._followed.append(Following(self.recorder, amp, kind_of or _kind_of))
+            began()
+
+        self._end_watch = sessions.watch(started)
+        active = sessions.get(self.framework)
+        if active is not None and active is not self.amp:
+            started(active)
+
+    def look(self) -> None:
+        """Bring the records of a session that the script started up to date. Sync: none."""
+        if self._followed:
+            self._followed[-1].look()
 
     def close(self) -> None:
         """End the session, where one was started; the last thing a backend does on leaving. Sync: as `Amp.shutdown`.
 
         A session of the script's own stays, as it does without `ampx run`.
         """
-        for one in self._followed:
-            one.finish()
+        self._end_watch()
+        for following in self._followed:
+            following.finish()
         if self.amp is not None and not self._followed:
             self.amp.shutdown()
+        if self.stood_down:
+            recipes = {following.amp.recipe or self.stood_down for following in self._followed} or {self.stood_down}
+            self.recorder.notes.append(
+                f"The script started mixed precision by itself, with {' and '.join(sorted(recipes))}; ampx carried "
+                f"that out, and this run did not automate it."
+            )
 
     def refuse(self, reason: str, where: str | None = None) -> NoReturn:
         """Stop the script, because going on would not train what the script means.
@@ -187,3 +216,7 @@ class Run:
             "optimizer = ampx.wrap_optimizer(optimizer)",
             "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
         )
+
+
+def _kind_of(wrapped: Any) -> str:
+    return type(getattr(wrapped, "optimizer", wrapped)).__name__

@@ -115,3 +115,42 @@ def test_only_one_framework_is_automated(toy):
     first.session()
     with pytest.raises(ampx.RunRefusedError, match="trains with toy and with toy-explicit"):
         second.session()
+
+
+def test_a_session_that_the_script_starts_itself_is_recorded(toy):
+    from ampx.testing.toy import framework
+
+    began = []
+    run = Run("toy", RunSettings(dtype="bfloat16"))
+    own = run.session()
+    run.record_own_sessions(lambda: began.append(ampx.current("toy")))
+    weights = framework.Tensor([1.0], parameter=True)
+    amp = ampx.init("toy", dtype="float16")
+    amp.recipe = "an old recipe"
+    assert (run.amp, bool(run.stood_down), began) == (amp, True, [amp])
+    assert own is not amp
+    optimizer = ampx.wrap_optimizer(framework.Optimizer([weights], lr=0.5), loss_scale=8.0)
+    for slope in (1.0, 1.0):
+        with ampx.scale_loss(framework.pull([weights], [[slope]]), optimizer) as scaled:
+            scaled.backward()
+        run.look()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    (one,) = run.recorder.optimizers.values()
+    assert (one.kind, one.initial_scale, one.steps) == ("Optimizer", 8.0, 2)
+    assert ["an old recipe" in note for note in run.recorder.notes] == [True]
+    assert ampx.current("toy") is amp
+    ampx.init("toy")
+    assert run.amp is amp  # it has ended: nobody watches any more
+
+
+def test_steps_sampled_anew_are_those_after_the_restart():
+    seen = Recorder()
+    group = seen.add_optimizer("SGD", 1.0)
+    seen.count_op("mm", "float32")
+    seen.stepped(group, 2)
+    seen.restart_sampling()
+    assert (dict(seen.ops), seen.steps_sampled, seen.sampling) == ({}, 0, True)
+    seen.stepped(group, 3)
+    assert (seen.steps_sampled, seen.sampling) == (3, False)

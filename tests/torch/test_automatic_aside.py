@@ -55,8 +55,37 @@ def test_the_steps_and_the_scale_of_apex_amp_are_told(automated):
     assert (one["kind"], one["initial_scale"], one["steps"], one["skipped"]) == ("SGD", 65536.0, 4, [2, 4])
     assert one["scales"] == [(2, 32768.0), (4, 16384.0)]
     assert (run.amp.effective.dtype, run.amp.effective.level) == ("float16", "O1")
-    assert not run.recorder.ops
-    assert "by itself, with apex.amp or ampx" in run.recorder.notes[0]
+    assert "by itself, with apex.amp;" in run.recorder.notes[0]
+
+
+def test_operations_and_time_of_apex_amp_are_told(automated):
+    def script():
+        from apex import amp
+
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4))  # before apex.amp decides: float32, and not counted
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        train(model, optimizer, amp.scale_loss, [1.0] * 5)
+
+    run = automated(script)
+    found = run.recorder.to_json()
+    assert found["sampled_steps"] == 3
+    assert {one["dtype"] for one in found["ops"] if one["op"] in ("addmm", "mm")} == {"float16"}
+    assert run.recorder.ops["addmm", "float16"] == 3
+    assert set(found["seconds"]) == {"forward", "backward", "step"}
+
+
+def test_operations_of_a_session_of_ampx_itself_are_told(automated):
+    def script():
+        model = torch.nn.Linear(4, 4)
+        ampx.init("torch", dtype="float16", device="cpu")
+        optimizer = ampx.wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+        train(model, optimizer, ampx.scale_loss, [float("inf"), 1.0, 1.0, 1.0])
+
+    run = automated(script)
+    assert run.recorder.ops["addmm", "float16"] == 3
+    assert "by itself, with ampx;" in run.recorder.notes[0]
 
 
 def test_several_blocks_of_apex_amp_before_a_step_are_one_step(automated):
@@ -133,6 +162,7 @@ def test_fp16_optimizer_trains_as_without_the_run(automated):
     run = automated(as_scripts_do)
     assert torch.equal(*weights)
     assert run.stood_down == "a loss scale of apex.fp16_utils"
+    assert "by itself, with a loss scale of apex.fp16_utils;" in run.recorder.notes[0]
     assert run.amp is None
     assert not run.recorder.optimizers
     script()  # the watch has ended with the run

@@ -32,7 +32,11 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         inputs: Any = None,
     ) -> None:
         given = grad_tensors if grad_variables is None else grad_variables
-        losses = None if manager.inside or manager.stands_aside() else _losses(tensors, given)
+        if manager.stood_down:
+            with manager.records_only("backward"):
+                true(tensors, given, retain_graph, create_graph, inputs=inputs)
+            return
+        losses = None if manager.inside else _losses(tensors, given)
         managed = manager.all() if losses else []
         if losses is None or not managed:
             true(tensors, given, retain_graph, create_graph, inputs=inputs)

@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 
-from ampx import sessions
 from ampx.errors import AmpxError
 from ampx.running import Run
 from ampx.scale_state import LossScale
 from ampx_torch.optimizer import AmpOptimizer
+from ampx_torch.stepping import Stepping
 
 from .managed import Managed
 from .owning import Owners
@@ -55,6 +55,7 @@ class Manager:
         self._sampler = Sampler(run.recorder)
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
         self.owners = Owners()
+        run.record_own_sessions(self._sampler.start)
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -74,9 +75,6 @@ class Manager:
     def start(self) -> bool:
         """Start the session with the first optimizer or region of the script; False where it has one of its own."""
         if self.run.amp is None:
-            if sessions.get("torch") is not None:
-                self.stand_down("apex.amp or ampx")
-                return False
             amp = self.run.session(**self.options)
             if self.follows:
                 reason = "as the script's own regions say, of which none has computed in low precision"
@@ -97,7 +95,7 @@ class Manager:
 
     def all(self) -> list[Managed]:
         """List what is managed, each with its wrapper, in order of creation."""
-        if (self.run.amp is None and not self.stood_down) or not self._still_ours():
+        if self.run.amp is None or self.run.stood_down:
             return []
         found = self.known()
         for managed in found:
@@ -119,16 +117,6 @@ class Manager:
         """Give the loss scale of a script's GradScaler, unless the user asked for a dtype that needs none."""
         return self.config if self.follows or amp.effective.loss_scale.dynamic else None
 
-    def _still_ours(self) -> bool:
-        """Tell whether the session is the one this run started; stand down where `apex.amp` began its own."""
-        current = sessions.get("torch")
-        if not self.run.stood_down:  # asked several times a step, so not through the property
-            if current is self.run.amp:
-                return True
-            self.stand_down("apex.amp or ampx")
-        self.run.follow(current, _kind)
-        return False
-
     @property
     def stood_down(self) -> bool:
         """Whether the script has mixed precision of its own, by `apex` or by ampx itself."""
@@ -139,15 +127,27 @@ class Manager:
         self._sampler.stop()
         self.run.stand_down(why)
 
-    def stands_aside(self) -> bool:
-        """Tell whether the script's own mixed precision trains, and meet its loss scales."""
-        return bool(self.run.stood_down) and not self._still_ours()
+    @contextmanager
+    def records_only(self, phase: str) -> Iterator[None]:
+        """Note what the script's own session did in a backward or a step."""
+        is_step = phase == "step"
+        with self.run.recorder.phase(phase):
+            if is_step:
+                self._sampler.pause(True)
+            try:
+                yield
+            finally:
+                if is_step:
+                    self._sampler.pause(False)
+        self.run.look()
+        if is_step:
+            self._sampler.after_step()
 
     # -- steps -------------------------------------------------------------------------------------
 
     def _shadow(self, managed: Managed) -> Callable[..., Any]:
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if managed.busy or not self._still_ours():
+            if managed.busy or self.run.stood_down:
                 return managed.run_raw(*args, **kwargs)
             return self._step(managed, args, kwargs)
 
@@ -276,10 +276,6 @@ class Manager:
                 managed.release()
 
 
-def _kind(wrapped: Any) -> str:
-    return type(wrapped.optimizer).__name__
-
-
 @contextmanager
 def optimizers_managed(manager: Manager) -> Iterator[None]:
     """Patch the base class of all optimizers: whatever is made inside is managed."""
@@ -289,8 +285,24 @@ def optimizers_managed(manager: Manager) -> Iterator[None]:
         make(self, *args, **kwargs)
         manager.adopt(self)
 
-    with mock.patch.object(torch.optim.Optimizer, "__init__", make_managed):
+    with mock.patch.object(torch.optim.Optimizer, "__init__", make_managed), own_steps_recorded(manager, Stepping):
         try:
             yield
         finally:
             manager.release()
+
+
+@contextmanager
+def own_steps_recorded(manager: Manager, kind: type[torch.optim.Optimizer]) -> Iterator[None]:
+    """Patch the step of a wrapper of ampx: where the script started a session by itself, it is only recorded."""
+    true = kind.step
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not manager.run.stood_down:
+            return true(self, *args, **kwargs)
+        with manager.records_only("step"):
+            return true(self, *args, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # or Optimizer would wrap it once more, for profiling
+    with mock.patch.object(kind, "step", step):
+        yield

@@ -14,8 +14,9 @@ from unittest import mock
 
 from ampx_torch.apex import ApexPresentError, install, uninstall
 
-from .managing import Manager
+from .managing import Manager, own_steps_recorded
 
+_IN_PLACE: Final = "ampx_torch.apex.amp.opt"
 _BY_HAND: Final = "ampx_torch.apex.fp16_utils.loss_scaler"
 _NAMES: Final = ("apex", "amp_C", "apex_C")
 
@@ -73,7 +74,9 @@ def old_names(manager: Manager) -> Iterator[None]:
 
 
 def _watch_scales(manager: Manager, patches: ExitStack) -> None:
-    """Stand down as soon as the script makes a loss scale of fp16_utils, as FP16_Optimizer does, too."""
+    """Record the steps of apex.amp; stand down at a loss scale of fp16_utils, as its optimizer does."""
+    opt = importlib.import_module(_IN_PLACE)
+    patches.enter_context(own_steps_recorded(manager, opt.ApexOptimizer))
     module = importlib.import_module(_BY_HAND)
     for kind in (module.LossScaler, module.DynamicLossScaler):
         patches.enter_context(mock.patch.object(kind, "__init__", _standing_down(manager, kind.__init__)))

@@ -44,7 +44,9 @@ class Sampler:
         self._mode: _Counter | None = None
 
     def start(self) -> None:
-        """Count from now on, in this thread."""
+        """Count from now on, in this thread; nothing where it counts already."""
+        if self._mode is not None:
+            return
         self._mode = _Counter(self._recorder)
         self._mode.__enter__()
 

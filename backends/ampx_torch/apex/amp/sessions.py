@@ -65,6 +65,7 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
     session = ampx.init(
         "torch", dtype=dtype, level=level, device=device, loss_scale=scale, nan_loss="skip", allow=allow, deny=deny
     )
+    session.recipe = "apex.amp"
     _amp_state.session = session
     if level == "O1":
         registry.patch()
