@@ -1,4 +1,7 @@
-"""One of two gloo processes: trains with apex.amp and DistributedDataParallel, and writes what came of it."""
+"""One of two gloo processes: trains with apex.amp in parallel, by DistributedDataParallel or by hand.
+
+It writes what came of it as JSON.
+"""
 
 import json
 import pathlib
@@ -11,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ampx.errors import PrecisionWarning
-from ampx_torch.apex import amp
+from ampx_torch.apex import amp, amp_c, apex_c
 from ampx_torch.apex.parallel import DistributedDataParallel as ApexParallel
+from ampx_torch.apex.parallel.distributed import flat_dist_call
 
 INFINITE = float("inf")
 
@@ -45,6 +49,63 @@ def train(rank, opt_level, wrap, overflow_at):
     }
 
 
+def train_by_hand(rank, opt_level, way, overflow_at):
+    """Two blocks a step; the gradients are averaged by the script, which leaves the models to themselves.
+
+    "delayed" is the way of the vendor's BERT: the script reduces one flat buffer of scaled gradients, tells the loss
+    scale of overflows and calls the step, or not. In the others every gradient is averaged after the last block.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 64.0
+    steps = 0
+    for step in range(4):
+        for position in range(2):
+            value = (step + 1.0) * (rank + 1) * (position + 1)
+            if (step, rank, position) == overflow_at:
+                value = INFINITE
+            loss = model(torch.full((1, 4), value)).sum()
+            with amp.scale_loss(loss, optimizer, delay_overflow_check=way == "delayed") as scaled_loss:
+                scaled_loss.backward()
+        if way == "delayed":
+            steps += reduce_and_step(model, optimizer, scaler)
+            continue
+        for parameter in amp.master_params(optimizer):
+            flat_dist_call([parameter.grad.data], dist.all_reduce)
+        if way == "clipped":
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 2.0**20)
+        optimizer.step()
+        steps += optimizer.last_step.applied
+        model.zero_grad()
+    return {"weight": model.state_dict()["weight"].tolist(), "steps": steps, "amp": amp.state_dict()}
+
+
+def reduce_and_step(model, optimizer, scaler):
+    gradients = [one.grad for one in amp.master_params(optimizer) if one.grad is not None]
+    flat = torch.empty(sum(one.numel() for one in gradients))
+    views = apex_c.unflatten(flat, gradients)
+    overflow_buf = torch.zeros(1, dtype=torch.int)
+    amp_c.multi_tensor_scale(65536, overflow_buf, [gradients, views], scaler.loss_scale() / dist.get_world_size())
+    dist.all_reduce(flat)
+    overflow_buf.zero_()
+    amp_c.multi_tensor_scale(65536, overflow_buf, [views, gradients], 1.0 / scaler.loss_scale())
+    own_buf, scaler._overflow_buf = scaler._overflow_buf, overflow_buf
+    overflowed = scaler.update_scale()
+    scaler._overflow_buf = own_buf
+    if not overflowed:
+        optimizer.step()
+    elif amp._amp_state.opt_properties.master_weights:
+        for master in optimizer._amp_stash.all_fp32_from_fp16_params:
+            master.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
+    return not overflowed
+
+
 def main(rank, folder):
     warnings.simplefilter("error")
     warnings.simplefilter("ignore", PrecisionWarning)  # some CPUs compute float16 in software
@@ -57,6 +118,10 @@ def main(rank, folder):
         for wrap in (nn.parallel.DistributedDataParallel, ApexParallel)
         for overflow_at in (None, (1, 1, 0))
     }
+    for way in ("delayed", "averaged", "clipped"):
+        for opt_level in ("O1", "O2"):
+            for overflow_at in (None, (1, 1, 1)):
+                found[f"{opt_level} {way} {overflow_at}"] = train_by_hand(rank, opt_level, way, overflow_at)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

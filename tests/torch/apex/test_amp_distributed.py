@@ -61,6 +61,30 @@ def test_an_overflow_of_one_process_skips_the_step_in_both(ranks, opt_level, par
     assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 4}}
 
 
+@needs_processes
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("way", ["delayed", "averaged"])
+def test_gradients_reduced_by_hand_train_as_float32_does(ranks, opt_level, way):
+    first, second = (one[f"{opt_level} {way} None"] for one in ranks)
+    assert first["weight"] == second["weight"] == expected()
+    assert first["steps"] == second["steps"] == 4
+    # a block with a delayed check does not move the scale, the script's own call does
+    counted = 4 if way == "delayed" else 8
+    assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": counted}}
+
+
+@needs_processes
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("way", ["delayed", "averaged", "clipped"])
+def test_an_overflow_of_one_process_that_a_script_reduces_by_hand_skips_the_step_in_both(ranks, opt_level, way):
+    """The process whose own block was finite gets the infinity after it: clipping makes NaN of it."""
+    first, second = (one[f"{opt_level} {way} (1, 1, 1)"] for one in ranks)
+    assert first["weight"] == second["weight"] == expected(skipped=(1,))
+    assert first["steps"] == second["steps"] == 3
+    counted = 2 if way == "delayed" else 4
+    assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": counted}}
+
+
 def test_replicas_of_a_cast_model_compute_with_their_own_weights():
     """DataParallel makes one for each device by this method of torch's."""
     model = nn.Linear(2, 1, bias=False)

@@ -340,12 +340,13 @@ def test_an_optimizer_with_a_history_goes_on(opt_level, when):
     assert weight(model) == weight(exact)
 
 
-@pytest.mark.parametrize(
-    ("opt_level", "expected"), [("O1", torch.float32), ("O2", torch.float32), ("O3", torch.float16)]
-)
-def test_a_checkpoint_of_the_model_is_float32_but_at_o3(opt_level, expected):
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_a_checkpoint_of_the_model_is_float32_and_loads_in_the_model_as_it_was(opt_level):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.register_buffer("table", torch.ones(2))
     amp.initialize(model, opt_level=opt_level, verbosity=0)
     floating = [one for one in model.state_dict().values() if one.is_floating_point()]
-    assert {one.dtype for one in floating} == {expected}
+    assert {one.dtype for one in floating} == {torch.float32}
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain.register_buffer("table", torch.zeros(2))
+    plain.load_state_dict(model.state_dict())

@@ -264,13 +264,23 @@ def test_what_cannot_be_honoured_is_refused(option):
 
 def test_arguments_of_early_steps_are_refused():
     opt = FusedAdam([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(InvalidOptionError, match=r"FusedAdam.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"FusedAdam.step\(\)"):  # the type that apex raised
         opt.step(grads=[torch.ones(2)])
 
 
 def test_master_gradients_are_made_in_any_case():
     with pytest.warns(AmpxWarning, match="materialize_master_grads"):
         FusedSGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, materialize_master_grads=False)
+
+
+def test_sgd_takes_the_learning_rates_of_its_groups():
+    own, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    opt = FusedSGD([{"params": [own], "lr": 0.5}, {"params": [other], "lr": 0.25}], momentum=0.9)
+    own.grad = other.grad = torch.ones(2)
+    opt.step()
+    assert (own.tolist(), other.tolist()) == ([0.5, 0.5], [0.75, 0.75])
+    with pytest.raises(ValueError, match="lr"):
+        FusedSGD([{"params": [own], "lr": 0.5}, {"params": [other]}])
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .properties import Properties
-from .scaler import LossScaler
+
+if TYPE_CHECKING:
+    from .scaler import LossScaler
 
 
 @dataclass
@@ -48,6 +50,14 @@ class AmpState:
 
 
 _amp_state = AmpState()
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print a line, unless `verbosity=0`. Other processes of the job print it too, unless `rank0`. Sync: none."""
+    if rank0:
+        _amp_state.tell(msg)
+    elif _amp_state.verbosity > 0:
+        sys.stdout.write(f"{msg}\n")
 
 
 def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx.errors import AlreadyWrappedError, ProtocolError
+from ampx.errors import ProtocolError
 from ampx.optimizer import WrappedOptimizer
 from ampx_torch.lowering import LOW
 from ampx_torch.masters import check_movable
 
-from .errors import ArgumentTypeError, PropertyError
+from .errors import ArgumentTypeError, InitializedTwiceError, PropertyError
 
 
 def flatten(tree: Any) -> list[Any]:
@@ -69,14 +69,14 @@ def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
 
     Raises:
         ArgumentTypeError: It is no optimizer.
-        AlreadyWrappedError: It went through `initialize` or `ampx.wrap_optimizer`, or is in the list twice.
+        InitializedTwiceError: It went through `initialize` or `ampx.wrap_optimizer`, or is in the list twice.
         PropertyError: It has master weights of its own.
 
     Sync: none.
     """
     for position, one in enumerate(optimizers):
         if isinstance(one, WrappedOptimizer) or any(one is other for other in optimizers[:position]):
-            raise AlreadyWrappedError(
+            raise InitializedTwiceError(
                 f"initialize got an optimizer ({type(one).__name__}) that it had before; its gradients would be "
                 f"unscaled twice. Pass each optimizer once."
             )

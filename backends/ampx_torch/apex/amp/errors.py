@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampx.errors import AmpxWarning, InvalidOptionError, StateError
+from ampx.errors import AlreadyWrappedError, AmpxWarning, InvalidOptionError, StateError
 
 
 class PropertyError(InvalidOptionError, RuntimeError):
@@ -11,6 +11,14 @@ class PropertyError(InvalidOptionError, RuntimeError):
 
 class ArgumentTypeError(InvalidOptionError, TypeError):
     """`initialize` was given something that is no model or no optimizer."""
+
+
+class InitializedTwiceError(AlreadyWrappedError, RuntimeError):
+    """An optimizer went through `initialize` before."""
+
+
+class LossIdError(InvalidOptionError, IndexError):
+    """`scale_loss` was asked for a loss scale that there is not."""
 
 
 class CheckpointError(StateError, RuntimeError):

@@ -71,7 +71,7 @@ def initialize(
     Raises:
         PropertyError: An option does not go with the level, or a model holds low-precision parameters already.
         ArgumentTypeError: Something is no model or no optimizer.
-        AlreadyWrappedError: An optimizer went through `initialize` before.
+        InitializedTwiceError: An optimizer went through `initialize` before.
         ProtocolError: A model is wrapped by DistributedDataParallel or its like.
         UnsupportedByBackendError: An optimizer cannot have master weights.
         InvalidOptionError: Another option is not acceptable.
@@ -115,7 +115,7 @@ def initialize(
         one.join(group)
     _amp_state.optimizers.update(all_optimizers)
     _amp_state.models.update(all_models)
-    _amp_state.loss_scalers = [LossScaler(group, loss_id) for loss_id in range(num_losses)]
+    _amp_state.loss_scalers = [LossScaler.of(group, loss_id, device) for loss_id in range(num_losses)]
     options = ", ".join(f"{name}={value}" for name, value in properties.options.items() if name != "opt_level")
     _amp_state.tell(f"amp: opt_level={opt_level} with {str(low).removeprefix('torch.')} on {device}: {options}")
     return passed
@@ -149,8 +149,8 @@ def _cast(
     elif dtype is not None:
         for raw in raws:
             casts.lower_state(raw)
-    if properties.opt_level == "O2" or copies:
-        casts.guard_checkpoints(models, copies, all_of=dtype in LOW and properties.opt_level == "O2")
+    if dtype in LOW or copies:
+        casts.guard_checkpoints(models, copies, all_of=dtype in LOW)
 
 
 def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: object) -> AmpHandle | NoOpHandle:

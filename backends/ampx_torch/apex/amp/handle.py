@@ -10,14 +10,16 @@ import torch
 
 import ampx
 from ampx.errors import InvalidOptionError, NotWrappedError, ProtocolError
+from ampx.scaling import check_loss
 from ampx_torch import casting, losses
 from ampx_torch.delegation import DelegatingOptimizer
 
 from . import decorators, registry, sessions, turns
 from ._amp_state import _amp_state
 from .checks import flatten
+from .errors import LossIdError
 from .opt import ApexOptimizer, wrap
-from .scaler import settle
+from .scaler import LossScaler, settle
 from .turns import LossesInTurn
 
 
@@ -34,7 +36,8 @@ def scale_loss(
 
     Args:
         loss: Floating tensor; one of several elements needs its own way of calling backward.
-        optimizers: All optimizers whose gradients this backward makes: one, or a list.
+        optimizers: All optimizers whose gradients this backward makes: one, or a list. With an empty list the loss
+            is scaled and nothing is made true, for gradients of inputs.
         loss_id: Which loss scale, below `num_losses`.
         model: Accepted; nothing needs it.
         delay_unscale: Leave the gradients scaled when the block ends; the next block without it, or the step, makes
@@ -47,7 +50,7 @@ def scale_loss(
     Raises:
         NotInitializedError: `initialize` was not called.
         NotWrappedError: An optimizer did not go through `initialize`.
-        InvalidOptionError: There is no such loss id.
+        LossIdError: There is no such loss id.
         LossDtypeError, DetachedLossError, AlreadyScaledError: The loss is not floating, detached, or scaled before.
 
     Sync: one a device when the block ends, unless delayed.
@@ -56,14 +59,24 @@ def scale_loss(
         yield loss
         return
     session = sessions.present("scale_loss")
-    chosen = _checked(optimizers, loss_id)
+    chosen, scaler = _checked(optimizers, loss_id)
+    if not chosen:
+        check_loss(session, _one_element(loss))
+        with disable_casts():
+            yield losses.scale_loss(loss, scaler.loss_scale())
+        return
+    scaler.clear_overflow_state()
     with block(session, loss, chosen, loss_id, delay_unscale) as scaled:
         yield scaled
+    overflowed = not all(one.found.get(loss_id, True) for one in chosen)
+    if overflowed:
+        scaler._overflow_buf.fill_(1)
     if not delay_overflow_check:
+        scaler._has_overflow = overflowed
         settle(chosen, loss_id)
 
 
-def _checked(optimizers: Any, loss_id: int) -> list[ApexOptimizer]:
+def _checked(optimizers: Any, loss_id: int) -> tuple[list[ApexOptimizer], LossScaler]:
     chosen = [_inner(one) for one in flatten(optimizers)]
     for one in chosen:
         if not isinstance(one, ApexOptimizer):
@@ -71,13 +84,13 @@ def _checked(optimizers: Any, loss_id: int) -> list[ApexOptimizer]:
                 f"scale_loss got {type(one).__name__}, which amp.initialize did not return; accepted: optimizers that "
                 f"went through it. Pass it to amp.initialize with the others."
             )
-    scalers = len(_amp_state.loss_scalers)
-    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < scalers:
-        raise InvalidOptionError(
-            f"loss_id={loss_id!r} is not the id of a loss; accepted: integers from 0 to {scalers - 1}, because "
-            f"num_losses={scalers}. Pass a larger num_losses to amp.initialize."
+    scalers = _amp_state.loss_scalers
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+        raise LossIdError(
+            f"loss_id={loss_id!r} is not the id of a loss; accepted: integers from 0 to {len(scalers) - 1}, because "
+            f"num_losses={len(scalers)}. Pass a larger num_losses to amp.initialize."
         )
-    return chosen
+    return chosen, scalers[loss_id]
 
 
 def _inner(optimizer: Any) -> Any:
@@ -104,9 +117,15 @@ def block(
     """
     for one in optimizers:
         one.delays = delays
-    whole = isinstance(loss, torch.Tensor) and loss.numel() > 1 and loss.is_floating_point()
-    with session.scale_loss(loss.float().sum() if whole else loss, optimizers, loss_id=loss_id) as scaled:
-        yield losses.scale_loss(loss, optimizers[0].ampx_member.factors[loss_id]) if whole else scaled
+    element = _one_element(loss)
+    with session.scale_loss(element, optimizers, loss_id=loss_id) as scaled:
+        yield scaled if element is loss else losses.scale_loss(loss, optimizers[0].ampx_member.factors[loss_id])
+
+
+def _one_element(loss: Any) -> Any:
+    """Give a loss of one element as it is, and for one of several their sum, which can be checked in its place."""
+    several = isinstance(loss, torch.Tensor) and loss.numel() > 1 and loss.is_floating_point()
+    return loss.float().sum() if several else loss
 
 
 @contextlib.contextmanager

@@ -28,7 +28,8 @@ from ampx_torch.takeover import TakenOver, give_back, take_over
 from ._amp_state import _amp_state
 from .model_gradients import mark_pulled, pull_foreign
 from .models import guard_checkpoints, make_masters
-from .scaler import settle, tell_skipped
+from .scaler import LossScaler, settle, tell_skipped, waiting
+from .stash import Stash
 
 
 # The delegating base comes first: Python changes an object's class only between classes of the same layout.
@@ -44,7 +45,10 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     """
 
     own: ClassVar[frozenset[str]] = frozenset(
-        ("ampx_member", "masters", "gradients", "delays", "found", "_aside", "_overflowed", "_scale", "_casting_off")
+        (
+            *("ampx_member", "masters", "gradients", "delays", "found"),
+            *("_aside", "_overflowed", "_scales", "_casting_off", "_amp_stash"),
+        )
     )
     masters: MasterWeights | None
     gradients: GradientSet
@@ -52,7 +56,8 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     found: dict[int, bool]
     _aside: list[tuple[torch.Tensor, torch.Tensor]]
     _overflowed: dict[int, float]
-    _scale: float
+    _scales: dict[int, float]  # of the blocks since the last step
+    _amp_stash: Stash
 
     def begin(self, member: Member, device: str | None) -> None:
         """Start with nothing pending; called once, by `wrap`."""
@@ -62,7 +67,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self.gradients = GradientSet(self.optimizer, accepts_half=True)
         self.delays = False
         self._casting_off = casting.off(device or "cpu")
-        self._scale = 1.0
+        self._amp_stash = Stash(self)
         self._clear()
 
     def join(self, group: ScaleGroup) -> None:
@@ -78,20 +83,24 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self.found = {}
         self._aside = []
         self._overflowed = {}
+        self._scales = {}
 
     # -- one block ---------------------------------------------------------------------------------
 
     def ampx_before_backward(self, loss_id: int) -> None:
         """Put true gradients aside, so that scaled ones are not added to them."""
         member = self.ampx_member
+        self._amp_lazy_init()
         if loss_id in member.factors:  # gradients of `delay_unscale` carry the same scale: they add up as they are
             return
         self._make_true()
-        if not self._put_aside() and not self.found:
-            self._overflowed = {}  # somebody cleared the gradients that overflowed
+        if not self._put_aside():  # somebody cleared the gradients: what overflowed moves the scale and skips nothing
+            self._settle()
+            self._overflowed, self._scales = {}, {}
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Make the new gradients true, unless the block was asked not to."""
+        self._amp_stash.params_have_scaled_gradients = self.delays
         if not self.delays:
             self._make_true()
 
@@ -130,9 +139,10 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
                 mark_pulled(self.masters)
             flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=False)
             self.found[loss_id] = self.gradients.finite(flags) and self.found.get(loss_id, True)
-            self._scale = float(factor)
+            self._scales[loss_id] = float(factor)
             member.stage = "unscaled"
         member.factors = {}
+        self._amp_stash.params_have_scaled_gradients = False
         self._bring_back()
 
     def _bring_back(self) -> None:
@@ -148,7 +158,13 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def note(self, loss_id: int, finite: bool) -> None:
         """Remember that a block overflowed: the next step is skipped. Sync: none."""
         if not finite:
-            self._overflowed[loss_id] = self._scale
+            self._overflowed[loss_id] = self._scales[loss_id]
+
+    def _settle(self) -> None:
+        """Move the loss scales that wait for it, and with them decide for the other optimizers of their blocks."""
+        for loss_id in list(self.found):
+            mates = waiting(self.ampx_member.group, loss_id)
+            settle([self, *(mate for mate in mates if mate is not self)], loss_id)
 
     # -- what core asks ----------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         Raises:
             UnsupportedByBackendError: The optimizer evaluates closures several times.
 
-        Sync: none after a `scale_loss` block; one a device where gradients came otherwise, or were delayed.
+        Sync: one a device, because the gradients may have changed since the block; none after an overflow.
         """
         loss = None
         if closure is not None:
@@ -203,10 +219,10 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             member.check_step()
         if member.stage != "idle":
             self._make_true()
-        else:
-            self._check_foreign()
-        for loss_id in list(self.found):
-            settle((self,), loss_id)
+        elif self.masters is not None:
+            pull_foreign(self.masters)
+        self._look_again()
+        self._settle()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         overflowed = self._overflowed
         if not overflowed:
@@ -215,14 +231,20 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self._tell_skip(overflowed)  # last, because listeners may raise
         return loss
 
-    def _check_foreign(self) -> None:
-        """Look at gradients of a backward outside any block: they are true, and must be finite all the same."""
-        if self.masters is not None:
-            pull_foreign(self.masters)
-        flags = self.gradients.unscale(self.gradients.collect(), 1.0, fresh=False)
-        self._scale = 1.0
-        if not self.gradients.finite(flags):
+    def _look_again(self) -> None:
+        """Test the gradients as the step will apply them.
+
+        Since their blocks they may have been averaged over processes, added up to infinity or divided by zero, and
+        gradients of a backward outside any block were never tested.
+        """
+        if self._overflowed or not all(self.found.values()):
+            return
+        if self.gradients.finite(self.gradients.unscale(self.gradients.collect(), 1.0, fresh=False)):
+            return
+        if not self._scales:
             self._overflowed[0] = 1.0
+        for loss_id in self._scales:
+            self.found[loss_id] = False
 
     def _run_raw(self) -> None:
         with self._casting_off:
@@ -244,11 +266,12 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         loss_id = next(iter(self._overflowed), 0)
         member.group.steps += 1
         state = member.group.state_of(loss_id)
+        scale = next(reversed(self._scales.values()), 1.0)
         if self.masters is not None:
             for _, master in self.masters.pairs:
                 master.grad = None
         self._clear()
-        member.forget(StepResult(finite, finite, self._scale, float(state.scale), int(state.consecutive_skips)))
+        member.forget(StepResult(finite, finite, scale, float(state.scale), int(state.consecutive_skips)))
 
     # A scheduler made later need not patch `step` to count, and torch need not wrap it for profiling.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -273,6 +296,33 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             (self.masters,) = give([self.optimizer], copies)
             self.masters.extend(before)
             guard_checkpoints(_amp_state.models, copies, all_of=False)
+        if self._amp_stash.lazy_init_called:
+            self._amp_stash.fill(self)
+
+    # -- the private names of apex that trainers call ----------------------------------------------
+
+    def _amp_lazy_init(self) -> None:
+        if not self._amp_stash.lazy_init_called:
+            self._lazy_init_maybe_master_weights()
+            self._amp_stash.lazy_init_called = True
+
+    def _lazy_init_maybe_master_weights(self) -> None:
+        self._amp_stash.fill(self)
+
+    def _prepare_amp_backward(self) -> None:
+        self.ampx_before_backward(0)
+
+    def _post_amp_backward(self, scaler: LossScaler) -> None:
+        """Make gradients true that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
+        self.ampx_member.factors = {scaler.loss_id: scaler.loss_scale()}
+        self._make_true()
+        if not self.found[scaler.loss_id]:
+            scaler._overflow_buf.fill_(1)
+
+    def _master_params_to_model_params(self) -> None:
+        if self.masters is not None:
+            self.masters.push_weights()
+            casting.forget_weights()
 
     def __repr__(self) -> str:
         """Show the raw optimizer."""

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from ampx.events import StepSkipped
 from ampx.group import ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
+from ampx_torch.apex import amp_c
+
+from ._amp_state import _amp_state
 
 if TYPE_CHECKING:
     from .opt import ApexOptimizer
@@ -40,12 +45,61 @@ def configure(loss_scale: float | str, lowest: float | None, highest: float | No
 
 
 class LossScaler:
-    """One loss scale as scripts know it; the numbers are those of ampx's state machine."""
+    """One loss scale as scripts know it; the numbers are those of ampx's state machine.
 
-    def __init__(self, group: ScaleGroup, loss_id: int) -> None:
-        """Look at one loss id of a group."""
+    Args:
+        loss_scale: `"dynamic"` or a number.
+        init_scale: First value of a dynamic scale.
+        scale_factor: Factor on growth; the scale is divided by it on overflow.
+        scale_window: Finite backwards in a row before growth.
+        min_loss_scale: Floor; None for none but 2**-24.
+        max_loss_scale: Ceiling.
+
+    Attributes:
+        group: The optimizers that share it.
+        loss_id: Which of their loss scales it is.
+
+    Raises:
+        InvalidOptionError: A value is out of range.
+    """
+
+    has_fused_kernel = True
+    multi_tensor_scale_cuda = staticmethod(amp_c.multi_tensor_scale)
+    multi_tensor_axpby_cuda = staticmethod(amp_c.multi_tensor_axpby)
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = HIGHEST,
+    ) -> None:
+        config = configure(loss_scale, min_loss_scale, max_loss_scale)
+        if config.dynamic:
+            first = max(config.min_scale, min(init_scale, config.max_scale))
+            config = replace(
+                config,
+                init_scale=first,
+                growth_factor=scale_factor,
+                backoff_factor=1 / scale_factor,
+                growth_interval=scale_window,
+            )
+        self._look_at(ScaleGroup("torch", config), 0, "cpu")
+
+    @classmethod
+    def of(cls, group: ScaleGroup, loss_id: int, device: str) -> LossScaler:
+        """Give the loss scale of a group for one loss id; its overflow buffer is on a device. Sync: none."""
+        scaler = cls.__new__(cls)
+        scaler._look_at(group, loss_id, device)
+        return scaler
+
+    def _look_at(self, group: ScaleGroup, loss_id: int, device: str) -> None:
         self.group = group
         self.loss_id = loss_id
+        self._has_overflow = False
+        self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
         group.state_of(loss_id)
 
     def loss_scale(self) -> float:
@@ -81,13 +135,105 @@ class LossScaler:
     def _min_loss_scale(self) -> float:
         return self.group.config.min_scale
 
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        config = self.group.config
+        lowest = value or min(LOWEST, config.max_scale)
+        self.group.config = replace(config, min_scale=lowest, init_scale=max(lowest, config.init_scale))
+
     @property
     def _max_loss_scale(self) -> float:
         return self.group.config.max_scale
 
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        config = self.group.config
+        self.group.config = replace(config, max_scale=value, init_scale=min(value, config.init_scale))
+
     @property
     def _scale_seq_len(self) -> int:
         return self.group.config.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self.group.config = replace(self.group.config, growth_interval=value)
+
+    # -- what scripts call that unscale, or reduce over processes, themselves ----------------------
+
+    def clear_overflow_state(self) -> None:
+        """Forget the overflows that `unscale` saw. Sync: none."""
+        self._has_overflow = False
+        self._overflow_buf.zero_()
+
+    def unscale(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        unused_scale: Any = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write gradients divided by the loss scale, and note whether they are finite for `update_scale`.
+
+        Args:
+            model_grads: The scaled gradients.
+            master_grads: Where to write; may be the same.
+            unused_scale: Of no meaning.
+            models_are_masters: Of no meaning.
+            scale_override: Divide by this instead.
+
+        Sync: none.
+        """
+        if not self._has_overflow:
+            scale = self.loss_scale() if scale_override is None else scale_override
+            amp_c.multi_tensor_scale(0, self._overflow_buf, [model_grads, master_grads], 1.0 / scale)
+
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write the sum of scaled gradients, divided by the loss scale, and of others.
+
+        Args:
+            model_grads: The scaled gradients; these are tested.
+            stashed_master_grads: The others, which are true.
+            master_grads: Where to write; may be either.
+            scale_override: The scales that the gradients have, that the others have, and that the sum shall have.
+
+        Sync: none.
+        """
+        if not self._has_overflow:
+            have, others, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
+            lists = [model_grads, stashed_master_grads, master_grads]
+            amp_c.multi_tensor_axpby(0, self._overflow_buf, lists, wanted / have, wanted / others, 0)
+
+    def update_scale(self) -> bool:
+        """Move the loss scale by what `_overflow_buf` says, for blocks with `delay_overflow_check=True`.
+
+        Returns:
+            Whether there was an overflow. The next step is skipped then, also if the script calls it.
+
+        Sync: one.
+        """
+        if not self._has_overflow:
+            self._has_overflow = bool(self._overflow_buf.item())
+        optimizers = waiting(self.group, self.loss_id)
+        for optimizer in optimizers:
+            optimizer.found[self.loss_id] = not self._has_overflow
+        if optimizers:
+            settle(optimizers, self.loss_id)
+        else:
+            _move(self.group, self.loss_id, not self._has_overflow)
+        return self._has_overflow
+
+
+def waiting(group: ScaleGroup, loss_id: int) -> list[ApexOptimizer]:
+    """List the optimizers of a group that wait for a decision about the blocks of one loss. Sync: none."""
+    mates = (optimizer for optimizer in _amp_state.optimizers if optimizer.ampx_member.group is group)
+    return [optimizer for optimizer in mates if loss_id in optimizer.found]
 
 
 def settle(optimizers: Sequence[ApexOptimizer], loss_id: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx.errors import InvalidOptionError
+from ampx.errors import UnsupportedByBackendError
 
 from .functional import Shape, warn_about_memory
 from .functional import fused_layer_norm as fused_layer_norm
@@ -83,7 +83,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         options: `memory_efficient` as in `FusedLayerNorm`; `elementwise_affine` may only be True.
 
     Raises:
-        InvalidOptionError: `elementwise_affine` is False.
+        UnsupportedByBackendError: `elementwise_affine` is False.
     """
 
     def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **options: Any) -> None:
@@ -104,7 +104,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         options: `memory_efficient` as in `FusedRMSNorm`; `elementwise_affine` may only be True.
 
     Raises:
-        InvalidOptionError: `elementwise_affine` is False.
+        UnsupportedByBackendError: `elementwise_affine` is False.
     """
 
     def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **options: Any) -> None:
@@ -122,7 +122,7 @@ def _shape(normalized_shape: Shape) -> Any:
 
 def _refuse_plain(name: str, options: dict[str, Any]) -> None:
     if not options.get("elementwise_affine", True):
-        raise InvalidOptionError(
+        raise UnsupportedByBackendError(
             f"{name}(elementwise_affine=False) is not accepted: the dtype of its result is that of its weight. Use "
             f"{name.removeprefix('Mixed')}."
         )

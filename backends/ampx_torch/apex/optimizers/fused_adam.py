@@ -9,7 +9,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from ampx.errors import InvalidOptionError, UnsupportedByBackendError
+from ampx.errors import UnsupportedByBackendError
 
 from .base import FusedOptimizer, has_fused_kernel, refuse_amsgrad, state_tensors
 
@@ -74,13 +74,13 @@ class FusedAdam(FusedOptimizer):
         """Update the parameters that have gradients; see `FusedOptimizer.step`.
 
         Raises:
-            InvalidOptionError: One of the arguments is given that were of use in early versions of apex.
+            UnsupportedByBackendError: One of the arguments is given that were of use in early versions of apex.
 
         Sync: none.
         """
         given = [one for one in (grads, output_params, scale, grad_norms, grad_scaler) if one is not None]
         if given:
-            raise InvalidOptionError(
+            raise UnsupportedByBackendError(
                 "FusedAdam.step() got grads, output_params, scale, grad_norms or grad_scaler; accepted: a closure or "
                 "nothing. Unscale gradients before the step: amp.scale_loss does."
             )

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.optim.optimizer import required
 from torch.optim.sgd import sgd
 
 from ampx.errors import AmpxWarning, InvalidOptionError
@@ -18,7 +19,7 @@ class FusedSGD(FusedOptimizer):
 
     Args:
         params: Parameters or groups of them.
-        lr: Learning rate.
+        lr: Learning rate; may be left out where every group has its own.
         momentum: Factor of the momentum.
         dampening: The first step aside, the gradient enters the momentum times 1 - dampening.
         weight_decay: Factor of the decay.
@@ -29,12 +30,13 @@ class FusedSGD(FusedOptimizer):
 
     Raises:
         InvalidOptionError: A value is out of range.
+        ValueError: Neither `lr` nor a group's own is given.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float,
+        lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -44,7 +46,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0:
+            if value is not required and value < 0:
                 raise InvalidOptionError(f"FusedSGD({name}={value!r}) is out of range; accepted: 0 or more. Change it.")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise InvalidOptionError(

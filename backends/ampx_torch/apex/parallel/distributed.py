@@ -125,7 +125,7 @@ class Reducer:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[torch.Tensor] = []
         if self.module is not None:
-            _together([one.detach() for one in self.module.parameters()], lambda flat: dist.broadcast(flat, 0))
+            flat_dist_call([one.detach() for one in self.module.parameters()], dist.broadcast, (0,))
         elif not isinstance(module_or_grads_list, nn.Module):
             self.grads = list(module_or_grads_list)
 
@@ -135,24 +135,47 @@ class Reducer:
             gradients = self.grads
         else:
             gradients = [one.grad for one in self.module.parameters() if one.grad is not None]
-        _together(gradients, _average)
+        flat_dist_call(gradients, dist.all_reduce)
 
 
-def _average(flat: torch.Tensor) -> None:
-    dist.all_reduce(flat)
-    flat.div_(dist.get_world_size())
+def flat_dist_call(
+    tensors: Iterable[torch.Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Run a collective on tensors of any dtypes, in place: those of one dtype and device travel together.
+
+    Args:
+        tensors: The tensors.
+        call: A collective such as `torch.distributed.broadcast`; the sums of `torch.distributed.all_reduce` are
+            divided by the number of processes.
+        extra_args: What the collective gets after the flat tensor.
+
+    Sync: none.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in kinds.values():
+        apply_flat_dist_call(bucket, call, extra_args)
 
 
 @torch.no_grad()
-def _together(tensors: list[torch.Tensor], call: Callable[[torch.Tensor], Any]) -> None:
-    """Run a collective on all tensors of a dtype and device at once, in place."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for one in tensors:
-        kinds.setdefault((one.dtype, one.device), []).append(one)
-    for bucket in kinds.values():
-        flat = flatten(bucket)
-        call(flat)
-        torch._foreach_copy_(bucket, unflatten(flat, bucket))
+def apply_flat_dist_call(
+    bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Do as `flat_dist_call` with tensors of one dtype and device. Sync: none."""
+    flat = flatten(bucket)
+    call(flat, *(extra_args or ()))
+    if call is dist.all_reduce:
+        flat /= dist.get_world_size()
+    torch._foreach_copy_(list(bucket), unflatten(flat, bucket))
+
+
+def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Sort tensors into lists of one dtype, the narrowest first; empty ones are left out. Sync: none."""
+    tensors = list(tensors)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    buckets = [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
+    return [bucket for bucket in buckets if bucket]
 
 
 def _make_hook(group: Any, in_float32: bool, before: float, after: float) -> Any:
