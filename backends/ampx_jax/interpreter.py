@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .casting import mark_of
-from .rules import FOLLOW, JaxPlan
+from .rules import FOLLOW, JaxPlan, primitives
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
 watch: Callable[[str, str], None] | None = None
@@ -78,7 +78,7 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
         if label in plan.full:
             plan = None
         elif label in plan.low:
-            return _wholly_low(plan, equation, values)
+            plan, values = _wholly_low(plan), _all_to(values, values, plan.dtype)
     recursion = NESTED.get(name)
     if recursion is not None:
         return recursion(plan, equation, values)
@@ -153,22 +153,9 @@ def _label(equation: Any) -> str | None:
     return None if info is None else str(info.func_name).partition(" ")[0]
 
 
-def _wholly_low(plan: JaxPlan, equation: Any, values: list[Any]) -> list[Any]:
-    """Trace a function again with inputs in the plan's dtype: all that is in it computes in that."""
-    low = [_to(value, plan.dtype) if is_narrow(value) else value for value in values]
-    closed = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
-    every = frozenset(inner.primitive.name for inner in _all_equations(closed.jaxpr))
-    return _run(replace(plan, low=every - NESTED.keys(), full=frozenset()), closed.jaxpr, closed.consts, low)
-
-
-def _all_equations(jaxpr: Any) -> list[Any]:
-    found = list(jaxpr.eqns)
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                found += _all_equations(inner)
-    return found
+def _wholly_low(plan: JaxPlan) -> JaxPlan:
+    """Return a plan by which every operation computes in the plan's dtype, those of derivative rules included."""
+    return replace(plan, low=primitives() - NESTED.keys(), full=frozenset())
 
 
 # -- primitives that hold functions ---------------------------------------------------------------------------

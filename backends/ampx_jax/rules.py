@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -92,7 +93,8 @@ def _is_compiled(candidate: Any) -> bool:
     return callable(getattr(candidate, "lower", None)) or isinstance(candidate, (jax.custom_jvp, jax.custom_vjp))
 
 
+@functools.cache
 def primitives() -> frozenset[str]:
-    """Name the primitives of jax.lax. Sync: none."""
+    """Return the names of the primitives of jax.lax."""
     found = {getattr(jax.lax, name).name for name in dir(jax.lax) if name.endswith("_p")}
     return frozenset(found) | LOW | FULL | FOLLOW

@@ -161,6 +161,39 @@ def test_derivatives_of_ones_own_are_kept_and_cast():
     assert ("dot_general", "float32") not in dtypes_of(gradient, A)
 
 
+@jax.custom_jvp
+def root(x):
+    return jnp.sqrt(x)
+
+
+root.defjvp(lambda primals, tangents: (root(*primals), 7.0 * jnp.exp(0.0 * primals[0]) * tangents[0]))
+
+
+@jax.custom_vjp
+def other_root(x):
+    return jnp.sqrt(x)
+
+
+other_root.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, up: (7.0 * jnp.exp(0.0 * x) * up,))
+
+
+@pytest.mark.parametrize("option", ["allow", "deny", "promote", "neither"])
+@pytest.mark.parametrize("own", [root, other_root], ids=["custom_jvp", "custom_vjp"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_function_keeps_its_own_derivative_on_every_list(option, own, nested):
+    """The derivative of the function's body is infinite at 0."""
+    function = jax.jit(lambda x: own(x) * 1.0) if nested else own
+    amp = start(**{option: [function]} if option in ("allow", "deny") else {})
+    called = amp.promote_function(function) if option == "promote" else function
+    x = jnp.array([0.0, 1.0, 4.0])
+    gradient = jax.grad(lambda x: jnp.sum(ampx_jax.autocast(lambda x: called(x))(x)))
+    assert gradient(x).tolist() == [7.0, 7.0, 7.0]
+    low = option == "allow"
+    assert (("exp", "bfloat16") in dtypes_of(gradient, x)) is low, "the rule computes as the function does"
+    rounded = jnp.sqrt(jnp.float32(1.01).astype("bfloat16")).astype(jnp.float32) if low else jnp.sqrt(1.01)
+    assert ampx_jax.autocast(lambda x: called(x))(jnp.float32(1.01)) == rounded
+
+
 def test_derivatives_of_ones_own_may_close_over_values():
     ode = pytest.importorskip("jax.experimental.ode")
 
