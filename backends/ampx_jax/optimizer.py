@@ -152,7 +152,8 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
     """Clip true gradients by value, then by global L2 norm.
 
     Returns:
-        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None).
+        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None; infinite
+        only where float32 cannot hold the norm).
 
     Sync: none.
     """
@@ -164,10 +165,38 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
         grads = each(lambda leaf: jnp.clip(leaf, -max_value, max_value), grads)
     if max_norm is None:
         return grads, None
-    leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(grads) if _is_inexact(leaf)]
-    norm = jnp.sqrt(sum((jnp.sum(leaf * leaf) for leaf in leaves), jnp.zeros((), jnp.float32)))
-    factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
-    return each(lambda leaf: (leaf * factor).astype(leaf.dtype), grads), norm
+    leaves = [leaf for leaf in jax.tree.leaves(grads) if _is_inexact(leaf)]
+    plain = _norm(leaves, jnp.float32(1.0))
+
+    def shifted() -> tuple[Any, Any]:
+        # Squares of large elements overflow, though every element is finite. 16: the quotient must not underflow.
+        shift = 16.0 / _largest(leaves)
+        return shift, _norm(leaves, shift)
+
+    kinds = jax.eval_shape(shifted)
+    shift, norm = jax.lax.cond(
+        jnp.isfinite(plain), lambda: (_varying_like(kinds[0], jnp.ones_like(plain)), plain), shifted
+    )
+    factor = jnp.where(plain > max_norm, max_norm / norm, 1.0)
+    clipped = each(lambda leaf: (leaf * shift * factor).astype(leaf.dtype), grads)
+    return clipped, (norm / shift).astype(jnp.float32)
+
+
+def _norm(leaves: list[Any], factor: Any) -> Any:
+    """Return the L2 norm over all leaves times a factor, in float32 or wider."""
+    total = jnp.zeros((), jnp.float32)
+    for leaf in leaves:
+        leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) * factor
+        total = total + jnp.sum(jnp.real(leaf * jnp.conj(leaf)))
+    return jnp.sqrt(total)
+
+
+def _largest(leaves: list[Any]) -> Any:
+    """Return the largest magnitude over all leaves, in float32 or wider."""
+    largest = jnp.zeros((), jnp.float32)
+    for leaf in leaves:
+        largest = jnp.maximum(largest, jnp.max(jnp.abs(leaf), initial=0))
+    return largest
 
 
 def apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:

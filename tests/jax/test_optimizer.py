@@ -183,6 +183,29 @@ def test_chain_inside_clips_true_gradients(session):
     np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
 
 
+@pytest.mark.parametrize("gradient", [[3.0, 4.0], [3e30, 4e30], [3e38, -3e38], [1e25, 1.0], [0.0, 0.0]])
+def test_norms_that_overflow_float32_clip_rightly(session, gradient):
+    """The oracle is NumPy in float64; float32 sums, roots and quotients of two numbers err by a few units of 2**-24."""
+    tx = ampx.wrap_optimizer(optax.sgd(1.0), loss_scale=1.0, max_grad_norm=1.0)
+    gradients = {"w": jnp.array(gradient[:1]), "b": jnp.array(gradient[1:])}
+    updates, state = jax.jit(tx.update)(gradients, tx.init(gradients))
+    exact = np.float32(gradient).astype(np.float64)
+    norm = np.sqrt((exact**2).sum())
+    clipped = exact / max(norm, 1.0)
+    np.testing.assert_allclose([-updates["w"][0], -updates["b"][0]], clipped, rtol=8 * 2.0**-24, atol=0)
+    result = ampx.last_step(state)
+    assert result.applied
+    with np.errstate(over="ignore"):  # the norm of two times 3e38 is no float32
+        np.testing.assert_allclose(result.grad_norm, np.float32(norm), rtol=8 * 2.0**-24)
+
+
+def test_complex_gradients_are_clipped_by_their_magnitude(session):
+    tx = ampx.wrap_optimizer(optax.sgd(1.0), loss_scale=1.0, max_grad_norm=1.0)
+    updates, state = tx.update(jnp.array([3.0 + 4.0j]), tx.init(jnp.array([0.0j])))
+    np.testing.assert_allclose(updates, [-0.6 - 0.8j], rtol=1e-6)
+    assert ampx.last_step(state).grad_norm == 5.0
+
+
 def test_chain_around_transforms_true_updates(session):
     tx = optax.chain(ampx.wrap_optimizer(optax.scale_by_adam()), optax.scale(-0.1))
     params = jnp.asarray(START)
