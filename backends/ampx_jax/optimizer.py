@@ -13,6 +13,7 @@ import ampx
 from ampx.scale_state import LossScale, next_state
 
 from . import state as states
+from .accumulation import let_multi_steps_recover
 from .state import AmpState, Settings
 
 
@@ -55,6 +56,7 @@ def wrap(
 
     Sync: none.
     """
+    let_multi_steps_recover()
     inner = optax.with_extra_args_support(inner)
     settings = Settings(config, enabled)
     axes: tuple[Any, ...] = ()

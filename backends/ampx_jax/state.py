@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import ampx
 from ampx.contract import ScaleValue
@@ -104,11 +105,80 @@ def find_all(tree: Any) -> list[AmpState]:
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_own) if _is_own(leaf)]
 
 
+def _check_surroundings(tree: Any) -> None:
+    """Refuse what must not stand around a wrapped transformation, because an overflow would end training for good.
+
+    Raises:
+        UnsupportedByBackendError: Something around it keeps overflows from it, stores scaled gradients, or gets some of
+            the scaled gradients in its place.
+    """
+
+    def visit(node: Any) -> bool:
+        trouble = None
+        if isinstance(node, optax.ApplyIfFiniteState) and find_all(node.inner_state):
+            trouble = (
+                "optax.apply_if_finite stands around the wrapped transformation and keeps overflows from it, so that "
+                "its scale does not fall; accepted: the wrapped transformation alone, which skips them itself. Leave "
+                "apply_if_finite out"
+            )
+        elif isinstance(node, optax.MultiStepsState):
+            if jax.tree.leaves(node.skip_state) and find_all(node.inner_opt_state):
+                trouble = (
+                    "optax.MultiSteps stands around the wrapped transformation, and its should_skip_update_fn keeps "
+                    "overflows from it, so that its scale does not fall; accepted: MultiSteps without that function. "
+                    "To leave out micro batches, write wrap_optimizer(MultiSteps(tx, k).gradient_transformation())"
+                )
+        elif isinstance(node, optax.PartitionState):
+            parts = list(node.inner_states.values())
+            if find_all(parts) and any(_works_on(part) for part in parts):
+                trouble = (
+                    "a part of optax.partition is wrapped, and another part would get the scaled gradients as they "
+                    "are; accepted: the whole wrapped. Write wrap_optimizer(optax.partition(...))"
+                )
+        elif type(node) is tuple:
+            trouble = _trouble_in_chain(node)
+        if trouble is not None:
+            raise ampx.UnsupportedByBackendError(f"{trouble}.")
+        return _is_own(node)
+
+    jax.tree.leaves(tree, is_leaf=visit)
+
+
+def _works_on(state: Any) -> bool:
+    """Return whether the part of the gradients that belongs to a mask goes on, but not through the wrapper."""
+    masked = isinstance(state, optax.MaskedState)
+    return masked and not find_all(state) and not isinstance(state.inner_state, optax.EmptyState)
+
+
+def _trouble_in_chain(states: tuple[Any, ...]) -> str | None:
+    for place, part in enumerate(states):
+        if not find_all(part):
+            continue
+        if isinstance(part, optax.MaskedState) and any(map(_works_on, states)):
+            return (
+                "the wrapped transformation stands in optax.masked, and another masked one would get the scaled "
+                "gradients as they are; accepted: the whole wrapped. Write wrap_optimizer(optax.chain(...))"
+            )
+        storing = [type(state).__name__ for state in states[:place] if _stores_gradients(state)]
+        if storing:
+            return (
+                f"optax.chain has a transformation in front of the wrapped one ({', '.join(storing)}) that stores "
+                f"scaled gradients: it would mix scales, and keep an overflow for good; accepted: only what stores "
+                f"nothing in front. Write wrap_optimizer(optax.chain(...))"
+            )
+    return None
+
+
+def _stores_gradients(state: Any) -> bool:
+    own = type(state).__module__.partition(".")[0] == "optax" or type(state) is tuple
+    return own and any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(state))
+
+
 def read(tree: Any) -> ScaleValue | None:
     """Find the loss scale in an optimizer state, a train state, or whatever holds one.
 
     Raises:
-        UnsupportedByBackendError: There are several.
+        UnsupportedByBackendError: There are several, or something around the wrapped transformation is unsound.
 
     Sync: one, unless traced.
     """
@@ -121,6 +191,8 @@ def read(tree: Any) -> ScaleValue | None:
             f"one. Wrap the whole transformation once, for instance wrap_optimizer(optax.partition(...))."
         )
     (state,) = found
+    if state.settings.enabled:
+        _check_surroundings(tree)
     numbers = state._replace(inner=None)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(numbers))
     if not traced:

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ampx
+import ampx_jax
 from ampx import sessions
 from ampx.loading import Registration
 from ampx.registry import default_registry
@@ -216,26 +218,131 @@ def test_chain_around_transforms_true_updates(session):
     assert ampx.last_step(state).applied
 
 
-@pytest.mark.parametrize("bad", [None, 0, 1])
-def test_multi_steps_around_drops_the_whole_window(session, bad):
-    tx = optax.MultiSteps(ampx.wrap_optimizer(optax.sgd(0.5)), every_k_schedule=2)
+@pytest.mark.parametrize("overflow", [np.inf, -np.inf, np.nan, 1e38])
+@pytest.mark.parametrize("nesting", ["around", "inside"])
+def test_multi_steps_go_on_after_overflows(session, nesting, overflow):
+    """Around the wrapper a window with an overflow is dropped, inside it the micro batch that overflowed."""
+    if nesting == "around":
+        tx = optax.MultiSteps(ampx.wrap_optimizer(optax.sgd(0.5)), every_k_schedule=2)
+    else:
+        tx = ampx.wrap_optimizer(optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation())
+    micro_batches = [float(number in (2, 7, 8, 9, 25, 39)) for number in range(40)]  # windows 1, 3, 4, 12, 19
+    counted, size = micro_batches, 1  # what counts as one step, and how many micro batches it has
+    if nesting == "around":
+        counted, size = [max(pair) for pair in zip(micro_batches[::2], micro_batches[1::2], strict=True)], 2
+    oracle = Oracle({**vars(ampx.LossScale(growth_interval=3)), "dynamic": True})
+    scales = [oracle.step(bool(bad)).scale for bad in counted]
     params = jnp.asarray(START)
     state = tx.init(params)
-    for micro in range(2):
-        params, state = jax.jit(lambda p, s, x: train_step(tx, p, s, x))(params, state, slopes(micro == bad))
-    expected = START - 0.5 * FINITE if bad is None else START
-    assert params.tolist() == expected.tolist()
-    assert ampx.last_step(state).applied is (bad is None)
-    assert ampx.loss_scale(state) == (65536.0 if bad is None else 32768.0)
+    step = jax.jit(lambda params, state, slope: train_step(tx, params, state, slope))
+    for number, bad in enumerate(micro_batches):
+        slope = jnp.asarray(np.where([False, bool(bad), False], overflow, FINITE))
+        params, state = step(params, state, slope)
+        if (number + 1) % size == 0:
+            assert ampx.loss_scale(state) == scales[number // size]
+            assert ampx.last_step(state).applied is not bool(counted[number // size])
+    applied = counted.count(0) * size // 2
+    assert params.tolist() == (START - 0.5 * applied * FINITE).tolist()
 
 
-def test_multi_steps_inside_accumulates_true_gradients(session):
-    tx = ampx.wrap_optimizer(optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation())
-    params = jnp.asarray(START)
-    state = tx.init(params)
-    for overflow in (0, 1, 0):  # the micro batch that overflows does not count
-        params, state = train_step(tx, params, state, slopes(overflow))
-    assert params.tolist() == (START - 0.5 * FINITE).tolist()
+@pytest.mark.parametrize("nesting", ["around", "inside"])
+def test_multi_steps_find_their_scale_from_the_default_one(nesting):
+    """The factor of the product's derivative is the scale: 2**16 is no float16, 2**15 is one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        amp = ampx.init("jax", dtype="float16", device="cpu")
+    with amp:
+        if nesting == "around":
+            tx = optax.MultiSteps(ampx.wrap_optimizer(optax.sgd(0.5)), every_k_schedule=2)
+        else:
+            tx = ampx.wrap_optimizer(optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2).gradient_transformation())
+        model = ampx_jax.autocast(lambda params, x: x @ params)
+
+        @jax.jit
+        def step(params, state):
+            def scaled_loss(params):
+                with ampx.scale_loss(jnp.sum(model(params, jnp.eye(2) / 4)), state) as scaled:
+                    return scaled
+
+            updates, state = tx.update(jax.grad(scaled_loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = jnp.zeros(2)
+        state = tx.init(params)
+        for _ in range(8):
+            params, state = step(params, state)
+        assert ampx.loss_scale(state) == 2.0**15
+        assert params.tolist() == [-3 / 8, -3 / 8]
+
+
+def test_multi_steps_without_ampx_stay_as_they_are(session):
+    ampx.wrap_optimizer(optax.sgd(0.5))
+    tx = optax.MultiSteps(optax.sgd(0.5), every_k_schedule=2)
+    state = tx.init(jnp.zeros(1))
+    for slope in (np.inf, 1.0, 1.0):
+        _, state = tx.update(jnp.array([slope]), state)
+    assert np.isnan(state.acc_grads[0])
+
+
+IN_FRONT_OR_AROUND = {
+    "apply_if_finite": (lambda tx: optax.apply_if_finite(tx, 3), "Leave apply_if_finite out"),
+    "MultiSteps that skips": (
+        lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+        "keeps overflows from it",
+    ),
+    "trace in front": (lambda tx: optax.chain(optax.trace(0.9), tx), "TraceState"),
+    "accumulation in front": (lambda tx: optax.chain(optax.clip(1.0), optax.apply_every(2), tx), "ApplyEvery"),
+    "chain in front": (lambda tx: optax.chain(optax.chain(optax.ema(0.9), optax.clip(1.0)), tx), "tuple"),
+    "partition": (lambda tx: optax.partition({"x": tx, "y": optax.sgd(0.1)}, {"a": "x", "b": "y"}), "partition"),
+    "masked": (
+        lambda tx: optax.chain(
+            optax.masked(tx, {"a": True, "b": False}), optax.masked(optax.sgd(0.1), {"a": False, "b": True})
+        ),
+        "masked",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_FRONT_OR_AROUND)
+def test_what_would_store_or_hide_an_overflow_is_refused_by_scale_loss(session, name):
+    around, message = IN_FRONT_OR_AROUND[name]
+    state = around(ampx.wrap_optimizer(optax.adam(0.1))).init({"a": jnp.zeros(1), "b": jnp.zeros(1)})
+    with pytest.raises(ampx.UnsupportedByBackendError, match=message):
+        ampx.scale_loss(jnp.ones(()), (jnp.ones(1), state))
+    with ampx.init("jax", enabled=False):
+        state = around(ampx.wrap_optimizer(optax.adam(0.1))).init({"a": jnp.zeros(1), "b": jnp.zeros(1)})
+        ampx.scale_loss(jnp.ones(()), state)
+
+
+SOUND = {
+    "trace behind": lambda tx: optax.chain(tx, optax.trace(0.5)),
+    "accumulation behind": lambda tx: optax.chain(tx, optax.apply_every(1)),
+    "frozen rest by partition": lambda tx: optax.partition({"x": tx, "y": optax.set_to_zero()}, {"a": "x", "b": "y"}),
+    "frozen rest by masks": lambda tx: optax.chain(
+        optax.masked(tx, {"a": True, "b": False}), optax.masked(optax.set_to_zero(), {"a": False, "b": True})
+    ),
+    "hyperparameters around": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(1.0),
+    "apply_if_finite inside": lambda _: ampx.wrap_optimizer(optax.apply_if_finite(optax.sgd(1.0), 3)),
+}
+SOUND_ALONE = {"apply_if_finite inside": lambda tx: tx}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_stands_around_goes_on_after_an_overflow(session, name):
+    """To what stands around, a skipped step is one of zeros; the oracle is optax alone with gradients of zero there."""
+    slopes = {"a": jnp.float32(0.5), "b": jnp.float32(0.25)}
+    around, results = SOUND[name], []
+    for tx in (around(ampx.wrap_optimizer(optax.sgd(1.0))), SOUND_ALONE.get(name, around)(optax.sgd(1.0))):
+        params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+        state = tx.init(params)
+        wrapped, update = bool(find_all(state)), jax.jit(tx.update)
+        for overflow in (0, 1, 1, 0, 1, 0):
+            factor = ampx.loss_scale(state) * (np.inf if overflow else 1.0) if wrapped else 1.0 - overflow
+            updates, state = update(jax.tree.map(lambda slope, factor=factor: slope * factor, slopes), state, params)
+            params = optax.apply_updates(params, updates)
+        results.append(jax.tree.map(float, params))
+        assert not wrapped or ampx.loss_scale(state) == 2.0**13
+    assert results[0] == results[1]
 
 
 def test_inject_hyperparams_inside_and_around(session):
