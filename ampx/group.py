@@ -2,6 +2,11 @@
 
 This is host-side bookkeeping without any framework. A backend that keeps the scale on a device gives the
 group its own `Ledger`; the bookkeeping stays the same.
+
+The protocol is closed: `stage`, `factors` and `result` of a `Member` are written here and nowhere else; everybody
+calls its verbs. And it is written ahead: whatever cannot be done twice (dividing gradients, the update, moving the
+scale) happens while the stage is "interrupted", which the next stage replaces afterwards. So an exception between any
+two lines, a Ctrl-C say, leaves a stage in which calls are refused until `zero_grad` starts over.
 """
 
 from __future__ import annotations
@@ -16,9 +21,14 @@ from .ledger import HOST_LEDGER, Ledger
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 # idle: no scaled gradients. inside: a scale_loss body runs. scaled: gradients carry the scale.
-# unscaled: gradients are true and wait for the step.
-Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled"]
+# unscaled: gradients are true and wait for the step. interrupted: gradients, weights or the scale are being changed;
+# nobody sees this stage unless an exception ended the change half-way.
+Stage: TypeAlias = Literal["idle", "inside", "scaled", "unscaled", "interrupted"]
 Emit: TypeAlias = Callable[[str, Event], None]
+# What one scale_loss body found and brings: stage and factors before, its own factor and loss id. Known by identity.
+Region: TypeAlias = tuple[Stage, dict[int, Scalar], Scalar, int]
+# A move of the scale whose events are due: step, loss id, state before, state after, finiteness.
+Move: TypeAlias = tuple[int, int, LossScaleState, LossScaleState, bool]
 
 
 @dataclass(eq=False)
@@ -65,6 +75,7 @@ class ScaleGroup:
     window: list[Outcome] = field(default_factory=list)
     culprits: Callable[[], tuple[str, ...]] | None = None
     emit: Emit | None = None
+    _due: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Start the state of loss id 0."""
@@ -84,8 +95,9 @@ class ScaleGroup:
         return state
 
     def resolve(self) -> None:
-        """Bring `states` and the members' results up to date. Sync: as the ledger needs."""
+        """Bring `states` and the members' results up to date, and send the events. Sync: as the ledger needs."""
         self.ledger.resolve(self)
+        self.send_events()
 
     def load(self, config: LossScale, states: dict[int, LossScaleState]) -> None:
         """Take over a configuration and states. Sync: as the ledger needs."""
@@ -113,18 +125,23 @@ class ScaleGroup:
         return None
 
     def close(self, outcome: Outcome | None) -> None:
-        """Take one member's step (None: it had nothing to step); settle when no member is pending."""
+        """Take one member's step (None: it had nothing to step); settle when no member is pending.
+
+        Sync: as the ledger.
+        """
+        closing = None
         if outcome is not None:
+            closing = outcome.member
             self.window.append(outcome)
         for member in self.members:
-            if member.stage != "idle":
+            if member.stage != "idle" and member is not closing:
                 return
         if self.window:
             window, self.window = self.window, []
             self.ledger.settle(self, window)
 
     def advance(self, window: Sequence[Outcome]) -> None:
-        """Move the states by one window whose finiteness is known, fill in the results, send the events.
+        """Move the states by one window whose finiteness is known and fill in the results; events become due.
 
         Args:
             window: The steps of the members since the scale last moved; `finite` holds bools.
@@ -132,13 +149,12 @@ class ScaleGroup:
         Sync: none.
         """
         self.steps += 1
-        moves: list[tuple[int, LossScaleState, LossScaleState, bool]] = []
         found = window[0].finite if len(window) == 1 else _merged(window)
         for loss_id, finite in found.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
             if not finite or after.scale != before.scale:
-                moves.append((loss_id, before, after, finite))
+                self._due.append((self.steps, loss_id, before, after, finite))
         for outcome in window:
             first = self.states[next(iter(outcome.finite))]
             finite = False not in outcome.finite.values()
@@ -147,13 +163,23 @@ class ScaleGroup:
                 skips = max([self.states[loss_id].consecutive_skips for loss_id in outcome.finite])
             norm = outcome.grad_norm if finite else None
             outcome.member.result = StepResult(finite, finite, float(outcome.scale), first.scale, skips, norm)
-        # Last, because listeners may look at everything above, call back, or raise.
-        if self.emit is not None:
-            steps = self.steps
-            for loss_id, before, after, finite in moves:
-                told = (self.framework, self.index, loss_id, steps)
-                for event in self.events_of(told, before, after, finite):
-                    self.emit(self.framework, event)
+
+    def send_events(self) -> None:
+        """Send the events of moves that were not told yet. Sync: none, unless a listener does.
+
+        Last in every call, because listeners may look at everything, call back, or raise.
+        """
+        if not self._due:
+            return
+        due, self._due = self._due, []  # a listener that looks must not be told twice
+        try:
+            while due:
+                steps, loss_id, before, after, finite = due.pop(0)
+                if self.emit is not None:
+                    for event in self.events_of((self.framework, self.index, loss_id, steps), before, after, finite):
+                        self.emit(self.framework, event)
+        finally:
+            self._due[:0] = due
 
     def events_of(
         self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
@@ -188,7 +214,7 @@ class Member:
     Attributes:
         group: The group.
         stage: Where the optimizer is between two steps.
-        factors: The scale that pending gradients carry, by loss id. Frozen until the step.
+        factors: The scale that pending gradients carry, by loss id. Frozen until the step; replaced, never changed.
         mixes: The wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`.
         result: The last step's result as far as the host knows it.
         held: The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
@@ -202,32 +228,36 @@ class Member:
         self.mixes = False
         self.result: StepResult | None = None
         self.held: list[Any] = []
-        self._before: tuple[Stage, dict[int, Scalar]] = ("idle", {})
+        # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
+        self._region: Region | None = None
+        self._after: Stage = "idle"  # what `end_change` goes to
 
     @property
     def factor(self) -> Scalar:
         """The scale that the pending gradients carry (of the first loss id); None while there are none."""
         return next(iter(self.factors.values()), None)
 
-    def enter(self, factor: Scalar, loss_id: int) -> None:
-        """Note that a `scale_loss` body starts with this factor; `check_enter` comes first. Sync: none."""
-        self._before = (self.stage, dict(self.factors))
-        self.stage = "inside"
-        self.factors[loss_id] = factor
+    @property
+    def pending(self) -> bool:
+        """Whether gradients may hang on the parameters that carry a scale or wait for the step."""
+        return self.stage != "idle" or self._region is not None
+
+    # -- questions that raise --------------------------------------------------------------------------
 
     def check_enter(self) -> None:
         """Raise unless a `scale_loss` body may start.
 
         Raises:
             NestedScaleError: A body for this optimizer is running.
-            ProtocolError: The gradients were unscaled already and no step has come since.
+            ProtocolError: The gradients were unscaled already and no step has come since, or a call was interrupted.
 
         Sync: none.
         """
         if self.stage == "inside":
             raise NestedScaleError(
                 "scale_loss was entered again for an optimizer whose scale_loss body is still running; the "
-                "gradients would be scaled twice. Leave the first block before entering the next."
+                "gradients would be scaled twice. Leave the first block before entering the next (if an exception "
+                "kept it from being left, call opt.zero_grad())."
             )
         if self.stage == "unscaled" and not self.mixes:
             raise ProtocolError(
@@ -235,13 +265,7 @@ class Member:
                 "gradients would be added. Call opt.step() or opt.zero_grad() first, or unscale only after the "
                 "last backward."
             )
-
-    def leave(self, completed: bool) -> None:
-        """Note that the body ended; after an exception the stage is what it was before. Sync: none."""
-        if completed:
-            self.stage = "scaled"
-        else:
-            self.stage, self.factors = self._before
+        self._check_interrupted("scale_loss")
 
     def check_step(self) -> None:
         """Raise unless scaled or unscaled gradients are pending.
@@ -249,38 +273,149 @@ class Member:
         Raises:
             NotScaledError: No `scale_loss` came since the last step.
             NestedScaleError: A `scale_loss` body is still running.
+            ProtocolError: A call was interrupted.
 
         Sync: none.
         """
-        if self.stage == "idle":
+        if self.stage == "idle" and self._region is None:
             raise NotScaledError(
                 "step was called on gradients whose loss did not go through scale_loss; dividing them by the "
                 "loss scale would shrink the update. Call backward inside "
                 "`with ampx.scale_loss(loss, opt) as scaled:` before opt.step()."
             )
-        if self.stage == "inside":
+        if self.stage in ("idle", "inside"):
             raise NestedScaleError(
                 "step was called inside a scale_loss body; the gradients are not complete there. Call opt.step() "
-                "after the with block."
+                "after the with block (if an exception kept it from being left, call opt.zero_grad())."
+            )
+        self._check_interrupted("step")
+
+    def _check_interrupted(self, call: str) -> None:
+        if self.stage == "interrupted":
+            raise ProtocolError(
+                f"{call} was called after an exception had interrupted the call before it (or two scale_loss bodies "
+                f"overlapped): gradients may be divided or not, and applied or not; accepted: zero_grad, which starts "
+                f"over. Call opt.zero_grad() and go on with the next batch."
             )
 
-    def finish(self, finite: dict[int, Any], grad_norm: Any = None) -> None:
+    # -- a scale_loss body -----------------------------------------------------------------------------
+
+    def enter(self, factor: Scalar, loss_id: int) -> Region:
+        """Note that a `scale_loss` body starts with this factor; `check_enter` comes first.
+
+        Returns:
+            What `leave` is given when the body ends.
+
+        Sync: none.
+        """
+        before = self._after if self.stage == "interrupted" else self.stage
+        region = (before, self.factors, factor, loss_id)
+        self.begin_change("interrupted")
+        self.factors = {**self.factors, loss_id: factor}
+        self._region = region
+        self.stage = "inside"
+        return region
+
+    def leave(self, region: Region, completed: bool) -> bool | None:
+        """Note that a body ended; the stage is "interrupted" until the wrapper tidied up and called `end_change`.
+
+        Args:
+            region: What `enter` returned.
+            completed: Whether it ended without an exception; after one the stage will be what it was before.
+
+        Returns:
+            Whether its gradients count. None: the body was given up, by `zero_grad` and another body; nothing is to
+            be tidied up.
+
+        Sync: none.
+        """
+        if self._region is not region:
+            if completed:  # its gradients were added to those of another body
+                self.begin_change("interrupted")
+            return None
+        stage, factors, factor, loss_id = region
+        if self.stage == "interrupted":  # a call in the body was
+            completed, stage = False, "interrupted"
+        elif self.stage == "idle":  # the gradients were cleared in the body
+            stage, factors = "idle", {}
+        self.begin_change("scaled" if completed else stage)
+        self.factors = {**factors, loss_id: factor} if completed else factors
+        self._region = None
+        return completed
+
+    # -- changes ---------------------------------------------------------------------------------------
+
+    def begin_change(self, after: Stage | None = None) -> None:
+        """Note that something is about to be done that cannot be done twice.
+
+        `note_scaled`, `note_unscaled`, `finish` and `forget` tell what came of it; `end_change` that the stage is as
+        noted here.
+
+        Args:
+            after: The stage that `end_change` goes to; None for the present one.
+
+        Sync: none.
+        """
+        self._after = self.stage if after is None else after
+        self.stage = "interrupted"
+
+    def end_change(self) -> None:
+        """Go to the stage that `begin_change` noted: nothing was changed, or all is tidied up. Sync: none."""
+        if self.stage == "interrupted":
+            self.stage = self._after
+
+    def note_scaled(self, factor: Scalar, loss_id: int = 0) -> None:
+        """Note that all gradients carry this scale, whatever they carried before. Sync: none."""
+        self.factors = {loss_id: factor}
+        self.stage = "scaled"
+
+    def note_unscaled(self, factor: Scalar = None) -> None:
+        """Note that the gradients are true and wait for the step.
+
+        Args:
+            factor: The scale (of loss id 0) that the step tells, where they never went through a body.
+
+        Sync: none.
+        """
+        if factor is not None:
+            self.factors = {0: factor}
+        self.stage = "unscaled"
+
+    def drop_factors(self) -> None:
+        """Forget the scales of gradients that are gone, or kept elsewhere; the stage stays. Sync: none."""
+        self.factors = {}
+
+    def restart(self) -> None:
+        """Forget pending gradients that others replace within the same step: the group is not told. Sync: none."""
+        self._reset()
+
+    def note_result(self, result: StepResult) -> None:
+        """Note what a step did that was not counted here. Sync: none."""
+        self.result = result
+
+    def finish(self, finite: dict[int, Any], grad_norm: Any = None, scale: Scalar = None) -> None:
         """Close this member's step and, with the last member of the group, move the scale.
 
         Args:
             finite: Finiteness by loss id; device scalars where the group's ledger resolves them.
             grad_norm: Norm of the true gradients, or None.
+            scale: The scale that they carried; None for that of the lowest loss id, as noted or as it is now.
 
         Sync: as the group's ledger.
         """
-        # The result tells of the lowest loss id, before and after.
-        scale = self.factors.get(min(finite))
-        outcome = Outcome(self, finite, self.factor if scale is None else scale, grad_norm)
+        group = self.group
+        if scale is None:
+            lowest = min(finite)
+            scale = self.factors.get(lowest)
+            if scale is None:
+                scale = self.factor if self.factors else group.ledger.factor(group, lowest)
+        self.stage = "interrupted"
+        group.close(Outcome(self, finite, scale, grad_norm))
         self._reset()
-        self.group.close(outcome)
+        group.send_events()
 
     def forget(self, result: StepResult | None = None) -> None:
-        """Drop pending gradients without counting a step.
+        """Drop pending gradients without counting a step; inside a body, those so far.
 
         Args:
             result: What `last_step` shall say, where a step was asked for.
@@ -289,10 +424,20 @@ class Member:
         """
         if result is not None:
             self.result = result
+        region = self._region if self.stage in ("inside", "idle") else None
         self._reset()
-        self.group.close(None)
+        self._region = region
+        if region is None:
+            self.group.close(None)
+            self.group.send_events()
 
     def _reset(self) -> None:
-        self.stage = "idle"
+        self.stage = "interrupted"
         self.factors = {}
         self.held = []
+        self._region = None
+        self.stage = "idle"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the body that runs: a copy is never in it."""
+        return {**self.__dict__, "_region": None}

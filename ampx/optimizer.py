@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from .contract import CastPlan, Unscaled
-from .errors import ProtocolError
+from .errors import AmpxError, ProtocolError
 from .events import UNCHECKED, StepResult
 from .group import Member
 
@@ -113,6 +113,7 @@ class GenericOptimizer(WrappedOptimizer):
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.
+            ProtocolError: The step before raised half-way, so that it may have been applied.
             UnsupportedByBackendError: An argument was passed although gradients hang on the parameters.
 
         Sync: as the backend's `unscale`.
@@ -125,22 +126,34 @@ class GenericOptimizer(WrappedOptimizer):
         if not member.group.enabled:
             self._update(grads if self._unscaled is None else self._unscaled.grads)
             self._unscaled = self._norm = None
-            member.result = UNCHECKED
+            member.note_result(UNCHECKED)
             return
         if not (self._implicit and _is_empty(grads) and member.stage == "idle"):
             member.check_step()
         if _is_empty(grads):
             self._nothing_to_do()
             return
-        if self._unscaled is None:
-            self._unscaled = self._backend.unscale(grads, 1.0 if member.stage == "unscaled" else member.factor)
-            member.stage = "unscaled"  # should the update fail, a second try must not divide again
-        finite = bool(self._unscaled.finite)
+        unscaled = self._unscaled or self._unscale(grads)
+        finite = bool(unscaled.finite)
+        member.begin_change()  # nobody can tell how far an update came that raised
         if finite:
-            self._update(self._unscaled.grads)
+            self._update(unscaled.grads)
         norm = self._norm
         self._unscaled = self._norm = None
         member.finish(self.ampx_finite_by_loss(finite), norm)  # `last_step` reads the norm: stepping does not
+
+    def _unscale(self, grads: Any) -> Unscaled:
+        """Make gradients true that are not yet, and note it."""
+        member = self.ampx_member
+        factor = 1.0 if member.stage == "unscaled" else member.factor
+        member.begin_change()
+        try:
+            unscaled = self._unscaled = self._backend.unscale(grads, factor)
+        except AmpxError:  # a refusal comes before anything is divided
+            member.end_change()
+            raise
+        member.note_unscaled()
+        return unscaled
 
     def _update(self, grads: Any) -> None:
         """Clip true, finite gradients as asked and apply them."""
@@ -158,11 +171,14 @@ class GenericOptimizer(WrappedOptimizer):
 
     def zero_grad(self) -> None:
         """Forget the gradients, pending ones included. Sync: none."""
+        member = self.ampx_member
+        if member.stage not in ("idle", "inside"):
+            member.begin_change()
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
         self._unscaled = self._norm = None
-        if self.ampx_member.stage in ("scaled", "unscaled"):
-            self.ampx_member.forget()
+        if member.stage != "idle":
+            member.forget()
 
     def ampx_unscale(self) -> None:
         """Make the pending gradients true, in place on the parameters."""
@@ -171,19 +187,24 @@ class GenericOptimizer(WrappedOptimizer):
             return
         self.ampx_member.check_step()
         grads = self._backend.gradients(self.optimizer)
-        if not _is_empty(grads):
-            self._unscaled = self._backend.unscale(grads, self.ampx_member.factor)
-        self.ampx_member.stage = "unscaled"
+        if _is_empty(grads):
+            self.ampx_member.note_unscaled()
+        else:
+            self._unscale(grads)
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Clip the true gradients."""
         self._needs_implicit("clip_grad_norm")
         self.ampx_unscale()
+        member = self.ampx_member
         grads, finite = self._unscaled or (self._backend.gradients(self.optimizer), True)
+        if _is_empty(grads):
+            return self._backend.clip(grads, max_norm, None)[1]
+        member.begin_change()
         clipped, norm = self._backend.clip(grads, max_norm, None)
-        if not _is_empty(grads):
-            self._unscaled = Unscaled(clipped, finite)
-            self._norm = norm
+        self._unscaled = Unscaled(clipped, finite)
+        self._norm = norm
+        member.end_change()
         return norm
 
     def _needs_implicit(self, call: str) -> None:

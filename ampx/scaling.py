@@ -20,6 +20,7 @@ from .errors import (
     UnsupportedByBackendError,
     shown,
 )
+from .group import Member, Region
 from .optimizer import WrappedOptimizer
 from .scale_state import Scalar
 
@@ -34,7 +35,7 @@ class ScaleLoss:
     """Yields the scaled loss; casting is off inside. Entered once."""
 
     # Made in every training step: no instance dictionary, and no work that a plain tensor does not need.
-    __slots__ = ("_amp", "_loss", "_loss_id", "_optimizers", "_region", "_scale")
+    __slots__ = ("_amp", "_casting", "_entered", "_loss", "_loss_id", "_optimizers", "_scale")
 
     def __init__(
         self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
@@ -45,7 +46,9 @@ class ScaleLoss:
         self._loss = loss
         self._optimizers = optimizers
         self._loss_id = loss_id
-        self._region: AbstractContextManager[Any] | None = None
+        self._casting: AbstractContextManager[Any] | None = None
+        # Whose bodies run; they are left one by one.
+        self._entered: list[tuple[WrappedOptimizer, Member, Region]] = []
 
     def __enter__(self) -> Any:
         """Check everything, then scale; a call that raises changes nothing."""
@@ -78,49 +81,57 @@ class ScaleLoss:
         else:
             self._check_loss(loss)
         scale = self._choose_scale()
-        prepared = []
+        prepared: list[WrappedOptimizer] = []
         try:
             for one in optimizers:
                 one.ampx_before_backward(loss_id)
                 prepared.append(one)
             plan = amp.casting
             if plan is not None:
-                region = amp.backend.autocast(plan, False)
-                region.__enter__()
-                self._region = region
+                casting = amp.backend.autocast(plan, False)
+                casting.__enter__()
+                self._casting = casting
             held = members[0].held if members else []
             held.clear()  # while gradients accumulate, at most one graph is kept alive
             if several:
                 scaled = _each(loss, lambda one: _mark(amp.scaled, amp.backend.scale(one, scale), held))
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
+            self._loss = _ENTERED  # the region must not keep the graph alive
+            for one, member in zip(optimizers, members, strict=True):
+                self._entered.append((one, member, member.enter(scale, loss_id)))
+            return scaled
         except BaseException as error:
-            if self._region is not None:
-                self._region.__exit__(type(error), error, error.__traceback__)
-                self._region = None
+            for _, member, region in self._entered:
+                member.leave(region, False)
+            self._restore_casting(type(error), error, error.__traceback__)
             for one in prepared:
                 one.ampx_abandon_backward(loss_id)
+                one.ampx_member.end_change()
             raise
-        self._loss = _ENTERED  # the region must not keep the graph alive
-        for member in members:
-            member.enter(scale, loss_id)
-        return scaled
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore casting; note the pending gradients, or after an exception leave the protocol as it was."""
+        completed = kind is None
         try:
-            if self._region is not None:
-                self._region.__exit__(kind, error, trace)
+            left = [(one, member, member.leave(region, completed)) for one, member, region in self._entered]
         finally:
-            for one in self._optimizers:
-                one.ampx_member.leave(kind is None)
-        for one in self._optimizers:
-            if kind is None:
+            self._restore_casting(kind, error, trace)
+        for one, member, counts in left:
+            if counts:
                 one.ampx_after_backward(self._loss_id)
-            else:
+            elif counts is not None:
                 one.ampx_abandon_backward(self._loss_id)
+            member.end_change()
+
+    def _restore_casting(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        casting, self._casting = self._casting, None
+        if casting is not None:
+            casting.__exit__(kind, error, trace)
 
     def _choose_scale(self) -> Scalar:
         """Give the scale that pending gradients carry, or else the smallest current one."""

@@ -143,8 +143,7 @@ class Automation:
         if not self.live or self.member is None:  # a step that was compiled inside runs on outside
             return
         with self._lock:
-            self.member.enter(self.member.group.states[0].scale, 0)
-            self.member.leave(True)
+            self.member.note_scaled(self.member.group.states[0].scale)
             self.run.recorder.stepped(0)
             self.member.finish({0: bool(finite)})
 

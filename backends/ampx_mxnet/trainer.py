@@ -141,7 +141,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._forget_pending()
         if not member.group.enabled:
             self._hook.leave(raw)
-            member.result = UNCHECKED
+            member.note_result(UNCHECKED)
             return
         if not finite:
             gradients.mark_stale(raw)  # or a parameter that the next loss does not use would overflow again
@@ -164,7 +164,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 return bool(gradients.all_finite(found).asnumpy())
             if scaled:
                 self._finite = gradients.unscale(found, factor)
-                member.stage = "unscaled"
+                member.note_unscaled()
             elif enabled:  # somebody may have written to them since they were made true
                 self._finite = self._finite * gradients.all_finite(found)
             if not clips:
@@ -203,7 +203,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _drop(self) -> None:
         self._forget_pending()
-        if self.ampx_member.stage in ("scaled", "unscaled"):
+        if self.ampx_member.stage != "idle":
             self.ampx_member.forget()
 
     # -- true gradients ------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 self.allreduce_grads()
             with switch.within(None):
                 self._finite = gradients.unscale(gradients.collect(self.trainer, False), member.factor)
-        member.stage = "unscaled"
+        member.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Unscale, clip the true gradients and give their norm before. Sync: one."""

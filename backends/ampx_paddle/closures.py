@@ -53,7 +53,6 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
 
     Sync: as the optimizer; one a dtype and evaluation beyond.
     """
-    member = owner.ampx_member
     cast = paddle.amp.is_autocast_enabled()
     losses: list[Any] = []
     finite: dict[int, bool] = {}
@@ -84,8 +83,6 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
         owner.drop_pending()
         raise
     if finite:
-        if not member.factors:  # the closure cleared the gradients last
-            member.factors = {loss_id: member.group.ledger.factor(member.group, loss_id) for loss_id in finite}
         owner.close_step(finite)
     else:
         owner.drop_pending()

@@ -102,7 +102,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             elif member.group.enabled:
                 return step_with_closure(self, closure)
             else:
-                member.result = UNCHECKED
+                member.note_result(UNCHECKED)
                 return self.optimizer.step(closure)
         loss = None
         if closure is not None:
@@ -152,8 +152,8 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             self._mixer.drop_aside()
         else:
             self._forget_losses()
-            if self.ampx_member.stage != "idle":
-                self.ampx_member.forget()
+        if self.ampx_member.stage != "idle":
+            self.ampx_member.forget()
 
     clear_gradients = clear_grad
 
@@ -175,7 +175,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             if not member.factors or loss_id in member.factors:
                 return
             if not any_nonzero(collect(self.optimizer)):  # cleared behind the wrapper's back, by the model say
-                member.factors.clear()
+                member.drop_factors()
                 return
             refuse_unmixable(self.optimizer)
             first = next(iter(member.factors))
@@ -200,7 +200,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         mixer.note(loss_id, self._backend.unscale(found, member.factors[loss_id]).finite)
         mixer.bring_back()
         self._unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
-        member.stage = "unscaled"
+        member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside. Sync: none."""

@@ -163,14 +163,14 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         if member.stage == "inside":
             self._computed = True  # leaving the body would call the gradients scaled
         else:
-            member.stage = "unscaled"
+            member.note_unscaled()
         return pairs  # type: ignore[no-any-return]
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Remember that gradients computed inside the body are true already. Sync: none."""
         if self._computed:
             self._computed = False
-            self.ampx_member.stage = "unscaled"
+            self.ampx_member.note_unscaled()
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:

@@ -266,6 +266,5 @@ def _take_over(member: Member, slots: Slots, state: LossScaleState) -> None:
     scale, finite, norm = (float(number) for number in slots.last.numpy())
     if scale > 0:
         fine = finite > 0
-        member.result = StepResult(
-            fine, fine, scale, state.scale, state.consecutive_skips, norm if fine and norm == norm else None
-        )
+        norm_or_none = norm if fine and norm == norm else None
+        member.note_result(StepResult(fine, fine, scale, state.scale, state.consecutive_skips, norm_or_none))

@@ -88,7 +88,7 @@ class _Scaling(LedgerOptimizer, metaclass=_Meta):
             grads = gradients.unscale([gradient for gradient, _ in pairs], factor)
             pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
         if member.stage == "scaled":
-            member.stage = "unscaled"  # should the update fail, a second try must not divide again
+            member.note_unscaled()  # should the update fail, a second try must not divide again
         variables = [variable for _, variable in pairs]
         with casting.off():
             with tf.init_scope():

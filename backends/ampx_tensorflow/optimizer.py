@@ -115,7 +115,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         if not member.group.enabled:
             self._build(variables)
             self._update(grads, variables, None)
-            member.result = UNCHECKED
+            member.note_result(UNCHECKED)
             return
         if not grads:
             self._nothing_to_do(member)

@@ -71,7 +71,7 @@ class LedgerOptimizer(WrappedOptimizer):
             self._ledger.pin()
         self._slots.pending.assign(tf.convert_to_tensor(member.factor, tf.float32))
         if not on_host():
-            member.factors = {}  # a tensor of this trace; the variable tells it everywhere
+            member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -114,9 +114,8 @@ class LedgerOptimizer(WrappedOptimizer):
             )
         factor = self._check_step(member)
         true = gradients.unscale(grads, factor)
-        if member.stage == "idle":  # scaled in another function
-            member.enter(factor, 0)
-        member.stage, member.mixes = "unscaled", True  # the caller adds up true gradients, if any
+        member.note_unscaled(factor if member.stage == "idle" else None)  # idle: scaled in another function
+        member.mixes = True  # the caller adds up true gradients, if any
         self._true.update((id(one), one) for one in true if one is not None)
         return true
 
@@ -126,8 +125,7 @@ class LedgerOptimizer(WrappedOptimizer):
         if not member.group.enabled:
             return
         factor = self._ledger.factor(member.group, 0)
-        member.enter(factor, 0)
-        member.stage = "unscaled"
+        member.note_unscaled(factor)
         self._slots.pending.assign(factor)
 
     def ampx_unscale(self) -> NoReturn:
@@ -151,8 +149,7 @@ class LedgerOptimizer(WrappedOptimizer):
             return loss
         member.check_enter()
         factor = self._ledger.factor(member.group, 0) if member.factor is None else member.factor
-        member.enter(factor, 0)
-        member.leave(True)
+        member.note_scaled(factor)
         self.ampx_after_backward(0)
         return scale_loss(loss, factor)
 
@@ -191,8 +188,7 @@ class LedgerOptimizer(WrappedOptimizer):
             with tf.control_dependencies([tf.debugging.Assert(factor > 0, [message])]):
                 factor = tf.identity(factor)
         if "unscaled" in stages:
-            member.enter(factor, 0)
-            member.stage = "unscaled"
+            member.note_unscaled(factor)
         return factor
 
     def _check_replicas(self) -> None:
@@ -234,8 +230,7 @@ class LedgerOptimizer(WrappedOptimizer):
         replicas.conditionally(finite, apply, *args, otherwise=skip)
         self._true.clear()
         self._slots.pending.assign(0.0)
-        member.factors = {0: factor}
-        member.finish({0: finite}, norm)
+        member.finish({0: finite}, norm, factor)
 
     def _nothing_to_do(self, member: Member) -> None:
         """Close a step without gradients: it is not counted."""

@@ -93,8 +93,6 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
         raise
     mixer.evaluating = False
     if finite:
-        if not member.factors:
-            member.factors = {loss_id: member.group.ledger.factor(member.group, loss_id) for loss_id in finite}
         owner.close_step(finite)
     else:
         owner.forget()

@@ -26,7 +26,7 @@ class StepGuard:
         Raises:
             RawStepError: Gradients would be applied scaled, or without having been checked.
         """
-        if not self.open and self._member.stage != "idle":
+        if not self.open and self._member.pending:
             raise RawStepError(
                 f"the raw {type(optimizer).__name__} was stepped while gradients of scale_loss are pending; they would "
                 f"be applied scaled or unchecked. Call step() on the object that ampx.wrap_optimizer returned."

@@ -51,11 +51,12 @@ class LossMixer:
             if not member.factors or loss_id in member.factors:
                 return
             if not owner.collect():  # they were cleared behind the wrapper's back, by model.zero_grad()
-                member.factors.clear()
+                member.drop_factors()
                 return
             owner.check_and_unscale()
             member.mixes = True
         self.loss_id = loss_id
+        member.begin_change()  # until the body is entered
         for parameter in owner.gradients.parameters():
             if parameter.grad is not None:
                 # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
@@ -64,18 +65,15 @@ class LossMixer:
 
     def after(self, owner: Stepping) -> None:
         """Make the new gradients true and add those put aside; only where there are several losses."""
-        owner.check_and_unscale()
+        owner.divide(owner.collect())
         self._bring_back()
+        owner.ampx_member.note_unscaled()
 
     def abandon(self, owner: Stepping) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
         if self.loss_id is not None:
             _drop_gradients(owner)
             self._bring_back()
-
-    def drop_aside(self) -> None:
-        """Forget gradients put aside: the user cleared all gradients inside a `scale_loss` body."""
-        self._aside = []
 
     def reset(self, owner: Stepping) -> None:
         """Start afresh after a step."""

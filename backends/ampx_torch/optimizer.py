@@ -153,14 +153,14 @@ class AmpOptimizer(Stepping):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, pending ones included."""
+        member = self.ampx_member
+        if member.stage not in ("idle", "inside"):
+            member.begin_change()
         self.optimizer.zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
-        if self.ampx_member.stage in ("scaled", "unscaled"):
+        if member.stage != "idle":
             self.forget()
-        elif self.ampx_member.stage == "inside":
-            self._checked = {}
-            self.mixer.drop_aside()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the raw optimizer's state; the loss scale stays."""

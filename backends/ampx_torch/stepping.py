@@ -68,7 +68,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         member = self.ampx_member
         if not member.group.enabled:
             loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-            member.result = UNCHECKED
+            member.note_result(UNCHECKED)
             return loss
         if closure is not None and not evaluates_once(self.optimizer):
             return step_with_closure(self, closure)
@@ -87,13 +87,15 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, pulled from a low-precision model where there is one."""
-        if self.masters is not None and self.ampx_member.stage in ("inside", "scaled"):
+        if self.masters is not None and self.ampx_member.stage in ("inside", "scaled", "interrupted"):
             self.masters.pull_gradients()
         return self.gradients.collect()
 
     def pending_gradients(self) -> list[list[torch.Tensor]]:
         """List the gradients that a counted step can use; raise where they were never scaled."""
         member = self.ampx_member
+        if member.stage in ("inside", "interrupted"):
+            member.check_step()
         gradients = self.collect()
         if member.stage == "idle":
             # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
@@ -102,8 +104,6 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             if self.masters is not None and self.masters.any_gradient():
                 member.check_step()
             return []
-        if member.stage == "inside":
-            member.check_step()
         return gradients
 
     def check_and_unscale(self, gradients: list[list[torch.Tensor]] | None = None) -> None:
@@ -112,14 +112,18 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         Args:
             gradients: What `collect` gave, where the caller has it.
         """
+        if self.ampx_member.stage == "scaled":
+            self.divide(self.collect() if gradients is None else gradients)
+            self.ampx_member.note_unscaled()
+
+    def divide(self, gradients: list[list[torch.Tensor]]) -> None:
+        """Divide scaled gradients by what they carry and note their finiteness; the stage is "interrupted" after it."""
         member = self.ampx_member
-        if member.stage != "scaled":
-            return
-        if gradients is None:
-            gradients = self.collect()
         loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
-        on_device = self.on_device
-        flags = self.gradients.unscale(gradients, member.factors[loss_id], fresh=on_device)
+        on_device, factor = self.on_device, member.factors[loss_id]
+        self.gradients.check(gradients)
+        member.begin_change()
+        flags = self.gradients.unscale(gradients, factor, fresh=on_device)
         if self._process_group is not None:
             flags = [self._agree(flags)]
         finite: Any = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
@@ -127,7 +131,6 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             earlier = self._checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self._checked[loss_id] = finite
-        member.stage = "unscaled"
 
     def _agree(self, flags: list[torch.Tensor]) -> torch.Tensor:
         """Make all processes of the group see an overflow that one of them has; one flag travels."""
@@ -251,8 +254,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     def restart(self) -> None:
         """Forget pending gradients that another evaluation replaces, within one step."""
         self._checked = {}
-        self.ampx_member.stage = "idle"
-        self.ampx_member.factors = {}
+        self.ampx_member.restart()
 
     def take_checked(self) -> dict[int, bool]:
         """Give and forget the finiteness found so far, by loss id. Sync: where the scale is on the device."""

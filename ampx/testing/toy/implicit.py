@@ -164,13 +164,14 @@ class ToyOptimizer(GenericOptimizer):
             return
         self._parked[self._current] = self._take()
         merged: list[Tensor | None] = [None] * len(self.optimizer.parameters)
+        self.ampx_member.begin_change()
         for loss_id, grads in self._parked.items():
             true, self._finite[loss_id] = self._backend.unscale(grads, self.ampx_member.factors[loss_id])
             merged = [b if a is None else a if b is None else a + b for a, b in zip(merged, true, strict=True)]
         self._parked = {}
         self._give(merged)
         self._unscaled = Unscaled(self._backend.gradients(self.optimizer), all(self._finite.values()))
-        self.ampx_member.stage = "unscaled"
+        self.ampx_member.note_unscaled()
 
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, *_ in self._backend.nonfinite_parameters(self.optimizer, None))

@@ -125,7 +125,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("KeepsGradients", zero_gradients=lambda self, optimizer: None),
     verbs("InventsGradients", gradients=lambda self, optimizer: [p.grad for p in optimizer.parameters]),
     wrapper("OverwritesGradients", ampx_before_backward=lambda self, loss_id: self.optimizer.zero_grad()),
-    wrapper("ForgetsFactors", ampx_after_backward=lambda self, loss_id: self.ampx_member.factors.clear()),
+    wrapper("ForgetsFactors", ampx_after_backward=lambda self, loss_id: self.ampx_member.drop_factors()),
     spoiled("OwnScaleForEveryMember", own_group),
     Mutant("SharesOneScale", SharesOneScale),
     verbs("OneScaleForAllLosses", wrap_optimizer=_wrap_simply),
@@ -140,7 +140,7 @@ MUTANTS: Final[list[Mutant]] = [
     # The protocol.
     spoiled("StepsAnyGradients", lambda made: setattr(made.ampx_member, "check_step", lambda: None)),
     spoiled("NestsAnything", lambda made: setattr(made.ampx_member, "check_enter", lambda: None)),
-    patched("AlwaysCompletes", Member, "leave", lambda true, self, completed: true(self, True)),
+    patched("AlwaysCompletes", Member, "leave", lambda true, self, region, completed: true(self, region, True)),
     wrapper("IgnoresArguments", step=lambda self, grads=None: ToyOptimizer.step(self)),
     verbs("AcceptsAnyOptimizer", is_optimizer=lambda self, candidate: True),
     verbs("AcceptsAnyOption", wrap_optimizer=lambda self, *args: ToyOptimizer(self, *args)),

@@ -68,6 +68,7 @@ def configured(mutant: str, **fields: Any) -> Mutant:
             true = group.config
             group.config = replace(true, **fields)
             group.advance(window)
+            group.send_events()
             group.config = true
 
     return spoiled(mutant, lambda made: setattr(made.ampx_member.group, "ledger", Ignores()))
@@ -102,14 +103,9 @@ class ReportsNumbers(HostLedger):
         group.advance(window)
         for outcome in window:
             result = outcome.member.result
-            outcome.member.result = (
-                None
-                if result is None
-                else replace(
-                    result,
-                    applied=int(result.applied),  # type: ignore[arg-type]
-                )
-            )
+            if result is not None:
+                numbers = replace(result, applied=int(result.applied))  # type: ignore[arg-type]
+                outcome.member.note_result(numbers)
 
 
 def ledger(mutant: str, kind: type[HostLedger]) -> Mutant:

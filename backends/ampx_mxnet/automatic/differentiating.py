@@ -62,8 +62,7 @@ def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
         for one in managed:
             # MXNet does not tell what a loss depends on, but which gradients were written.
             if gradients.any_fresh(one.trainer):
-                one.ampx_member.enter(factor, 0)
-                one.ampx_member.leave(True)
+                one.ampx_member.note_scaled(factor)
                 one.ampx_after_backward(0)
             else:
                 one.ampx_abandon_backward(0)

@@ -132,8 +132,7 @@ class Manager:
                     for one in batch:
                         mx.nd._internal._mul_scalar(one, scalar=factor, out=one)
         trainer.forget_unscaled()
-        trainer.ampx_member.stage = "scaled"
-        trainer.ampx_member.factors = {0: factor}
+        trainer.ampx_member.note_scaled(factor)
 
     def _quietly(self, call: Any) -> Any:
         before, self.quiet = self.quiet, True

@@ -52,8 +52,7 @@ def _run(manager: Manager, losses: Any, true: Callable[[Any], None]) -> None:
             manager.multiplied = True
             for one in managed:
                 if collect(one.raw):
-                    one.wrapped.ampx_member.enter(factor, 0)
-                    one.wrapped.ampx_member.leave(True)
+                    one.wrapped.ampx_member.note_scaled(factor)
         for one in managed:
             one.zero = False
 

@@ -170,8 +170,7 @@ class Manager:
             args = (self._seen_through(managed, args[0]), *args[1:])
         elif member.stage == "idle" and (not managed.zero or collect(managed.raw)):
             # What did not come through a scaled backward is true; zeros are applied, as the script would.
-            member.enter(1.0, 0)
-            member.leave(True)
+            member.note_scaled(1.0)
         before = group.steps
         with self.run.recorder.phase("step"):
             result = self.work(managed, lambda: getattr(wrapped, name)(*args, **kwargs))
@@ -201,8 +200,7 @@ class Manager:
                 loss = closure()
                 member = managed.wrapped.ampx_member
                 if member.stage == "idle" and collect(managed.raw):
-                    member.enter(1.0, 0)
-                    member.leave(True)
+                    member.note_scaled(1.0)
                 return loss
             finally:
                 managed.busy, self.quiet = before

@@ -30,15 +30,15 @@ class Managed:
         self.group = -1
         self.busy = False
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self.result: Any = None
+        self.returned: Any = None
 
     def run_raw(self, *args: Any, **kwargs: Any) -> Any:
         """Run the script's optimizer, with the arguments that the script gave beyond a closure."""
         given, named = self.call
         # Where apex.amp took the object over, its wrapper steps the twin, whose `step` is the shadow that calls this.
         raw = self.raw.optimizer if isinstance(self.raw, TakenOver) else self.raw
-        self.result = type(raw).step(raw, *(args or given), **(kwargs or named))
-        return self.result
+        self.returned = type(raw).step(raw, *(args or given), **(kwargs or named))
+        return self.returned
 
     def rescale(self, factor: Any) -> None:
         """Multiply the gradients so that they carry this loss scale, and further ones may be added.
@@ -60,8 +60,7 @@ class Managed:
                 flag = torch.zeros((), device=bucket[0].device)  # what is not finite stays so, and is found again
                 unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32).to(flag.device))
         wrapped.take_checked()
-        member.stage = "scaled"
-        member.factors = {0: factor}
+        member.note_scaled(factor)
 
     def release(self) -> None:
         """Give the raw optimizer its own `step` back."""

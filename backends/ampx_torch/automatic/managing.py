@@ -169,7 +169,7 @@ class Manager:
         if closure is not None:
             self._refuse_shared(managed)
             closure = self._seen_through(closure)
-        managed.call, managed.result = (args, kwargs), None
+        managed.call, managed.returned = (args, kwargs), None
         recorder = self.run.recorder
         busy, quiet = managed.busy, self.quiet
         managed.busy = self.quiet = True
@@ -190,7 +190,7 @@ class Manager:
         if counts and (result is None or result.applied or not result.finite):  # else its gradients had been cleared
             recorder.stepped(managed.group)
             self._sampler.after_step()
-        return managed.result if loss is None else loss
+        return managed.returned if loss is None else loss
 
     def _mark(self, managed: Managed) -> bool:
         """Note gradients that did not come through backward: they are true. Tell whether there are any."""
@@ -199,8 +199,7 @@ class Manager:
         if not wrapped.gradients.collect():
             return False
         self._refuse_shared(managed)
-        wrapped.ampx_member.enter(1.0, 0)
-        wrapped.ampx_member.leave(True)
+        wrapped.ampx_member.note_scaled(1.0)
         return True
 
     def _refuse_shared(self, managed: Managed) -> None:

@@ -140,8 +140,8 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=False)
             self.found[loss_id] = self.gradients.finite(flags) and self.found.get(loss_id, True)
             self._scales[loss_id] = float(factor)
-            member.stage = "unscaled"
-        member.factors = {}
+            member.note_unscaled()
+        member.drop_factors()
         self._amp_stash.params_have_scaled_gradients = False
         self._bring_back()
 
@@ -314,7 +314,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Make gradients true that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
-        self.ampx_member.factors = {scaler.loss_id: scaler.loss_scale()}
+        self.ampx_member.note_scaled(scaler.loss_scale(), scaler.loss_id)
         self._make_true()
         if not self.found[scaler.loss_id]:
             scaler._overflow_buf.fill_(1)
