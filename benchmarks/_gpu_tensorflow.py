@@ -89,7 +89,13 @@ def plain_functions_are_rewritten(setup: Setup) -> Figure:
     values = tf.fill([64, 64], 1.0 + 2.0**-13)  # both dtypes round it to 1
     with _session(setup, dtype=dtype) as amp:
         plain = tf.function(lambda a: tf.matmul(tf.nn.relu(a), tf.eye(64)) + 0.0)
-        found = float(amp.prepare(plain)(values)[0, 0]), float(plain(values)[0, 0])
+        try:
+            prepared = amp.prepare(plain)
+        except ampx.UnsupportedByBackendError as error:
+            if setup.on_gpu:
+                raise
+            raise NotHere(str(error)) from None
+        found = float(prepared(values)[0, 0]), float(plain(values)[0, 0])
         require(found[0] == 1.0, f"{dtype}: the prepared function gave {found[0]}")
     return Figure(f"{found[0]} in {dtype}, {found[1]} without", {"rewritten": found[0], "plain": found[1]})
 

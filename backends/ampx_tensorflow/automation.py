@@ -1,8 +1,8 @@
 """`ampx run` in TensorFlow: what happens to optimizers, models, tapes and sessions of a script that is not edited.
 
 A model that Keras compiles and trains by itself is cast by its layers' policies, as by hand: all but those that give
-the outputs. Everything else is cast by the graph rewriter, so that the script sees float32 everywhere: loops over
-`GradientTape`, models with a training step of their own, graphs of TensorFlow 1.
+the outputs. Everything else is cast by the graph rewriter, and outside of graphs product by product, so that the script
+sees float32 everywhere: loops over `GradientTape`, models with a training step of their own, graphs of TensorFlow 1.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.running import Run
 
 from . import automation_graph, automation_models, gradients, graph_rewrite, old_names, replicas, rewrite
+from .automation_operations import Operations
 from .contexts import on_host
 from .ledger import is_one
 from .optimizer import AmpOptimizer
@@ -33,7 +34,6 @@ from .optimizer import AmpOptimizer
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
 _BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _GRAPHS: Final = "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"
-EAGER: Final = "steps ran outside of tf.function, where the graph rewriter sees nothing: they computed in float32"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -54,11 +54,14 @@ class Automation:
         self.wrapped: list[Any] = []
         self.counted: dict[int, int] = {}
         self.depth = _Depth()
+        self.operations = Operations(run.recorder)
 
     # -- the session -------------------------------------------------------------------------------
 
     def session(self, graphs: bool) -> Any:
-        """Give the session, casting graphs too from now on where asked for; layers cast only where prepared.
+        """Give the session, casting graphs and what is outside of them from now on where asked for.
+
+        Layers cast only where prepared. Outside of graphs a rewriter that casts nothing here is not missed.
 
         Raises:
             RunRefusedError: The settings cannot be honoured here.
@@ -71,8 +74,16 @@ class Automation:
         amp = self.run.session(**({"loss_scale": 1.0} if new and only_graphs else {}))
         if new:
             keras.config.set_dtype_policy(before)  # what is not prepared computes in float32
-        if graphs and amp.casting is not None and not rewrite.process.is_on:
-            self.guarded(rewrite.process.on)(amp.casting)
+        if not graphs:
+            return amp
+        plan = amp.casting
+        self.depth.value += 1  # the rewriter is tried in a session, which is none of the script's
+        try:
+            if plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
+                self.guarded(rewrite.process.on)(plan)
+        finally:
+            self.depth.value -= 1
+        self.operations.start()
         return amp
 
     def manage(self, raw: Any, graphs: bool) -> Any:
@@ -135,13 +146,17 @@ class Automation:
 
     # -- loops over tapes --------------------------------------------------------------------------
 
+    def manage_all(self) -> None:
+        """Manage every optimizer that the script has made: a tape does not say which it is for. Sync: none."""
+        for raw in list(self.made):
+            self.manage(raw, True)
+
     def scale(self) -> Any:
         """Give the scale for a backward that may belong to any optimizer; None where there is nothing to scale.
 
         Gradients are true again before the script sees them, so that any scale is right.
         """
-        for raw in list(self.made):
-            self.manage(raw, True)
+        self.manage_all()
         wrapped = [one for _, one in self.managed.values() if isinstance(one, AmpOptimizer)]
         scales = [
             one._ledger.factor(one.ampx_member.group, 0) for one in wrapped if not is_one(one.ampx_member.group.config)
@@ -161,12 +176,13 @@ def automate(run: Run) -> Iterator[None]:
         old_names.install(old.dtype, old.device)
         undo.callback(old_names.uninstall)
         undo.enter_context(graph_rewrite.started_by(lambda: this.session(True), this.add))
-        for patch in (*_patches(this), *automation_graph.patches(this)):
+        for patch in (*_patches(this), *this.operations.patches(), *automation_graph.patches(this)):
             undo.enter_context(patch)
         yield
 
 
 def _finish(this: Automation) -> None:
+    this.operations.stop()
     for wrapped in this.wrapped:
         if isinstance(wrapped, AmpOptimizer):
             this.count(wrapped)
@@ -178,7 +194,7 @@ def _patches(this: Automation) -> Iterator[Any]:
     base = keras.optimizers.Optimizer
     make, apply, update = base.__init__, base.apply, AmpOptimizer._update
     compile_, fit, batch = Trainer.compile, keras.Model.fit, keras.Model.train_on_batch
-    gradient = tf.GradientTape.gradient
+    enter, gradient = tf.GradientTape.__enter__, tf.GradientTape.gradient
 
     @functools.wraps(make)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +227,15 @@ def _patches(this: Automation) -> Iterator[Any]:
         with this.run.recorder.phase("step"):
             step(grads, trainable_variables)
         this.count(wrapped)
-        return this.note(EAGER)
+        if not this.run.recorder.sampling:
+            this.operations.take_down()
+        return None
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        if on_host():  # the first forward is to be cast, too
+            this.manage_all()
+        return enter(self)
 
     @functools.wraps(gradient)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -269,6 +293,7 @@ def _patches(this: Automation) -> Iterator[Any]:
     yield mock.patch.object(base, "__init__", made)
     yield mock.patch.object(base, "apply", applied)
     yield mock.patch.object(AmpOptimizer, "_update", updated)
+    yield mock.patch.object(tf.GradientTape, "__enter__", entered)
     yield mock.patch.object(tf.GradientTape, "gradient", differentiated)
     yield mock.patch.object(Trainer, "compile", compiled)
     yield mock.patch.object(keras.Model, "fit", training(fit))

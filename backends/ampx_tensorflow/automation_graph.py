@@ -36,7 +36,7 @@ def patches(this: Automation) -> Iterator[Any]:
         if this.depth.value:
             return run(self, *args, **kwargs)
         with this.run.recorder.phase("train"):
-            found = run(self, *args, **kwargs)
+            found = this.operations.run_session(run, self, *args, **kwargs)
             if time.perf_counter() - last[0] > _LOOK_SECONDS:
                 _look(this, self)
                 last[0] = time.perf_counter()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_util_port
 
 from ampx.contract import Device
 from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
 
 _BOTH: Final[frozenset[Dtype]] = frozenset({"float16", "bfloat16"})
+# What ONEDNN_MAX_CPU_ISA may say such that oneDNN has no kernel for bfloat16, or one that computes in float32.
+_NO_BFLOAT16: Final = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"})
+_SLOW_BFLOAT16: Final = frozenset({"AVX512_CORE", "AVX512_CORE_VNNI"})
 
 
 def describe(name: str) -> Device:
@@ -41,7 +46,17 @@ def describe(name: str) -> Device:
 
 def _describe_cpu() -> Device:
     details = {"version": tf.__version__}
-    if "avx512_bf16" in _cpu_flags() or "amx_bf16" in _cpu_flags():
+    flags, uses_onednn = _cpu_flags(), bool(_pywrap_util_port.IsMklEnabled())
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
+    if uses_onednn and limit in _NO_BFLOAT16 and "avx512f" in flags:
+        # Native defect: TensorFlow asks the CPU, not oneDNN, and the missing kernel ends the process.
+        usable: frozenset[Dtype] = frozenset() if flags & {"avx512_fp16", "amx_fp16"} else frozenset({"float16"})
+        reason = (
+            f"ONEDNN_MAX_CPU_ISA={limit} takes oneDNN's kernels for bfloat16 away, without which TensorFlow ends the "
+            f"process on this CPU; unset it, or set TF_ENABLE_ONEDNN_OPTS=0"
+        )
+        return Device("cpu", emulated=usable, reason=reason, details=details)
+    if uses_onednn and limit not in _SLOW_BFLOAT16 and flags & {"avx512_bf16", "amx_bf16"}:
         native: frozenset[Dtype] = frozenset({"bfloat16"})
         reason = "this CPU has instructions for bfloat16, which TensorFlow uses"
         return Device("cpu", native, _BOTH - native, preferred="bfloat16", reason=reason, details=details)

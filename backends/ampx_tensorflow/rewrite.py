@@ -71,6 +71,11 @@ def check(plan: CastPlan) -> None:
     _option(plan.device, plan.dtype)
 
 
+def casts(plan: CastPlan) -> bool:
+    """Return whether the rewriter casts as a plan says; it is tried. Sync: one, the first time."""
+    return _works(plan.device, plan.dtype)
+
+
 def _option(device: str, dtype: Dtype) -> str:
     option = _OPTIONS[dtype][0]
     if not _works(device, dtype):

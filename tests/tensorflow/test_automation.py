@@ -1,5 +1,6 @@
 """`ampx run` in TensorFlow: what a script that knows nothing of ampx makes is cast, scaled, and restored."""
 
+import contextlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.client.session import BaseSession
+from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
 from ampx.registry import Registry
@@ -29,12 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*emulated:ampx.errors.Precision
 
 @pytest.fixture
 def start(monkeypatch):
-    """Automate, in a dtype that the rewriter knows here."""
+    """Automate, in a dtype that the rewriter knows here if graphs are to be cast."""
     for name in ("TF_ENABLE_AUTO_MIXED_PRECISION", "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"):
         monkeypatch.delenv(name, raising=False)
 
-    def automated(dtype="bfloat16"):
-        if not rewrite._works("cpu", dtype):
+    def automated(dtype="bfloat16", graphs=True):
+        if graphs and not rewrite._works("cpu", dtype):
             pytest.skip(f"TensorFlow's rewriter casts nothing to {dtype} here: it was tried")
         run = Run("tensorflow", RunSettings(dtype, "O1", "cpu"))
         return run, Registry().load("tensorflow").automate(run)
@@ -47,7 +49,10 @@ def patched():
     return [
         *(getattr(base, name) for name in ("__init__", "apply")),
         *(getattr(keras.Model, name) for name in ("compile", "fit", "train_on_batch")),
-        tf.GradientTape.gradient,
+        *(getattr(tf.GradientTape, name) for name in ("__enter__", "gradient")),
+        *(getattr(gen_math_ops, name) for name in ("mat_mul", "batch_mat_mul_v2")),
+        *(getattr(gen_nn_ops, name) for name in ("conv2d", "conv2d_backprop_input", "depthwise_conv2d_native")),
+        gen_linalg_ops.einsum,
         *(getattr(v1.train.Optimizer, name) for name in ("minimize", "compute_gradients", "apply_gradients")),
         *(getattr(BaseSession, name) for name in ("__init__", "run", "close")),
         keras.config.dtype_policy().name,
@@ -132,7 +137,7 @@ def test_a_step_of_fit_has_the_operations_of_one_edited_by_hand(start):
 
 @pytest.mark.parametrize("optimizer", ["sgd", {"class_name": "SGD", "config": {"learning_rate": 0.01}}])
 def test_a_step_of_fit_that_overflows_is_skipped_and_recorded(start, optimizer):
-    run, region = start("float16")
+    run, region = start("float16", graphs=False)
     x = np.ones((6, 64), "float32")
     x[2] = math.inf
     with region:
@@ -182,25 +187,109 @@ def test_a_model_with_its_own_training_step_is_cast_as_a_graph(start):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_loop_over_tapes_trains_scales_and_skips(start, dtype, traced):
-    run, region = start(dtype)
+    run, region = start(dtype, graphs=traced)
     variable = tf.Variable([8.0])
     with region:
         step = loop(variable, keras.optimizers.SGD(1.0), dtype)
         step = tf.function(step) if traced else step
         true = [step(tf.constant(factor)) for factor in (1.0, math.inf, 2.0)]
-        cast = ROUNDED[dtype] if traced else VALUE  # eager operations are in no graph
+        cast = ROUNDED[dtype]
         assert [true[0].numpy()[0], true[2].numpy()[0]] == [cast, 2 * cast]
         assert variable.numpy()[0] == np.float32(8.0) - np.float32(3 * cast)
     (seen,) = run.recorder.optimizers.values()
     assert (seen.steps, seen.skipped) == (3, [2])
     assert seen.scales == ([(2, 2.0**15)] if dtype == "float16" else [])
-    assert any("outside of tf.function" in note for note in run.recorder.notes) is not traced
+    assert {computed for _, computed in run.recorder.ops} == {dtype}
     step(tf.constant(math.inf))  # a step without ampx is not skipped
     assert not np.isfinite(variable.numpy()).all()
 
 
+SMALL = 2.0**-10  # times the loss scale it fits into float16
+PRODUCTS = {
+    "MatMul": lambda x: tf.matmul(x[0, 0], np.eye(4, dtype="float32")),
+    "BatchMatMulV2": lambda x: tf.matmul(x, tf.Variable(np.eye(4, dtype="float32"))[None, None]),
+    "Einsum": lambda x: tf.einsum("abij,jk->abik", x, tf.eye(4)),
+    "Conv2D": lambda x: tf.nn.conv2d(x, tf.Variable(np.eye(4, dtype="float32").reshape(1, 1, 4, 4)), 1, "SAME"),
+    "Conv3D": lambda x: tf.nn.conv3d(x[None], tf.reshape(tf.eye(4), [1, 1, 1, 4, 4]), [1] * 5, "SAME"),
+    "Conv2DBackpropInput": lambda x: tf.nn.conv2d_transpose(x, tf.eye(4)[None, None], x.shape, 1),
+    "DepthwiseConv2DNative": lambda x: tf.nn.depthwise_conv2d(x, tf.ones([1, 1, 4, 1]), [1] * 4, "SAME"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_products_outside_of_functions_are_cast_and_the_script_sees_float32(start, kind, dtype):
+    """Each gives its operand again, so that its result and its gradient tell what it computed in."""
+    run, region = start(dtype, graphs=False)
+    variable = tf.Variable(tf.fill([1, 2, 4, 4], VALUE))
+    with region:
+        optimizer = keras.optimizers.SGD(1.0)
+        with tf.GradientTape() as tape:
+            product = PRODUCTS[kind](variable * 1.0)
+            loss = tf.reduce_sum(product * tf.stop_gradient(product)) * SMALL
+        (gradient,) = tape.gradient(loss, [variable])
+        optimizer.apply_gradients([(gradient, variable)])
+    assert product.dtype == gradient.dtype == tf.float32
+    assert set(product.numpy().flat) == {np.float32(ROUNDED[dtype])}
+    assert set(gradient.numpy().flat) <= {np.float32(ROUNDED[dtype] * SMALL), np.float32(0.0)}
+    assert run.recorder.ops[kind, dtype] >= 1
+    assert {computed for _, computed in run.recorder.ops} == {dtype}
+
+
+def test_what_the_script_computes_in_a_dtype_of_its_own_stays_in_it(start):
+    run, region = start(graphs=False)
+    variable = tf.Variable(tf.fill([2, 2], VALUE))
+    with region:
+        optimizer = keras.optimizers.SGD(1.0)
+        with tf.GradientTape() as tape:
+            wide = tf.matmul(tf.cast(variable, tf.float64), tf.eye(2, dtype=tf.float64))
+            narrow = tf.matmul(tf.cast(variable, tf.float16), tf.eye(2, dtype=tf.float16))
+            whole = tf.matmul(tf.constant([[3]]), tf.constant([[5]]))
+            loss = tf.cast(tf.reduce_sum(wide), tf.float32)
+        optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+    assert (wide.dtype, narrow.dtype, whole.dtype) == (tf.float64, tf.float16, tf.int32)
+    assert wide.numpy()[0, 0] == np.float32(VALUE)
+    assert "bfloat16" not in {computed for _, computed in run.recorder.ops}
+
+
+@pytest.mark.parametrize("where", ["eager", "function", "session"])
+def test_the_operations_told_are_those_that_ran(start, where):
+    """Two products forward and three backward, the first of which has no gradient for its input."""
+    run, region = start(graphs=where != "eager")
+    with region, tf.Graph().as_default() if where == "session" else contextlib.nullcontext():
+        weights = [v1.get_variable(name, initializer=np.ones((4, 4), "float32")) for name in "ab"]
+
+        def forward():
+            hidden = tf.nn.relu(tf.matmul(tf.ones((8, 4)) * 0.5, weights[0]))
+            return tf.reduce_mean(tf.square(tf.matmul(hidden, weights[1])))
+
+        if where == "session":
+            train = v1.train.GradientDescentOptimizer(0.1).minimize(forward())
+            with v1.Session() as session:
+                session.run(v1.global_variables_initializer())
+                for _ in range(4):
+                    session.run(train)
+        else:
+            optimizer = keras.optimizers.SGD(0.1)
+
+            def step():
+                with tf.GradientTape() as tape:
+                    loss = forward()
+                optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+            step = tf.function(step) if where == "function" else step
+            for _ in range(4):
+                step()
+    assert run.recorder.sampled_steps == (1 if where == "function" else 3)
+    products = Counter()
+    for (kind, dtype), count in run.recorder.ops.items():
+        products[dtype] += count
+        assert kind in ("MatMul", "FusedMatMul")
+    assert products == {"bfloat16": 5 * run.recorder.sampled_steps}
+
+
 def test_gradients_that_belong_to_no_loss_are_left_alone(start):
-    _, region = start("float16")
+    _, region = start("float16", graphs=False)
     with region:
         variable, x = tf.Variable([3.0]), tf.constant([2.0])
         optimizer = keras.optimizers.SGD(1.0)

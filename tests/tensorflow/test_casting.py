@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import ampx
+from ampx_tensorflow import devices
 
 
 def every_kind():
@@ -133,6 +134,7 @@ def test_keras_on_another_engine_is_refused(engine, how, tmp_path):
     (tmp_path / "keras.json").write_text(f'{{"backend": "{engine if how == "file" else "tensorflow"}"}}')
     script = """
 import ampx
+from ampx_tensorflow import devices
 try:
     ampx.init("tensorflow")
 except ampx.AmpxError as error:
@@ -150,3 +152,29 @@ except ampx.AmpxError as error:
     assert f"Keras runs on '{engine}'" in done.stdout
     assert "KERAS_BACKEND=tensorflow" in done.stdout
     assert f"framework='{engine}'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("onednn", "flags", "limit", "bfloat16"),
+    [
+        (True, {"avx512f", "avx512_bf16"}, None, "native"),
+        (True, {"avx512f", "avx512_bf16"}, "AVX512_CORE", "emulated"),
+        (True, {"avx512f", "avx512_bf16"}, "AVX2", "refused"),
+        (True, {"avx2"}, "AVX2", "emulated"),
+        (False, {"avx512f", "avx512_bf16"}, "AVX2", "emulated"),
+        (False, {"avx512f", "avx512_bf16"}, None, "emulated"),
+    ],
+)
+def test_bfloat16_is_native_only_where_onednn_computes_it(monkeypatch, onednn, flags, limit, bfloat16):
+    """Native defect: where oneDNN is told to use no AVX-512 on a CPU that has it, TensorFlow ends the process."""
+    monkeypatch.setattr(devices._pywrap_util_port, "IsMklEnabled", lambda: onednn)
+    monkeypatch.setattr(devices, "_cpu_flags", lambda: frozenset(flags))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    found = devices.describe("cpu")
+    assert ("bfloat16" in found.native, "bfloat16" in found.emulated) == (bfloat16 == "native", bfloat16 == "emulated")
+    assert found.preferred == ("bfloat16" if bfloat16 == "native" else None)
+    if bfloat16 == "refused":
+        with pytest.raises(ampx.UnsupportedDtypeError, match="float16"):
+            ampx.init("tensorflow", dtype="bfloat16", device="cpu")

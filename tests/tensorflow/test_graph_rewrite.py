@@ -13,7 +13,7 @@ import tf_keras
 
 import ampx
 import ampx_tensorflow
-from ampx_tensorflow import graph_rewrite
+from ampx_tensorflow import graph_rewrite, rewrite
 
 v1 = tf.compat.v1
 # 1 + 2**-9 + 2**-13: bfloat16 keeps seven bits behind the point.
@@ -199,6 +199,8 @@ with tf.Session() as sess:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_recipe_trains_as_it_was_printed(recipe):
     """In a process of its own: graph mode cannot be left again."""
+    if not rewrite._works("cpu", "bfloat16"):
+        pytest.skip("TensorFlow's rewriter casts nothing to bfloat16 here: it was tried")
     start = 'import ampx_tensorflow, warnings; warnings.simplefilter("ignore"); ampx_tensorflow.install("bfloat16")\n'
     done = subprocess.run(
         [sys.executable, "-c", start + RECIPES[recipe]],
