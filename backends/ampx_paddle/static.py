@@ -227,8 +227,11 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             new, old = getattr(after, field.name), getattr(state, field.name)
             if new is not old:
                 paddle.assign(new, old)
-        # Made inside the condition, the variable would be hidden from the executor, which sets it for schedulers.
+        # Made inside the condition, variables would be hidden: from the executor, which sets the learning rate for
+        # schedulers, and from all that saves and loads a program, which would leave the optimizer's state out.
         self.optimizer._create_global_learning_rate()
+        trained = [parameter for parameter, _ in pairs if not parameter.stop_gradient]
+        self.optimizer._create_accumulators(loss.block, trained)
         # A condition, and not Paddle's mark `found_inf`, which only some optimizers look at.
         paddle.static.nn.cond(finite, lambda: self._apply(pairs), None)
         group.ledger = GraphLedger(names, group.config)

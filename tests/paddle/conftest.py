@@ -1,5 +1,6 @@
 """Every test starts without a session and leaves none."""
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -62,3 +63,16 @@ def native():
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+@pytest.fixture
+def fluid():
+    """The alias of `paddle.fluid` as a script sees it, with empty programs of its own."""
+    import ampx_paddle.fluid
+
+    ampx_paddle.fluid.install("bfloat16")
+    alias = importlib.import_module("paddle.fluid")
+    with alias.program_guard(alias.Program(), alias.Program()), alias.scope_guard(alias.Scope()):
+        yield alias
+    ampx.shutdown()
+    ampx_paddle.fluid.uninstall()

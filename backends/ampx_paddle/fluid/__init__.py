@@ -13,17 +13,35 @@ import sys
 from typing import Any, Final
 
 import paddle
-from paddle import ParamAttr
-from paddle.utils import unique_name
+from paddle.base import (
+    BuildStrategy,
+    CPUPlace,
+    CUDAPinnedPlace,
+    CUDAPlace,
+    ParamAttr,
+    core,
+    cpu_places,
+    create_lod_tensor,
+    create_random_int_lodtensor,
+    cuda_pinned_places,
+    cuda_places,
+    get_flags,
+    is_compiled_with_cuda,
+    require_version,
+    set_flags,
+    unique_name,
+)
 
 from ampx.policy import normalise_dtype
 
-from . import clip, contrib, initializer, layers, nets, optimizer, regularizer
-from .executor import DataFeeder, Executor
+from . import clip, contrib, initializer, io, layers, nets, optimizer, regularizer
+from .executor import DataFeeder, Executor, LoDTensor
+from .io import load, save
 from .layers.networks import embedding as _embedding
 from .layers.tensors import check_level as _check_level
 from .missing import FluidNameError, refuse_missing
 from .programs import (
+    CompiledProgram,
     Program,
     Scope,
     default_main_program,
@@ -33,47 +51,57 @@ from .programs import (
     program_guard,
     scope_guard,
 )
+from .script import forget as _forget_scripts
 from .settings import choose_dtype as _choose_dtype
 
-CPUPlace, CUDAPlace, CUDAPinnedPlace = paddle.CPUPlace, paddle.CUDAPlace, paddle.CUDAPinnedPlace
-is_compiled_with_cuda = paddle.is_compiled_with_cuda
-cpu_places, cuda_places = paddle.static.cpu_places, paddle.static.cuda_places
-
 __all__ = [
+    "BuildStrategy",
     "CPUPlace",
     "CUDAPinnedPlace",
     "CUDAPlace",
+    "CompiledProgram",
     "DataFeeder",
     "Executor",
     "FluidNameError",
+    "LoDTensor",
     "ParamAttr",
     "Program",
     "Scope",
     "clip",
     "contrib",
+    "core",
     "cpu_places",
+    "create_lod_tensor",
+    "create_random_int_lodtensor",
+    "cuda_pinned_places",
     "cuda_places",
     "data",
     "default_main_program",
     "default_startup_program",
     "embedding",
+    "get_flags",
     "global_scope",
     "initializer",
     "install",
+    "io",
     "is_compiled_with_cuda",
     "layers",
+    "load",
     "name_scope",
     "nets",
     "optimizer",
     "program_guard",
     "regularizer",
+    "require_version",
+    "save",
     "scope_guard",
+    "set_flags",
     "uninstall",
     "unique_name",
 ]
 
 _NAME: Final = "paddle.fluid"
-_INTERNAL: Final = ("executor", "missing", "parameters", "programs", "settings")
+_INTERNAL: Final = ("executor", "missing", "parameters", "programs", "script", "settings")
 _before: Final[dict[str, Any]] = {}
 
 
@@ -109,13 +137,14 @@ def install(dtype: str = "auto") -> None:
     Sync: none.
     """
     _choose_dtype(dtype if dtype == "auto" else normalise_dtype(dtype))
+    _forget_scripts()
     if _before:
         return
     _before["eager"] = paddle.in_dynamic_mode()
     _before["fluid"] = vars(paddle).get("fluid")
     _before["modules"] = {}
-    for module in _modules():
-        name = module.__name__.replace(__name__, _NAME, 1)
+    modules = {module.__name__.replace(__name__, _NAME, 1): module for module in _modules()}
+    for name, module in {**modules, f"{_NAME}.core": core, f"{_NAME}.unique_name": unique_name}.items():
         _before["modules"][name] = sys.modules.get(name)
         sys.modules[name] = module
     paddle.fluid = sys.modules[__name__]

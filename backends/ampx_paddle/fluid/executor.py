@@ -12,13 +12,14 @@ from ampx.errors import UnsupportedByBackendError
 
 from .layers.learning_rate import Schedule
 from .missing import refuse_missing
-from .programs import Program, raw
+from .programs import Program, raw, widened
+from .script import check_callers
 
-__all__ = ["DataFeeder", "Executor"]
+__all__ = ["DataFeeder", "Executor", "LoDTensor"]
 
 
-class _OneElement(np.ndarray):  # type: ignore[misc]
-    """What is fetched with one element: scripts write `float(loss)`, which NumPy allows no more for shape (1,)."""
+class _Fetched(np.ndarray):  # type: ignore[misc]
+    """What is fetched: scripts write `float(loss)`, also of a row, which NumPy allows no more for shape (1,)."""
 
     def __float__(self) -> float:
         return float(self.item())
@@ -28,6 +29,30 @@ class _OneElement(np.ndarray):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return repr(np.asarray(self))
+
+
+class LoDTensor:
+    """What is fetched with `return_numpy=False`: Paddle's tensor, and the calls of fluid's that it has no more."""
+
+    def __init__(self, tensor: Any) -> None:
+        """Stand for one of Paddle's."""
+        self._tensor = tensor
+
+    def recursive_sequence_lengths(self) -> list[list[int]]:
+        """Give the lengths of sequences: none, because Paddle 3 has no such tensors."""
+        return []
+
+    lod = recursive_sequence_lengths
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Give the values as a NumPy array. Sync: waits for the device."""
+        return np.array(self._tensor, dtype=dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on Paddle's tensor."""
+        if name.startswith("__") or "_tensor" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._tensor, name)
 
 
 class Executor:
@@ -45,7 +70,7 @@ class Executor:
     def run(
         self,
         program: Any = None,
-        feed: Mapping[str, Any] | None = None,
+        feed: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         fetch_list: Sequence[Any] | None = None,
         feed_var_name: str = "feed",
         fetch_var_name: str = "fetch",
@@ -57,7 +82,7 @@ class Executor:
 
         Args:
             program: A program; None is the default main program.
-            feed: Arrays by the names of the program's inputs.
+            feed: Arrays by the names of the program's inputs; or what a reader gives, a list of one such dict.
             fetch_list: Values to return: those that layers gave, or names of parameters. A clone finds those of the
                 program it was made from.
             feed_var_name: As in Paddle.
@@ -70,15 +95,24 @@ class Executor:
             What was asked for, in order.
 
         Raises:
-            UnsupportedByBackendError: A name in `fetch_list` is no parameter or input of the program.
+            FluidNameError: Before anything is run: the script uses a name of fluid later that is not in the alias.
+            UnsupportedByBackendError: A name in `fetch_list` is no parameter or input of the program, or `feed` is for
+                several devices.
 
         Sync: waits for the device.
         """
+        check_callers()
+        if feed is not None and not isinstance(feed, Mapping):
+            if len(feed) != 1:
+                raise UnsupportedByBackendError(
+                    f"Executor.run got a list of {len(feed)} feeds; accepted: one, for one device. Feed a dict."
+                )
+            feed = feed[0]
         chosen = Program(paddle.static.default_main_program()) if program is None else program
         fetched = [_find(chosen, one) for one in fetch_list or ()]
         results: list[Any] = self._executor.run(
             raw(chosen),
-            feed=dict(feed or {}),
+            feed={name: getattr(value, "_tensor", value) for name, value in dict(feed or {}).items()},
             fetch_list=fetched,
             feed_var_name=feed_var_name,
             fetch_var_name=fetch_var_name,
@@ -88,9 +122,7 @@ class Executor:
         schedule = getattr(raw(chosen), "lr_scheduler", None)
         if isinstance(schedule, Schedule):
             schedule.step()  # in fluid a schedule was part of the program
-        if return_numpy:
-            return [_one(result) for result in results]
-        return results
+        return [_one(result) if return_numpy else LoDTensor(result) for result in results]
 
     def close(self) -> None:
         """Release what the executor holds. Sync: none."""
@@ -98,12 +130,12 @@ class Executor:
 
 
 def _one(result: Any) -> Any:
-    return result.view(_OneElement) if isinstance(result, np.ndarray) and result.size == 1 else result
+    return result.view(_Fetched) if isinstance(result, np.ndarray) else result
 
 
 def _find(program: Any, wanted: Any) -> Any:
     if not isinstance(wanted, str):
-        return _widened(program.find(wanted) if isinstance(program, Program) else wanted)
+        return widened(program.find(wanted) if isinstance(program, Program) else wanted)
     value = raw(program).get_parameter_value_by_name(wanted)
     if not value.initialized():
         raise UnsupportedByBackendError(
@@ -113,14 +145,6 @@ def _find(program: Any, wanted: Any) -> Any:
     return value
 
 
-def _widened(value: Any) -> Any:
-    """Give the float32 that the program makes of a value which `decorate` has cast; others as they are."""
-    if value.dtype not in (paddle.float16, paddle.bfloat16):
-        return value
-    wide = [one.result(0) for one in value.all_used_ops() if one.name() == "pd_op.cast"]
-    return next((one for one in wide if one.dtype == paddle.float32), value)
-
-
 class DataFeeder:
     """Turns a batch, a list of tuples, into arrays by the names of inputs."""
 
@@ -128,18 +152,16 @@ class DataFeeder:
         """Remember the inputs.
 
         Args:
-            feed_list: Inputs, as `data` gave them, in the order of each tuple.
+            feed_list: Inputs, as `data` gave them, or their names, in the order of each tuple.
             place: Not needed: the executor copies.
-            program: Not needed: inputs know their names.
+            program: Has the inputs that are named; None for the default main program.
 
         Raises:
-            UnsupportedByBackendError: An input is given by its name.
+            InvalidOptionError: The program has no input of a name.
         """
-        if any(isinstance(one, str) for one in feed_list):
-            raise UnsupportedByBackendError(
-                "DataFeeder got names of inputs; accepted: inputs, as fluid.layers.data returns them. Pass these."
-            )
-        self._inputs = [(one.name, one.shape, _NUMPY[str(one.dtype).rpartition(".")[2].lower()]) for one in feed_list]
+        block = (Program(paddle.static.default_main_program()) if program is None else program).global_block()
+        inputs = [block.var(one) if isinstance(one, str) else one for one in feed_list]
+        self._inputs = [(one.name, one.shape, _NUMPY[str(one.dtype).rpartition(".")[2].lower()]) for one in inputs]
 
     def feed(self, iterable: Iterable[Sequence[Any]]) -> dict[str, Any]:
         """Give the arrays for `Executor.run`.

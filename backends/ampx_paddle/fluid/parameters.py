@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import paddle
+from paddle.base import unique_name
 from paddle.base.layer_helper import LayerHelper
+
+
+def name_layer(kind: str, name: str | None = None) -> LayerHelper:
+    """Give a layer's helper, which makes names such as `fc_0.w_0`.
+
+    In `unique_name.guard` they begin anew, as in fluid: so does the network of a script that loads what it saved.
+
+    Sync: none.
+    """
+    return LayerHelper(kind, name=unique_name.generate(kind) if name is None else name)
 
 
 def make_parameter(

@@ -9,9 +9,12 @@ from typing import Any
 import paddle
 from paddle.base.libpaddle import pir
 
+from ampx.errors import InvalidOptionError, UnsupportedByBackendError
+
 from .missing import refuse_missing
 
 __all__ = [
+    "CompiledProgram",
     "Program",
     "Scope",
     "default_main_program",
@@ -72,6 +75,10 @@ class Program:
         paddle.seed(seed)
         self.program.random_seed = seed
 
+    def global_block(self) -> Block:
+        """Give the block that holds all others. Sync: none."""
+        return Block(self.program)
+
     def __getattr__(self, name: str) -> Any:
         """Look the rest up on Paddle's program."""
         if name.startswith("__") or "program" not in self.__dict__:
@@ -89,6 +96,75 @@ class Program:
     def __str__(self) -> str:
         """Print the program."""
         return str(self.program)
+
+
+class Block:
+    """The outermost block of a program, in which values are found by name as in fluid."""
+
+    def __init__(self, program: Any) -> None:
+        """Stand for that of one of Paddle's programs."""
+        self._program = program
+
+    def var(self, name: str) -> Any:
+        """Give the input or the parameter of a name.
+
+        Raises:
+            InvalidOptionError: There is none: other values have no names in Paddle 3.
+
+        Sync: none.
+        """
+        for value in self._program.list_vars():
+            if value.has_name and value.name == name:
+                return value
+        raise InvalidOptionError(
+            f"var got {name!r}, which is no input or parameter of the program; accepted: their names. Use the value "
+            f"that the layer returned: other values have no names in Paddle 3."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Look the rest up on Paddle's block."""
+        if name.startswith("__") or "_program" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._program.global_block(), name)
+
+
+class CompiledProgram(Program):
+    """The same program: Paddle 3 compiles every one."""
+
+    def __init__(self, program: Any, build_strategy: Any = None) -> None:
+        """Stand for a program of fluid or Paddle; the strategy is Paddle's own choice."""
+        values = program._values if isinstance(program, Program) else None
+        super().__init__(raw(program), values)
+
+    def with_data_parallel(
+        self,
+        loss_name: str | None = None,
+        build_strategy: Any = None,
+        exec_strategy: Any = None,
+        share_vars_from: Any = None,
+        places: Any = None,
+    ) -> CompiledProgram:
+        """Give the same program, for one device.
+
+        Raises:
+            UnsupportedByBackendError: There are several places.
+
+        Sync: none.
+        """
+        if isinstance(places, (list, tuple)) and len(places) > 1:
+            raise UnsupportedByBackendError(
+                f"with_data_parallel got {len(places)} places; accepted: one. Leave `places` out, and start one "
+                f"process a device with paddle.distributed.launch for more."
+            )
+        return self
+
+
+def widened(value: Any) -> Any:
+    """Give the float32 that the program makes of a value which `decorate` has cast; others as they are. Sync: none."""
+    if value.dtype not in (paddle.float16, paddle.bfloat16):
+        return value
+    wide = [one.result(0) for one in value.all_used_ops() if one.name() == "pd_op.cast"]
+    return next((one for one in wide if one.dtype == paddle.float32), value)
 
 
 def raw(program: Any) -> Any:

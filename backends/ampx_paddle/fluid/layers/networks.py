@@ -12,7 +12,7 @@ from paddle.nn import functional
 from paddle.nn.initializer import Constant, Normal
 
 from ampx.errors import UnsupportedByBackendError
-from ampx_paddle.fluid.parameters import make_parameter, make_statistic
+from ampx_paddle.fluid.parameters import make_parameter, make_statistic, name_layer
 
 from .activations import activate
 
@@ -39,7 +39,7 @@ def fc(
         act: Name of an activation.
         name: The start of the parameters' names.
     """
-    helper = LayerHelper("fc", name=name)
+    helper = name_layer("fc", name)
     inputs = list(input) if isinstance(input, (list, tuple)) else [input]
     attrs = list(param_attr) if isinstance(param_attr, (list, tuple)) else [param_attr] * len(inputs)
     total = None
@@ -69,7 +69,7 @@ def conv2d(
     data_format: str = "NCHW",
 ) -> Any:
     """Convolve images; the arguments are fluid's, and `use_cudnn` is Paddle's own choice."""
-    helper = LayerHelper("conv2d", name=name)
+    helper = name_layer("conv2d", name)
     kernel, count = _pair(filter_size), groups or 1
     channels = input.shape[_channels(data_format)]
     spread = (2.0 / (kernel[0] * kernel[1] * channels)) ** 0.5
@@ -101,7 +101,7 @@ def conv2d_transpose(
         raise UnsupportedByBackendError(
             "conv2d_transpose got no filter_size; accepted: a number or a pair. Pass it; output_size may stand beside."
         )
-    helper = LayerHelper("conv2d_transpose", name=name)
+    helper = name_layer("conv2d_transpose", name)
     count, channels = groups or 1, input.shape[_channels(data_format)]
     weight = make_parameter(helper, param_attr, [channels, num_filters // count, *_pair(filter_size)])
     out = functional.conv2d_transpose(
@@ -166,7 +166,7 @@ def batch_norm(
     use_global_stats: bool = False,
 ) -> Any:
     """Normalise by the statistics of the batch, or by those kept with the parameters; the arguments are fluid's."""
-    helper = LayerHelper("batch_norm", name=name)
+    helper = name_layer("batch_norm", name)
     axis = 1 if len(input.shape) == 2 else _channels(data_layout)
     size = [input.shape[axis]]
     scale = make_parameter(helper, param_attr, size, initializer=Constant(1.0))
@@ -200,7 +200,7 @@ def layer_norm(
     name: str | None = None,
 ) -> Any:
     """Normalise every sample over the axes from `begin_norm_axis` on; the arguments are fluid's."""
-    helper = LayerHelper("layer_norm", name=name)
+    helper = name_layer("layer_norm", name)
     shape = list(input.shape[begin_norm_axis:])
     size = [int(np.prod(shape))]
     weight = make_parameter(helper, param_attr, size, initializer=Constant(1.0)) if scale else None
@@ -233,7 +233,7 @@ def embedding(
             f"embedding got is_distributed={is_distributed}, dtype={dtype!r}; accepted: False and 'float32'. Leave "
             f"them out."
         )
-    table = make_parameter(LayerHelper("embedding"), param_attr, size)
+    table = make_parameter(name_layer("embedding"), param_attr, size)
     rows = paddle.squeeze(input, -1) if input.shape[-1] == 1 else input
     return functional.embedding(rows, table, padding_idx=padding_idx)
 

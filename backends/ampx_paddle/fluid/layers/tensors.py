@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 import paddle
-from paddle.base.layer_helper import LayerHelper
 
 from ampx.errors import UnsupportedByBackendError
-from ampx_paddle.fluid.parameters import make_parameter
+from ampx_paddle.fluid.parameters import make_parameter, name_layer
 
 from .activations import activate
 
@@ -109,7 +108,7 @@ def create_parameter(
     given = paddle.ParamAttr._to_attr(attr)
     if name is not None and given.name is None:
         given.name = name
-    return make_parameter(LayerHelper("create_parameter"), given, shape, is_bias, default_initializer)
+    return make_parameter(name_layer("create_parameter"), given, shape, is_bias, default_initializer)
 
 
 def fill_constant(shape: Sequence[int], dtype: str, value: float, force_cpu: bool = False, out: Any = None) -> Any:
