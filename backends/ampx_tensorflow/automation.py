@@ -67,8 +67,8 @@ class Automation:
             RunRefusedError: The settings cannot be honoured here.
         """
         new = self.run.amp is None
-        if new and keras.config.dtype_policy().name.startswith("mixed_"):
-            self.refuse("its global policy is a mixed one")
+        if new and (policy := graph_rewrite.mixed_policy()):
+            self.refuse(f"the global policy of {policy}")
         before = keras.config.dtype_policy()
         only_graphs = os.environ.get(_GRAPHS) == "1" and os.environ.get(_BOTH) != "1"
         amp = self.run.session(**({"loss_scale": 1.0} if new and only_graphs else {}))

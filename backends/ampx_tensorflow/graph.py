@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ampx import sessions
 from ampx.backend import reject_unknown
-from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
+from ampx.errors import AlreadyWrappedError, LowPrecisionParametersError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
 from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
@@ -25,21 +25,26 @@ _v1 = tf.compat.v1
 
 
 def is_optimizer(candidate: object) -> bool:
-    """Tell whether this is a raw optimizer of `tf.compat.v1.train`. Sync: none."""
-    wrapped = isinstance(candidate, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer)
-    return isinstance(candidate, _v1.train.Optimizer) and not wrapped
+    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx. Sync: none."""
+    return isinstance(candidate, _v1.train.Optimizer) and not isinstance(candidate, GraphOptimizer)
 
 
 def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> GraphOptimizer:
     """Wrap a raw optimizer, making the loss scale's variables in the present graph.
 
     Raises:
+        AlreadyWrappedError: It scales the loss itself.
         InvalidOptionError: An option is unknown.
         UnsupportedByBackendError: It is one of a list.
 
     Sync: none.
     """
     reject_unknown("tensorflow", options, ())
+    if isinstance(optimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
+        raise AlreadyWrappedError(
+            f"wrap_optimizer got {type(optimizer).__name__}, which scales the loss itself; its gradients would be "
+            f"unscaled twice. Pass the optimizer that was given to it, and loss_scale=… to wrap_optimizer."
+        )
     if len(member.group.members) > 1:
         raise UnsupportedByBackendError(
             "wrap_optimizer got several optimizers of tf.compat.v1.train; accepted: one. Wrap them one by one."

@@ -6,6 +6,7 @@ ampx does it: its plan says that graphs are cast, so that whatever ends the sess
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -24,9 +25,8 @@ from ampx.errors import AmpxWarning, InvalidOptionError, ProtocolError
 from ampx.scale_state import LossScale
 
 from . import rewrite
+from .optimizer import FORMER_INIT_SCALE
 
-# The first loss scale of the function of this name in TensorFlow and of Keras 2's LossScaleOptimizer.
-FORMER_INIT_SCALE: Final = 2.0**15
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,12 @@ def enable_mixed_precision_graph_rewrite(
             "enable_mixed_precision_graph_rewrite was called in a session that casts layers; accepted: no session, or "
             "one with level='O0'. Give the optimizer to ampx.wrap_optimizer, or call ampx.shutdown() first."
         )
-    if session is None and keras.config.dtype_policy().name.startswith("mixed_"):
+    policy = mixed_policy()
+    if session is None and policy:
         raise ProtocolError(
-            f"enable_mixed_precision_graph_rewrite was called while Keras' global policy is "
-            f"{keras.config.dtype_policy().name!r}, which casts already; accepted: one of both. Leave out "
-            f"set_global_policy, or use keras.mixed_precision.LossScaleOptimizer for the loss scale."
+            f"enable_mixed_precision_graph_rewrite was called while the global policy of {policy}, which casts "
+            f"already; accepted: one of both. Leave out set_global_policy, or use "
+            f"keras.mixed_precision.LossScaleOptimizer for the loss scale."
         )
     if session is not None:
         return session.wrap_optimizer(opt, loss_scale=config)
@@ -138,6 +139,17 @@ def enable_mixed_precision_graph_rewrite(
         raise
     _started.session = weakref.ref(session)
     return wrapped
+
+
+def mixed_policy() -> str:
+    """Return which Keras has a global policy that casts, and which one, as "Keras is 'mixed_float16'"; "" for none.
+
+    Sync: none.
+    """
+    policies = {"Keras": keras.config.dtype_policy()}
+    if "tf_keras" in sys.modules:
+        policies["tf_keras"] = sys.modules["tf_keras"].mixed_precision.global_policy()
+    return next((f"{name} is {one.name!r}" for name, one in policies.items() if one.name.startswith("mixed_")), "")
 
 
 def disable_mixed_precision_graph_rewrite() -> None:

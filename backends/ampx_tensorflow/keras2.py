@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import keras
 import tensorflow as tf
 
 from ampx.errors import InvalidOptionError
-from ampx.scale_state import LossScale
 
-from .graph_rewrite import FORMER_INIT_SCALE, read_loss_scale
-from .optimizer import AmpOptimizer
+from .graph_rewrite import read_loss_scale
+from .optimizer import AmpOptimizer, read_configuration
+from .protocol import Keras2Optimizer
+
+_OPTIONS: Final = frozenset({"loss_scale", "max_grad_norm", "max_grad_value", "enabled", "member", "name"})
+_OF_THE_INNER: Final[Mapping[str, Any]] = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
 
 
 @keras.saving.register_keras_serializable("ampx")
-class LossScaleOptimizer(AmpOptimizer):
+class LossScaleOptimizer(Keras2Optimizer, AmpOptimizer):
     """`tf.keras.mixed_precision.LossScaleOptimizer` as Keras 2 had it, over an optimizer of Keras 3."""
 
     def __init__(
@@ -37,7 +51,7 @@ class LossScaleOptimizer(AmpOptimizer):
             **options: As `AmpOptimizer`, which Keras gives when it loads a model.
 
         Raises:
-            InvalidOptionError: The arguments contradict each other, or are out of range.
+            InvalidOptionError: The arguments contradict each other, are out of range, or the inner optimizer's.
         """
         if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
             raise InvalidOptionError(
@@ -45,32 +59,20 @@ class LossScaleOptimizer(AmpOptimizer):
                 f"optimizer that does not. Pass the one inside (inner_optimizer)."
             )
         if "loss_scale" not in options:
-            options["loss_scale"] = _config(dynamic, initial_scale, dynamic_growth_steps)
+            options["loss_scale"] = read_configuration(dynamic, initial_scale, dynamic_growth_steps)
+        for name, default in _OF_THE_INNER.items():  # Keras writes the defaults into its configurations
+            if options.get(name, default) == default:
+                options.pop(name, None)
+        if unknown := sorted(set(options) - _OPTIONS):
+            raise InvalidOptionError(
+                f"LossScaleOptimizer got {', '.join(unknown)}, which is nothing of its own; accepted: dynamic, "
+                f"initial_scale, dynamic_growth_steps, name. Set it on the inner optimizer."
+            )
         super().__init__(inner_optimizer, **options)
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale moves. Sync: none."""
-        return self._ledger.contexts.host.config.dynamic
-
-    @property
-    def initial_scale(self) -> float:
-        """The first loss scale. Sync: none."""
-        return self._ledger.contexts.host.config.init_scale
-
-    @initial_scale.setter
-    def initial_scale(self, value: float) -> None:
-        """Ignore what Keras 3 sets: the configuration tells it."""
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before growth; None for a static scale. Sync: none."""
-        config = self._ledger.contexts.host.config
-        return config.growth_interval if config.dynamic else None
-
-    @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value: int) -> None:
-        """Ignore what Keras 3 sets: the configuration tells it."""
+    # Keras 3 sets these; the configuration of the loss scale tells them.
+    initial_scale = property(Keras2Optimizer.initial_scale.fget, lambda self, value: None)
+    dynamic_growth_steps = property(Keras2Optimizer.dynamic_growth_steps.fget, lambda self, value: None)
 
 
 class _Experimental(LossScaleOptimizer):
@@ -78,20 +80,6 @@ class _Experimental(LossScaleOptimizer):
 
     def __init__(self, optimizer: Any, loss_scale: Any = "dynamic", **options: Any) -> None:
         super().__init__(optimizer, loss_scale=read_loss_scale(loss_scale), **options)
-
-
-def _config(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:
-    if dynamic:
-        return LossScale(
-            init_scale=FORMER_INIT_SCALE if initial_scale is None else initial_scale,
-            growth_interval=2000 if growth_steps is None else growth_steps,
-        )
-    if initial_scale is None or growth_steps is not None:
-        raise InvalidOptionError(
-            f"LossScaleOptimizer(dynamic=False, initial_scale={initial_scale!r}, dynamic_growth_steps="
-            f"{growth_steps!r}); accepted: a static scale has an initial_scale and no dynamic_growth_steps. Pass those."
-        )
-    return LossScale.static(initial_scale)
 
 
 def policy(name: str, loss_scale: Any = "auto") -> keras.DTypePolicy:

@@ -17,6 +17,7 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 from ampx import sessions
 from ampx.errors import (
     AlreadyWrappedError,
+    InvalidOptionError,
     LowPrecisionParametersError,
     NotInitializedError,
     UnsupportedByBackendError,
@@ -27,7 +28,8 @@ from ampx.scale_state import LossScale
 
 from . import casting, gradients, legacy_casting, replicas
 from .ledger import VariableLedger, make_traced
-from .protocol import LedgerOptimizer, make_slots
+from .optimizer import read_configuration
+from .protocol import Keras2Optimizer, make_slots
 
 if TYPE_CHECKING:
     from .backend import TensorFlowBackend
@@ -37,7 +39,7 @@ class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):  # type: ignore[misc]
     """What both bases below ask of a class."""
 
 
-class _Scaling(LedgerOptimizer, metaclass=_Meta):
+class _Scaling(Keras2Optimizer, metaclass=_Meta):
     """What the two classes below share; `native` is tf_keras's own class of the same kind.
 
     `minimize`, and so `fit`, scales the loss and gives `apply_gradients` true gradients. Gradients of a loss that came
@@ -131,13 +133,24 @@ class _Scaling(LedgerOptimizer, metaclass=_Meta):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
-        """Wrap the raw optimizer of a configuration anew, in the active session.
+        """Wrap the raw optimizer of a configuration anew, in the active session; Keras's configurations are read, too.
 
         Raises:
             NotInitializedError: There is none.
+            InvalidOptionError: It is the configuration of no such optimizer.
 
         Sync: none.
         """
+        if "inner_optimizer" not in config:
+            raise InvalidOptionError(
+                f"from_config got a configuration with the names {sorted(config)}; accepted: that of an optimizer "
+                f"which scales the loss, with its inner_optimizer. Pass what get_config gave."
+            )
+        if "loss_scale" in config:
+            scale = LossScale(**config["loss_scale"])
+        else:
+            names = "initial_scale", "dynamic_growth_steps"
+            scale = read_configuration(config.get("dynamic", True), *map(config.get, names))
         session = sessions.get("tensorflow")
         if session is None:
             raise NotInitializedError(
@@ -149,9 +162,9 @@ class _Scaling(LedgerOptimizer, metaclass=_Meta):
         )
         return session.wrap_optimizer(
             inner,
-            loss_scale=LossScale(**config["loss_scale"]),
-            max_grad_norm=config["max_grad_norm"],
-            max_grad_value=config["max_grad_value"],
+            loss_scale=scale,
+            max_grad_norm=config.get("max_grad_norm"),
+            max_grad_value=config.get("max_grad_value"),
         )
 
 
@@ -236,21 +249,26 @@ def _refuse_low_precision(variables: Sequence[Any]) -> None:
 
 
 def is_optimizer(candidate: object) -> bool:
-    """Tell whether this is an optimizer of tf_keras, not wrapped. Sync: none."""
-    own = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
-    return isinstance(candidate, own) and not isinstance(candidate, native.BaseLossScaleOptimizer)
+    """Return whether this is an optimizer of tf_keras, not wrapped by ampx. Sync: none."""
+    return isinstance(candidate, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
 def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
     """Wrap a raw optimizer.
 
     Raises:
-        AlreadyWrappedError: It is inside one of tf_keras's loss-scale optimizers.
+        AlreadyWrappedError: It is one of tf_keras's loss-scale optimizers, or inside one.
         ProtocolError: tf_keras was imported after `init`.
         UnsupportedByBackendError: A graph of TensorFlow 1 is being built.
 
     Sync: none.
     """
+    if isinstance(optimizer, native.BaseLossScaleOptimizer):
+        raise AlreadyWrappedError(
+            f"wrap_optimizer got {type(optimizer).__name__} of tf_keras, which scales the loss itself; its gradients "
+            f"would be unscaled twice. Pass an optimizer that nothing wraps, made as the one inside (inner_optimizer), "
+            f"and give loss_scale=… to wrap_optimizer."
+        )
     if getattr(optimizer, "_is_wrapped_by_loss_scale_optimizer", False):
         raise AlreadyWrappedError(
             f"wrap_optimizer got {type(optimizer).__name__}, which a LossScaleOptimizer of tf_keras holds; its "

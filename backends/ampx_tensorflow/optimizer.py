@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import keras
 import tensorflow as tf
 
 from ampx import sessions
-from ampx.errors import ProtocolError
+from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED
 from ampx.group import Member, ScaleGroup
 from ampx.scale_state import LossScale
@@ -18,6 +18,10 @@ from ampx.scale_state import LossScale
 from . import casting, gradients, replicas
 from .ledger import VariableLedger, make_traced
 from .protocol import LedgerOptimizer, make_slots
+
+# The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
+FORMER_INIT_SCALE: Final = 2.0**15
+_ONLY_KERAS_2: Final = ("jit_compile", "is_legacy_optimizer")
 
 
 @keras.saving.register_keras_serializable("ampx")
@@ -156,6 +160,17 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         self.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
 
+    def stateless_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: optimizers of Keras on TensorFlow have no state as values.
+
+        Raises:
+            UnsupportedByBackendError: Always.
+        """
+        raise UnsupportedByBackendError(
+            "stateless_apply was called, which Keras has on the JAX engine only; accepted: apply and apply_gradients. "
+            "Call one of these."
+        )
+
     def _update(self, grads: Sequence[Any], variables: Sequence[Any] | None, divisor: Any) -> None:
         with casting.off():
             self.inner_optimizer.apply(gradients.unscale(grads, divisor), trainable_variables=variables)
@@ -184,6 +199,47 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AmpOptimizer:
-        """Make an optimizer from what `get_config` gave."""
-        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects=custom_objects)
-        return cls(**{**config, "inner_optimizer": inner, "loss_scale": LossScale(**config["loss_scale"])})
+        """Return an optimizer made from what `get_config` gave, here or of a LossScaleOptimizer of Keras 2 or 3.
+
+        Raises:
+            InvalidOptionError: It is the configuration of no such optimizer.
+
+        Sync: none.
+        """
+        config = dict(config)
+        if not isinstance(config.get("inner_optimizer"), dict):
+            raise InvalidOptionError(
+                f"from_config got a configuration with the names {sorted(config)}; accepted: that of an optimizer "
+                f"which scales the loss, with its inner_optimizer. Pass what get_config gave."
+            )
+        inner = dict(config.pop("inner_optimizer"))
+        if isinstance(inner.get("config"), dict):  # Keras 2 says more than the optimizers of Keras 3 take
+            inner["config"] = {name: value for name, value in inner["config"].items() if name not in _ONLY_KERAS_2}
+        if "loss_scale" in config:
+            config["loss_scale"] = LossScale(**config["loss_scale"])
+        else:
+            config["loss_scale"] = read_configuration(
+                config.pop("dynamic", True), config.pop("initial_scale", None), config.pop("dynamic_growth_steps", None)
+            )
+        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
+
+
+def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:
+    """Return the loss scale that the arguments of Keras's LossScaleOptimizer mean.
+
+    Raises:
+        InvalidOptionError: They contradict each other, or are out of range.
+
+    Sync: none.
+    """
+    if dynamic:
+        return LossScale(
+            init_scale=FORMER_INIT_SCALE if initial_scale is None else initial_scale,
+            growth_interval=2000 if growth_steps is None else growth_steps,
+        )
+    if initial_scale is None or growth_steps is not None:
+        raise InvalidOptionError(
+            f"LossScaleOptimizer(dynamic=False, initial_scale={initial_scale!r}, dynamic_growth_steps="
+            f"{growth_steps!r}); accepted: a static scale has an initial_scale and no dynamic_growth_steps. Pass those."
+        )
+    return LossScale.static(initial_scale)

@@ -254,6 +254,36 @@ class LedgerOptimizer(WrappedOptimizer):
         return lowest >= 1 and not self._shared_loss
 
 
+class Keras2Optimizer(LedgerOptimizer):
+    """What Keras 2's `LossScaleOptimizer` says of its loss scale, truthfully."""
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale as a float32 scalar tensor. Sync: one, unless traced."""
+        return tf.convert_to_tensor(super().loss_scale, tf.float32)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves. Sync: none."""
+        return self._ledger.contexts.host.config.dynamic
+
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale. Sync: none."""
+        return self._ledger.contexts.host.config.init_scale
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before growth; None for a static scale. Sync: none."""
+        config = self._ledger.contexts.host.config
+        return config.growth_interval if config.dynamic else None
+
+    @property
+    def dynamic_counter(self) -> Any:
+        """Finite steps since the scale changed last, as an int64 scalar tensor; None for a static scale. Sync: none."""
+        return tf.convert_to_tensor(self._ledger.counters)[0] if self.dynamic else None
+
+
 def _plain(variable: Any) -> Any:
     return getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable
 

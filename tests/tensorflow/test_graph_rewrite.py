@@ -211,3 +211,14 @@ def test_the_recipe_trains_as_it_was_printed(recipe):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_policy_of_tf_keras_is_noticed():
+    """Both would cast."""
+    tf_keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        for name in ("v1", "tf_keras"):
+            with pytest.raises(ampx.ProtocolError, match="tf_keras is 'mixed_float16'"):
+                ampx_tensorflow.enable_mixed_precision_graph_rewrite(OPTIMIZERS[name]())
+    finally:
+        tf_keras.mixed_precision.set_global_policy("float32")

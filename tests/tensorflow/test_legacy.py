@@ -241,3 +241,39 @@ amp.wrap_optimizer(tf_keras.optimizers.SGD())
     )
     assert code == 1
     assert "imported after ampx.init" in err.splitlines()[-1]
+
+
+def test_the_configuration_is_told_as_keras_2_tells_it(amp, optimizers):
+    """Natively, `dynamic_growth_steps` of a static scale is None, and `loss_scale` a tensor."""
+    native = tf_keras.mixed_precision.LossScaleOptimizer
+    dynamic = amp.wrap_optimizer(optimizers.SGD(), loss_scale=ampx.LossScale(init_scale=8.0, growth_interval=7))
+    static = amp.wrap_optimizer(optimizers.SGD(), loss_scale=16.0)
+    theirs = native(optimizers.SGD(), initial_scale=8.0, dynamic_growth_steps=7)
+    fixed = native(optimizers.SGD(), dynamic=False, initial_scale=16.0)
+    for ours, other in ((dynamic, theirs), (static, fixed)):
+        for name in ("dynamic", "initial_scale", "dynamic_growth_steps"):
+            assert getattr(ours, name) == getattr(other, name)
+        assert ours.loss_scale.numpy() == other.loss_scale.numpy()
+    assert (int(dynamic.dynamic_counter), static.dynamic_counter) == (0, None)
+    minimized(dynamic, tf.Variable(1.0), 1.0)
+    assert int(dynamic.dynamic_counter) == 1
+
+
+def test_an_optimizer_that_scales_the_loss_itself_is_refused(amp, optimizers):
+    native = tf_keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(1.0))
+    for theirs in (native, native.inner_optimizer):
+        with pytest.raises(ampx.AlreadyWrappedError, match=r"tf_keras|LossScaleOptimizer"):
+            amp.wrap_optimizer(theirs)
+    with pytest.raises(ampx.AlreadyWrappedError, match="loss_scale"):
+        amp.wrap_optimizer(native)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_configuration_that_keras_wrote_is_read(amp, optimizers, dynamic):
+    options = {"initial_scale": 8.0, **({"dynamic_growth_steps": 7} if dynamic else {"dynamic": False})}
+    native = tf_keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.25), **options)
+    ours = type(amp.wrap_optimizer(optimizers.SGD())).from_config(native.get_config())
+    assert (ours.dynamic, ours.initial_scale, ours.dynamic_growth_steps) == (dynamic, 8.0, 7 if dynamic else None)
+    assert float(ours.learning_rate) == 0.25
+    with pytest.raises(ampx.InvalidOptionError, match="inner_optimizer"):
+        type(ours).from_config({"learning_rate": 0.1})

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import ampx
 import ampx_tensorflow
@@ -88,3 +89,30 @@ def test_contradictory_arguments_are_refused(installed):
             scaling(keras.optimizers.SGD(), **options)
     with pytest.raises(ampx.InvalidOptionError, match="scales the loss itself"):
         scaling(scaling(keras.optimizers.SGD()))
+
+
+def test_the_loss_scale_of_keras_2_is_a_tensor(installed):
+    """Scripts log `opt.loss_scale.numpy()`."""
+    opt = tf.keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=64.0)
+    assert (opt.loss_scale.numpy(), int(opt.dynamic_counter)) == (64.0, 0)
+
+
+def test_configurations_of_keras_2_and_3_are_read(installed):
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer
+    theirs = keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer(
+        keras.optimizers.SGD(0.25), initial_scale=8.0, dynamic_growth_steps=7
+    )
+    of_keras_2 = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.SGD(0.25), False, 8.0)
+    for config, dynamic in ((theirs.get_config(), True), (of_keras_2.get_config(), False)):
+        ours = scaling.from_config(config)
+        assert (ours.dynamic, ours.loss_scale, float(ours.learning_rate)) == (dynamic, 8.0, 0.25)
+        assert ours.dynamic_growth_steps == (7 if dynamic else None)
+    with pytest.raises(ampx.InvalidOptionError, match="inner_optimizer"):
+        scaling.from_config({"initial_scale": 8.0})
+
+
+def test_what_is_the_inner_optimizers_is_refused_by_name(installed):
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer
+    with pytest.raises(ampx.InvalidOptionError, match="got clipnorm.*inner optimizer"):
+        scaling(keras.optimizers.SGD(), clipnorm=1.0)
+    assert scaling(keras.optimizers.SGD(clipnorm=1.0), clipnorm=None).inner_optimizer.clipnorm == 1.0

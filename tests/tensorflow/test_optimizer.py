@@ -504,3 +504,9 @@ def test_layers_of_an_exception_in_a_trace_leave_nothing(amp):
     trainer(opt, [variable], tf.function)(tf.constant(1.0))
     trainer(opt, [variable], lambda function: function)(tf.constant(1.0))
     assert variable.numpy().tolist() == [-1.0]
+
+
+def test_stateless_apply_is_refused(amp):
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(ampx.UnsupportedByBackendError, match="JAX engine"):
+        opt.stateless_apply([], [], [])
