@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -26,7 +26,6 @@ from ampx.scale_state import LossScale
 
 from . import rewrite
 from .optimizer import FORMER_INIT_SCALE
-
 
 
 @dataclass(frozen=True)

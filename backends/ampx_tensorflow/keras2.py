@@ -70,9 +70,23 @@ class LossScaleOptimizer(Keras2Optimizer, AmpOptimizer):
             )
         super().__init__(inner_optimizer, **options)
 
-    # Keras 3 sets these; the configuration of the loss scale tells them.
-    initial_scale = property(Keras2Optimizer.initial_scale.fget, lambda self, value: None)
-    dynamic_growth_steps = property(Keras2Optimizer.dynamic_growth_steps.fget, lambda self, value: None)
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale. Sync: none."""
+        return super().initial_scale
+
+    @initial_scale.setter
+    def initial_scale(self, value: float) -> None:
+        """Ignore what Keras 3 sets: the configuration tells it."""
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before growth; None for a static scale. Sync: none."""
+        return super().dynamic_growth_steps
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value: int) -> None:
+        """Ignore what Keras 3 sets: the configuration tells it."""
 
 
 class _Experimental(LossScaleOptimizer):

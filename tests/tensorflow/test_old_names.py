@@ -113,6 +113,6 @@ def test_configurations_of_keras_2_and_3_are_read(installed):
 
 def test_what_is_the_inner_optimizers_is_refused_by_name(installed):
     scaling = tf.keras.mixed_precision.LossScaleOptimizer
-    with pytest.raises(ampx.InvalidOptionError, match="got clipnorm.*inner optimizer"):
+    with pytest.raises(ampx.InvalidOptionError, match=r"got clipnorm.*inner optimizer"):
         scaling(keras.optimizers.SGD(), clipnorm=1.0)
     assert scaling(keras.optimizers.SGD(clipnorm=1.0), clipnorm=None).inner_optimizer.clipnorm == 1.0
