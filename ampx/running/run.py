@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampx import sessions
 from ampx.callers import script_line
-from ampx.errors import RunRefusedError
+from ampx.errors import AmpxError, RunRefusedError
 
 from .following import Following
 from .recorder import Recorder
@@ -190,6 +190,18 @@ class Run:
         if self.refusal is None:
             self.refusal = error
         raise error
+
+    def refuse_for(self, error: AmpxError) -> NoReturn:
+        """Refuse with what an error of ampx says; an earlier refusal stays as it is.
+
+        Raises:
+            RunRefusedError: Always.
+
+        Sync: none.
+        """
+        if isinstance(error, RunRefusedError):
+            raise error
+        self.refuse(str(error).rstrip("."))
 
     def refuse_preparation(self) -> None:
         """Refuse levels O2 and O3 where the backend needs the model for them; before anything is patched.

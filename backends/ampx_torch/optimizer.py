@@ -36,6 +36,7 @@ _NOT_COPIED: Final = frozenset(
         "mixer",
         "_checked",
         "_norm",
+        "revealed",
         "_undo_fused",
         "_guard",
         "_guard_handle",
@@ -83,6 +84,7 @@ class AmpOptimizer(Stepping):
         self.mixer = LossMixer()
         self._checked = {}
         self._norm = None
+        self.revealed = False
         self._undo_fused = None
         self._guard = StepGuard(self.ampx_member)
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)

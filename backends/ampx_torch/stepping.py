@@ -29,6 +29,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         device_type: Where casting is switched off for the raw optimizer; None where nothing is cast.
         gradients: The gradients behind the parameter groups.
         mixer: Keeps losses with scales of their own apart.
+        revealed: The true gradients may have changed since they were tested: the step tests them again.
     """
 
     masters: MasterWeights | None
@@ -43,6 +44,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     # Finiteness by loss id of gradients that are true already: bools, or flags on the device.
     _checked: dict[int, Any]
     _norm: Any
+    revealed: bool
 
     @property
     def on_device(self) -> bool:
@@ -112,18 +114,26 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         Args:
             gradients: What `collect` gave, where the caller has it.
         """
-        if self.ampx_member.stage == "scaled":
+        stage = self.ampx_member.stage
+        if stage == "scaled":
             self.divide(self.collect() if gradients is None else gradients)
             self.ampx_member.note_unscaled()
+        elif stage == "unscaled" and self.revealed:  # by 1.0: that tests them and changes none
+            flags = self.gradients.unscale(gradients or self.collect(), 1.0, fresh=self.on_device)
+            self._note(next(iter(self._checked), 0), flags)
 
     def divide(self, gradients: list[list[torch.Tensor]]) -> None:
         """Divide scaled gradients by what they carry and note their finiteness; the stage is "interrupted" after it."""
         member = self.ampx_member
         loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
-        on_device, factor = self.on_device, member.factors[loss_id]
+        factor = member.factors[loss_id]
         self.gradients.check(gradients)
         member.begin_change()
-        flags = self.gradients.unscale(gradients, factor, fresh=on_device)
+        self._note(loss_id, self.gradients.unscale(gradients, factor, fresh=self.on_device))
+
+    def _note(self, loss_id: int, flags: list[torch.Tensor]) -> None:
+        """Note the finiteness of a loss's gradients, beside what was found before."""
+        on_device = self.on_device
         if self._process_group is not None:
             flags = [self._agree(flags)]
         finite: Any = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
@@ -163,7 +173,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 # One backward with an optimizer whose scale is on a device gives a tensor, whose value is not known.
                 if not isinstance(scale, torch.Tensor):
                     found = folding.on_host(gradients, scale, self._max_norm)
-            elif self._max_norm is not None and not _makes_momentum(self.optimizer):
+            elif self._max_norm is not None and not makes_momentum(self.optimizer):
                 found = folding.on_device(gradients, scale, self._max_norm)
         if found is None:
             return False
@@ -189,7 +199,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         if self.on_device:
             self.clip_gradients()
             flag = self.gradients.combine(list(self._checked.values()))
-            if _makes_momentum(self.optimizer) and bool(flag):
+            if makes_momentum(self.optimizer) and bool(flag):
                 self.note_skip()
             else:
                 self._run_fused(flag)
@@ -230,6 +240,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     def close_step(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""
         norm, self._norm = self._norm, None
+        self.revealed = False
         self.mixer.reset(self)
         ledger = self.ampx_member.group.ledger
         if isinstance(ledger, TensorLedger):
@@ -265,6 +276,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     def _reset(self) -> None:
         self._checked = {}
+        self.revealed = False
         self._norm = None
         self.mixer.reset(self)
 
@@ -272,7 +284,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def _makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
+def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether this step is the one in which SGD makes its momentum buffers.
 
     Native defect: fused SGD makes them uninitialised, and its kernel leaves them so where the first step overflows;

@@ -6,8 +6,11 @@ the oracle of most tests is the same loop without ampx, to the bit.
 
 import copy
 import gc
+import json
+import math
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -257,6 +260,83 @@ def test_tensors_that_no_optimizer_holds_get_true_gradients_at_once():
         return first, x.grad.item(), w.item()
 
     same(loop)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["in place", "data", "replaced", "clipped", "closure"])
+def test_an_infinity_that_comes_after_the_script_looked_at_a_gradient_is_not_applied(how, dtype):
+    w = weights(1.0, 2.0)
+    run = run_of(dtype)
+    with automated(run):
+        optimizer = torch.optim.SGD([w], lr=0.5, momentum=0.9)
+
+        def infinite():
+            assert w.grad.tolist() == [1.0, 1.0]
+            if how == "replaced":
+                w.grad = torch.tensor([float("inf"), 1.0])
+            elif how == "data":
+                w.grad.data += torch.tensor([float("inf"), 0.0])  # shares no version with the gradient
+            else:
+                w.grad[0] = float("nan")
+            if how == "clipped":
+                torch.nn.utils.clip_grad_value_([w], 10.0)
+
+        def closure():
+            optimizer.zero_grad()
+            w.sum().backward()
+            infinite()
+
+        if how == "closure":
+            optimizer.step(closure)
+        else:
+            w.sum().backward()
+            infinite()
+            optimizer.step()
+        assert w.tolist() == [1.0, 2.0]
+        assert not optimizer.state
+        optimizer.zero_grad()
+        w.sum().backward()
+        optimizer.step()  # nothing of it is left
+        assert w.tolist() == [0.5, 1.5]
+    (record,) = run.recorder.optimizers.values()
+    assert (record.steps, record.skipped) == (2, [1])
+    assert record.scales == ([(1, 32768.0)] if dtype == "float16" else [])
+
+
+def test_gradients_are_read_once_more_only_where_the_script_looked_at_them(monkeypatch):
+    from ampx_torch.gradients import GradientSet
+
+    passes = []
+    true = GradientSet.unscale
+
+    def counted(self, gradients, scale, fresh):
+        passes.append(scale)
+        return true(self, gradients, scale, fresh)
+
+    monkeypatch.setattr(GradientSet, "unscale", counted)
+    with automated(run_of()):
+        w = weights(1.0)
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        for looks in (False, True, False):
+            optimizer.zero_grad()
+            w.sum().backward()
+            if looks:
+                w.grad.item()
+            optimizer.step()
+    assert passes == [65536.0, 65536.0, 1.0, 65536.0]
+
+
+def test_gradients_averaged_by_hand_over_processes_are_skipped_in_all_of_them(run_two_ranks, tmp_path):
+    """What overflows on one rank reaches both by the sum: both skip, so that their weights stay equal and finite."""
+    run_two_ranks(Path(__file__).with_name("averaging_worker.py"), tmp_path)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first["automated"] == second["automated"]
+    assert all(math.isfinite(value) for values in first["automated"] for value in values)
+    for found in (first, second):
+        (optimizer,) = found["optimizers"]
+        assert 1 in optimizer["skipped"]  # what overflowed on one rank only
+        assert optimizer["steps"] == 24
+    assert len(optimizer["skipped"]) < 24
 
 
 def test_gradients_made_by_other_means_are_taken_as_true():

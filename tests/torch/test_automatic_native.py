@@ -179,6 +179,32 @@ def test_the_scale_drops_with_update_and_not_with_step():
     same(loop)
 
 
+@pytest.mark.parametrize("before_unscale", [True, False])
+def test_an_infinity_that_the_script_writes_is_skipped(before_unscale):
+    """PyTorch skips what was there before `unscale_`, and writes what came after into the weights; ampx skips both."""
+
+    def loop():
+        w = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(w.sum()).backward()
+            if before_unscale:
+                w.grad[0] = float("inf")
+                scaler.unscale_(optimizer)
+            else:
+                scaler.unscale_(optimizer)
+                w.grad[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        return w.tolist(), scaler.get_scale()
+
+    expected = loop() if before_unscale else ([1.0, 2.0], 256.0)
+    with automated(run_of(replace_native=True)):
+        assert loop() == expected == ([1.0, 2.0], 256.0)
+
+
 class Ascending(torch.optim.Optimizer):
     """Steps uphill first, as sharpness-aware optimizers do, and by an optimizer of its own after that."""
 

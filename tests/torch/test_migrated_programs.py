@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("libcst", reason="needs libcst, of the extra cli")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
+
+from ampx_torch import lstm  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "programs"
 PROGRAMS = FOLDER / "torch_amp"
@@ -36,6 +39,8 @@ def migrated(migrate_program):
 
 @pytest.mark.parametrize("name", sorted(AMP))
 def test_losses_of_torch_amp_are_those_of_the_program_before(name, migrated, train_program):
+    if name == "language_model.py" and not lstm.computable(torch.bfloat16):
+        pytest.skip("PyTorch has no bfloat16 LSTM on this CPU, so the program before cannot run")
     arguments = [*AMP[name], *SHORT[name]]
     before = train_program(PROGRAMS / name, *arguments)
     assert train_program(migrated(PROGRAMS / name), *arguments) == before

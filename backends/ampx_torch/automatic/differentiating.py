@@ -36,6 +36,10 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
             with manager.records_only("backward"):
                 true(tensors, given, retain_graph, create_graph, inputs=inputs)
             return
+        if manager.script_scales:
+            with manager.run.recorder.phase("backward"):
+                true(tensors, given, retain_graph, create_graph, inputs=inputs)
+            return
         losses = None if manager.inside else _losses(tensors, given)
         managed = manager.all() if losses else []
         if losses is None or not managed:
@@ -126,9 +130,7 @@ def _backward(
             finally:
                 manager.inside, manager.factor = False, 1.0
     except AmpxError as error:
-        if manager.run.refusal is error:
-            raise
-        manager.run.refuse(str(error).rstrip("."))
+        manager.run.refuse_for(error)
     return factor
 
 

@@ -20,7 +20,8 @@ class Managed:
         wrapped: What `wrap_optimizer` made of it; None until the first backward or step, because a script may move
             its model, or hand the optimizer to a library of its own choice, before.
         group: Where the recorder counts its steps.
-        busy: The wrapper is stepping, so that the raw optimizer must run.
+        busy: The wrapper, or the script's own GradScaler, is stepping, so that the raw optimizer must run.
+        skips: Steps in a row that the script's own GradScaler skipped.
     """
 
     def __init__(self, raw: torch.optim.Optimizer) -> None:
@@ -29,6 +30,7 @@ class Managed:
         self.wrapped: AmpOptimizer | None = None
         self.group = -1
         self.busy = False
+        self.skips = 0
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self.returned: Any = None
 

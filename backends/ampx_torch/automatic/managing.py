@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ import torch
 
 from ampx.errors import AmpxError
 from ampx.running import Run
-from ampx.scale_state import LossScale
 from ampx_torch.optimizer import AmpOptimizer
 from ampx_torch.stepping import Stepping
 
@@ -32,9 +32,9 @@ class Manager:
         factor: What its gradients are multiplied by; 1.0 outside.
         pending: Some gradients may carry a loss scale.
         quiet: Code of ampx is at work, which reads gradients as they are.
-        config: The loss scale that the script asked of a GradScaler, or None.
-        scales: Losses are multiplied at all: with bfloat16 they are not, unless asked.
-        follows: The script's own regions and GradScaler decide the dtype and the loss scale.
+        script_scales: A GradScaler of the script multiplies the losses.
+        scales: This run multiplies the losses: with bfloat16 it does not, unless asked.
+        follows: The script's own regions decide the dtype.
         watch: Makes reads of gradients known; called where losses are multiplied.
         owners: Whose parameters are whose.
         options: What the session gets beyond the settings.
@@ -47,7 +47,7 @@ class Manager:
         self.factor: Any = 1.0
         self.pending = False
         self.quiet = False
-        self.config: LossScale | None = None
+        self.script_scales = False
         self.scales = False
         self.follows = False
         self.watch: Callable[[], None] = lambda: None
@@ -63,8 +63,7 @@ class Manager:
         """Take over an optimizer that the script has just made; casting starts with the first."""
         if self.stood_down or isinstance(raw, AmpOptimizer):
             return
-        if not self.start():
-            return
+        self.start()
         if not self._made:
             self._sampler.start()
         managed = Managed(raw)
@@ -72,21 +71,29 @@ class Manager:
         raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
         self._made.append(weakref.ref(raw))
 
-    def start(self) -> bool:
-        """Start the session with the first optimizer or region of the script; False where it has one of its own."""
+    def start(self) -> None:
+        """Start the session with the first optimizer, region or GradScaler of the script."""
         if self.run.amp is None:
             amp = self.run.session(**self.options)
             if self.follows:
                 reason = "as the script's own regions say, of which none has computed in low precision"
                 amp.effective = replace(amp.effective, reason=reason)
-            self.settle()
-        return True
+            self.scales = self._scales()
+            if self.scales:
+                self.watch()
 
-    def settle(self) -> None:
-        """Find out whether losses are multiplied at all, and watch gradients where they are."""
-        self.scales = self._scales()
+    def needs_no_scale(self) -> bool:
+        """Return whether the user asked for a dtype whose losses are not scaled, whatever the script does."""
+        amp = self.run.amp
+        return amp is not None and not self.follows and not amp.effective.loss_scale.dynamic
+
+    def leave_scaling(self) -> None:
+        """Leave the losses to a GradScaler of the script from now on; gradients that wait become true."""
         if self.scales:
-            self.watch()
+            for managed in self.known():
+                if managed.wrapped is not None:
+                    self.unscale(managed)
+        self.script_scales, self.scales, self.pending = True, False, False
 
     def known(self) -> list[Managed]:
         """List what is managed, wrapped or not."""
@@ -107,15 +114,20 @@ class Manager:
         amp = self.run.amp
         assert amp is not None
         try:
-            wrapped = managed.wrapped = amp.wrap_optimizer(managed.raw, loss_scale=self.config_of(amp))
+            wrapped = managed.wrapped = amp.wrap_optimizer(managed.raw, loss_scale=1.0 if self.script_scales else None)
         except AmpxError as error:
-            self.run.refuse(str(error).rstrip("."))
+            self.run.refuse_for(error)
         group = wrapped.ampx_member.group
         managed.group = self.run.recorder.add_optimizer(type(managed.raw).__name__, wrapped.loss_scale, group.index)
 
-    def config_of(self, amp: Any) -> LossScale | None:
-        """Give the loss scale of a script's GradScaler, unless the user asked for a dtype that needs none."""
-        return self.config if self.follows or amp.effective.loss_scale.dynamic else None
+    def find(self, raw: torch.optim.Optimizer) -> Managed | None:
+        """Return what is managed of an optimizer of the script, with its wrapper; None where nothing is."""
+        managed: Managed | None = raw.__dict__.get("_ampx_managed")
+        if managed is None or self.run.amp is None or self.run.stood_down:
+            return None
+        if managed.wrapped is None:
+            self.all()
+        return managed
 
     @property
     def stood_down(self) -> bool:
@@ -146,6 +158,7 @@ class Manager:
     # -- steps -------------------------------------------------------------------------------------
 
     def _shadow(self, managed: Managed) -> Callable[..., Any]:
+        @functools.wraps(type(managed.raw).step)  # GradScaler looks at the parameters of `step`
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if managed.busy or self.run.stood_down:
                 return managed.run_raw(*args, **kwargs)
@@ -179,7 +192,7 @@ class Manager:
                 counts = closure is not None or wrapped.ampx_member.stage != "idle" or self._mark(managed)
                 loss = wrapped.step(closure)
         except AmpxError as error:
-            self.run.refuse(str(error).rstrip("."))
+            self.run.refuse_for(error)
         finally:
             managed.busy, self.quiet = busy, quiet
             self._sampler.pause(False)
@@ -191,6 +204,23 @@ class Manager:
             recorder.stepped(managed.group)
             self._sampler.after_step()
         return managed.returned if loss is None else loss
+
+    @contextmanager
+    def stepping(self, managed: Managed) -> Iterator[None]:
+        """Let a GradScaler of the script step an optimizer: its `step` is then the raw one."""
+        busy = managed.busy
+        managed.busy = True
+        self._sampler.pause(True)
+        try:
+            with self.run.recorder.phase("step"):
+                yield
+        finally:
+            managed.busy = busy
+            self._sampler.pause(False)
+
+    def after_step(self) -> None:
+        """Note that a step counted."""
+        self._sampler.after_step()
 
     def _mark(self, managed: Managed) -> bool:
         """Note gradients that did not come through backward: they are true. Tell whether there are any."""
@@ -231,9 +261,9 @@ class Manager:
     # -- gradients ---------------------------------------------------------------------------------
 
     def _scales(self) -> bool:
-        if self.follows:
-            return self.config is not None
         amp = self.run.amp
+        if self.follows or self.script_scales:
+            return False
         return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
 
     def look(self) -> None:
@@ -250,15 +280,16 @@ class Manager:
         self.unscale(managed)
 
     def unscale(self, managed: Managed) -> None:
-        """Make an optimizer's gradients true ahead of its step."""
+        """Make an optimizer's gradients true ahead of its step, which tests them again: the script may change them."""
         assert managed.wrapped is not None
         if managed.wrapped.ampx_member.stage != "scaled":
             return
         quiet, self.quiet = self.quiet, True
         try:
             managed.wrapped.ampx_unscale()
+            managed.wrapped.revealed = True
         except AmpxError as error:
-            self.run.refuse(str(error).rstrip("."))
+            self.run.refuse_for(error)
         finally:
             self.quiet = quiet
         self.look()

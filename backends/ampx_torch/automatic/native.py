@@ -6,6 +6,7 @@ which casts nothing by itself then, tells what they did.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ def autocast_watched(manager: Manager) -> Iterator[None]:
     run = manager.run
     regions = _Regions(manager)
 
+    @functools.wraps(true)
     def make(
         self: autocast,
         device_type: str,
@@ -58,11 +60,13 @@ def autocast_watched(manager: Manager) -> Iterator[None]:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        if enabled and asked_by_script() and not manager.stood_down:
+        # Errors of the script are torch's to raise, and other devices are none of ours.
+        ours = device_type in ("cpu", "cuda") and (dtype is None or isinstance(dtype, torch.dtype))
+        if enabled and ours and asked_by_script() and not manager.stood_down:
             if not run.settings.replace_native:
                 run.refuse(f"the script switches torch.autocast on by itself; {ADVICE}")
-            if manager.start():
-                device_type, dtype, enabled = regions.replacement(device_type, dtype)
+            manager.start()
+            device_type, dtype, enabled = regions.replacement(device_type, dtype)
         true(self, device_type, dtype, enabled, cache_enabled)
 
     try:
