@@ -523,9 +523,10 @@ def test_steps_inside_backward_are_refused():
 def test_hooks_after_accumulation_are_refused_where_gradients_are_scaled():
     def loop():
         w = weights(1.0)
-        torch.optim.SGD([w], lr=0.5)
+        optimizer = torch.optim.SGD([w], lr=0.5)
         w.register_post_accumulate_grad_hook(lambda parameter: None)
         w.sum().backward()
+        optimizer.step()
 
     refused("register_post_accumulate_grad_hook", loop)
     with automated(run_of("bfloat16")):
@@ -535,8 +536,9 @@ def test_hooks_after_accumulation_are_refused_where_gradients_are_scaled():
 def test_gradients_of_gradients_are_refused_where_they_are_scaled():
     def loop():
         w = weights(1.0)
-        torch.optim.SGD([w], lr=0.5)
+        optimizer = torch.optim.SGD([w], lr=0.5)
         (w * w * w).sum().backward(create_graph=True)
+        optimizer.step()
 
     refused("create_graph=True", loop)
 
