@@ -12,6 +12,7 @@ from .contract import CastPlan, Unscaled
 from .errors import AmpxError, ProtocolError
 from .events import UNCHECKED, StepResult
 from .group import Member
+from .scale_state import Scalar
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -60,8 +61,8 @@ class WrappedOptimizer(abc.ABC):
     def ampx_notice_cleared(self) -> None:
         """Forget pending gradients that were cleared behind the wrapper's back, by the model say. Sync: none."""
 
-    def ampx_before_backward(self, loss_id: int) -> None:
-        """Prepare for a `scale_loss` body; called before its stage is entered. Sync: none."""
+    def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
+        """Prepare for a `scale_loss` body with a loss scale; called before its stage is entered. Sync: none."""
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Tidy up after a `scale_loss` body that ended without an exception. Sync: none."""

@@ -84,7 +84,7 @@ class ScaleLoss:
         prepared: list[WrappedOptimizer] = []
         try:
             for one in optimizers:
-                one.ampx_before_backward(loss_id)
+                one.ampx_before_backward(loss_id, scale)
                 prepared.append(one)
             plan = amp.casting
             if plan is not None:

@@ -245,7 +245,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             gradients.mark_stale(self.trainer)
             self._drop()
 
-    def ampx_before_backward(self, loss_id: int) -> None:
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Keep what MXNet would forget to add to, and forget what another backward wrote. Sync: none."""
         if self.ampx_member.stage == "idle" and gradients.any_fresh(self.trainer):
             # By a loss of another trainer, or without scale_loss: this loss overwrites it where it reaches, and where

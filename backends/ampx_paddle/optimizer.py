@@ -168,7 +168,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         if not any_nonzero(collect(self.optimizer)):
             self.clear_grad()
 
-    def ampx_before_backward(self, loss_id: int) -> None:
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Put gradients of other losses aside, where there are any. Sync: with a second loss id, one a gradient."""
         member = self.ampx_member
         if self._mixer.loss_id is None:

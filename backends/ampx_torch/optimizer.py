@@ -118,7 +118,7 @@ class AmpOptimizer(Stepping):
         if not self.gradients.collect():
             self.forget()
 
-    def ampx_before_backward(self, loss_id: int) -> None:
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Put gradients of other losses aside."""
         if self._must_be_prepared:
             self._check_prepared()

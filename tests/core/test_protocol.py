@@ -370,7 +370,7 @@ def test_an_exception_while_scaling_leaves_the_protocol_as_it_was(trainer, alpha
         "Watched",
         (type(trainer.opt),),
         {
-            "ampx_before_backward": lambda self, loss_id: calls.append("before"),
+            "ampx_before_backward": lambda self, loss_id, scale: calls.append("before"),
             "ampx_abandon_backward": lambda self, loss_id: calls.append("abandon"),
             "ampx_after_backward": lambda self, loss_id: calls.append("after"),
         },
@@ -389,7 +389,7 @@ def test_preparation_that_fails_for_one_optimizer_is_undone_for_the_others(amp, 
     calls = []
     first, second = make_trainer(alpha), make_trainer(alpha)
 
-    def prepare(self, loss_id):
+    def prepare(self, loss_id, scale):
         if self is second.opt:
             raise RuntimeError("not me")
         calls.append("before")

@@ -122,7 +122,7 @@ class ToyOptimizer(GenericOptimizer):
         self._current: int | None = None
         self._finite: dict[int, bool] = {}
 
-    def ampx_before_backward(self, loss_id: int) -> None:
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Park the gradients of another loss."""
         if self._current is not None and self._current != loss_id:
             self._parked[self._current] = self._take()

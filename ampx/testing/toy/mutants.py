@@ -124,7 +124,7 @@ MUTANTS: Final[list[Mutant]] = [
     # Windows, groups, losses.
     verbs("KeepsGradients", zero_gradients=lambda self, optimizer: None),
     verbs("InventsGradients", gradients=lambda self, optimizer: [p.grad for p in optimizer.parameters]),
-    wrapper("OverwritesGradients", ampx_before_backward=lambda self, loss_id: self.optimizer.zero_grad()),
+    wrapper("OverwritesGradients", ampx_before_backward=lambda self, loss_id, scale: self.optimizer.zero_grad()),
     wrapper("ForgetsFactors", ampx_after_backward=lambda self, loss_id: self.ampx_member.drop_factors()),
     spoiled("OwnScaleForEveryMember", own_group),
     Mutant("SharesOneScale", SharesOneScale),

@@ -50,7 +50,7 @@ def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
         prepared: list[ManagedTrainer] = []
         try:
             for one in managed:
-                one.ampx_before_backward(0)
+                one.ampx_before_backward(0, factor)
                 prepared.append(one)
             with switch.within(None):
                 scaled = listed if factor == 1 else [scale_loss(one, factor) for one in listed]

@@ -87,7 +87,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
     # -- one block ---------------------------------------------------------------------------------
 
-    def ampx_before_backward(self, loss_id: int) -> None:
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Put true gradients aside, so that scaled ones are not added to them."""
         member = self.ampx_member
         self._amp_lazy_init()
@@ -310,7 +310,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self._amp_stash.fill(self)
 
     def _prepare_amp_backward(self) -> None:
-        self.ampx_before_backward(0)
+        self.ampx_before_backward(0, None)
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Make gradients true that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
