@@ -6,6 +6,7 @@ Importing this package imports no framework.
 
 from __future__ import annotations
 
+from .installing import ApexPartMissingError as ApexPartMissingError
 from .installing import ApexPresentError as ApexPresentError
 from .installing import install as install
 from .installing import uninstall as uninstall

@@ -3,29 +3,115 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from ampx.errors import AmpxError
 
 _OURS: Final = "ampx_torch.apex"
-_PARTS: Final = ("amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+_PARTS: Final = (
+    *("amp", "contrib", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers"),
+    "parallel",
+)
 _COMPILED: Final = ("amp_C", "apex_C")
-# Old names that are not those of a module here.
+# Old names that are not those of a module here, each with the module or the object in one that it means.
 _OTHER_NAMES: Final = {
-    "apex.parallel.LARC": f"{_OURS}.parallel.larc",
-    "amp_C": f"{_OURS}.amp_c",
-    "apex_C": f"{_OURS}.apex_c",
+    "amp_C": "amp_c",
+    "apex_C": "apex_c",
+    "apex._autocast_utils": "amp.utils",
+    "apex.amp.__version__": "amp.utils",
+    "apex.amp.compat": "amp.utils",
+    "apex.amp.lists.functional_overrides": "amp.lists:functional_overrides",
+    "apex.amp.lists.tensor_overrides": "amp.lists:tensor_overrides",
+    "apex.amp.lists.torch_overrides": "amp.lists:torch_overrides",
+    "apex.amp.rnn_compat": "amp.utils",
+    "apex.contrib.clip_grad": "contrib",
+    "apex.contrib.clip_grad.clip_grad": "contrib",
+    "apex.contrib.layer_norm": "contrib",
+    "apex.contrib.layer_norm.layer_norm": "contrib",
+    "apex.contrib.optimizers": "optimizers",
+    "apex.contrib.optimizers.fp16_optimizer": "optimizers.fp16_optimizer",
+    "apex.contrib.optimizers.fused_adam": "optimizers.fused_adam",
+    "apex.contrib.optimizers.fused_lamb": "optimizers.fused_lamb",
+    "apex.contrib.optimizers.fused_sgd": "optimizers.fused_sgd",
+    "apex.contrib.xentropy": "contrib",
+    "apex.contrib.xentropy.softmax_xentropy": "contrib",
+    "apex.fused_dense.fused_dense": "fused_dense",
+    "apex.mlp.mlp": "mlp",
+    "apex.optimizers.fused_mixed_precision_lamb": "optimizers.fused_lamb",
+    "apex.parallel.LARC": "parallel.larc",
+    "apex.parallel.optimized_sync_batchnorm": "parallel.sync_batchnorm",
+}
+# What to use in place of parts of apex that are not provided, by the beginning of their names.
+_ADVICE: Final = {
+    "apex.RNN": "Use torch.nn.LSTM, GRU or RNN.",
+    "apex.amp.": "Use the functions of apex.amp: initialize, scale_loss, register_half_function and their like.",
+    "apex.contrib.bottleneck": "Use torch.nn.Conv2d and BatchNorm2d.",
+    "apex.contrib.conv_bias_relu": "Use torch.nn.Conv2d and ReLU, which torch.compile fuses.",
+    "apex.contrib.cudnn_gbn": "Use apex.parallel.SyncBatchNorm.",
+    "apex.contrib.fmha": "Use torch.nn.functional.scaled_dot_product_attention.",
+    "apex.contrib.focal_loss": "Use torchvision.ops.sigmoid_focal_loss.",
+    "apex.contrib.group_norm": "Use torch.nn.GroupNorm.",
+    "apex.contrib.groupbn": "Use apex.parallel.SyncBatchNorm.",
+    "apex.contrib.index_mul_2d": "Index and multiply; torch.compile fuses both.",
+    "apex.contrib.multihead_attn": "Use torch.nn.MultiheadAttention.",
+    "apex.contrib.optimizers.distributed": "Use torch.distributed.optim.ZeroRedundancyOptimizer around an optimizer.",
+    "apex.contrib.sparsity": "Use torch.sparse.to_sparse_semi_structured and torch.nn.utils.prune.",
+    "apex.contrib.transducer": "Use torchaudio.functional.rnnt_loss.",
+    "apex.pyprof": "Use torch.profiler.",
+    "apex.reparameterization": "Use torch.nn.utils.parametrizations.weight_norm.",
+    "apex.transformer": "Use megatron.core, or torch.distributed.tensor.parallel.",
 }
 
 
 class ApexPresentError(AmpxError, ImportError):
     """An apex is installed here that `install` must not replace unasked, or that cannot be completed."""
+
+
+class ApexPartMissingError(AmpxError, ModuleNotFoundError):
+    """The script imports a part of apex that ampx does not provide."""
+
+
+class _LastFinder(importlib.abc.MetaPathFinder):
+    """Says what is not provided, after all others found nothing, and that a distribution "apex" is installed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        old = fullname.replace(_OURS, "apex", 1)  # `from apex import part` asks for the part by our own name
+        if not old.startswith("apex."):
+            return None
+        advice = next((text for name, text in _ADVICE.items() if old.startswith(name)), "")
+        # Without `name`: Python would put a message of its own in place of this where a script writes
+        # `from apex import part`.
+        raise ApexPartMissingError(
+            f"{old} was imported, which ampx does not provide; provided: apex.{', apex.'.join(_PARTS)}. "
+            f"{advice or 'Leave it out, or install NVIDIA apex.'}"
+        )
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        if context is None or context.name in (None, "apex"):
+            yield _Apex()
+
+
+class _Apex(importlib.metadata.Distribution):
+    """The metadata of the last version of apex that had amp, by which libraries decide whether it is there."""
+
+    def read_text(self, filename: str) -> str | None:
+        return "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return path
 
 
 @dataclass
@@ -35,14 +121,16 @@ class _Installation:
     Attributes:
         before: The modules of old names that it took out of `sys.modules`.
         names: The old names that it put in.
-        attributes: (real module, name) of what it added to a real apex.
+        attributes: (module, name) of what it added to modules.
         completed: Whether a real apex stayed and was completed.
+        finder: What answers for the rest.
     """
 
     before: dict[str, ModuleType] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     attributes: list[tuple[ModuleType, str]] = field(default_factory=list)
     completed: bool = False
+    finder: _LastFinder = field(default_factory=_LastFinder)
 
 
 _installations: list[_Installation] = []
@@ -84,6 +172,8 @@ def uninstall() -> None:
     """Undo `install`: the old names mean what they meant before. Without `install` it does nothing. Sync: none."""
     while _installations:
         done = _installations.pop()
+        if done.finder in sys.meta_path:
+            sys.meta_path.remove(done.finder)
         for name in done.names:
             sys.modules.pop(name, None)
         for module, name in done.attributes:
@@ -111,6 +201,8 @@ def _take_over() -> _Installation:
             done.before[name] = sys.modules.pop(name)
     sys.modules.update(modules)
     done.names = list(modules)
+    done.attributes = list(_bind(modules))
+    sys.meta_path.append(done.finder)
     return done
 
 
@@ -135,17 +227,28 @@ def _complete(spec: ModuleSpec, folders: list[str]) -> _Installation:
             done.attributes.append((real, part))
     done.names = [name for name in modules if name not in sys.modules]
     sys.modules.update({name: modules[name] for name in done.names})
+    done.attributes += _bind({name: modules[name] for name in done.names})
+    sys.meta_path.append(done.finder)
     return done
+
+
+def _bind(modules: dict[str, ModuleType]) -> Iterator[tuple[ModuleType, str]]:
+    """Set modules on those that their old names say they are in, as an import does; give what was set."""
+    for name, module in modules.items():
+        parent, _, attribute = name.rpartition(".")
+        if parent in modules and not hasattr(modules[parent], attribute):
+            setattr(modules[parent], attribute, module)
+            yield modules[parent], attribute
 
 
 def _load(old: str, compiled: set[str]) -> dict[str, ModuleType]:
     """Import our modules that stand for an old name and all below it; gives them by their old names."""
     name = old.replace("apex", _OURS, 1)
     module = importlib.import_module(name)
-    found = {old: module}
-    for one in pkgutil.walk_packages(module.__path__, f"{name}."):
-        found[one.name.replace(_OURS, "apex", 1)] = importlib.import_module(one.name)
+    modules = {old: module}
+    for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{name}."):
+        modules[info.name.replace(_OURS, "apex", 1)] = importlib.import_module(info.name)
     for other, ours in _OTHER_NAMES.items():
         if other in compiled or other.startswith(f"{old}."):
-            found[other] = importlib.import_module(ours)
-    return found
+            modules[other] = pkgutil.resolve_name(f"{_OURS}.{ours}")
+    return modules

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import ampx
-from ampx.errors import InvalidOptionError, InvalidStateError, ProtocolError
+from ampx.errors import InvalidOptionError, InvalidStateError, ProtocolError, UnsupportedOpError
 from ampx_torch.apex import amp
 from ampx_torch.apex.amp.errors import CheckpointError, CheckpointWarning
 from ampx_torch.apex.parallel import LARC
@@ -331,6 +331,49 @@ def test_registered_operations_of_torch_are_cast():
     assert torch.mv(half, half[0]).dtype == torch.float32
     ampx.shutdown()
     assert F.relu(half).dtype == torch.float16
+
+
+@pytest.fixture
+def overrides(monkeypatch):
+    """The lists by name, to be edited by one test."""
+    for own in (amp.lists.functional_overrides, amp.lists.torch_overrides, amp.lists.tensor_overrides):
+        for name in ("FP16_FUNCS", "FP32_FUNCS", "CASTS", "SEQUENCE_CASTS", "BANNED_FUNCS"):
+            monkeypatch.setattr(own, name, list(getattr(own, name)))
+    return amp.lists
+
+
+def test_what_a_script_moves_from_list_to_list_is_cast_so(overrides):
+    """The vendor's speech synthesis does the first."""
+    overrides.functional_overrides.FP32_FUNCS.remove("softmax")
+    overrides.functional_overrides.FP16_FUNCS.append("softmax")
+    overrides.torch_overrides.FP32_FUNCS.append("tanh")
+    start()
+    x = torch.ones(2, 2)
+    assert F.softmax(x, -1).dtype == torch.float16
+    assert F.log_softmax(x.half(), -1).dtype == torch.float32
+    assert torch.tanh(x.half()).dtype == torch.float32
+
+
+def test_a_function_that_a_script_takes_from_every_list_is_refused(overrides):
+    overrides.functional_overrides.FP32_FUNCS.remove("softmax")
+    with pytest.raises(UnsupportedOpError, match=r"'softmax' was taken from FP32_FUNCS of functional_overrides"):
+        start()
+
+
+def test_banned_functions_may_be_taken_from_their_list(overrides):
+    overrides.functional_overrides.BANNED_FUNCS.clear()
+    start()
+    half = torch.full((2,), 0.5).half()
+    assert F.binary_cross_entropy(half, half).dtype == torch.float32
+
+
+def test_every_name_on_the_lists_is_a_function_of_its_module():
+    for own in (amp.lists.functional_overrides, amp.lists.torch_overrides, amp.lists.tensor_overrides):
+        for names in (own.FP16_FUNCS, own.FP32_FUNCS, own.CASTS, own.SEQUENCE_CASTS):
+            assert all(callable(getattr(own.MODULE, name)) for name in names)
+    assert "linear" in amp.lists.functional_overrides.FP16_FUNCS
+    assert "matmul" in amp.lists.torch_overrides.FP16_FUNCS
+    assert "__matmul__" in amp.lists.tensor_overrides.FP16_FUNCS
 
 
 def test_what_a_script_registers_goes_before_the_lists():

@@ -7,6 +7,8 @@ import textwrap
 
 import pytest
 
+from ampx.errors import InvalidOptionError
+
 STAMP = "STAMP = {!r}\n"
 
 
@@ -19,7 +21,8 @@ def python(tmp_path):
             path = tmp_path / "site" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
@@ -85,9 +88,150 @@ def test_there_is_one_module_under_both_names(python):
     assert python(INSTALL + code) == "True True 1"
 
 
-def test_what_apex_has_and_this_has_not_is_missing_in_the_usual_way(python):
-    code = "try:\n    import apex.contrib.xentropy\nexcept ModuleNotFoundError as error:\n    print(error.name)"
-    assert python(INSTALL + code) == "apex.contrib"
+def test_what_is_plain_torch_under_an_old_name_is_found_in_all_ways_of_importing(python):
+    code = """
+    import apex
+    import apex.amp.utils, apex.mlp, apex.fused_dense, apex.contrib.xentropy, apex.amp.lists.torch_overrides
+    import apex.contrib.layer_norm.layer_norm as norms
+    from apex import amp, contrib, fused_dense, mlp
+    from apex._autocast_utils import _cast_if_autocast_enabled
+    from apex.amp import __version__, lists
+    from apex.amp._amp_state import maybe_print
+    from apex.amp.compat import is_floating_point, is_tensor_like
+    from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+    from apex.amp.rnn_compat import has_old_rnns
+    from apex.amp.utils import is_fp_tensor
+    from apex.contrib import xentropy
+    from apex.contrib.clip_grad import clip_grad_norm_
+    from apex.contrib.layer_norm import FastLayerNorm
+    from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
+    from apex.contrib.optimizers import FP16_Optimizer, FusedAdam, FusedLAMB
+    from apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer as Same
+    from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+    from apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss as Loss
+    from apex.fused_dense import FusedDense, FusedDenseGeluDense
+    from apex.fused_dense.fused_dense import DenseNoBiasFunc, FusedDenseFunc
+    from apex.mlp import MLP
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, manual_rms_norm
+    from apex.optimizers import FP16_Optimizer as Early, FusedMixedPrecisionLamb
+    from apex.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb as Lamb
+    from apex.parallel import ReduceOp
+    from apex.parallel.distributed import apply_flat_dist_call, flat_dist_call, split_half_float_double
+    from apex.parallel.optimized_sync_batchnorm import SyncBatchNorm
+    import torch
+    assert apex.contrib.xentropy.SoftmaxCrossEntropyLoss is xentropy.SoftmaxCrossEntropyLoss is Loss
+    assert apex.mlp.MLP is MLP and apex.fused_dense.FusedDense is FusedDense and norms.FastLayerNorm is FastLayerNorm
+    assert apex.amp.lists.torch_overrides is torch_overrides and torch_overrides.MODULE is torch
+    assert Early is FP16_Optimizer is Same and Lamb is FusedMixedPrecisionLamb
+    assert apex.amp.utils.is_fp_tensor([torch.ones(1)]) and not is_fp_tensor(torch.ones(1, dtype=torch.int))
+    assert not has_old_rnns() and __version__.__version__ and is_tensor_like(torch.ones(1))
+    assert _cast_if_autocast_enabled(torch.ones(1)) == (torch.ones(1),)
+    print("imported")
+    """
+    assert python(INSTALL + textwrap.dedent(code)) == "imported"
+
+
+MISSING = {
+    "import apex.transformer": ("apex.transformer", "megatron.core"),
+    "from apex.transformer.pipeline_parallel.utils import f": ("apex.transformer", "megatron.core"),
+    "from apex import RNN": ("apex.RNN", "torch.nn.LSTM"),
+    "from apex.contrib import sparsity": ("apex.contrib.sparsity", "torch.nn.utils.prune"),
+    "from apex.contrib.multihead_attn import Self": ("apex.contrib.multihead_attn", "torch.nn.MultiheadAttention"),
+    "from apex.contrib.optimizers.distributed_fused_adam import X": ("distributed_fused_adam", "ZeroRedundancy"),
+    "from apex.reparameterization import apply_weight_norm": ("apex.reparameterization", "weight_norm"),
+    "from apex.amp import wrap": ("apex.amp.wrap", "register_half_function"),
+    "from apex.optimizers import FusedNothing": ("apex.optimizers.FusedNothing", "install NVIDIA apex"),
+}
+
+
+def test_what_is_not_provided_says_so_and_what_to_use(python):
+    """Libraries that can do without catch `ImportError`, or `ModuleNotFoundError`."""
+    code = f"""
+    for statement in {list(MISSING)}:
+        try:
+            exec(statement)
+        except ModuleNotFoundError as error:
+            print(isinstance(error, ampx_torch.apex.ApexPartMissingError), error)
+    """
+    lines = python(INSTALL + textwrap.dedent(code)).splitlines()
+    assert len(lines) == len(MISSING)
+    for line, (name, advice) in zip(lines, MISSING.values(), strict=True):
+        assert line.startswith("True apex.")
+        assert f"{name} was imported" in line or f"{name}." in line
+        assert "provided: apex.amp" in line
+        assert advice in line
+
+
+def test_libraries_that_ask_for_the_installed_version_find_one(python):
+    code = """
+    import importlib.metadata, importlib.util
+    print(importlib.util.find_spec("apex") is not None, importlib.metadata.version("apex"))
+    print([one.name for one in importlib.metadata.distributions(name="apex")])
+    print(len(importlib.metadata.entry_points()) > 0)
+    ampx_torch.apex.uninstall()
+    try:
+        importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        print("gone")
+    """
+    assert python(INSTALL + textwrap.dedent(code)).splitlines() == ["True 0.1", "['apex']", "True", "gone"]
+
+
+def test_names_that_were_bound_are_gone_after_uninstall(python):
+    code = """
+    import sys, ampx_torch.apex.contrib as ours
+    before = hasattr(ours, "xentropy"), any("LastFinder" in repr(finder) for finder in sys.meta_path)
+    ampx_torch.apex.uninstall()
+    print(before, hasattr(ours, "xentropy"), any("LastFinder" in repr(finder) for finder in sys.meta_path))
+    """
+    assert python(INSTALL + textwrap.dedent(code)) == "(True, True) False False"
+
+
+def test_the_launcher_starts_a_process_for_each_rank(tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import argparse, torch, torch.distributed as dist\n"
+        "from apex.parallel.distributed import flat_dist_call\n"
+        "parser = argparse.ArgumentParser()\n"
+        "for name in ('--rank', '--world-size'):\n"
+        "    parser.add_argument(name, type=int)\n"
+        "args = parser.parse_args()\n"
+        "store = dist.FileStore('store', args.world_size)\n"
+        "dist.init_process_group('gloo', store=store, rank=args.rank, world_size=args.world_size)\n"
+        "sums = torch.tensor([float(args.rank)])\n"
+        "flat_dist_call([sums], dist.all_reduce)\n"
+        "print(args.rank, sums.item())\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    command = [sys.executable, "-m", "ampx_torch.apex.parallel.multiproc", "train.py", "--world-size", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 0.5\n"
+    assert (tmp_path / "GPU_1.log").read_text() == "1 0.5\n"
+
+
+def test_the_launcher_ends_the_others_when_one_process_fails(monkeypatch, tmp_path):
+    from ampx_torch.apex.parallel import multiproc
+
+    work = "import sys, time; sys.exit(7) if sys.argv[-1] == '1' else time.sleep(300)"
+    popen, started = subprocess.Popen, []
+
+    def start(command, stdout):
+        assert command[:5] == [sys.executable, "-m", "ampx", "run", "train.py"]
+        started.append(popen([sys.executable, "-c", work, *command], stdout=stdout))
+        return started[-1]
+
+    monkeypatch.setattr(multiproc.subprocess, "Popen", start)
+    monkeypatch.chdir(tmp_path)
+    assert multiproc.main(["train.py", "--world-size", "3"]) == 7
+    assert all(process.returncode is not None for process in started)
+    monkeypatch.setattr(multiproc.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InvalidOptionError, match="--world-size N among them where there is no GPU"):
+        multiproc.main(["train.py"])
+    with pytest.raises(InvalidOptionError, match="got nothing"):
+        multiproc.main([])
 
 
 def test_it_may_be_called_again(python):
@@ -140,7 +284,7 @@ def test_an_apex_that_has_amp_is_replaced_when_asked_and_comes_back(python, impo
     ampx_torch.apex.install(force=True)
     from apex import amp
     import amp_C
-    print(hasattr(amp, 'STAMP'), hasattr(amp_C, 'STAMP'), 'apex.contrib' in sys.modules)
+    print(hasattr(amp, 'STAMP'), hasattr(amp_C, 'STAMP'), hasattr(sys.modules['apex.contrib'], 'STAMP'))
     ampx_torch.apex.uninstall()
     import apex.amp, apex.contrib, amp_C
     after = [apex, apex.amp, apex.contrib, amp_C]

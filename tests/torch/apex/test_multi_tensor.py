@@ -102,3 +102,41 @@ def test_flatten_and_unflatten_are_inverse():
     flat = apex_c.flatten(several)
     assert flat.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert [one.tolist() for one in apex_c.unflatten(flat, several)] == [[[1.0, 2.0], [3.0, 4.0]], [5.0]]
+
+
+def test_a_norm_that_is_not_finite_is_flagged():
+    for op in (amp_c.multi_tensor_l2norm, amp_c.multi_tensor_l2norm_mp):
+        buffer = flag()
+        norm, _ = multi_tensor_applier(op, buffer, [tensors([3.0, 4.0])], False)
+        assert (norm.item(), buffer.item()) == (5.0, 0)
+        multi_tensor_applier(op, buffer, [tensors([1.0, math.inf])], False)
+        assert buffer.item() == 1
+
+
+def test_norms_are_taken_of_what_is_scaled_or_unscaled():
+    sources, targets = tensors([3.0, 4.0], [12.0], dtype=torch.float16), tensors([0.0, 0.0], [0.0])
+    norm, each = amp_c.multi_tensor_l2norm_scale(0, flag(), [sources, targets], 0.5, True)
+    assert (norm.item(), each.tolist()) == (13.0, [5.0, 12.0])
+    assert [one.tolist() for one in targets] == [[1.5, 2.0], [6.0]]
+    norm, each = amp_c.multi_tensor_unscale_l2norm(0, flag(), [sources], torch.tensor([0.5]), True)
+    assert (norm.item(), each.tolist()) == (6.5, [2.5, 6.0])
+    assert [one.tolist() for one in sources] == [[3.0, 4.0], [12.0]]
+
+
+def test_a_scale_with_hysteresis_moves_by_the_rule_of_megatron():
+    scale, growth, tolerated = torch.tensor([64.0]), torch.zeros(1, dtype=torch.int), torch.full((1,), 2).int()
+    value, steps, left = 64.0, 0, 2
+    for overflow in (0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1):
+        returned = amp_c.update_scale_hysteresis(
+            scale, growth, tolerated, torch.tensor([float(overflow)]), 4.0, 0.5, 3, 2
+        )
+        assert returned is scale
+        if overflow:
+            left, steps = left - 1, 0
+            value = value * 0.5 if left <= 0 else value
+        else:
+            left, steps = 2, steps + 1
+            if steps == 3:
+                value, steps = value * 4, 0
+        assert (scale.item(), growth.item(), tolerated.item()) == (value, steps, left)
+    assert value == 32.0

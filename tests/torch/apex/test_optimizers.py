@@ -1,13 +1,25 @@
 """The fused optimizers against their published formulas, written in NumPy in float64."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 from ampx.errors import AmpxWarning, InvalidOptionError, UnsupportedByBackendError, UnsupportedDtypeError
-from ampx_torch.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampx_torch.apex import amp_c
+from ampx_torch.apex.multi_tensor_apply import multi_tensor_applier
+from ampx_torch.apex.optimizers import (
+    FP16_Optimizer,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 
 SHAPES = [(3, 4), (5,), (2, 2, 3)]
 STEPS = 6
@@ -19,7 +31,10 @@ def values(seed):
     return [generator.standard_normal(shape) for shape in SHAPES]
 
 
-def adam(p, g, state, step, *, shared, b1=0.9, b2=0.999, eps=1e-8, wd=0.0, decoupled=True, corrected=True):
+def adam(p, g, state, step, *, shared, b1=0.9, b2=0.999, eps=1e-8, wd=0.0, decoupled=True, corrected=True,
+         bound=math.inf):  # fmt: skip
+    if bound < math.inf:
+        g = g * min(bound / (math.sqrt(sum(float((one * one).sum()) for one in shared)) + 1e-6), 1.0)
     g = g + (0 if decoupled else wd) * p
     state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * g
     state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g * g
@@ -87,6 +102,7 @@ CASES = [
         adam,
         {"wd": 0.1, "corrected": False, "decoupled": False, "b1": 0.8, "b2": 0.9, "eps": 1e-3},
     ),
+    (FusedAdam, {"max_grad_norm": 0.5, "weight_decay": 0.1}, adam, {"bound": 0.5, "wd": 0.1}),
     (FusedSGD, {}, sgd, {}),
     (FusedSGD, {"momentum": 0.9, "weight_decay": 0.1}, sgd, {"momentum": 0.9, "wd": 0.1}),
     (
@@ -110,6 +126,8 @@ CASES = [
     ),
     # Without decay no ratio divides a constant factor of the update out.
     (FusedLAMB, {"weight_decay": 0.0, "grad_averaging": False}, lamb, {"wd": 0.0, "averaging": False}),
+    (FusedMixedPrecisionLamb, {}, lamb, {}),
+    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.float16}, lamb, {}),
     (FusedNovoGrad, {"weight_decay": 0.1}, novograd, {"wd": 0.1}),
     (
         FusedNovoGrad,
@@ -174,6 +192,192 @@ def test_a_resumed_training_is_the_uninterrupted_one(make, options, formula, set
     resumed, _ = train(make, options, dtype, resume_at=4)
     for one, other in zip(whole, resumed, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("make", "options", "formula", "settings"), CASES, ids=NAMES)
+def test_a_copy_steps_as_the_optimizer_does(make, options, formula, settings):
+    parameters, opt = train(make, options)
+    for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        twins = copied.param_groups[0]["params"]
+        for own, twin in zip(parameters, twins, strict=True):
+            twin.grad = own.grad.clone()
+        copied.step()
+        assert not any(torch.equal(own, twin) for own, twin in zip(parameters, twins, strict=True))
+    opt.step()
+    assert all(torch.equal(own, twin) for own, twin in zip(parameters, twins, strict=True))
+
+
+def test_masters_keep_updates_that_low_precision_would_lose():
+    """The gradient is the same in every step, so that each moves the weights by the rate times their norm."""
+    own = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    opt = FusedMixedPrecisionLamb([own], lr=2.0**-12, weight_decay=0.0, reduced_precision_dtype=torch.bfloat16)
+    for _ in range(64):
+        own.grad = torch.ones(4, dtype=torch.bfloat16)
+        opt.step()
+    assert own.tolist() == pytest.approx([1 - 2.0**-6] * 4, abs=2.0**-9)
+
+
+# -- scripts with optimizers of their own that call the kernels --------------------------------------
+
+
+def own_kernel(kernel):
+    """Call a kernel as a copy of apex's optimizer does, with the settings of the formula."""
+    decay, buffer = 0.1, torch.zeros(1, dtype=torch.int)
+
+    def call(step, g, p, states):
+        m, v = [state["m"] for state in states], [state["v"] for state in states]
+        norm = multi_tensor_applier(amp_c.multi_tensor_l2norm, buffer, [g], False)[0]
+        one, count, rate = torch.ones(1), torch.tensor([step], dtype=torch.int), torch.tensor(RATE)
+        if kernel == "adam":
+            numbers = (RATE, 0.9, 0.999, 1e-8, step, 1, 1, decay)
+            multi_tensor_applier(amp_c.multi_tensor_adam, buffer, [g, p, m, v], *numbers)
+        elif kernel == "adam_capturable":
+            scaled, numbers = [grad * 4 for grad in g], (rate, 0.9, 0.999, 1e-8, count, 1, 1, decay, one / 4)
+            multi_tensor_applier(amp_c.multi_tensor_adam_capturable, buffer, [scaled, p, m, v], *numbers)
+            assert all(torch.equal(grad, true) for grad, true in zip(scaled, g, strict=True))
+        elif kernel == "adam_capturable_master":
+            low, numbers = [own.half() for own in p], (rate, 0.9, 0.999, 1e-8, count, 1, 1, decay, one)
+            multi_tensor_applier(amp_c.multi_tensor_adam_capturable_master, buffer, [g, low, m, v, p], *numbers)
+            assert all(torch.equal(own, master.half()) for own, master in zip(low, p, strict=True))
+        elif kernel == "adagrad":
+            multi_tensor_applier(amp_c.multi_tensor_adagrad, buffer, [g, p, v], RATE, 1e-10, 0, decay)
+        elif kernel == "sgd":
+            low, numbers = [own.half() for own in p], (decay, 0.9, 0.0, RATE, False, step == 1, False, 0.25)
+            multi_tensor_applier(amp_c.multi_tensor_sgd, buffer, [[grad * 4 for grad in g], p, m, low], *numbers)
+            assert all(torch.equal(own, master.half()) for own, master in zip(low, p, strict=True))
+        elif kernel == "novograd":
+            norms = torch.stack([state["n"] for state in states]) if step > 1 else torch.stack([x.norm() for x in g])
+            numbers = (RATE, 0.9, 0.999, 1e-8, step, 1, decay, 1, 1, 2)
+            multi_tensor_applier(amp_c.multi_tensor_novograd, buffer, [g, p, m], norms, *numbers)
+            for state, value in zip(states, norms, strict=True):
+                state["n"] = value
+        elif kernel == "lamb":
+            numbers = (RATE, 0.9, 0.999, 1e-6, step, 1, decay, 1, 1, norm, 1.0, False)
+            multi_tensor_applier(amp_c.multi_tensor_lamb, buffer, [g, p, m, v], *numbers)
+        elif kernel == "lamb_mp":
+            low, scaled = [own.half() for own in p], [grad * 4 for grad in g]
+            numbers = (rate, 0.9, 0.999, 1e-6, count, 1, decay, 1, 1, norm * 4, one * 4, False, one * 0, one / 4)
+            multi_tensor_applier(amp_c.multi_tensor_lamb_mp, buffer, [scaled, p, m, v, low], *numbers)
+            assert all(torch.equal(own, master.half()) for own, master in zip(low, p, strict=True))
+        else:
+            updates, decays = [torch.empty_like(own) for own in p], torch.full((len(p),), decay)
+            lists, numbers = [g, p, m, v, updates], (decays, step - 1, 0.9, 0.999, 1e-6, norm, 1.0)
+            multi_tensor_applier(amp_c.multi_tensor_lamb_stage1_cuda, buffer, lists, *numbers)
+            own = multi_tensor_applier(amp_c.multi_tensor_l2norm, buffer, [p], True)[1]
+            new = multi_tensor_applier(amp_c.multi_tensor_l2norm, buffer, [updates], True)[1]
+            multi_tensor_applier(amp_c.multi_tensor_lamb_stage2_cuda, buffer, [p, updates], own, new, RATE, decay)
+
+    return call
+
+
+KERNELS = {
+    "adam": (adam, {"wd": 0.1}),
+    "adam_capturable": (adam, {"wd": 0.1}),
+    "adam_capturable_master": (adam, {"wd": 0.1}),
+    "adagrad": (adagrad, {"wd": 0.1}),
+    "sgd": (sgd, {"wd": 0.1, "momentum": 0.9}),
+    "novograd": (novograd, {"wd": 0.1}),
+    "lamb": (lamb, {"wd": 0.1}),
+    "lamb_mp": (lamb, {"wd": 0.1}),
+    "lamb_stages": (lamb, {"wd": 0.1}),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_that_a_script_calls_computes_the_published_formula(kernel):
+    parameters = [torch.tensor(own, dtype=torch.float32) for own in values(0)]
+    states = [{"m": torch.zeros_like(own), "v": torch.zeros_like(own)} for own in parameters]
+    call = own_kernel(kernel)
+    for step in range(1, STEPS + 1):
+        call(step, [torch.tensor(grad, dtype=torch.float32) for grad in values(step)], parameters, states)
+    formula, settings = KERNELS[kernel]
+    for own, expected in zip(parameters, expect(formula, settings), strict=True):
+        np.testing.assert_allclose(own.numpy(), expected, rtol=1e-5, atol=1e-5)  # float32 over 6 steps
+
+
+def test_kernels_write_low_precision_tensors_and_compute_in_float32():
+    own, average, square = (torch.full((2,), value).half() for value in (1.0, 0.0, 0.0))
+    lists = [[torch.full((2,), 2.0**-14).half()], [own], [average], [square]]
+    amp_c.multi_tensor_adam(0, None, lists, 0.5, 0.5, 0.5, 0.0, 1, 1, 1, 0.0)
+    # the square of the gradient, 2**-28, is 0 in float16; the quotient is 1 in float32
+    assert (own.tolist(), average.tolist(), square.tolist()) == ([0.5] * 2, [2.0**-15] * 2, [0.0] * 2)
+
+
+@pytest.mark.parametrize("kernel", ["sgd", "adam_capturable", "lamb_mp"])
+def test_kernels_that_look_at_an_overflow_do_nothing_after_one(kernel):
+    own, buffer, one = torch.ones(2), torch.ones(1, dtype=torch.int), torch.ones(1)
+    lists = [[torch.full((2,), math.inf)], [own], [torch.zeros(2)], [torch.zeros(2)]]
+    if kernel == "sgd":
+        amp_c.multi_tensor_sgd(0, buffer, lists[:3], 0.0, 0.0, 0.0, 0.1, False, True, False, 1.0)
+    elif kernel == "adam_capturable":
+        amp_c.multi_tensor_adam_capturable(0, buffer, lists, one, 0.9, 0.999, 1e-8, one, 1, 1, 0.0, one)
+    else:
+        numbers = (one, 0.9, 0.999, 1e-8, one, 1, 0.0, 1, 1, one, one, False, one, one)
+        amp_c.multi_tensor_lamb_mp(0, buffer, lists, *numbers)
+    assert own.tolist() == [1.0, 1.0]
+
+
+class OwnStep(FusedAdam):
+    """As toolkits for sequence models derive theirs: the step computes on float32 copies and calls the kernel."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not hasattr(self, "multi_tensor_adam"):
+            raise RuntimeError("outdated")
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            parameters = group["params"]
+            for own in parameters:
+                if not self.state[own]:
+                    self.state[own]["exp_avg"] = torch.zeros_like(own, dtype=torch.float)
+                    self.state[own]["exp_avg_sq"] = torch.zeros_like(own, dtype=torch.float)
+            copies = [own.data.float() for own in parameters]
+            lists = [
+                [own.grad.float() for own in parameters],
+                copies,
+                [self.state[own]["exp_avg"] for own in parameters],
+                [self.state[own]["exp_avg_sq"] for own in parameters],
+            ]
+            numbers = (group["lr"], *group["betas"], group["eps"], group["step"])
+            rest = (self.adam_w_mode, 1 if group["bias_correction"] else 0, group["weight_decay"])
+            multi_tensor_applier(self.multi_tensor_adam, self._dummy_overflow_buf, lists, *numbers, *rest)
+            for own, copied in zip(parameters, copies, strict=True):
+                own.data.copy_(copied)
+
+
+def test_an_optimizer_that_is_derived_from_ours_finds_its_kernel_and_its_buffer():
+    parameters, opt = train(OwnStep, {"weight_decay": 0.1}, torch.float32)
+    assert multi_tensor_applier.available
+    for own, expected in zip(parameters, expect(adam, {"wd": 0.1}), strict=True):
+        np.testing.assert_allclose(own.detach().numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert opt._dummy_overflow_buf.item() == 0
+
+
+def test_the_recipe_of_the_first_bert_scripts_trains_as_the_formula():
+    """Half parameters, clipping inside Adam, and the optimizer that early versions had in `apex.optimizers`."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.5)
+    model.half()
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.125}]
+    inner = FusedAdam(groups, lr=RATE, bias_correction=False, max_grad_norm=1.0)
+    opt = FP16_Optimizer(inner, dynamic_loss_scale=True, verbose=False)
+    assert opt.cur_scale == 2.0**16
+    exact, state, step = np.full((1, 4), 0.5), {}, 0
+    for value in (1.0, math.inf, -2.0, 0.125):
+        opt.zero_grad()
+        assert model.weight.grad is None
+        opt.backward(model(torch.full((1, 4), value, dtype=torch.float16)).float().sum() / 2**4)
+        opt.step()
+        if value != math.inf:
+            gradient, step = np.full((1, 4), value / 2**4), step + 1
+            settings = {"wd": 0.125, "corrected": False, "bound": 1.0}
+            exact = adam(exact, gradient, state, step, shared=[gradient], **settings)
+    (master,) = opt.param_groups[0]["params"]
+    np.testing.assert_allclose(master.detach().numpy(), exact, rtol=1e-5)
+    assert torch.equal(model.weight, master.half())
+    assert opt.cur_scale == 2.0**15
 
 
 @pytest.mark.parametrize("make", [FusedAdam, FusedSGD, FusedAdagrad, FusedLAMB, FusedNovoGrad])

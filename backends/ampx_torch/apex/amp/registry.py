@@ -10,7 +10,7 @@ from ampx.contract import CastPlan
 from ampx.errors import InvalidOptionError, UnsupportedOpError
 from ampx_torch.oplists import Rule, TorchPlan, resolve
 
-from . import decorators
+from . import decorators, lists
 
 
 @dataclass
@@ -51,14 +51,25 @@ def add(module: Any, name: str, kind: Kind) -> None:
 
 
 def entries(device: str) -> tuple[list[Any], list[Any]]:
-    """Give what goes into `allow` and `deny`: registered functions that are operations of torch. Sync: none."""
+    """Give what goes into `allow` and `deny`: registered functions that are operations of torch.
+
+    Raises:
+        UnsupportedOpError: The script took a function from a list of `apex.amp.lists` and put it on no other.
+
+    Sync: none.
+    """
     allow: list[Any] = []
     deny: list[Any] = []
-    for (module, name), kind in _registry.entries.items():
+    for (module, name), kind in _all().items():
         entry = _entry(getattr(module, name), kind)
         if entry is not None and _is_operation(entry, device):
             (allow if kind == "half" else deny).append(entry)
     return allow, deny
+
+
+def _all() -> dict[tuple[Any, str], Kind]:
+    """What was registered, after what was added to the lists by name."""
+    return {**lists.edits(), **_registry.entries}
 
 
 def _entry(function: Any, kind: Kind) -> Any:
@@ -81,7 +92,7 @@ def operation(entry: Any) -> tuple[str, ...]:
 def patch() -> None:
     """Put casting functions in the place of registered ones that are no operations of torch. Sync: none."""
     restore()
-    for (module, name), kind in _registry.entries.items():
+    for (module, name), kind in _all().items():
         function = getattr(module, name)
         if not _is_operation(_entry(function, kind)):
             _registry.replaced.append((module, name, vars(module).get(name)))

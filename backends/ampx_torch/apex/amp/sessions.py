@@ -59,6 +59,7 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
         own_allow, own_deny = registry.entries(device)
         # What the script registered goes before the lists, as it did in apex.
         allow = [*_without(lists.allowed(device), own_deny), *own_allow]
+        allow_banned = allow_banned or not lists.bans()
         deny = [*_without(lists.denied(device, allow_banned), own_allow), *own_deny]
     dtype = next(name for name, one in DTYPES.items() if one is low)
     former = _amp_state.session

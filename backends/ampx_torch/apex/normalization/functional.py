@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch.nn import functional
 
 from ampx.errors import AmpxWarning
+from ampx_torch.apex.amp_c import in_float32
 
 Shape: TypeAlias = int | Sequence[int]
 
@@ -105,6 +106,93 @@ def mixed_dtype_fused_rms_norm_affine(
     return _rms_norm(input, normalized_shape, weight, eps, memory_efficient, mixed=True)
 
 
+class _NormFunction:
+    """Called as an autograd function of torch; whether autocast is on does not matter. Sync: none."""
+
+    forward: ClassVar[Callable[..., torch.Tensor]]
+
+    @classmethod
+    def apply(cls, *args: Any) -> torch.Tensor:
+        return cls.forward(None, *args)
+
+
+class FusedLayerNormAffineFunction(_NormFunction):
+    """`fused_layer_norm_affine`, with the shape after the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: None,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        """Normalise. Sync: none."""
+        return _layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient, mixed=False, casts=False)
+
+
+class FusedLayerNormFunction(_NormFunction):
+    """`fused_layer_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: None, input: torch.Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> torch.Tensor:
+        """Normalise. Sync: none."""
+        return _layer_norm(input, normalized_shape, None, None, eps, memory_efficient, mixed=False, casts=False)
+
+
+class FusedRMSNormAffineFunction(_NormFunction):
+    """`fused_rms_norm_affine`."""
+
+    @staticmethod
+    def forward(
+        ctx: None,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> torch.Tensor:
+        """Normalise. Sync: none."""
+        return _rms_norm(input, normalized_shape, weight, eps, memory_efficient, mixed=False, casts=False)
+
+
+class FusedRMSNormFunction(_NormFunction):
+    """`fused_rms_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: None, input: torch.Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> torch.Tensor:
+        """Normalise. Sync: none."""
+        return _rms_norm(input, normalized_shape, None, eps, memory_efficient, mixed=False, casts=False)
+
+
+def manual_rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Divide the last dimensions by their root mean square in float32, then scale in the dtype of the weight.
+
+    Args:
+        input: Floating tensor whose last dimensions are `normalized_shape`.
+        normalized_shape: The last dimensions.
+        weight: Floating tensor of that shape, or None.
+        eps: Added to the mean square.
+
+    Returns:
+        A tensor of the weight's dtype if that is a low precision, else of float32 or the input's wider dtype.
+
+    Sync: none.
+    """
+    norm = functional.rms_norm(in_float32(input), _sizes(normalized_shape), None, eps)
+    if weight is None:
+        return norm
+    return weight * (norm.to(weight.dtype) if in_float32(weight) is not weight else norm)
+
+
 def warn_about_memory(memory_efficient: bool) -> None:
     """Warn where the backward pass is asked to start from the output, which torch's kernels do not. Sync: none."""
     if memory_efficient:
@@ -125,20 +213,32 @@ def _layer_norm(
     memory_efficient: bool,
     *,
     mixed: bool,
+    casts: bool = True,
 ) -> torch.Tensor:
     warn_about_memory(memory_efficient)
-    return _in_one_dtype(
-        lambda tensor, own, shift: functional.layer_norm(tensor, _sizes(shape), own, shift, eps), x, weight, bias, mixed
-    )
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.layer_norm(x, _sizes(shape), weight, bias, eps)
+
+    return _in_one_dtype(norm, x, weight, bias, mixed, casts)
 
 
 def _rms_norm(
-    x: torch.Tensor, shape: Shape, weight: torch.Tensor | None, eps: float, memory_efficient: bool, *, mixed: bool
+    x: torch.Tensor,
+    shape: Shape,
+    weight: torch.Tensor | None,
+    eps: float,
+    memory_efficient: bool,
+    *,
+    mixed: bool,
+    casts: bool = True,
 ) -> torch.Tensor:
     warn_about_memory(memory_efficient)
-    return _in_one_dtype(
-        lambda tensor, own, _: functional.rms_norm(tensor, _sizes(shape), own, eps), x, weight, None, mixed
-    )
+
+    def norm(x: torch.Tensor, weight: torch.Tensor | None, _: torch.Tensor | None) -> torch.Tensor:
+        return functional.rms_norm(x, _sizes(shape), weight, eps)
+
+    return _in_one_dtype(norm, x, weight, None, mixed, casts)
 
 
 def _sizes(shape: Shape) -> list[int]:
@@ -151,10 +251,11 @@ def _in_one_dtype(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mixed: bool,
+    casts: bool,
 ) -> torch.Tensor:
     """Run a norm of torch, which takes tensors of one dtype only, on those given."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if casts and torch.is_autocast_enabled(device):
         low = torch.get_autocast_dtype(device)
         x, weight, bias = _to(x, low), _to(weight, low), _to(bias, low)
     result = weight.dtype if mixed and weight is not None else x.dtype

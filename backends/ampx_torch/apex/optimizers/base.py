@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import UnsupportedByBackendError, UnsupportedDtypeError
+from ampx_torch.apex.amp_c import in_float32
 
 _LOW: Final = (torch.float16, torch.bfloat16)
-_FUSED_DEVICES: Final = {"cpu", "cuda"}
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -21,6 +21,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     set_grad_none: bool
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
+        device = next((own.device for group in self.param_groups for own in group["params"]), None)
+        # Optimizers derived from these call the kernels themselves, and pass them this.
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what copies and pickles need: torch leaves out all attributes of its subclasses."""
+        own = {name: value for name, value in vars(self).items() if name[:1] != "_" and not callable(value)}
+        return {**own, **super().__getstate__(), "_dummy_overflow_buf": self._dummy_overflow_buf}  # type: ignore[no-untyped-call]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients, by default in the way that `set_grad_none` says. Sync: none."""
@@ -104,17 +115,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> None:
         states = [self.state[one] for one in parameters]
-        work = [in_float32(one) for one in parameters]
+        work = self._work(parameters, states)
         self._update(group, work, [grad.to(own.dtype) for grad, own in zip(gradients, work, strict=True)], states)
         rounded = [(own, one) for own, one in zip(parameters, work, strict=True) if own is not one]
         if rounded:
             owns, ones = zip(*rounded, strict=True)
             torch._foreach_copy_(owns, ones)
 
-
-def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a low-precision tensor in float32, and any other as it is. Sync: none."""
-    return tensor.float() if tensor.dtype in _LOW else tensor
+    def _work(self, parameters: list[torch.Tensor], states: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """Return what to update, to be rounded into the parameters."""
+        return [in_float32(parameter) for parameter in parameters]
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
@@ -127,11 +137,6 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
         raise UnsupportedByBackendError(
             f"{name}(amsgrad=True) is not supported; accepted: False. Use torch.optim.AdamW(amsgrad=True)."
         )
-
-
-def has_fused_kernel(parameters: list[torch.Tensor]) -> bool:
-    """Tell whether torch's fused optimizer kernels take all of these. Sync: none."""
-    return all(one.device.type in _FUSED_DEVICES for one in parameters)
 
 
 def state_tensors(

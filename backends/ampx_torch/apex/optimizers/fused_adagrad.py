@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.adagrad import adagrad
+
+from ampx_torch.apex import amp_c
 
 from .base import FusedOptimizer, state_tensors
 
@@ -21,6 +22,8 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: Whether `zero_grad` drops the gradients.
         adagrad_w_mode: True decays weights apart from the gradient, False adds the decay to the gradient.
     """
+
+    multi_tensor_adagrad = staticmethod(amp_c.multi_tensor_adagrad)
 
     def __init__(
         self,
@@ -42,20 +45,6 @@ class FusedAdagrad(FusedOptimizer):
         gradients: list[torch.Tensor],
         states: list[dict[str, Any]],
     ) -> None:
-        sums, decay = state_tensors(states, "sum", parameters), group["weight_decay"]
-        if decay and self.adagrad_w_mode:
-            torch._foreach_mul_(parameters, 1 - group["lr"] * decay)
-            decay = 0.0
-        # The count matters to torch's Adagrad only where the learning rate decays, which apex's does not.
-        adagrad(
-            parameters,
-            gradients,
-            sums,
-            list(torch.zeros(len(parameters)).unbind()),
-            foreach=True,
-            lr=group["lr"],
-            weight_decay=decay,
-            lr_decay=0.0,
-            eps=group["eps"],
-            maximize=False,
-        )
+        sums = state_tensors(states, "sum", parameters)
+        options = (group["lr"], group["eps"], self.adagrad_w_mode, group["weight_decay"])
+        self.multi_tensor_adagrad(0, None, [gradients, parameters, sums], *options)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
 from ampx.errors import UnsupportedByBackendError
+from ampx_torch.apex import amp_c
 
-from .base import FusedOptimizer, has_fused_kernel, refuse_amsgrad, state_tensors
+from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 
 
 class FusedAdam(FusedOptimizer):
@@ -31,10 +30,15 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: Whether `zero_grad` drops the gradients.
         capturable: Not supported.
         master_weights: Not supported.
+        max_grad_norm: Bound of the norm of the gradients of each group, 0 for none. Early versions of apex had it.
 
     Raises:
         UnsupportedByBackendError: One of the options is not supported.
     """
+
+    multi_tensor_adam = staticmethod(amp_c.multi_tensor_adam)
+    multi_tensor_adam_capturable = staticmethod(amp_c.multi_tensor_adam_capturable)
+    multi_tensor_adam_capturable_master = staticmethod(amp_c.multi_tensor_adam_capturable_master)
 
     def __init__(
         self,
@@ -49,6 +53,8 @@ class FusedAdam(FusedOptimizer):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
     ) -> None:
         refuse_amsgrad("FusedAdam", amsgrad)
         if capturable or master_weights:
@@ -58,7 +64,8 @@ class FusedAdam(FusedOptimizer):
                 f"weights."
             )
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        super().__init__(params, {**options, "weight_decay": weight_decay})
+        bound = {"max_grad_norm": max_grad_norm} if max_grad_norm else {}
+        super().__init__(params, {**options, "weight_decay": weight_decay, **bound})
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
 
@@ -95,50 +102,19 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         averages = state_tensors(states, "exp_avg", parameters)
         squares = state_tensors(states, "exp_avg_sq", parameters)
-        if not group["bias_correction"]:
-            self._update_uncorrected(group, parameters, gradients, averages, squares)
-            return
-        fused = has_fused_kernel(parameters)
-        beta1, beta2 = group["betas"]
-        apply = adamw if self.adam_w_mode else adam
-        # The functions count the step themselves, in one tensor a parameter.
-        before = torch.full(
-            (len(parameters),), float(group["step"] - 1), device=parameters[0].device if fused else "cpu"
+        bound = group.get("max_grad_norm", 0)
+        if bound > 0:
+            factor = (bound / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
+            gradients = [gradient * factor.to(gradient.device) for gradient in gradients]
+        self.multi_tensor_adam(
+            0,
+            None,
+            [gradients, parameters, averages, squares],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["step"],
+            self.adam_w_mode,
+            group["bias_correction"],
+            group["weight_decay"],
         )
-        apply(
-            parameters,
-            gradients,
-            averages,
-            squares,
-            [],
-            list(before.unbind()),
-            fused=fused,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-    def _update_uncorrected(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        averages: list[torch.Tensor],
-        squares: list[torch.Tensor],
-    ) -> None:
-        """Update without bias correction, which torch's Adam does not have."""
-        (beta1, beta2), decay, rate = group["betas"], group["weight_decay"], group["lr"]
-        if decay and not self.adam_w_mode:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
-        torch._foreach_lerp_(averages, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        denominators = torch._foreach_sqrt(squares)
-        torch._foreach_add_(denominators, group["eps"])
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(parameters, 1 - rate * decay)
-        torch._foreach_addcdiv_(parameters, averages, denominators, -rate)

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from .base import FusedOptimizer, in_float32, refuse_amsgrad, state_tensors
+from ampx_torch.apex import amp_c
+from ampx_torch.apex.amp_c import in_float32
+
+from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 
 
 class FusedLAMB(FusedOptimizer):
@@ -30,6 +33,9 @@ class FusedLAMB(FusedOptimizer):
         UnsupportedByBackendError: `amsgrad` is asked for.
     """
 
+    multi_tensor_l2norm = staticmethod(amp_c.multi_tensor_l2norm)
+    multi_tensor_lamb = staticmethod(amp_c.multi_tensor_lamb)
+
     def __init__(
         self,
         params: Any,
@@ -52,13 +58,12 @@ class FusedLAMB(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
         self.use_nvlamb = use_nvlamb
-        self._divisor: Any = 1.0
+        self._norm: Any = 0.0
 
     def _prepare(self, tensors: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
         gradients = [in_float32(grad) for _, gradients in tensors for grad in gradients]
         if gradients:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            self._divisor = (norm / self.defaults["max_grad_norm"]).clamp_(min=1.0)
+            self._norm = torch.nn.utils.get_total_norm(gradients)
 
     def _update(
         self,
@@ -67,27 +72,56 @@ class FusedLAMB(FusedOptimizer):
         gradients: list[torch.Tensor],
         states: list[dict[str, Any]],
     ) -> None:
-        (beta1, beta2), decay, step = group["betas"], group["weight_decay"], group["step"]
-        corrected = group["bias_correction"]
         averages = state_tensors(states, "exp_avg", parameters)
         squares = state_tensors(states, "exp_avg_sq", parameters)
-        gradients = [grad / self._divisor.to(grad.device) for grad in gradients]
-        if decay and not self.adam_w_mode:
-            torch._foreach_add_(gradients, parameters, alpha=decay)
-        torch._foreach_mul_(averages, beta1)
-        torch._foreach_add_(averages, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        denominators = torch._foreach_div(squares, 1 - beta2**step if corrected else 1.0)
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(averages, 1 - beta1**step if corrected else 1.0)
-        torch._foreach_div_(updates, denominators)
-        if decay and self.adam_w_mode:
-            torch._foreach_add_(updates, parameters, alpha=decay)
-        if decay or self.use_nvlamb:
-            norms = zip(torch._foreach_norm(parameters), torch._foreach_norm(updates), strict=True)
-            # A layer, or an update, that is all zeros is not scaled.
-            ratios = [torch.where((own > 0) & (new > 0), own / new, 1.0) for own, new in norms]
-            torch._foreach_mul_(updates, ratios)
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+        self.multi_tensor_lamb(
+            0,
+            None,
+            [gradients, parameters, averages, squares],
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["step"],
+            group["bias_correction"],
+            group["weight_decay"],
+            group["grad_averaging"],
+            self.adam_w_mode,
+            self._norm,
+            self.defaults["max_grad_norm"],
+            self.use_nvlamb,
+        )
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """LAMB that keeps float32 masters of low-precision parameters in its state.
+
+    torch's GradScaler unscales and checks before its step, as for any optimizer.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        step: How many steps were done before.
+        options: Those of `FusedLAMB`.
+        reduced_precision_dtype: Parameters of this dtype get masters; None for none.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        step: int = 0,
+        *options: Any,
+        reduced_precision_dtype: torch.dtype | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(params, lr, *options, **more)
+        self.reduced_precision_dtype = reduced_precision_dtype
+        for group in self.param_groups:
+            group["step"] = step
+
+    def _work(self, parameters: list[torch.Tensor], states: list[dict[str, Any]]) -> list[torch.Tensor]:
+        work = super()._work(parameters, states)
+        for place, (own, state) in enumerate(zip(parameters, states, strict=True)):
+            if own.dtype == self.reduced_precision_dtype:
+                work[place] = state.setdefault("master", work[place])
+        return work

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import InvalidOptionError
+from ampx_torch.apex import amp_c
 
 from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 
@@ -34,6 +35,8 @@ class FusedNovoGrad(FusedOptimizer):
         UnsupportedByBackendError: `amsgrad` is asked for.
         InvalidOptionError: The norm is neither.
     """
+
+    multi_tensor_novograd = staticmethod(amp_c.multi_tensor_novograd)
 
     def __init__(
         self,
@@ -82,37 +85,30 @@ class FusedNovoGrad(FusedOptimizer):
         gradients: list[torch.Tensor],
         states: list[dict[str, Any]],
     ) -> None:
-        (beta1, beta2), decay, step = group["betas"], group["weight_decay"], group["step"]
-        first, second = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
         averages = state_tensors(states, "exp_avg", parameters)
-        denominators = torch._foreach_div(self._average_norms(group, gradients, states), second**0.5)
-        torch._foreach_add_(denominators, group["eps"])
-        entering = 1 - beta1 if group["grad_averaging"] else 1.0
-        torch._foreach_mul_(averages, beta1)
-        if self.moment_mode == 0:
-            gradients = list(torch._foreach_div(gradients, denominators))
-            torch._foreach_add_(gradients, parameters, alpha=decay)
-        torch._foreach_add_(averages, gradients, alpha=entering)
-        updates = torch._foreach_div(averages, first)
-        if self.moment_mode == 1:
-            torch._foreach_div_(updates, denominators)
-            torch._foreach_add_(updates, parameters, alpha=decay)
-        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+        self._start_norms(group, gradients, states)
+        norms = torch.stack([state["exp_avg_sq"].to(parameters[0].device) for state in states])
+        self.multi_tensor_novograd(
+            0,
+            None,
+            [gradients, parameters, averages],
+            norms,
+            group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["step"],
+            group["bias_correction"],
+            group["weight_decay"],
+            group["grad_averaging"],
+            self.moment_mode,
+            group["norm_type"],
+        )
+        for state, norm in zip(states, norms.unbind(), strict=True):
+            state["exp_avg_sq"] = norm.to(state["exp_avg_sq"].device, copy=True)
 
-    def _average_norms(
-        self, group: dict[str, Any], gradients: list[torch.Tensor], states: list[dict[str, Any]]
-    ) -> list[torch.Tensor]:
-        """Let the norms of these gradients into their averages; gives the averages, one scalar a parameter."""
-        beta2, squared = group["betas"][1], group["norm_type"] == 2
-        norms = torch._foreach_norm(gradients, _NORMS[group["norm_type"]])
-        found = []
-        for state, norm in zip(states, norms, strict=True):
-            before = state.get("exp_avg_sq")
-            if before is None:
-                before = torch.zeros_like(norm) if group["init_zero"] else norm
-            if squared:
-                state["exp_avg_sq"] = (beta2 * before.square() + (1 - beta2) * norm.square()).sqrt()
-            else:
-                state["exp_avg_sq"] = beta2 * before + (1 - beta2) * norm
-            found.append(state["exp_avg_sq"])
-        return found
+    def _start_norms(self, group: dict[str, Any], gradients: list[torch.Tensor], states: list[dict[str, Any]]) -> None:
+        """Start the average norms of parameters in their first step."""
+        new = [place for place, state in enumerate(states) if "exp_avg_sq" not in state]
+        norms = torch._foreach_norm([gradients[place] for place in new], _NORMS[group["norm_type"]]) if new else []
+        for place, norm in zip(new, norms, strict=True):
+            states[place]["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import required
-from torch.optim.sgd import sgd
 
 from ampx.errors import AmpxWarning, InvalidOptionError
+from ampx_torch.apex import amp_c
 
-from .base import FusedOptimizer, has_fused_kernel
+from .base import FusedOptimizer, state_tensors
 
 
 class FusedSGD(FusedOptimizer):
@@ -32,6 +32,8 @@ class FusedSGD(FusedOptimizer):
         InvalidOptionError: A value is out of range.
         ValueError: Neither `lr` nor a group's own is given.
     """
+
+    multi_tensor_sgd = staticmethod(amp_c.multi_tensor_sgd)
 
     def __init__(
         self,
@@ -73,30 +75,24 @@ class FusedSGD(FusedOptimizer):
         gradients: list[torch.Tensor],
         states: list[dict[str, Any]],
     ) -> None:
-        decay = group["weight_decay"]
-        if decay and self.wd_after_momentum:
-            torch._foreach_mul_(parameters, 1 - group["lr"] * decay)
-            decay = 0.0
-        # torch starts the momentum of all or of none, so parameters that come later are updated apart.
+        # The momentum of all starts together or of none, so parameters that come later are updated apart.
         everything = range(len(parameters))
         new = [index for index in everything if states[index].get("momentum_buffer") is None]
         for chosen in (new, [index for index in everything if index not in set(new)]):
-            if not chosen:
-                continue
-            momenta = [states[index].get("momentum_buffer") for index in chosen]
+            first_run = chosen is new
             own = [parameters[index] for index in chosen]
-            sgd(
-                own,
-                [gradients[index] for index in chosen],
-                momenta,
-                fused=has_fused_kernel(own),
-                weight_decay=decay,
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=False,
-            )
+            momenta = own  # of no meaning without momentum
             if group["momentum"]:
-                for index, momentum in zip(chosen, momenta, strict=True):
-                    states[index]["momentum_buffer"] = momentum
+                momenta = state_tensors([states[index] for index in chosen], "momentum_buffer", own)
+            self.multi_tensor_sgd(
+                0,
+                None,
+                [[gradients[index] for index in chosen], own, momenta],
+                group["weight_decay"],
+                group["momentum"],
+                group["dampening"],
+                group["lr"],
+                group["nesterov"],
+                first_run,
+                self.wd_after_momentum,
+            )

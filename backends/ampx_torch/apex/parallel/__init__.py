@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import ReduceOp as ReduceOp
+
 from .distributed import DistributedDataParallel as DistributedDataParallel
 from .distributed import Reducer as Reducer
 from .larc import LARC as LARC
@@ -12,6 +14,7 @@ from .sync_batchnorm import create_syncbn_process_group as create_syncbn_process
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",
