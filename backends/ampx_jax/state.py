@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -193,7 +194,7 @@ def read(tree: Any) -> ScaleValue | None:
     (state,) = found
     if state.settings.enabled:
         _check_surroundings(tree)
-    numbers = state._replace(inner=None)
+    numbers = _numbers_of(state)
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(numbers))
     if not traced:
         numbers = jax.tree.map(_number, jax.device_get(numbers))
@@ -221,6 +222,16 @@ def read(tree: Any) -> ScaleValue | None:
     )
 
 
+def _numbers_of(state: AmpState) -> AmpState:
+    """Return the state without the inner one; each number is an array, also where flax nnx holds it in a variable."""
+    fields = {
+        name: jax.tree.leaves(value)[0]
+        for name, value in state._asdict().items()
+        if name not in ("settings", "inner") and value is not None
+    }
+    return state._replace(inner=None, **fields)
+
+
 def _number(leaf: Any) -> Any:
     """Give a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
     return leaf.item() if leaf.ndim == 0 else leaf
@@ -232,15 +243,19 @@ def write(tree: Any, config: LossScale, scale: LossScaleState) -> Any:
     def replace(node: Any) -> Any:
         if not _is_own(node):
             return node
-        arrays = as_arrays(scale)
-        for name, array in arrays.items():
-            old = getattr(node, name)
-            if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
-                array = jnp.broadcast_to(array, old.shape)
-                arrays[name] = jax.device_put(array, old.sharding)
-        return node._replace(**arrays, settings=Settings(config, node.settings.enabled))
+        fields = {
+            name: jax.tree.map(functools.partial(_in_place_of, array), getattr(node, name))
+            for name, array in as_arrays(scale).items()
+        }
+        return node._replace(**fields, settings=Settings(config, node.settings.enabled))
 
     return jax.tree.map(replace, tree, is_leaf=_is_own)
+
+
+def _in_place_of(array: Any, old: Any) -> Any:
+    if not isinstance(old, jax.Array) or isinstance(old, jax.core.Tracer):
+        return array
+    return jax.device_put(jnp.broadcast_to(array, old.shape), old.sharding)
 
 
 def _register_with_flax() -> None:

@@ -123,7 +123,8 @@ def python_blocks(path):
 def frameworks_needed(blocks):
     source = "\n".join(block for _, block in blocks)
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, flags=re.M))
-    return sorted(imported & {"torch", "tensorflow", "keras", "jax", "paddle", "mxnet", "numpy", "optax", "autograd"})
+    known = {"torch", "tensorflow", "keras", "jax", "optax", "flax", "equinox", "paddle", "mxnet", "numpy", "autograd"}
+    return sorted(imported & known)
 
 
 @pytest.mark.parametrize(
