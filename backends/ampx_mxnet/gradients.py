@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from .compat import mx
@@ -33,11 +33,24 @@ def any_fresh(trainer: Any) -> bool:
     return False
 
 
-def mark_stale(trainer: Any) -> None:
-    """Forget that gradients were written. Sync: none."""
+def mark_stale(trainer: Any, kept: Iterable[Any] = ()) -> None:
+    """Forget that gradients were written, but for some parameters. Sync: none."""
+    names = {parameter.name for parameter in kept}
     for parameter in parameters(trainer):
-        for data in parameter._data:
-            data._fresh_grad = False
+        if parameter.name not in names:
+            for data in parameter._data:
+                data._fresh_grad = False
+
+
+def any_nonzero(parameters: Iterable[Any]) -> bool:
+    """Tell whether the gradients of some parameters are more than zeros. Sync: one a gradient, until one is found."""
+    with mx.autograd.pause():
+        return any(
+            bool((gradient.astype("float32") != 0).sum().asscalar())
+            for parameter in parameters
+            for gradient in _classic(parameter._grad)
+            if gradient.stype == "default"
+        )
 
 
 def restore_fresh(trainer: Any, message: str) -> None:
@@ -57,6 +70,21 @@ def restore_fresh(trainer: Any, message: str) -> None:
             return
         for data in parameter._data:
             data._fresh_grad = True
+
+
+def rescale(parameters: Iterable[Any], factor: float, only_stale: bool = False) -> None:
+    """Multiply the gradients of some parameters in place. Sync: none.
+
+    Args:
+        parameters: Some of a trainer's.
+        factor: A positive number.
+        only_stale: Leave alone those that a backward wrote since the last step.
+    """
+    with mx.autograd.pause():
+        for parameter in parameters:
+            for data, gradient in zip(parameter._data, parameter._grad, strict=True):
+                if not (only_stale and data._fresh_grad):
+                    mx.nd._internal._mul_scalar(gradient, scalar=factor, out=gradient)
 
 
 def clear(trainer: Any) -> None:

@@ -50,7 +50,7 @@ class OverflowHook:
         if self._check is not None:
             self.finite = self._check()
             return not self.finite
-        if self._member.stage != "idle" and self._member.group.enabled:
+        if self._member.pending and self._member.group.enabled:
             self._refuse()
         return False
 

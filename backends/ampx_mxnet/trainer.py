@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -26,7 +27,18 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
-        *("_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook", "__class__"),
+        *(
+            "_finite",
+            "_norm",
+            "_reduced",
+            "_kvstore_before",
+            "_used",
+            "_in_place",
+            "_layout",
+            "_hook",
+            "_left",
+            "__class__",
+        ),
         "__weakref__",
     )
 )
@@ -53,6 +65,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _finite: Any
     _norm: Any
     _reduced: bool
+    # The scale that gradients carry which the last step used and nobody cleared; infinity where it was skipped.
+    _left: float | None
 
     def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
@@ -67,6 +81,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
         self._used = False
+        self._left = None
         self._forget_pending()
         self._attach()
 
@@ -137,7 +152,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 self._nothing_to_do()
                 return
         finite = self._run(raw.update if self._reduced else run, batch_size, ignore_stale_grad)
-        norm, self._used = self._norm, True
+        carried = float(member.factor) if member.group.enabled and self._finite is None else 1.0
+        norm, self._used, self._left = self._norm, True, carried if finite else math.inf
         self._forget_pending()
         if not member.group.enabled:
             self._hook.leave(raw)
@@ -164,6 +180,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 return bool(gradients.all_finite(found).asnumpy())
             if scaled:
                 self._finite = gradients.unscale(found, factor)
+                if ignore_stale_grad:  # what is left alone carries the same as what is stepped with
+                    gradients.rescale(self._adding(), 1.0 / factor, only_stale=True)
                 member.note_unscaled()
             elif enabled:  # somebody may have written to them since they were made true
                 self._finite = self._finite * gradients.all_finite(found)
@@ -198,7 +216,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def zero_grad(self) -> None:
         """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step. Sync: none."""
         gradients.clear(self.trainer)
-        self._used = False
+        self._used, self._left = False, None
         self._drop()
 
     def _drop(self) -> None:
@@ -238,19 +256,20 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def ampx_notice_cleared(self) -> None:
         """Forget true gradients that the next backward overwrites: a step skipped by hand. Sync: none."""
-        adds = self._accumulation.parameters or any(
-            parameter.grad_req == "add" for parameter in gradients.parameters(self.trainer)
-        )
-        if not adds:
+        if not self._adding():
             gradients.mark_stale(self.trainer)
             self._drop()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Keep what MXNet would forget to add to, and forget what another backward wrote. Sync: none."""
-        if self.ampx_member.stage == "idle" and gradients.any_fresh(self.trainer):
-            # By a loss of another trainer, or without scale_loss: this loss overwrites it where it reaches, and where
-            # it does not, MXNet tells of a stale gradient.
-            gradients.mark_stale(self.trainer)
+        """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.
+
+        Raises:
+            ProtocolError: Parameters that add have gradients which cannot be added to.
+
+        Sync: none; after a skipped step that left gradients which add, some.
+        """
+        if self.ampx_member.stage == "idle":
+            self._take_up(float(scale))
         session = sessions.get("mxnet")
         if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
@@ -266,10 +285,34 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Add it to what was written before the exception. Sync: none."""
         self._accumulation.end()
 
+    def _adding(self) -> list[Any]:
+        """List the parameters whose gradients add up."""
+        adding = [one for one in gradients.parameters(self.trainer) if one._grad_req == "add"]
+        return [*adding, *(one for one in self._accumulation.parameters if one._grad is not None)]
+
+    def _take_up(self, scale: float) -> None:
+        """See to gradients that are there before the first backward of a step."""
+        adding, fresh = self._adding(), gradients.any_fresh(self.trainer)
+        left, self._left = self._left, None
+        if adding and (fresh or left == math.inf):
+            # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
+            if gradients.any_nonzero(adding):
+                self._left = left
+                raise ProtocolError(
+                    f"scale_loss was called while {'another backward' if fresh else 'a skipped step'} had left "
+                    f"gradients on parameters with grad_req='add' ({', '.join(one.name for one in adding[:5])}); they "
+                    f"cannot be added to scaled ones; accepted: cleared gradients. Call trainer.zero_grad() first, or "
+                    f"give scale_loss all trainers that a loss has parameters of."
+                )
+        elif left is not None and left != scale:
+            gradients.rescale(adding, scale / left)
+        if fresh:
+            # This loss overwrites the others where it reaches, and where it does not, MXNet tells of a stale gradient.
+            gradients.mark_stale(self.trainer, kept=adding)
+
     def _check_reduced(self) -> None:
         """Raise where new gradients would be added to those of all contexts; overwritten, they are not added up yet."""
-        adding = [one.name for one in (*self.trainer._params, *self._accumulation.parameters) if one.grad_req == "add"]
-        if len(self.trainer._contexts) > 1 and (adding or self._accumulation.parameters):
+        if len(self.trainer._contexts) > 1 and self._adding():
             raise ProtocolError(
                 "scale_loss was called after allreduce_grads and before the step, with grad_req='add'; the contexts' "
                 "sum would be added up again. Call allreduce_grads after the last backward."

@@ -156,6 +156,24 @@ def accumulated(read=False):
     return weights(net), norms
 
 
+def never_cleared():
+    """Gradients of all steps add up, while the loss scale grows."""
+    net = network("add")
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+    for x in batches(8):
+        with autograd.record():
+            loss = net(x) ** 2
+        loss.backward()
+        trainer.step(5)
+    return weights(net)
+
+
+def test_gradients_that_are_never_cleared_add_up_as_in_float32(run):
+    expected, found = both_ways(run, never_cleared)
+    assert found == expected
+    assert run.recorder.steps == 8
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_them(run, read):
     expected, found = both_ways(run, lambda: accumulated(read))

@@ -378,3 +378,76 @@ def test_what_another_loss_left_on_the_parameters_is_not_applied(amp, weights):
         opt.step(1)
     opt.step(1, ignore_stale_grad=True)
     assert (reached.data().asnumpy().item(), left.data().asnumpy().item()) == (0.5, 1.0)
+
+
+ADDING = (
+    (1.0, 2.0),  # every step adds to what the steps before left
+    (0.5, 4.0),
+    (2.0, -1.0),
+    (1.0, 0.25),
+    (3.0, 1.0),
+)
+
+
+def _never_cleared(opt, both, ignore_stale_grad=False):
+    one, other = both
+    for slope, bias in ADDING:
+        with autograd.record():
+            loss = (one.data() * slope).sum() + (0 if ignore_stale_grad and bias < 0 else (other.data() * bias).sum())
+        if isinstance(opt, ampx.WrappedOptimizer):
+            with ampx.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        opt.step(1, ignore_stale_grad)
+    return [parameter.data().asnumpy().tolist() for parameter in both]
+
+
+@pytest.mark.parametrize("ignore_stale_grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_grad_value": 1e6}])
+def test_adding_gradients_that_are_never_cleared_give_the_weights_of_plain_mxnet(weights, options, ignore_stale_grad):
+    """While the scale grows; powers of two, so that the weights are the same bits."""
+    amp = ampx.init("mxnet", level="O0", loss_scale=ampx.LossScale(init_scale=2.0**4, growth_interval=2))
+    plain, scaled = ([weights(1.0, 2.0, name=name, grad_req="add") for name in ("one", "other")] for _ in range(2))
+    raw = gluon.Trainer(plain, "sgd", {"learning_rate": 0.5, "momentum": 0.5})
+    opt = amp.wrap_optimizer(gluon.Trainer(scaled, "sgd", {"learning_rate": 0.5, "momentum": 0.5}), **options)
+    assert _never_cleared(opt, scaled, ignore_stale_grad) == _never_cleared(raw, plain, ignore_stale_grad)
+    assert opt.loss_scale == 2.0**6
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_adding_gradients_of_a_skipped_step_must_be_cleared(amp, dense, cleared):
+    net = dense(grad_req="add")
+    opt = amp.wrap_optimizer(_trainer(net))
+    _backward(net, opt, math.inf)
+    opt.step(1)
+    if cleared:
+        net.collect_params().zero_grad()
+        _backward(net, opt)
+    else:
+        with pytest.raises(ampx.ProtocolError, match=r"a skipped step had left .*Call trainer\.zero_grad"):
+            _backward(net, opt)
+        with pytest.raises(ampx.ProtocolError):  # still
+            _backward(net, opt)
+        assert opt.loss_scale == 2.0**15
+        opt.zero_grad()
+        _backward(net, opt)
+    opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+def test_adding_to_gradients_of_another_loss_is_refused(amp, dense):
+    """The discriminator's gradients of the generator's loss carry the generator's scale."""
+    net = dense(grad_req="add")
+    opt = amp.wrap_optimizer(_trainer(net))
+    foreign = amp.wrap_optimizer(_trainer(dense()), loss_scale=4.0)
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 2))).sum()
+    with ampx.scale_loss(loss, foreign) as scaled:
+        scaled.backward()
+    with pytest.raises(ampx.ProtocolError, match=r"another backward had left .*give scale_loss all trainers"):
+        _backward(net, opt)
+    opt.zero_grad()
+    _backward(net, opt)
+    opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from ampx.errors import AmpxError
 from ampx_mxnet import gradients, switch
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import is_floating
@@ -55,9 +56,11 @@ def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
             with switch.within(None):
                 scaled = listed if factor == 1 else [scale_loss(one, factor) for one in listed]
                 true(scaled if several else scaled[0])
-        except BaseException:
+        except BaseException as error:
             for one in prepared:
                 one.ampx_abandon_backward(0)
+            if isinstance(error, AmpxError):
+                manager.refuse(error)
             raise
         for one in managed:
             # MXNet does not tell what a loss depends on, but which gradients were written.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 from ampx import sessions
-from ampx.errors import AmpxError
+from ampx.errors import AmpxError, RunRefusedError
 from ampx.running import Run
 from ampx_mxnet import gradients
 from ampx_mxnet.compat import mx
@@ -143,8 +143,10 @@ class Manager:
         finally:
             self.quiet = before
 
-    def refuse(self, error: AmpxError) -> None:
-        """Refuse with what ampx says."""
+    def refuse(self, error: AmpxError) -> NoReturn:
+        """Refuse with what ampx says; a refusal stays as it is."""
+        if isinstance(error, RunRefusedError):
+            raise error
         self.run.refuse(str(error).rstrip("."))
 
     def step(self, trainer: ManagedTrainer, call: Any) -> None:
