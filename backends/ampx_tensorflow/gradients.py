@@ -60,7 +60,8 @@ def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) 
     Rows of `IndexedSlices` that name one row twice are added up first: their sum is what is clipped.
 
     Returns:
-        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None).
+        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None; infinite
+        only where float32 cannot hold the norm).
 
     Sync: none.
     """
@@ -69,10 +70,58 @@ def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) 
         merged = [_each(lambda values: tf.clip_by_value(values, -max_value, max_value), grad) for grad in merged]
     if max_norm is None:
         return merged, None
-    squares = [tf.reduce_sum(tf.square(tf.cast(v, tf.float32))) for v in map(_values, merged) if _floating(v)]
-    norm = tf.sqrt(tf.add_n(squares)) if squares else tf.constant(0.0)
-    factor = tf.where(norm > max_norm, max_norm / norm, 1.0)
-    return [_each(lambda values: values * tf.cast(factor, values.dtype), grad) for grad in merged], norm
+    floating = [one for one in map(_values, merged) if _floating(one)]
+    if not floating:
+        return merged, tf.constant(0.0)
+    parts = [_magnitudes(one) for one in floating]
+    norm = _norm(parts)
+
+    def shrink() -> tuple[list[Any], Any]:
+        factor = tf.where(norm > max_norm, max_norm / norm, tf.ones_like(norm))
+        return [_times(one, factor) for one in floating], tf.cast(norm, tf.float32)
+
+    # Squares of large elements overflow, though every element is finite; other steps read nothing twice.
+    clipped, norm = tf.cond(tf.math.is_finite(norm), shrink, lambda: _shrink_large(floating, parts, max_norm))
+    remaining = iter(clipped)
+    return [_each(lambda _: next(remaining), grad) for grad in merged], norm
+
+
+def _magnitudes(values: Any) -> Any:
+    """Return what the norm is computed from: real numbers, in float32 or wider."""
+    values = tf.abs(values) if values.dtype.is_complex else values
+    return values if values.dtype == tf.float64 else tf.cast(values, tf.float32)
+
+
+def _norm(parts: Sequence[Any]) -> Any:
+    wide = _widest(parts)
+    return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(one)), wide) for one in parts]))
+
+
+def _widest(parts: Sequence[Any]) -> Any:
+    return tf.float64 if any(one.dtype == tf.float64 for one in parts) else tf.float32
+
+
+def _times(values: Any, *factors: Any) -> Any:
+    wide = tf.float32 if values.dtype in (tf.float16, tf.bfloat16) else values.dtype
+    product = tf.cast(values, wide)
+    for factor in factors:
+        product *= tf.cast(factor, wide)
+    return tf.cast(product, values.dtype)
+
+
+def _shrink_large(floating: Sequence[Any], parts: Sequence[Any], max_norm: float) -> tuple[list[Any], Any]:
+    """Clip values by a norm whose square overflows: it is computed from elements times a factor that makes them small.
+
+    Returns:
+        As `clip`.
+    """
+    wide = _widest(parts)
+    largest = tf.reduce_max(tf.stack([tf.cast(tf.reduce_max(tf.abs(one)), wide) for one in parts]))
+    small = 16.0 / largest  # 1 / largest may be too small for float32
+    norm = _norm([_times(one, small) for one in parts])
+    clips = norm > max_norm * small
+    factor = max_norm / norm
+    return [tf.where(clips, _times(one, small, factor), one) for one in floating], tf.cast(norm / small, tf.float32)
 
 
 def _values(grad: Any) -> Any:

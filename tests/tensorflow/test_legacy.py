@@ -117,6 +117,14 @@ def test_clipping_sees_true_gradients(amp, optimizers):
     assert opt.last_step.grad_norm == 5.0
 
 
+def test_a_norm_whose_square_overflows_clips_rightly(amp, optimizers):
+    variable = tf.Variable([0.0, 0.0])
+    opt = amp.wrap_optimizer(optimizers.SGD(1.0), max_grad_norm=1.0)
+    opt.minimize(lambda: 3e25 * variable[0] + 4e25 * variable[1], [variable])
+    np.testing.assert_allclose(variable, [-0.6, -0.8], rtol=1e-6)
+    assert opt.last_step.grad_norm == pytest.approx(5e25, rel=1e-6)
+
+
 def test_sparse_gradients(amp, optimizers):
     table, plain = tf.Variable(tf.ones([4, 2])), tf.Variable(tf.ones([4, 2]))
     opt, raw = amp.wrap_optimizer(optimizers.SGD(0.5)), optimizers.SGD(0.5)

@@ -369,6 +369,29 @@ def test_clipping_adds_up_rows_that_are_named_twice(mode, bound):
     assert opt.last_step.grad_norm == (pytest.approx(10.0) if "max_grad_norm" in bound else None)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("slopes", "norm"), [((3e25, 4e25), 5e25), ((3e38, 3e38), math.inf)])
+def test_a_norm_whose_square_overflows_clips_rightly(mode, slopes, norm, sparse):
+    """The direction is that of the gradient, the length the bound; float32 cannot hold the second norm."""
+    amp = ampx.init("tensorflow", level="O0", loss_scale=1.0)
+    variable = tf.Variable([[0.0], [0.0]])
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), max_grad_norm=2.0)
+    opt.build([variable])
+
+    @mode
+    def step(gradient):
+        opt.scale_loss(tf.constant(1.0))
+        if sparse:
+            gradient = tf.IndexedSlices(gradient, tf.constant([0, 1]), tf.constant([2, 1]))
+        opt.apply([gradient], [variable])
+
+    step(tf.reshape(tf.constant(slopes), [2, 1]))
+    expected = 2.0 * np.array(slopes) / np.linalg.norm(np.array(slopes, "float64"))
+    np.testing.assert_allclose(-variable.numpy().ravel(), expected, rtol=1e-6)
+    assert opt.last_step.applied
+    assert opt.last_step.grad_norm == pytest.approx(norm, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("option", "expected"),
     [({"clipnorm": 1.0}, (0.6, 0.8)), ({"global_clipnorm": 1.0}, (0.6, 0.8)), ({"clipvalue": 3.5}, (3.0, 3.5))],
