@@ -248,6 +248,7 @@ def run_script(
         bool,
         typer.Option("--unchanged-if-refused", help="Run the script again without ampx where ampx refuses it."),
     ] = False,
+    stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
     """Train an unedited script in mixed precision, and tell what happened when it ends."""
     from ampx.running import RunSettings
@@ -258,5 +259,5 @@ def run_script(
 
     check_report(report)
     program = Program(command[0], is_module, tuple(command[1:]))
-    settings = RunSettings(dtype, level, device, replace_native)
+    settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
     raise StartProgram(RunRequest(program, settings, framework, report, unchanged))

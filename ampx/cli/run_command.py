@@ -67,8 +67,9 @@ def run_to_the_end(request: RunRequest) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
     _flush(sys.stdout)
     code = 1 if error is not None else 0
-    for line in summary_lines(finished):
-        stderr.write(f"{line}\n")
+    if not request.settings.stand_ins_only:
+        for line in summary_lines(finished):
+            stderr.write(f"{line}\n")
     _flush(stderr)
     if request.report is not None:
         write_report(request.report, request, finished)
@@ -87,9 +88,11 @@ def _end_refused(request: RunRequest, finished: Finished) -> int:
             f"{message}\nampx run: the script was stopped there. --unchanged-if-refused runs it again without ampx.\n"
         )
         return REFUSED
-    sys.stderr.write(f"{message}\nampx run: starting the script again, without ampx\n")
+    provided = [name for run in finished.runs for name in run.provided]
+    but = f", but for {', '.join(provided)}, which is missing here" if provided else ""
+    sys.stderr.write(f"{message}\nampx run: starting the script again, without ampx{but}\n")
     _flush(sys.stderr)
-    command = request.program.command()
+    command = request.program.command(("-m", "ampx", "run", "--stand-ins-only") if provided else ())
     if sys.platform != "win32":  # there exec would return to the shell at once
         os.execv(command[0], command)
     return subprocess.run(command, check=False).returncode

@@ -28,9 +28,9 @@ class Program:
     is_module: bool = False
     arguments: tuple[str, ...] = ()
 
-    def command(self) -> list[str]:
-        """Give the command line that runs it without ampx. Sync: none."""
-        return [sys.executable, *(["-m"] if self.is_module else []), self.name, *self.arguments]
+    def command(self, through: Sequence[str] = ()) -> list[str]:
+        """Return the command line that runs it without ampx, or `through` a module with arguments. Sync: none."""
+        return [sys.executable, *through, *(["-m"] if self.is_module else []), self.name, *self.arguments]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ampx import sessions
 from ampx.callers import script_line
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ampx.amp import Amp
 
 
+_BY_ITSELF: Final = ("the script has it by hand: its own calls decide",)
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """What the user asked `ampx run` for.
@@ -26,12 +29,14 @@ class RunSettings:
         level: As in `ampx.init`.
         device: As in `ampx.init`.
         replace_native: The script's own mixed precision is carried out by ampx; without it such a script is refused.
+        stand_ins_only: Nothing is automated; the script finds the modules that backends provide where they are missing.
     """
 
     dtype: str = "auto"
     level: str = "O1"
     device: str = "auto"
     replace_native: bool = False
+    stand_ins_only: bool = False
 
 
 @dataclass(eq=False)
@@ -46,6 +51,7 @@ class Run:
         amp: The session once it is started; None before.
         refusal: The error of the first call of `refuse`, which the script may have caught.
         stood_down: What the script does by itself, for a sentence; "" while this run automates it.
+        provided: Modules that the script imported, are missing here, and that the backend provided.
         lines: The lines of code that do the same by hand. Set it where those of `explain` do not fit the framework.
     """
 
@@ -56,9 +62,11 @@ class Run:
     amp: Amp | None = None
     refusal: RunRefusedError | None = None
     stood_down: str = ""
+    provided: list[str] = field(default_factory=list)
     lines: tuple[str, ...] = ()
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False
+    _waiting: str = ""
     _end_watch: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -101,22 +109,25 @@ class Run:
         self.amp.on_event(self.recorder.hear)
         return self.amp
 
-    def stand_down(self, why: str) -> None:
+    def stand_down(self, why: str, waits: bool = False) -> None:
         """End the session of this run, because the script has mixed precision of its own that ampx carries out.
 
         Args:
             why: What the script uses, to follow "by itself, with".
+            waits: It has switched nothing on so far, and perhaps never will.
 
         Sync: as `Amp.shutdown`.
         """
         if self.stood_down:
             return
         self.stood_down = why
+        if waits:
+            self._waiting = "from then on " if self.amp is not None else "always "
         if self.amp is not None:
             self.amp.shutdown()
             self.amp = None
         self.recorder.stop_sampling()
-        self.lines = ("the script has it by hand: its own calls decide",)
+        self.lines = () if waits else _BY_ITSELF
 
     def record_own_sessions(self, began: Callable[[], None], kind_of: Callable[[Any], str] | None = None) -> None:
         """Have the sessions that the script starts itself recorded, by an old recipe or by ampx, until `close`.
@@ -139,7 +150,7 @@ class Run:
             if amp.framework != self.framework or self._starting:
                 return
             self.stand_down("ampx")
-            self.amp = amp
+            self.amp, self.lines = amp, _BY_ITSELF
             self.recorder.restart_sampling()
             self._followed.append(Following(self.recorder, amp, kind_of or _kind_of))
             began()
@@ -164,7 +175,12 @@ class Run:
             following.finish()
         if self.amp is not None and not self._followed:
             self.amp.shutdown()
-        if self.stood_down:
+        if self._waiting and not self._followed:
+            self.recorder.notes.append(
+                f"The script imports {self.stood_down}, which decides what is cast, and switched nothing on: "
+                f"{self._waiting}it computed as it does without ampx. Pass the script's own option for mixed precision."
+            )
+        elif self.stood_down:
             recipes = {following.amp.recipe or self.stood_down for following in self._followed} or {self.stood_down}
             self.recorder.notes.append(
                 f"The script started mixed precision by itself, with {' and '.join(sorted(recipes))}; ampx carried "

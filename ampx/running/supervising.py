@@ -65,6 +65,8 @@ def supervise(program: Program, settings: RunSettings, framework: str | None = N
     finished = Finished(Recorder())
     names = registry.names() if framework is None else [framework]
     registrations = {name: registry.registration(name) for name in names}
+    if settings.stand_ins_only:
+        registrations = {name: one for name, one in registrations.items() if one.stands_in_for}
     with ExitStack() as regions:
 
         def automate(name: str) -> None:

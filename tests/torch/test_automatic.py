@@ -553,6 +553,21 @@ def test_low_precision_parameters_are_refused():
     refused("float16 parameters", loop)
 
 
+@BOTH
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_low_precision_parameters_with_masters_of_the_script_s_own_are_refused(low, dtype):
+    """Casting on top would compute in another dtype than the script says."""
+
+    def loop():
+        model = torch.nn.Linear(2, 1).to(low)
+        master = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([master], lr=0.5)
+        model(torch.ones(1, 2, dtype=low)).float().sum().backward()
+        optimizer.step()
+
+    refused("parameters that no optimizer holds.*--unchanged-if-refused, or leave", loop, dtype=dtype)
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_levels_that_need_the_model_are_refused(level):
     with pytest.raises(ampx.RunRefusedError, match=f"--level {level} needs ampx.prepare"):

@@ -88,6 +88,81 @@ def test_operations_of_a_session_of_ampx_itself_are_told(automated):
     assert "by itself, with ampx;" in run.recorder.notes[0]
 
 
+# What each of these lines is in PyTorch and in genuine apex: float32, unless apex.amp was switched on.
+WAITING = """\
+import torch
+{top}
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+first = model(torch.ones(1, 4)).dtype
+{late}
+{call}
+second = model(torch.ones(1, 4)).dtype
+print(first, second)
+"""
+INITIALIZE = "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', verbosity=0, enabled={})"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ({"top": "from apex import amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
+        ({"top": "from apex import amp", "call": INITIALIZE.format(True)}, "torch.float32 torch.float16"),
+        ({"top": "import apex.amp as amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
+        ({"top": "import apex; amp = apex.amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
+        ({"top": "from apex.amp import initialize"}, "torch.float32 torch.float32"),
+        ({"top": "from ampx_torch.apex import amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
+        ({"late": "from apex import amp", "call": INITIALIZE.format(False)}, "torch.bfloat16 torch.float32"),
+        ({"top": "from apex.optimizers import FusedAdam"}, "torch.bfloat16 torch.bfloat16"),
+    ],
+)
+def test_nothing_is_cast_before_apex_amp_decides_in_a_script_that_imports_it(pieces, expected, tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(WAITING.format(**{"top": "", "late": "", "call": "", **pieces}))
+    command = [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout == f"{expected}\n", done.stderr
+    off = "enabled=False" in pieces.get("call", "") or "initialize" in pieces.get("top", "")
+    assert ("switched nothing on" in done.stderr) == off
+    assert ("always it computed" in done.stderr) == (off and "late" not in pieces)
+
+
+BY_HAND = """\
+import torch
+from apex.optimizers import FusedAdam
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1).half()
+masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+optimizer = FusedAdam(masters, lr=0.1)
+for step in range(3):
+    loss = model(torch.ones(2, 4).half()).float().mean()
+    loss.backward()
+    for master, p in zip(masters, model.parameters()):
+        master.grad, p.grad = p.grad.float(), None
+    optimizer.step()
+    with torch.no_grad():
+        for master, p in zip(masters, model.parameters()):
+            p.copy_(master)
+print("trained", loss.item())
+"""
+
+
+def test_float16_by_hand_is_refused_and_runs_unchanged_with_the_apex_that_it_was_given(tmp_path):
+    """Plain PyTorch, with the stand-in apex, is the oracle."""
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(BY_HAND)
+    install = f"import ampx_torch.apex, runpy; ampx_torch.apex.install(); runpy.run_path({str(script)!r})"
+    plain = subprocess.run([sys.executable, "-c", install], capture_output=True, text=True, timeout=280, check=True)
+    command = [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", "--unchanged-if-refused", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert "train.py:9: backward reaches float16 parameters that no optimizer holds" in done.stderr
+    assert "--unchanged-if-refused, with the apex that it finds here" in done.stderr
+    assert "without ampx, but for apex" in done.stderr
+
+
 def test_several_blocks_of_apex_amp_before_a_step_are_one_step(automated):
     def script():
         from apex import amp

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from ampx.errors import AmpxError
+from ampx_torch.lowering import LOW
 
 from .managed import Managed
 from .managing import Manager
@@ -50,6 +51,8 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
             if manager.scales:
                 _backward_scaled(manager, true, losses, managed, options)
             else:
+                if manager.run.recorder.sampling:  # the first steps tell; walking the graph takes time
+                    _refuse_by_hand(manager, managed, _leaves(losses)[0])
                 _backward(manager, true, losses, managed, options)
 
     with mock.patch.object(torch.autograd, "backward", backward):
@@ -65,7 +68,7 @@ def _backward_scaled(
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
-    manager.owners.sort(found)
+    _refuse_by_hand(manager, found, leaves)
     if not hidden:
         reached = {id(one) for key in leaves if (one := manager.owners.of(key)) is not None}
         found = [one for one in found if id(one) in reached]
@@ -93,6 +96,21 @@ def _backward_scaled(
     finally:
         manager.quiet = quiet
     manager.look()
+
+
+def _refuse_by_hand(manager: Manager, managed: list[Managed], leaves: dict[int, torch.Tensor]) -> None:
+    """Refuse parameters in low precision that no optimizer holds: the script keeps float32 copies of them by itself."""
+    manager.owners.sort(managed)
+    for key, leaf in leaves.items():
+        if leaf.dtype in LOW and isinstance(leaf, torch.nn.Parameter) and manager.owners.of(key) is None:
+            apex = "" if not manager.run.provided else ", with the apex that it finds here"
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            manager.run.refuse(
+                f"backward reaches {dtype} parameters that no optimizer holds, so the script has mixed precision by "
+                f"hand, with float32 copies of its own, and casting on top of it would compute in another dtype than "
+                f"it says; accepted: parameters in float32. Run it with --unchanged-if-refused{apex}, or leave its "
+                f"parameters in float32"
+            )
 
 
 def _bring_together(manager: Manager, found: Sequence[Managed]) -> None:

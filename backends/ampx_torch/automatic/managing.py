@@ -134,10 +134,10 @@ class Manager:
         """Whether the script has mixed precision of its own, by `apex` or by ampx itself."""
         return bool(self.run.stood_down)
 
-    def stand_down(self, why: str) -> None:
-        """Leave the training to what the script started."""
+    def stand_down(self, why: str, waits: bool = False) -> None:
+        """Leave the training to what the script started, or shall start."""
         self._sampler.stop()
-        self.run.stand_down(why)
+        self.run.stand_down(why, waits)
 
     @contextmanager
     def records_only(self, phase: str) -> Iterator[None]:

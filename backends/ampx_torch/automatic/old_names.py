@@ -18,19 +18,31 @@ from .managing import Manager, own_steps_recorded
 
 _IN_PLACE: Final = "ampx_torch.apex.amp.opt"
 _BY_HAND: Final = "ampx_torch.apex.fp16_utils.loss_scaler"
+_AMP: Final = "apex.amp"
+_OURS: Final = "ampx_torch.apex.amp"
 _NAMES: Final = ("apex", "amp_C", "apex_C")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Installs the old names when the first of them is asked for; an apex that still has amp is left alone."""
+    """Installs the old names when the first of them is asked for; an apex that still has amp is left alone.
 
-    def __init__(self, provided: Callable[[], None]) -> None:
+    `apex.amp` stays hidden until the script asks for it, because that tells who decides what is cast.
+    """
+
+    def __init__(self, provided: Callable[[str], None], amp_asked: Callable[[], None]) -> None:
         self.asked = False
         self._provided = provided
+        self._amp_asked = amp_asked
+        self._hidden: ModuleType | None = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname == _AMP and self._hidden is not None:
+            self._show()
+            return _spec_of(fullname)
+        if fullname == _OURS and not self.asked:
+            self._amp_asked()
         if fullname not in _NAMES or self.asked:
             return None
         self.asked = True
@@ -38,9 +50,42 @@ class _Finder(importlib.abc.MetaPathFinder):
             install()
         except ApexPresentError:
             return None
-        self._provided()
-        provided = sys.modules.get(fullname)
-        return None if provided is None else ModuleSpec(fullname, _Provided(provided), is_package=True)
+        self._provided(fullname)
+        self._hide()
+        return _spec_of(fullname)
+
+    def _hide(self) -> None:
+        package = sys.modules["apex"]
+        self._hidden = sys.modules.pop(_AMP)
+        del package.amp  # type: ignore[attr-defined]
+
+        def look_up(name: str) -> ModuleType:
+            if name == "amp" and self._hidden is not None:
+                return self._show()
+            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+
+        package.__getattr__ = look_up  # type: ignore[method-assign]
+
+    def _show(self) -> ModuleType:
+        amp = self._hidden
+        assert amp is not None
+        self.close()
+        self._amp_asked()
+        return amp
+
+    def close(self) -> None:
+        """Put `apex.amp` back where it was."""
+        if self._hidden is not None:
+            package = sys.modules["apex"]
+            sys.modules[_AMP], package.amp = self._hidden, self._hidden  # type: ignore[attr-defined]
+            del package.__getattr__
+            self._hidden = None
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Return the spec of a module that is there, and take the module out: else Python would load by its own spec."""
+    module = sys.modules.pop(name, None)
+    return None if module is None else ModuleSpec(name, _Provided(module), is_package=True)
 
 
 class _Provided(importlib.abc.Loader):
@@ -59,9 +104,15 @@ class _Provided(importlib.abc.Loader):
 
 @contextmanager
 def old_names(manager: Manager) -> Iterator[None]:
-    """Let the script import apex."""
+    """Let the script import apex. Whoever imports apex.amp decides by it what is cast, also by never calling it."""
     patches = ExitStack()
-    finder = _Finder(lambda: _watch_scales(manager, patches))
+
+    def provided(name: str) -> None:
+        manager.run.provided.append(name)
+        if not manager.run.settings.stand_ins_only:
+            _watch_scales(manager, patches)
+
+    finder = _Finder(provided, lambda: manager.stand_down("apex.amp", waits=True))
     sys.meta_path.insert(0, finder)
     try:
         with patches:
@@ -69,6 +120,7 @@ def old_names(manager: Manager) -> Iterator[None]:
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
+        finder.close()
         if finder.asked:
             uninstall()
 

@@ -28,9 +28,12 @@ def automate(run: Run) -> Iterator[None]:
     manager = Manager(run)
     try:
         with ExitStack() as stack:
+            stack.enter_context(old_names(manager))
+            if run.settings.stand_ins_only:
+                yield
+                return
             for patched in (optimizers_managed, backward_scaled, gradients_true, autocast_watched, scaler_watched):
                 stack.enter_context(patched(manager))
-            stack.enter_context(old_names(manager))
             yield
     finally:
         run.close()
