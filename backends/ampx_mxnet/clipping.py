@@ -47,7 +47,7 @@ def clip(
         for batches, squares in zip((one for one in gradients if one), numbers[len(flags) :], strict=True):
             norm = math.sqrt(squares if math.isfinite(squares) else _wide_sum_of_squares(batches))
             norms.append(norm)
-            if norm > max_norm:  # else such gradients stay bit for bit
+            if max_norm < norm < math.inf:  # else such gradients stay bit for bit
                 _shrink(batches, max_norm / norm)
     return True, norms[0] if norms else 0.0
 

@@ -12,10 +12,12 @@ from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED, StepResult
 from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
+from ampx.scale_state import FLOAT32_MAX
 
 from . import checkpoints, gradients, switch
 from .accumulation import Accumulation, check_adds
 from .clipping import clip
+from .compat import mx
 from .delegation import DelegatingTrainer
 from .hook import OverflowHook
 from .taking_over import move_back
@@ -240,11 +242,12 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Unscale, clip the true gradients and give their norm before. Sync: one."""
+        """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         self.ampx_unscale()
         with switch.within(None):
-            _, self._norm = clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
-        return self._norm
+            _, norm = clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
+        self._norm = norm = 0.0 if norm is None else norm
+        return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
     def forget_unscaled(self) -> None:
         """Take gradients for scaled ones again, because somebody multiplied them. Sync: none."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import paddle
 
 from ampx.errors import UnsupportedByBackendError
+
+# By so much at once are gradients shrunk: the factor itself would leave float32's range.
+_SMALLEST_FACTOR: Final = 2.0**-64
 
 
 def parameters(optimizer: Any) -> list[paddle.Tensor]:
@@ -35,22 +39,22 @@ def any_nonzero(found: Sequence[paddle.Tensor]) -> bool:
 
 
 @paddle.no_grad()
-def unscale(found: Sequence[paddle.Tensor], scale: float) -> bool:
+def unscale(found: Sequence[paddle.Tensor], scale: float) -> Finding:
     """Divide gradients by the scale in place and test them, with Paddle's own kernel, in one call a dtype.
 
     After an overflow Paddle's kernel leaves zeros and NaN where the gradients were.
 
     Args:
         found: Parameters that have a gradient, dense or sparse (SelectedRows).
-        scale: The scale that the gradients carry.
+        scale: The scale that the gradients carry; 1 to test only.
 
     Returns:
-        Whether all gradients were and are finite.
+        Whether all gradients were and are finite, when it is asked.
 
     Raises:
         UnsupportedByBackendError: A gradient has a dtype or layout that Paddle cannot test here.
 
-    Sync: one a dtype.
+    Sync: none.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
     last: Any = None
@@ -63,25 +67,66 @@ def unscale(found: Sequence[paddle.Tensor], scale: float) -> bool:
         if dtype is not last:  # most are the same, and looking one up is slow
             batch, last = batches.setdefault(dtype, []), dtype
         batch.append(values)
-    finite = True
+    overflows = []
     for dtype, batch in batches.items():
         kind = "float64" if dtype == paddle.float64 else "float32"
-        overflow = _unscale_dense(batch, _scalar(scale, kind, str(batch[0].place)))
-        finite = finite and not overflow
-    if scale < 1.0 and finite:
-        # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
-        return all(bool(paddle.isfinite(one).all()) for batch in batches.values() for one in batch)
-    return finite
+        overflows.append(_unscale_dense(batch, _scalar(scale, kind, str(batch[0].place))))
+        if scale < 1.0:
+            # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
+            overflows.extend(paddle.isfinite(one).all().logical_not().reshape([1]) for one in batch)
+    return Finding(overflows)
 
 
-def _unscale_dense(batch: list[paddle.Tensor], scale: paddle.Tensor) -> bool:
+class Finding:
+    """What a test of gradients found: it stays on the device until somebody asks, and is read once.
+
+    Attributes:
+        squares: The sum of squares that was read along, inf where float32 overflows; None where none was.
+    """
+
+    def __init__(self, overflows: Sequence[paddle.Tensor], squares: paddle.Tensor | None = None) -> None:
+        """Put scalars together: true ones for what is not finite, and a sum of squares to be read along."""
+        self.squares: float | None = None
+        self._overflows = list(overflows)
+        self._squares = squares
+        self._finite: bool | None = None
+
+    def combine(self, squares: paddle.Tensor | None, before: Finding | bool = True) -> Finding:
+        """Give what this and an earlier test of the same gradients found, with a sum of squares. Sync: none."""
+        earlier = before._overflows if isinstance(before, Finding) else []
+        both = Finding([*self._overflows, *earlier], squares)
+        if before is False:
+            both._finite = False
+        return both
+
+    def __bool__(self) -> bool:
+        """Tell whether all were finite. Sync: one, the first time."""
+        if self._finite is None:
+            self._finite = self._read()
+        return self._finite
+
+    def _read(self) -> bool:
+        if self._squares is None and len(self._overflows) == 1:
+            return not self._overflows[0].item()
+        numbers = [one.astype("float32").reshape([1]) for one in self._overflows]
+        if self._squares is not None:
+            numbers.append(self._squares.reshape([1]))
+        if not numbers:
+            return True
+        values = paddle.concat(numbers).tolist()
+        if self._squares is not None:
+            self.squares = values.pop()
+        return not any(values)
+
+
+def _unscale_dense(batch: list[paddle.Tensor], scale: paddle.Tensor) -> paddle.Tensor:
     if batch[0].place.is_cpu_place() and batch[0].dtype in (paddle.float16, paddle.bfloat16):
         raise UnsupportedByBackendError(
             f"the gradients are {batch[0].dtype} on the CPU, where Paddle has no kernel that tests them; accepted: "
             f"float32 and float64. Keep the parameters in float32."
         )
-    _, found = paddle._C_ops.check_finite_and_unscale_(batch, scale)
-    return bool(found.item())
+    _, overflow = paddle._C_ops.check_finite_and_unscale_(batch, scale)
+    return overflow
 
 
 @functools.lru_cache(maxsize=32)
@@ -115,34 +160,77 @@ def _merge_rows(parameter: paddle.Tensor) -> None:
 
 
 @paddle.no_grad()
-def clip(found: Sequence[paddle.Tensor], max_norm: float | None, max_value: float | None) -> paddle.Tensor | None:
-    """Clip true gradients in place by value, then by global L2 norm.
+def rescale(found: Sequence[paddle.Tensor], factor: float) -> None:
+    """Multiply gradients in place. Sync: none."""
+    for parameter in found:
+        _values(parameter).scale_(factor)
+
+
+@paddle.no_grad()
+def sum_of_squares(found: Sequence[paddle.Tensor], max_value: float | None = None) -> paddle.Tensor:
+    """Give the sum of squares of gradients, as clipped by value.
 
     Args:
         found: Parameters that have a gradient.
-        max_norm: Bound of the norm, or None.
         max_value: Bound of every element, or None.
 
     Returns:
-        The norm before clipping by norm, a float32 scalar tensor; None where `max_norm` is None.
+        A float32 scalar; inf where float32 overflows.
 
     Sync: none.
     """
     for parameter in found:
         _merge_rows(parameter)
+    values = [_values(parameter) for parameter in found]
+    if max_value is not None:
+        values = [one.clip(-max_value, max_value) for one in values]
+    squares = [one.astype("float32").square().sum() for one in values]
+    return paddle.add_n(squares) if squares else paddle.zeros([])
+
+
+@paddle.no_grad()
+def clip(
+    found: Sequence[paddle.Tensor], max_norm: float | None, max_value: float | None, squares: float | None = None
+) -> float | None:
+    """Clip true, finite gradients in place by value, then by global L2 norm.
+
+    Args:
+        found: Parameters that have a gradient.
+        max_norm: Bound of the norm, or None.
+        max_value: Bound of every element, or None.
+        squares: Their sum of squares as `sum_of_squares` gives it, where it was read already.
+
+    Returns:
+        The norm before clipping by norm; None where `max_norm` is None.
+
+    Sync: none where `squares` is given or `max_norm` is None; else one. Where the norm is beyond float32, one a
+        gradient.
+    """
+    for parameter in found:
+        _merge_rows(parameter)
+    if max_norm is not None and squares is None:
+        squares = float(sum_of_squares(found, max_value))
     gradients = [_values(parameter) for parameter in found]
     if max_value is not None:
         for one in gradients:
             one.clip_(-max_value, max_value)
-    if max_norm is None:
+    if max_norm is None or squares is None:
         return None
-    squares = [one.astype("float32").square().sum() for one in gradients]
-    norm = paddle.add_n(squares).sqrt() if squares else paddle.zeros([])
-    # Exactly 1 where the bound is not reached, so that such gradients stay bit for bit.
-    factor = paddle.where(norm > max_norm, max_norm / norm, paddle.ones_like(norm))
-    for one in gradients:
-        one.multiply_(factor.astype(one.dtype))
+    if not math.isfinite(squares):
+        squares = math.fsum(float(one.astype("float64").square().sum()) for one in gradients)
+    norm = math.sqrt(squares)
+    if max_norm < norm < math.inf:  # else such gradients stay bit for bit
+        _shrink(gradients, max_norm / norm)
     return norm
+
+
+def _shrink(gradients: Sequence[paddle.Tensor], factor: float) -> None:
+    """Multiply gradients by a factor below 1, however small."""
+    while factor < _SMALLEST_FACTOR:
+        _shrink(gradients, _SMALLEST_FACTOR)
+        factor /= _SMALLEST_FACTOR
+    for one in gradients:
+        one.scale_(factor)
 
 
 def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:

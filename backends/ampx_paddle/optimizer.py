@@ -15,14 +15,25 @@ from ampx.errors import UnsupportedByBackendError
 from ampx.events import UNCHECKED
 from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
+from ampx.scale_state import FLOAT32_MAX
 
 from . import sharding
 from .closures import needs_closure, refuse_missing, step_with_closure
 from .copies import CopiesWithCare
 from .delegation import DelegatingOptimizer
-from .gradients import any_nonzero, collect, gradient_of, name_nonfinite
+from .gradients import (
+    any_nonzero,
+    clip,
+    collect,
+    gradient_of,
+    name_nonfinite,
+    parameters,
+    sum_of_squares,
+    unscale,
+)
 from .guard import StepGuard
 from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
+from .writes import Writes
 
 if TYPE_CHECKING:
     from .backend import PaddleBackend
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("optimizer", "ampx_member", "_backend", "_plan", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm"),
-        *("_mixer", "_guard", "__weakref__"),
+        *("_mixer", "_guard", "_writes", "_applied", "__weakref__"),
     )
 )
 
@@ -55,9 +66,11 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         """Make what belongs to this process and cannot be copied."""
         self._mixer = LossMixer()
         self._guard = StepGuard(self.ampx_member)
+        self._writes = Writes(self.ampx_member)
         group = self.ampx_member.group
         if group.enabled:
             self._guard.watch(self.optimizer)
+            self._writes.watch(parameters(self.optimizer))
         group.emit = sessions.emit
         culprits = weakref.WeakMethod(self._culprits)
         group.culprits = lambda: found() if (found := culprits()) is not None else ()
@@ -88,10 +101,12 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
         Raises:
             NotScaledError: There are gradients, but no `scale_loss` came since the last step.
-            ProtocolError: LBFGS was stepped without a closure.
-            UnsupportedByBackendError: The step is part of a static graph.
+            ProtocolError: LBFGS was stepped without a closure, or another loss has added to the gradients with a scale
+                of its own.
+            UnsupportedByBackendError: The step is part of a static graph; or `use_multi_tensor` was asked for, and
+                other parameters have gradients than at first.
 
-        Sync: one a dtype, as Paddle's GradScaler; where nothing is pending, one a gradient.
+        Sync: one, as Paddle's GradScaler; where nothing is pending, one a gradient.
         """
         member = self.ampx_member
         if not paddle.in_dynamic_mode():
@@ -114,7 +129,16 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
                 # `clear_grad` leaves zeros by default: nothing was computed since, so there is nothing to count.
                 self._nothing_to_do()
                 return loss
+        pending = member.group.enabled and member.pending
+        if pending:
+            self._writes.check()
+            _check_multi_tensor(self.optimizer)
+            if self._unscaled is not None:
+                self._look_again()
+        self._applied = False
         super().step()
+        if pending:
+            self._writes.note_step(self._applied)
         self._forget_losses()
         return loss
 
@@ -147,6 +171,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forget all gradients, pending ones included; Paddle leaves zeros unless told otherwise."""
         self.optimizer.clear_grad(set_to_zero)
+        self._writes.note_cleared()
         self._unscaled = self._norm = None
         if self.ampx_member.stage == "inside":
             self._mixer.drop_aside()
@@ -169,7 +194,21 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             self.clear_grad()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Put gradients of other losses aside, where there are any. Sync: with a second loss id, one a gradient."""
+        """Bring what is there to this scale, and put gradients of other loss ids aside.
+
+        Raises:
+            ProtocolError: Gradients are there of which nobody can tell the scale.
+
+        Sync: with a second loss id, one a gradient.
+        """
+        if self.ampx_member.stage == "idle":
+            self._writes.take_up(collect(self.optimizer), scale)
+        else:
+            self._writes.check()
+        self._put_aside(loss_id)
+        self._writes.enter(scale)
+
+    def _put_aside(self, loss_id: int) -> None:
         member = self.ampx_member
         if self._mixer.loss_id is None:
             if not member.factors or loss_id in member.factors:
@@ -188,6 +227,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Make the new gradients true and add those put aside, where there are several losses. Sync: one a dtype."""
+        self._writes.leave()
         mixer, member = self._mixer, self.ampx_member
         if mixer.loss_id is None:
             return
@@ -197,22 +237,56 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             self.drop_pending()
             raise
         found = collect(self.optimizer)
-        mixer.note(loss_id, self._backend.unscale(found, member.factors[loss_id]).finite)
+        mixer.note(loss_id, bool(self._backend.unscale(found, member.factors[loss_id]).finite))
         mixer.bring_back()
         self._unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
         member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside. Sync: none."""
+        self._writes.leave()
         if self._mixer.loss_id is not None:
             drop_gradients(self.optimizer)
             self._mixer.bring_back()
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
-        """Tell which losses were finite. Sync: none."""
+        """Tell which losses were finite; where only their sum is not, none was. Sync: none."""
         if self._mixer.loss_id is None:
             return super().ampx_finite_by_loss(finite)
-        return dict(self._mixer.finite)
+        found = dict(self._mixer.finite)
+        return found if finite or not all(found.values()) else dict.fromkeys(found, False)
+
+    def ampx_unscale(self) -> None:
+        """Make the pending gradients true.
+
+        Raises:
+            ProtocolError: Another loss has added to them with a scale of its own.
+
+        Sync: none.
+        """
+        if self.ampx_member.group.enabled and self.ampx_member.stage == "scaled":
+            self._writes.check()
+        super().ampx_unscale()
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> paddle.Tensor:
+        """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
+        norm = super().ampx_clip_grad_norm(max_norm)
+        return paddle.to_tensor(norm, "float64" if norm > FLOAT32_MAX else "float32")
+
+    def _unscale(self, grads: Any) -> Unscaled:
+        """Make gradients true; their norm, where it is bounded, is read with their finiteness. Sync: none."""
+        finite = super()._unscale(grads).finite
+        unscaled = self._unscaled = Unscaled(grads, finite.combine(self._squares(grads)))
+        return unscaled
+
+    def _look_again(self) -> None:
+        """Test true gradients once more: somebody may have written to them, or the sum of losses overflows."""
+        found = collect(self.optimizer)
+        before = True if self._unscaled is None else self._unscaled.finite
+        self._unscaled = Unscaled(found, unscale(found, 1.0).combine(self._squares(found), before))
+
+    def _squares(self, found: list[Any]) -> Any:
+        return None if self._max_grad_norm is None else sum_of_squares(found, self._max_grad_value)
 
     def ampx_unwrap(self) -> None:
         """Take the guard off the raw optimizer."""
@@ -237,18 +311,28 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             if any_nonzero(found):
                 self.ampx_member.check_step()
             return {}
-        self.ampx_unscale()
+        self._writes.check()
+        if self._unscaled is None:
+            self.ampx_unscale()
+        else:
+            self._look_again()
         finite = self.ampx_finite_by_loss(self._unscaled is None or bool(self._unscaled.finite))
         if all(finite.values()) and (self._max_grad_norm is not None or self._max_grad_value is not None):
-            _, norm = self._backend.clip(found, self._max_grad_norm, self._max_grad_value)
-            self._norm = norm if self._norm is None else self._norm
+            self._clip(found)
         self._forget_losses()
         return finite
+
+    def _clip(self, found: list[Any]) -> None:
+        """Clip true, finite gradients as asked; their norm was read already where it was tested."""
+        squares = None if self._unscaled is None else self._unscaled.finite.squares
+        norm = clip(found, self._max_grad_norm, self._max_grad_value, squares)
+        self._norm = norm if self._norm is None else self._norm
 
     def close_step(self, finite: dict[int, bool]) -> None:
         """Note a step's outcome and move the loss scale. Sync: none."""
         norm = self._norm
         self._unscaled = self._norm = None
+        self._writes.note_step(all(finite.values()))
         self.ampx_member.finish(finite, norm)
 
     def drop_pending(self) -> None:
@@ -264,12 +348,16 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
     def _update(self, grads: Any) -> None:
         """Clip and apply, telling the guard that it is the wrapper who steps."""
+        if self._max_grad_norm is not None or self._max_grad_value is not None:
+            self._clip(grads)
         self._guard.watch(self.optimizer)
         self._guard.open = True
         try:
-            super()._update(grads)
+            with self.casting_region(False):
+                self._backend.apply(self.optimizer, grads)
         finally:
             self._guard.open = False
+        self._applied = True
 
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in name_nonfinite(self.optimizer, None))
@@ -285,3 +373,23 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
     def __repr__(self) -> str:
         """Show the raw optimizer's class and the loss scale's configuration."""
         return f"AmpOptimizer({type(self.optimizer).__name__}, {self.ampx_member.group.config!r})"
+
+
+def _check_multi_tensor(optimizer: Any) -> None:
+    """Raise where Paddle would update several parameters at once, and not all of them have a gradient as at first.
+
+    Raises:
+        UnsupportedByBackendError: So it is: Paddle would raise half-way.
+
+    Sync: none.
+    """
+    if not optimizer._use_multi_tensor:
+        return
+    first = sum(len(group) for groups in optimizer._param_dict.values() for group in groups)
+    present = len(collect(optimizer))
+    if first and first != present:
+        raise UnsupportedByBackendError(
+            f"{type(optimizer).__name__} was made with use_multi_tensor=True and has {present} gradients to step with, "
+            f"where its first step had {first}; Paddle takes the same ones every time; accepted: "
+            f"use_multi_tensor=False. Make the optimizer without it."
+        )

@@ -15,6 +15,7 @@ from ampx.scale_state import LossScale, LossScaleState
 from ampx.state import parse_state
 
 from .optimizer import AmpOptimizer
+from .writes import note_late_backward
 
 
 class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
@@ -72,6 +73,8 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
 
     def scale(self, var: Any) -> Any:
         """Give the loss in float32 times the scale; see `ampx.scale_loss`. Sync: none."""
+        for optimizer in self._optimizers:
+            note_late_backward(optimizer.ampx_member)
         with ampx.scale_loss(var, self._optimizers) as scaled:
             return scaled
 

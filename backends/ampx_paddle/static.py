@@ -31,10 +31,11 @@ _PRODUCTS: Final = frozenset(("pd_op.matmul", "pd_op.linear", "pd_op.linear_v2")
 class GraphLedger(Ledger):
     """The state is persistable variables of the program, by name, in Paddle's global scope."""
 
-    def __init__(self, names: Mapping[str, str], config: Any) -> None:
-        """Remember the variables' names, by field, and the configuration that the program was built with."""
+    def __init__(self, names: Mapping[str, str], config: Any, below_one: bool) -> None:
+        """Remember the variables' names by field, the program's configuration, and whether its scale may be below 1."""
         self._names = dict(names)
         self._config = config
+        self._below_one = below_one
 
     def value(self, field: str) -> Any:
         """Give a variable's number; None before the startup program ran. Sync: one on an accelerator."""
@@ -66,13 +67,20 @@ class GraphLedger(Ledger):
         """Write the variables.
 
         Raises:
-            ProtocolError: The startup program, which would overwrite them, has not run.
+            ProtocolError: The startup program, which would overwrite them, has not run; or the scale is below 1, which
+                the program was not built for.
         """
         state = group.states[0]
         if self.value("scale") is None:
             raise ProtocolError(
                 "a state was loaded before the startup program ran, which would overwrite it; accepted: loading after "
                 "exe.run(startup_program). Call load_state_dict then."
+            )
+        if state.scale < 1 and not self._below_one:
+            raise ProtocolError(
+                f"a state with loss scale {state.scale:g} was loaded into a program that was built for scales from 1 "
+                f"on, and tests gradients before it divides them; accepted: a scale of at least 1. Build the program "
+                f"with LossScale(min_scale={state.scale:g}), and load the state then."
             )
         if group.config != self._config:
             group.config = self._config
@@ -215,7 +223,8 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             )
         _, overflow = paddle._C_ops.check_finite_and_unscale_(gradients, state.scale)
         finite = paddle.logical_not(overflow)
-        if min(group.config.init_scale, group.config.min_scale, first.scale) < 1:
+        below_one = min(group.config.init_scale, group.config.min_scale, first.scale) < 1
+        if below_one:
             # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
             for one in gradients:
                 finite = paddle.logical_and(finite, paddle.isfinite(one).all())
@@ -234,7 +243,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.optimizer._create_accumulators(loss.block, trained)
         # A condition, and not Paddle's mark `found_inf`, which only some optimizers look at.
         paddle.static.nn.cond(finite, lambda: self._apply(pairs), None)
-        group.ledger = GraphLedger(names, group.config)
+        group.ledger = GraphLedger(names, group.config, below_one)
         return None, pairs
 
     def _apply(self, pairs: list[tuple[Any, Any]]) -> None:
@@ -242,7 +251,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if value is not None:
             pairs = paddle.nn.ClipGradByValue(value)(pairs)
         if norm is not None:
-            pairs = paddle.nn.ClipGradByGlobalNorm(norm)(pairs)
+            pairs = _clip_by_norm(pairs, norm)
         self.optimizer.apply_gradients(pairs)
 
     def step(self) -> None:
@@ -260,6 +269,15 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Refuse: pass `max_grad_norm` to `wrap_optimizer`."""
         self._backend.refuse("clip_grad_norm in a static graph (wrap_optimizer takes max_grad_norm)")
+
+
+def _clip_by_norm(pairs: list[tuple[Any, Any]], max_norm: float) -> list[tuple[Any, Any]]:
+    """Clip by global norm, in float64: in float32, as Paddle's own clipping, a norm may overflow."""
+    wide = [gradient.astype("float64") for _, gradient in pairs]
+    norm = paddle.add_n([one.square().sum() for one in wide]).sqrt()
+    factor = paddle.where(norm > max_norm, max_norm / norm, paddle.ones_like(norm))
+    clipped = [(one * factor).astype("float32") for one in wide]
+    return [(parameter, gradient) for (parameter, _), gradient in zip(pairs, clipped, strict=True)]
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:

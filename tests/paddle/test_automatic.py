@@ -159,6 +159,45 @@ def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_th
     assert found == expected
 
 
+def averaged_by_hand(bad=()):
+    """Gradients that the script sums over processes itself; in some steps the other process overflowed."""
+    net = network()
+    optimizer = paddle.optimizer.Momentum(0.05, parameters=net.parameters())
+    for position, x in enumerate(batches(6)):
+        net(x).square().mean().backward()
+        for parameter in net.parameters():
+            other = paddle.full_like(parameter.grad, np.inf) if position in bad else parameter.grad
+            parameter.grad = (parameter.grad + other) / 2
+        optimizer.step()
+        optimizer.clear_grad()
+    return weights(net)
+
+
+def test_gradients_averaged_by_hand_are_checked_after_that(run):
+    expected, found = both_ways(run, averaged_by_hand)
+    assert found == expected
+
+
+def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
+    found = averaged_by_hand(bad=(2,))
+    assert all(np.isfinite(one).all() for one in found)
+    (record,) = scaling.recorder.optimizers.values()
+    assert record.skipped == [3]
+    assert record.scales[0] == (3, 2.0**9)
+
+
+def test_gradients_of_a_skipped_step_that_are_not_cleared_end_the_run(scaling):
+    """They hold anything, and every later step would be skipped; plain Paddle has no skipped steps."""
+    net = network()
+    optimizer = paddle.optimizer.SGD(0.01, parameters=net.parameters())
+    first, second = batches(2, overflow=(0,))
+    net(first).square().mean().backward()
+    optimizer.step()
+    loss = net(second).square().mean()
+    with pytest.raises(ampx.RunRefusedError, match="of a skipped step"):
+        loss.backward()
+
+
 def never_cleared():
     """Gradients of all steps add up: those of earlier steps are true already when the next backward adds to them."""
     net = network()

@@ -253,3 +253,63 @@ for value in (3e38, 0.25):
     assert code == 0, err[-2000:]
     seen = [line.split()[1:] for line in out.splitlines() if line.startswith("SEEN")]
     assert seen == [["False", "0.0625"], ["True", "-0.9375"]]
+
+
+def test_a_scale_below_one_is_not_loaded_into_a_program_that_was_not_built_for_it():
+    state = run(pattern=[0], loss_scale={"init_scale": 0.25, "min_scale": 0.125, "growth_interval": 3})["state"]
+    done = start(pattern=[0], load=state)
+    assert done.returncode == 1
+    assert "ProtocolError: a state with loss scale 0.25 was loaded" in done.stderr
+    loaded = run(pattern=[0], load=state, loss_scale={"min_scale": 0.125, "growth_interval": 3})
+    assert loaded["results"][0][1] == 0.25
+
+
+def test_a_norm_beyond_float32_clips_rightly(native):
+    """RAdam makes NaN of the zeros that a norm of inf would leave on a first step."""
+    code, out, err = native(
+        """
+import ampx
+paddle.enable_static()
+amp = ampx.init("paddle", level="O0", loss_scale=1.0)
+main, startup = paddle.static.Program(), paddle.static.Program()
+with paddle.static.program_guard(main, startup):
+    x = paddle.static.data("x", [2], "float32")
+    initial = paddle.nn.initializer.Constant(1.0)
+    weights = [paddle.static.create_parameter([2], "float32", default_initializer=initial) for _ in range(2)]
+    opts = [paddle.optimizer.SGD(1.0), paddle.optimizer.RAdam(0.5)]
+    for weight, opt in zip(weights, opts):
+        amp.wrap_optimizer(opt, max_grad_norm=5.0).minimize((weight * x).sum())
+executor = paddle.static.Executor(paddle.CPUPlace())
+executor.run(startup)
+feed = {"x": np.array([1.8e38, 2.4e38], "float32")}
+first, second = executor.run(main, feed=feed, fetch_list=weights)
+print("SEEN", np.abs(first - [1 - 3, 1 - 4]).max() < 1e-5, np.isfinite(second).all())
+"""
+    )
+    assert code == 0, err[-2000:]
+    assert "SEEN True True" in out
+
+
+@pytest.mark.parametrize("optimizer", ["Momentum", "AdamW", "RMSProp", "RAdam"])
+def test_what_saves_a_program_finds_the_optimizers_state(optimizer, native):
+    """The same variables as of the plain optimizer, and the loss scale's."""
+    code, out, err = native(
+        f"""
+import ampx
+from paddle.static.pir_io import get_pir_parameters
+paddle.enable_static()
+amp = ampx.init("paddle", level="O0", loss_scale="dynamic")
+found = []
+for wrap in (lambda raw: raw, amp.wrap_optimizer):
+    main, startup = paddle.static.Program(), paddle.static.Program()
+    with paddle.static.program_guard(main, startup), paddle.utils.unique_name.guard():
+        x = paddle.static.data("x", [1, 2], "float32")
+        weight = paddle.static.create_parameter([2, 1], "float32", name="weight")
+        wrap(paddle.optimizer.{optimizer}(0.1)).minimize(paddle.matmul(x, weight).mean())
+    variables = [one for listed in get_pir_parameters(main) for one in listed if one.persistable]
+    found.append(sorted(one.name for one in variables if not one.name.startswith("ampx_")))
+print("SEEN", found[0] == found[1], len(found[0]) > 2)
+"""
+    )
+    assert code == 0, err[-2000:]
+    assert "SEEN True True" in out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -46,15 +47,32 @@ def _run(manager: Manager, losses: Any, true: Callable[[Any], None]) -> None:
             true(losses)
         else:
             factor = _bring_together(manager, managed)
-            with casting.off():
+            manager.multiplied = True
+            with _entered(manager, managed, factor), casting.off():
                 scaled = [scale_loss(one, factor) for one in listed]
                 true(scaled if several else scaled[0])
-            manager.multiplied = True
             for one in managed:
                 if collect(one.raw):
                     one.wrapped.ampx_member.note_scaled(factor)
         for one in managed:
             one.zero = False
+
+
+@contextmanager
+def _entered(manager: Manager, managed: list[Managed], factor: float) -> Iterator[None]:
+    """Have the wrappers see to gradients that are left, and know whose backward runs."""
+    entered: list[Managed] = []
+    try:
+        for one in managed:
+            manager.work(one, partial(one.wrapped.ampx_before_backward, 0, factor))
+            entered.append(one)
+        yield
+    except BaseException:
+        for one in entered:
+            one.wrapped.ampx_abandon_backward(0)
+        raise
+    for one in managed:
+        one.wrapped.ampx_after_backward(0)
 
 
 def _bring_together(manager: Manager, managed: list[Managed]) -> float:

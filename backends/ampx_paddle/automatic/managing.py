@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from unittest import mock
 
 import paddle
 
 from ampx import sessions
-from ampx.errors import AmpxError
+from ampx.errors import AmpxError, RunRefusedError
 from ampx.running import Run
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.optimizer import AmpOptimizer
@@ -129,8 +129,10 @@ class Manager:
         """Tell which optimizer holds a parameter."""
         return self._owners.get(id(tensor))
 
-    def refuse(self, error: AmpxError) -> None:
-        """Refuse with what ampx says."""
+    def refuse(self, error: AmpxError) -> NoReturn:
+        """Refuse with what ampx says; a refusal stays as it is."""
+        if isinstance(error, RunRefusedError):
+            raise error
         self.run.refuse(str(error).rstrip("."))
 
     def _ours(self) -> bool:
@@ -222,8 +224,10 @@ class Manager:
 
     @paddle.no_grad()  # type: ignore[untyped-decorator]
     def rescale(self, managed: Managed, factor: float) -> None:
-        """Have an optimizer's gradients carry this loss scale, so that further ones may be added."""
+        """Have an optimizer's pending gradients carry this loss scale, so that further ones may be added."""
         member = managed.wrapped.ampx_member
+        if member.stage == "idle":
+            return
         carried = float(member.factor) if member.stage == "scaled" else 1.0
         if carried != factor and not managed.zero:
             for parameter in collect(managed.raw):

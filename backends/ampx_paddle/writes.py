@@ -1,0 +1,138 @@
+"""Which loss scale the gradients on an optimizer's parameters carry, where other losses wrote to them.
+
+Paddle adds gradients up until somebody clears them. What a backward outside of an optimizer's `scale_loss` adds, or
+what a step leaves, carries another scale than what the next backward inside adds. Paddle's own hook on each parameter
+tells when something was added; nothing is read from the device for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from ampx.errors import ProtocolError
+from ampx.group import Member
+
+from .gradients import any_nonzero, rescale
+
+# What gradients carry that no scale can be told of.
+UNKNOWN: Final = math.inf
+
+
+class _Thread(threading.local):
+    """The `scale_loss` bodies that run in the calling thread, the innermost last."""
+
+    bodies: tuple[tuple[Writes, float], ...] = ()
+
+
+_thread = _Thread()
+# Those whose scaled losses were handed out of their bodies, so that backwards run outside.
+_late: Final[weakref.WeakSet[Member]] = weakref.WeakSet()
+
+
+def note_late_backward(member: Member) -> None:
+    """Note that a loss is scaled for this member whose backward runs outside of its body. Sync: none."""
+    _late.add(member)
+
+
+class Writes:
+    """What is known of one optimizer's gradients."""
+
+    def __init__(self, member: Member) -> None:
+        """Know nothing yet."""
+        self._member = member
+        self._own = False  # a body of this optimizer wrote since the last step
+        self._carried: set[float] = set()  # by what others wrote, or the last step left
+
+    def watch(self, parameters: Iterable[Any]) -> None:
+        """Have the parameters tell when a backward has added to their gradients.
+
+        Paddle's hook cannot be taken off: it holds this object weakly, and does nothing once it is gone.
+
+        Sync: none.
+        """
+        for parameter in parameters:
+            parameter._register_backward_hook(_telling(weakref.ref(self)))
+
+    def written(self) -> None:
+        """Take note of gradients that a backward has added. Sync: none."""
+        bodies = _thread.bodies
+        if any(writes is self for writes, _ in bodies):
+            self._own = True
+        elif bodies:
+            self._carried.add(bodies[-1][1])
+        elif self._own or not self._member.pending:
+            self._carried.add(UNKNOWN if any(member.pending for member in _late) else 1.0)
+        # Else it is the backward of a loss that was scaled before: it runs outside of its body.
+
+    def enter(self, scale: float) -> None:
+        """Note that a body of this optimizer begins. Sync: none."""
+        _thread.bodies = (*_thread.bodies, (self, scale))
+
+    def leave(self) -> None:
+        """Note that it ends. Sync: none."""
+        _thread.bodies = tuple(body for body in _thread.bodies if body[0] is not self)
+
+    def take_up(self, found: list[Any], scale: float) -> None:
+        """Bring the gradients that are there before the first backward of a step to its scale.
+
+        Args:
+            found: The parameters that have a gradient.
+            scale: The scale of the loss whose backward will add to them.
+
+        Raises:
+            ProtocolError: They carry several scales, or none that is known, and are more than zeros.
+
+        Sync: none; some where they carry several scales, or were left by a skipped step.
+        """
+        carried = self._carried
+        if not carried:
+            return
+        if len(carried) == 1 and UNKNOWN not in carried:
+            (factor,) = carried
+            if factor != scale:
+                rescale(found, scale / factor)
+        elif any_nonzero(found):
+            raise ProtocolError(
+                f"scale_loss was called while gradients of a skipped step or of other losses hang on the parameters "
+                f"({', '.join(one.name for one in found[:5])}); they carry other loss scales, and nobody can tell "
+                f"which; accepted: cleared gradients. Call opt.clear_grad() first, or give scale_loss all optimizers "
+                f"that a loss has parameters of."
+            )
+        self._carried = set()
+
+    def check(self) -> None:
+        """Raise where another loss has added to pending gradients with another scale.
+
+        Raises:
+            ProtocolError: It has.
+
+        Sync: none.
+        """
+        factors = set(self._member.factors.values())
+        if self._carried and (len(factors) > 1 or self._carried != factors):
+            raise ProtocolError(
+                f"a backward outside of this optimizer's scale_loss has added to its gradients; they carry the scales "
+                f"{', '.join(f'{one:g}' for one in sorted(self._carried | factors))} now; accepted: one. Give "
+                f"scale_loss all optimizers that a loss has parameters of, and call opt.clear_grad() to go on."
+            )
+
+    def note_step(self, finite: bool) -> None:
+        """Note that a step used the gradients: they are true now, or anything where it was skipped. Sync: none."""
+        self._own, self._carried = False, {1.0 if finite else UNKNOWN}
+
+    def note_cleared(self) -> None:
+        """Note that the optimizer cleared its gradients. Sync: none."""
+        self._own, self._carried = False, set()
+
+
+def _telling(reference: weakref.ref[Writes]) -> Callable[[], None]:
+    def tell() -> None:
+        writes = reference()
+        if writes is not None:
+            writes.written()
+
+    return tell

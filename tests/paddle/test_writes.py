@@ -1,0 +1,253 @@
+"""Gradients that something else wrote: other losses, an earlier step, the script itself. Paddle adds them all up."""
+
+import math
+
+import numpy as np
+import paddle
+import pytest
+
+import ampx
+from ampx_paddle.scaler import GradScaler
+
+SLOPES = (1.0, 0.5, 2.0, 1.0, 3.0)
+
+
+@pytest.fixture
+def growing():
+    """A session whose scale starts at 16 and doubles after every second step."""
+    return ampx.init("paddle", level="O0", loss_scale=ampx.LossScale(init_scale=2.0**4, growth_interval=2))
+
+
+def sgd(parameter, **options):
+    return paddle.optimizer.Momentum(0.5, 0.5, parameters=[parameter], **options)
+
+
+# -- clear_grad left out ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_value": 1e6}])
+@pytest.mark.parametrize("clear", ["never", "by the parameter"])
+def test_gradients_that_are_never_cleared_give_the_weights_of_plain_paddle(growing, weights, backward, clear, options):
+    """While the scale grows; powers of two, so that the weights are the same bits."""
+    plain, scaled = weights(1.0, 2.0), weights(1.0, 2.0)
+    raw, opt = sgd(plain), growing.wrap_optimizer(sgd(scaled), **options)
+    for slope in SLOPES:
+        (plain * slope).sum().backward()
+        raw.step()
+        backward((scaled * slope).sum(), opt)
+        opt.step()
+        if clear == "by the parameter":
+            plain.clear_gradient()
+            scaled.clear_gradient()
+        assert scaled.tolist() == plain.tolist()
+    assert opt.loss_scale == 2.0**6
+
+
+def test_sparse_gradients_that_are_never_cleared_add_up_too(growing, backward):
+    tables = []
+    for _ in range(2):
+        paddle.seed(0)
+        tables.append(paddle.nn.Embedding(4, 2, sparse=True))
+    raw = paddle.optimizer.SGD(0.5, parameters=tables[0].parameters())
+    opt = growing.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=tables[1].parameters()))
+    for row in (1, 2, 1, 3):
+        tables[0](paddle.to_tensor([row])).sum().backward()
+        raw.step()
+        backward(tables[1](paddle.to_tensor([row])).sum(), opt)
+        opt.step()
+    assert tables[1].weight.tolist() == tables[0].weight.tolist()
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_gradients_of_a_skipped_step_must_be_cleared(amp, weights, backward, cleared):
+    parameter = weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    backward(parameter.sum() * math.inf, opt)
+    opt.step()
+    if cleared:
+        parameter.clear_gradient()
+    else:
+        for _ in range(2):
+            with pytest.raises(ampx.ProtocolError, match=r"of a skipped step .*Call opt\.clear_grad"):
+                backward(parameter.sum(), opt)
+        assert (opt.loss_scale, parameter.item()) == (2.0**15, 1.0)
+        opt.clear_grad()
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.item() == 0.5
+
+
+# -- other losses ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_another_optimizers_loss_left_are_added_as_in_plain_paddle(amp, weights, backward):
+    """A discriminator's gradients of the generator's loss, which carry the generator's scale."""
+    plain, scaled, other = weights(1.0), weights(1.0), weights(1.0)
+    raw, opt = sgd(plain), amp.wrap_optimizer(sgd(scaled))
+    generator = amp.wrap_optimizer(sgd(other), loss_scale=4.0)
+    (plain * 3).sum().backward()
+    plain.sum().backward()
+    raw.step()
+    backward((scaled * 3).sum() + other.sum(), generator)
+    backward(scaled.sum(), opt)
+    opt.step()
+    assert opt.last_step.applied
+    assert scaled.tolist() == plain.tolist() == [-1.0]
+    assert opt.loss_scale == 2.0**16
+
+
+def test_gradients_of_a_loss_that_was_not_scaled_are_added_as_in_plain_paddle(amp, weights, backward):
+    parameter = weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    (parameter * 3).sum().backward()
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.item() == 1.0 - 0.5 * 4
+
+
+@pytest.mark.parametrize("step", ["step", "unscale", "scale_loss"])
+def test_another_scale_added_to_pending_gradients_is_refused(amp, weights, backward, step):
+    parameter, other = weights(1.0), weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    generator = amp.wrap_optimizer(sgd(other), loss_scale=4.0)
+    backward(parameter.sum(), opt)
+    backward(parameter.sum() + other.sum(), generator)
+    calls = {
+        "step": opt.step,
+        "unscale": lambda: ampx.unscale(opt),
+        "scale_loss": lambda: backward(parameter.sum(), opt),
+    }
+    with pytest.raises(ampx.ProtocolError, match=r"carry the scales 4, 65536 now; .*call opt\.clear_grad"):
+        calls[step]()
+    assert parameter.item() == 1.0
+    opt.clear_grad()
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.item() == 0.5
+
+
+def test_the_same_scale_may_be_added_to_pending_gradients(amp, weights, backward):
+    """Two optimizers with scales of their own that are equal: as it was, and as in plain Paddle."""
+    parameter, other = weights(1.0), weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    generator = amp.wrap_optimizer(sgd(other))
+    backward(parameter.sum(), opt)
+    backward((parameter * 2).sum() + other.sum(), generator)
+    opt.step()
+    assert parameter.item() == 1.0 - 0.5 * 3
+
+
+def test_a_scaled_loss_may_run_backward_outside_as_with_a_grad_scaler(amp, weights):
+    """Left gradients included; of several optimizers nobody can tell then what the others' gradients carry."""
+    parameter, other = weights(1.0), weights(1.0)
+    opt, foreign = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[one])) for one in (parameter, other))
+    scaler = GradScaler(opt)
+    for _ in range(2):
+        scaler.scale(parameter.sum()).backward()
+        scaler.scale((parameter * 3).sum()).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert parameter.item() == 1.0 - 0.5 * 4 - 0.5 * 8  # the second step's gradients add to the first's
+    scaler.scale(parameter.sum() + other.sum()).backward()
+    with pytest.raises(ampx.ProtocolError, match="nobody can tell"), ampx.scale_loss(other.sum(), foreign):
+        pass
+    foreign.clear_grad()
+    with ampx.scale_loss(other.sum(), foreign) as scaled:
+        scaled.backward()
+    foreign.step()
+    assert other.item() == 0.5
+    scaler.step(opt)
+    assert opt.last_step.applied
+
+
+# -- gradients that change after they were made true -----------------------------------------------------------------
+
+
+def unscaled(opt):
+    ampx.unscale(opt)
+
+
+def clipped(opt):
+    assert ampx.clip_grad_norm(opt, 100.0).item() == pytest.approx(math.sqrt(2))
+
+
+@pytest.mark.parametrize("look", [unscaled, clipped])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 50.0}])
+def test_an_infinity_written_after_unscale_is_not_applied(amp, weights, backward, look, bad, options):
+    """As gradients summed by hand over processes are: the last look is the step's."""
+    parameter = weights(1.0, 1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]), **options)
+    backward(parameter.sum(), opt)
+    look(opt)
+    parameter.grad = paddle.to_tensor([1.0, bad])
+    opt.step()
+    assert not opt.last_step.applied
+    assert (opt.loss_scale, parameter.tolist()) == (2.0**15, [1.0, 1.0])
+    opt.clear_grad()
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_an_infinity_written_inside_a_closure_is_not_applied(amp, weights, backward):
+    parameter = weights(1.0, 1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.LBFGS(parameters=[parameter]))
+
+    def closure():
+        opt.clear_grad()
+        loss = parameter.square().sum()
+        backward(loss, opt)
+        ampx.unscale(opt)
+        parameter.grad = paddle.to_tensor([1.0, math.inf])
+        return loss
+
+    opt.step(closure)
+    assert not opt.last_step.applied
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["step", "by hand"])
+@pytest.mark.parametrize("size", [1e25, 3e38])
+@pytest.mark.parametrize("bounds", [{}, {"max_grad_value": 3.2e38}])
+def test_a_norm_beyond_float32_clips_rightly(weights, backward, how, size, bounds):
+    """By NumPy in float64; RAdam makes NaN of the zeros that a norm of inf would leave on a first step."""
+    amp = ampx.init("paddle", level="O0", loss_scale=1.0)
+    parameter = weights(1.0, 1.0)
+    raw = paddle.optimizer.RAdam(0.5, parameters=[parameter])
+    opt = amp.wrap_optimizer(raw, **bounds, **({"max_grad_norm": 2.0} if how == "step" else {}))
+    slopes = paddle.to_tensor([1.0, 0.5])
+    backward((parameter * slopes * size).sum(), opt)
+    true = np.array([1.0, 0.5]) * np.float64(np.float32(size))
+    if how == "by hand":
+        assert ampx.clip_grad_norm(opt, 2.0).item() == pytest.approx(np.linalg.norm(true), rel=1e-6)
+        expected = 2.0 * true / np.linalg.norm(true)
+        assert parameter.grad.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    opt.step()
+    assert opt.last_step.applied
+    assert opt.last_step.grad_norm == pytest.approx(np.linalg.norm(true), rel=1e-6)
+    assert np.isfinite(parameter.numpy()).all()
+
+
+# -- an optimizer that takes the same gradients every time -----------------------------------------------------------
+
+
+def test_a_gradient_that_comes_later_is_refused_where_paddle_updates_several_at_once(amp, weights, backward):
+    first, later = weights(1.0), weights(1.0)
+    raw = paddle.optimizer.Adam(0.5, parameters=[first, later], use_multi_tensor=True)
+    opt = amp.wrap_optimizer(raw)
+    backward(first.sum(), opt)
+    opt.step()
+    opt.clear_grad()
+    before = first.item(), opt.loss_scale
+    backward(first.sum() + later.sum(), opt)
+    with pytest.raises(ampx.UnsupportedByBackendError, match="Make the optimizer without it"):
+        opt.step()
+    assert (first.item(), opt.loss_scale) == before
+    opt.clear_grad(set_to_zero=False)
+    backward(first.sum(), opt)
+    opt.step()
+    assert opt.last_step.applied
