@@ -294,6 +294,20 @@ def test_a_delayed_block_of_two_optimizers_moves_their_scale_once():
     assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
 
 
+def test_a_delayed_overflow_of_one_optimizer_skips_no_step_of_another():
+    models = [Net() for _ in range(2)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    amp.initialize(models, optimizers, verbosity=0, loss_scale="dynamic")
+    _amp_state.loss_scalers[0]._loss_scale = 128.0
+    for model, optimizer, value in zip(models, optimizers, (INFINITE, 1.0), strict=True):
+        with amp.scale_loss(loss_of(model, value), optimizer, delay_overflow_check=True) as scaled_loss:
+            scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [one.last_step.applied for one in optimizers] == [False, True]
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1}}
+
+
 @pytest.mark.parametrize("options", [{}, {"loss_scale": 4.0}])
 def test_without_optimizers_a_loss_is_scaled_and_nothing_is_made_true(options):
     """Attacks take gradients of inputs so; the parameters' own gradients are dropped before the real backward."""

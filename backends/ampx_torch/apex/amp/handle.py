@@ -19,7 +19,7 @@ from ._amp_state import _amp_state
 from .checks import flatten
 from .errors import LossIdError
 from .opt import ApexOptimizer, wrap
-from .scaler import LossScaler, settle
+from .scaler import LossScaler, send, settle
 from .turns import LossesInTurn
 
 
@@ -68,12 +68,12 @@ def scale_loss(
     scaler.clear_overflow_state()
     with block(session, loss, chosen, loss_id, delay_unscale) as scaled:
         yield scaled
-    overflowed = not all(one.found.get(loss_id, True) for one in chosen)
+    overflowed = not chosen[0].verdict.finite
     if overflowed:
         scaler._overflow_buf.fill_(1)
     if not delay_overflow_check:
         scaler._has_overflow = overflowed
-        settle(chosen, loss_id)
+        send([event for one in chosen for event in settle(one, loss_id)])
 
 
 def _checked(optimizers: Any, loss_id: int) -> tuple[list[ApexOptimizer], LossScaler]:
@@ -119,6 +119,8 @@ def block(
         one.delays = delays
     element = _one_element(loss)
     with session.scale_loss(element, optimizers, loss_id=loss_id) as scaled:
+        for one in optimizers:
+            one.verdict = optimizers[0].verdict
         yield scaled if element is loss else losses.scale_loss(loss, optimizers[0].ampx_member.factors[loss_id])
 
 
@@ -206,7 +208,7 @@ class AmpHandle:
                 optimizer.join(self._first.ampx_member.group)
         with block(self._session, loss, [optimizer], 0, False) as scaled:
             yield scaled
-        settle([optimizer], 0)
+        send(settle(optimizer, 0))
 
     # -- what apex's own code and some scripts looked at -------------------------------------------
 

@@ -28,7 +28,7 @@ from ampx_torch.takeover import TakenOver, give_back, take_over
 from ._amp_state import _amp_state
 from .model_gradients import mark_pulled, pull_foreign
 from .models import guard_checkpoints, make_masters
-from .scaler import LossScaler, settle, tell_skipped, waiting
+from .scaler import Due, LossScaler, Verdict, send, settle, tell_skipped
 from .stash import Stash
 
 
@@ -41,19 +41,21 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         masters: Float32 copies of low-precision parameters, or None.
         gradients: The gradients behind the parameter groups.
         delays: The block that runs was asked to leave the gradients scaled.
-        found: Finiteness by loss id of blocks whose loss scale has not moved yet.
+        verdict: What the block that runs finds.
+        found: What blocks found that nothing was decided about yet, by loss id.
     """
 
     own: ClassVar[frozenset[str]] = frozenset(
         (
-            *("ampx_member", "masters", "gradients", "delays", "found"),
+            *("ampx_member", "masters", "gradients", "delays", "verdict", "found"),
             *("_aside", "_overflowed", "_scales", "_casting_off", "_amp_stash"),
         )
     )
     masters: MasterWeights | None
     gradients: GradientSet
     delays: bool
-    found: dict[int, bool]
+    verdict: Verdict
+    found: dict[int, list[Verdict]]
     _aside: list[tuple[torch.Tensor, torch.Tensor]]
     _overflowed: dict[int, float]
     _scales: dict[int, float]  # of the blocks since the last step
@@ -65,7 +67,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         member.mixes = True
         self.masters = masters.of(self.optimizer)
         self.gradients = GradientSet(self.optimizer, accepts_half=True)
-        self.delays = False
+        self.delays, self.verdict = False, Verdict()
         self._casting_off = casting.off(device or "cpu")
         self._amp_stash = Stash(self)
         self._clear()
@@ -88,15 +90,18 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- one block ---------------------------------------------------------------------------------
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Put true gradients aside, so that scaled ones are not added to them."""
+        """Put true gradients aside, so that scaled ones are not added to them; the stage is "interrupted" then."""
         member = self.ampx_member
         self._amp_lazy_init()
+        self.verdict = Verdict()
         if loss_id in member.factors:  # gradients of `delay_unscale` carry the same scale: they add up as they are
             return
         self._make_true()
+        member.begin_change()
         if not self._put_aside():  # somebody cleared the gradients: what overflowed moves the scale and skips nothing
-            self._settle()
+            events = self._settle()
             self._overflowed, self._scales = {}, {}
+            send(events)
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Make the new gradients true, unless the block was asked not to."""
@@ -133,17 +138,21 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def _make_true(self) -> None:
         """Divide pending gradients by the scale they carry, note their finiteness, add what was put aside."""
         member = self.ampx_member
-        for loss_id, factor in member.factors.items():
-            if self.masters is not None:
-                self.masters.pull_gradients()
-                mark_pulled(self.masters)
-            flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=False)
-            self.found[loss_id] = self.gradients.finite(flags) and self.found.get(loss_id, True)
-            self._scales[loss_id] = float(factor)
-            member.note_unscaled()
-        member.drop_factors()
-        self._amp_stash.params_have_scaled_gradients = False
+        if not member.factors:
+            return
+        ((loss_id, factor),) = member.factors.items()  # gradients of another loss are made true before its block
+        member.begin_change("unscaled")
+        if self.masters is not None:
+            self.masters.pull_gradients()
+            mark_pulled(self.masters)
+        flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=True)
+        self.verdict.finite &= self.gradients.finite(flags)
+        self._scales[loss_id] = float(factor)
+        self.found.setdefault(loss_id, []).append(self.verdict)
         self._bring_back()
+        self._amp_stash.params_have_scaled_gradients = False
+        member.drop_factors()
+        member.end_change()
 
     def _bring_back(self) -> None:
         aside, self._aside = self._aside, []
@@ -156,15 +165,17 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
                     parameter.grad.add_(gradient)
 
     def note(self, loss_id: int, finite: bool) -> None:
-        """Remember that a block overflowed: the next step is skipped. Sync: none."""
+        """Remember that a block was decided about, and if it overflowed that the next step is skipped. Sync: none."""
         if not finite:
             self._overflowed[loss_id] = self._scales[loss_id]
+        self.found.pop(loss_id, None)
 
-    def _settle(self) -> None:
-        """Move the loss scales that wait for it, and with them decide for the other optimizers of their blocks."""
-        for loss_id in list(self.found):
-            mates = waiting(self.ampx_member.group, loss_id)
-            settle([self, *(mate for mate in mates if mate is not self)], loss_id)
+    def finite(self) -> bool:
+        """Tell whether no block overflowed since the last step, as far as is known. Sync: none."""
+        return not self._overflowed and all(one.finite for verdicts in self.found.values() for one in verdicts)
+
+    def _settle(self) -> list[Due]:
+        return [event for loss_id in list(self.found) for event in settle(self, loss_id)]
 
     # -- what core asks ----------------------------------------------------------------------------
 
@@ -177,8 +188,11 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Clip the true gradients and give their norm before, a float32 scalar tensor."""
         self.ampx_unscale()
-        finite = not self._overflowed and all(self.found.values())
-        return clip(self.gradients.parameters(), max_norm, None, None if finite else True)
+        finite = self.finite()
+        self.ampx_member.begin_change()
+        norm = clip(self.gradients.parameters(), max_norm, None, None if finite else True)
+        self.ampx_member.end_change()
+        return norm
 
     def ampx_unwrap(self) -> None:
         """Leave the object as it was."""
@@ -201,6 +215,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
         Raises:
             UnsupportedByBackendError: The optimizer evaluates closures several times.
+            ProtocolError: A block runs, or a call before was interrupted by an exception: `zero_grad` starts over.
 
         Sync: one a device, because the gradients may have changed since the block; none after an overflow.
         """
@@ -215,20 +230,23 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         member = self.ampx_member
-        if member.stage == "inside":
+        if member.pending:
             member.check_step()
-        if member.stage != "idle":
-            self._make_true()
-        elif self.masters is not None:
+        self._make_true()
+        if self.masters is not None and member.stage == "idle":
+            member.begin_change()
             pull_foreign(self.masters)
+            member.end_change()
         self._look_again()
-        self._settle()
+        member.begin_change()
+        events = self._settle()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         overflowed = self._overflowed
         if not overflowed:
             self._run_raw()
         self._close()
-        self._tell_skip(overflowed)  # last, because listeners may raise
+        send(events)
+        self._tell_skip(overflowed)
         return loss
 
     def _look_again(self) -> None:
@@ -237,14 +255,14 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         Since their blocks they may have been averaged over processes, added up to infinity or divided by zero, and
         gradients of a backward outside any block were never tested.
         """
-        if self._overflowed or not all(self.found.values()):
+        if not self.finite():
             return
-        if self.gradients.finite(self.gradients.unscale(self.gradients.collect(), 1.0, fresh=False)):
+        if self.gradients.finite(self.gradients.unscale(self.gradients.collect(), 1.0, fresh=True)):
             return
         if not self._scales:
             self._overflowed[0] = 1.0
         for loss_id in self._scales:
-            self.found[loss_id] = False
+            self.found[loss_id] = [Verdict(finite=False)]
 
     def _run_raw(self) -> None:
         with self._casting_off:
@@ -278,14 +296,20 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget all gradients, pending ones and those put aside included."""
+        """Forget all gradients, pending ones and those put aside included, and what an exception left half done."""
+        member = self.ampx_member
+        if self.masters is not None and member.stage == "interrupted":
+            self.masters.push_weights()  # the masters may have been updated
+            casting.forget_weights()
+        if not (member.pending and member.stage in ("idle", "inside")):  # inside a block it ends as it began
+            member.begin_change()
         self.optimizer.zero_grad(*args, **kwargs)
         if self.masters is not None:
             for own, master in self.masters.pairs:
                 own.grad = master.grad = None
         self._clear()
-        if self.ampx_member.stage != "inside":
-            self.ampx_member.forget()
+        self._amp_stash.params_have_scaled_gradients = False
+        member.forget()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; with master weights its low-precision parameters get masters."""
@@ -311,12 +335,13 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
     def _prepare_amp_backward(self) -> None:
         self.ampx_before_backward(0, None)
+        self.ampx_member.end_change()
 
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Make gradients true that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
         self.ampx_member.note_scaled(scaler.loss_scale(), scaler.loss_id)
         self._make_true()
-        if not self.found[scaler.loss_id]:
+        if not self.verdict.finite:
             scaler._overflow_buf.fill_(1)
 
     def _master_params_to_model_params(self) -> None:

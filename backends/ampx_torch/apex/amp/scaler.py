@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
-from ampx.events import StepSkipped
+from ampx.events import Event, StepSkipped
 from ampx.group import ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
 from ampx_torch.apex import amp_c
@@ -17,6 +17,9 @@ from ._amp_state import _amp_state
 
 if TYPE_CHECKING:
     from .opt import ApexOptimizer
+
+# An event, and the group whose listeners are to hear of it.
+Due: TypeAlias = tuple[ScaleGroup, Event]
 
 # apex let a scale without a floor fall to zero, and a division by it ended the run.
 LOWEST: Final = 2.0**-24
@@ -220,49 +223,60 @@ class LossScaler:
         """
         if not self._has_overflow:
             self._has_overflow = bool(self._overflow_buf.item())
-        optimizers = waiting(self.group, self.loss_id)
-        for optimizer in optimizers:
-            optimizer.found[self.loss_id] = not self._has_overflow
-        if optimizers:
-            settle(optimizers, self.loss_id)
-        else:
-            _move(self.group, self.loss_id, not self._has_overflow)
+        verdict = Verdict(finite=not self._has_overflow, moved=True)
+        for optimizer in list(_amp_state.optimizers):
+            if optimizer.ampx_member.group is self.group and self.loss_id in optimizer.found:
+                optimizer.found[self.loss_id] = [verdict]
+                settle(optimizer, self.loss_id)
+        send(_move(self.group, self.loss_id, verdict.finite))
         return self._has_overflow
 
 
-def waiting(group: ScaleGroup, loss_id: int) -> list[ApexOptimizer]:
-    """List the optimizers of a group that wait for a decision about the blocks of one loss. Sync: none."""
-    mates = (optimizer for optimizer in _amp_state.optimizers if optimizer.ampx_member.group is group)
-    return [optimizer for optimizer in mates if loss_id in optimizer.found]
+@dataclass(eq=False)
+class Verdict:
+    """What one block's backward showed, shared by the optimizers of the block.
+
+    Attributes:
+        finite: All gradients of all optimizers are finite.
+        moved: The loss scale moved by it.
+    """
+
+    finite: bool = True
+    moved: bool = False
 
 
-def settle(optimizers: Sequence[ApexOptimizer], loss_id: int) -> None:
-    """Move the loss scale by what one backward showed, and have all its optimizers skip if it overflowed.
+def settle(optimizer: ApexOptimizer, loss_id: int) -> list[Due]:
+    """Have an optimizer skip its step if a block overflowed; move the loss scale where no other of the block did.
 
     Args:
-        optimizers: All whose gradients the backward made.
-        loss_id: Whose scale moves.
+        optimizer: The optimizer.
+        loss_id: Whose blocks are decided about.
+
+    Returns:
+        The events to `send` when everything else is done.
 
     Sync: none.
     """
-    found = [one.found.pop(loss_id) for one in optimizers if loss_id in one.found]
-    if not found:
-        return
-    finite = all(found)
-    for one in optimizers:
-        one.note(loss_id, finite)
-    for group in {id(one.ampx_member.group): one.ampx_member.group for one in optimizers}.values():
-        _move(group, loss_id, finite)  # last, because listeners may raise
+    verdicts = optimizer.found.get(loss_id, [])
+    optimizer.note(loss_id, all(verdict.finite for verdict in verdicts))
+    new = [verdict for verdict in verdicts if not verdict.moved]
+    for verdict in new:
+        verdict.moved = True
+    return _move(optimizer.ampx_member.group, loss_id, all(verdict.finite for verdict in new)) if new else []
 
 
-def _move(group: ScaleGroup, loss_id: int, finite: bool) -> None:
+def _move(group: ScaleGroup, loss_id: int, finite: bool) -> list[Due]:
     before = group.state_of(loss_id)
     after = group.states[loss_id] = next_state(group.config, before, finite)
-    if group.emit is None:
-        return
     told = (group.framework, group.index, loss_id, group.steps + 1)  # the step that is to come
-    for event in group.events_of(told, before, after, finite):
-        if not isinstance(event, StepSkipped):  # that one is sent by the step
+    events = group.events_of(told, before, after, finite)
+    return [(group, event) for event in events if not isinstance(event, StepSkipped)]  # that one is sent by the step
+
+
+def send(events: Sequence[Due]) -> None:
+    """Send events; last in every call, because listeners may look at everything, call back, or raise. Sync: none."""
+    for group, event in events:
+        if group.emit is not None:
             group.emit(group.framework, event)
 
 

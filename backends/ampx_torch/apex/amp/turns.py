@@ -12,7 +12,7 @@ from ampx.errors import ProtocolError
 from ampx.group import Member
 
 from .opt import ApexOptimizer, make
-from .scaler import settle
+from .scaler import send, settle
 
 
 class LossesInTurn(ApexOptimizer):
@@ -53,12 +53,13 @@ class LossesInTurn(ApexOptimizer):
         self.delays = False
         with self._session.scale_loss(loss, self, loss_id=self.turn) as scaled:
             yield scaled
-        settle((self,), self.turn)
+        events = settle(self, self.turn)
         self.turn += 1
+        send(events)
 
-    def _close(self) -> None:
+    def _clear(self) -> None:
         """Begin with the first loss again."""
-        super()._close()
+        super()._clear()
         self.turn = 0
 
 
