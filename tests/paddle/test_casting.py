@@ -1,5 +1,6 @@
 """Casting: what can be seen without a GPU, and what a GPU must show."""
 
+import importlib
 import warnings
 
 import paddle
@@ -120,6 +121,38 @@ def test_o2_has_low_precision_parameters_float32_norms_and_masters(dtype):
     assert opt.last_step.applied
     masters = opt.state_dict()["master_weights"].values()
     assert {one.dtype for one in masters} == {paddle.float32}
+
+
+class GpuPlace:
+    is_gpu_place = staticmethod(lambda: True)
+    is_xpu_place = is_custom_place = staticmethod(lambda: False)
+
+
+class GpuTracer:
+    _expected_place = GpuPlace()
+
+
+def test_weights_written_after_prepare_and_before_the_first_step_count(monkeypatch):
+    """As DataParallel's broadcast writes them: Paddle makes master weights in the first step, of what is there then.
+
+    Paddle's decorate does nothing on a CPU, so it is told of a GPU; its SGD is the one that computes with masters here.
+    """
+    module = importlib.import_module("paddle.amp.auto_cast")
+    monkeypatch.setattr(module, "_dygraph_tracer", GpuTracer)
+    monkeypatch.setattr(module, "_is_gpu_bfloat16_supported", lambda: True)
+    model = paddle.nn.Linear(2, 1, bias_attr=False)
+    raw = paddle.optimizer.SGD(0.5, parameters=model.parameters())
+    present = paddle.device.get_device()
+    model, _ = prepare(model, raw, CastPlan(present, "bfloat16", "O2"))
+    assert model.weight.dtype == paddle.bfloat16
+    assert raw._multi_precision
+    assert dict(raw._master_weights) == {}
+    model.weight.set_value(paddle.full([2, 1], 0.25, "bfloat16"))
+    model.weight._set_grad_ivar(paddle.ones([2, 1], "bfloat16"))
+    raw.step()
+    assert model.weight.astype("float32").flatten().tolist() == [-0.25, -0.25]
+    (master,) = raw._master_weights.values()
+    assert master.dtype == paddle.float32
 
 
 @gpu
