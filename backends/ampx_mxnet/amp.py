@@ -116,6 +116,7 @@ def init(
         return
     allow = () if lists == NativeLists() else (lists,)
     _Asked.session = ampx.init("mxnet", dtype=dtype, loss_scale="dynamic", allow=allow)
+    _Asked.session.recipe = "mxnet.contrib.amp"
     _Asked.settings = settings
 
 

@@ -6,8 +6,9 @@ MXNet 1.9.1 uses two names that NumPy 1.24 removed. NumPy 2 removed many more, a
 from __future__ import annotations
 
 import builtins
+import importlib
 import warnings
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,6 +34,13 @@ def restore_names() -> None:
     for name in REMOVED:
         if name not in vars(np):
             setattr(np, name, getattr(builtins, name))
+
+
+def __getattr__(name: str) -> Any:
+    """Give `mx` and `amp` while they are imported below: `ampx run` loads the backend as soon as mxnet is there."""
+    if name in ("mx", "amp"):
+        return importlib.import_module("mxnet" if name == "mx" else "mxnet.contrib.amp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 restore_names()

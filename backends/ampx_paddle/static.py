@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import numpy as np
 import paddle
 
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
-from ampx.events import StepResult
+from ampx.events import Event, StepResult
 from ampx.group import Member, Outcome, ScaleGroup
 from ampx.ledger import Ledger
 from ampx.optimizer import WrappedOptimizer
@@ -36,6 +36,7 @@ class GraphLedger(Ledger):
         self._names = dict(names)
         self._config = config
         self._below_one = below_one
+        self._told = 0
 
     def value(self, field: str) -> Any:
         """Give a variable's number; None before the startup program ran. Sync: one on an accelerator."""
@@ -58,6 +59,18 @@ class GraphLedger(Ledger):
         found = {field.name: self.value(field.name) for field in fields(LossScaleState)}
         if None not in found.values():
             group.states[0] = LossScaleState(**found)
+            group.steps = int(self.value("steps") or 0)
+
+    def events(self, group: ScaleGroup) -> Iterator[Event]:
+        """Give the events of the last run, once; nobody sends them otherwise. Sync: some on an accelerator."""
+        steps = int(self.value("steps") or 0)
+        if steps == self._told:
+            return
+        self._told = steps
+        self.resolve(group)
+        after = group.states[0]
+        before = replace(after, scale=self.value("used"))
+        yield from group.events_of((group.framework, group.index, 0, steps), before, after, bool(self.value("finite")))
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Tell what the outcome holds; there are none."""

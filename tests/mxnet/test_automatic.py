@@ -15,9 +15,13 @@ from ampx_mxnet.automatic import automate
 from ampx_mxnet.automatic.managing import ManagedTrainer
 from ampx_mxnet.compat import amp as native_amp
 from ampx_mxnet.compat import mx
+from ampx_mxnet.devices import describe
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 autograd, gluon = mx.autograd, mx.gluon
+needs_bfloat16 = pytest.mark.skipif(
+    "bfloat16" not in describe("cpu").native | describe("cpu").emulated, reason="MXNet has no bfloat16 on this CPU"
+)
 
 
 @pytest.fixture
@@ -243,6 +247,57 @@ def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
     (record,) = scaling.recorder.optimizers.values()
     assert record.skipped == [3]
     assert record.scales[0] == (3, 2.0**9)
+
+
+# -- mixed precision of the script's own, which is told ----------------------------------------------------------------
+
+
+def by_mxnets_amp(net):
+    from mxnet.contrib import amp
+
+    amp.init("bfloat16")
+    trainer = gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
+    amp.init_trainer(trainer)
+    return trainer, amp.scale_loss
+
+
+def by_ampx(net):
+    ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
+    trainer = ampx.wrap_optimizer(gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01}))
+    return trainer, ampx.scale_loss
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(("start", "recipe"), [(by_mxnets_amp, "mxnet.contrib.amp"), (by_ampx, "ampx")])
+def test_what_the_scripts_own_session_did_is_told(run, start, recipe):
+    with automate(run):
+        net = network()
+        trainer, scale_loss = start(net)
+        for x in batches(5, overflow=(1,)):
+            with autograd.record():
+                loss = net(x) ** 2
+                with scale_loss(loss, trainer) as scaled:
+                    autograd.backward(scaled)
+            trainer.step(5)
+        assert not isinstance(trainer, ManagedTrainer)
+    assert (run.amp.effective.dtype, run.amp.effective.level) == ("bfloat16", "O1")
+    (record,) = run.recorder.optimizers.values()
+    assert (record.kind, record.initial_scale, record.steps, record.skipped) == ("Adam", 65536.0, 5, [2])
+    assert record.scales == [(2, 32768.0)]
+    found = run.recorder.to_json()
+    assert found["sampled_steps"] == 3
+    assert run.recorder.ops["Dense", "bfloat16"] == 3  # the other layer ends in an activation, which is float32
+    assert set(found["seconds"]) == {"forward", "backward", "step"}
+    assert f"by itself, with {recipe};" in found["notes"][0]
+    assert run.explain() == ("the script has it by hand: its own calls decide",)
+
+
+def test_a_script_may_import_the_compatibility_module_first(tmp_path):
+    """The backend is loaded while that module imports MXNet, and imports from it."""
+    pytest.importorskip("typer", reason="the command line is not installed")
+    script = tmp_path / "train.py"
+    script.write_text("from ampx_mxnet.compat import mx\nprint(mx.nd.ones(1).asscalar())")
+    assert command("run", str(script)) == 1.0
 
 
 # -- what the script holds -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 import ampx
 from ampx.running import Run, RunSettings
 from ampx_paddle.automatic import automate
+from ampx_paddle.optimizer import AmpOptimizer
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 
@@ -99,6 +100,66 @@ def test_scripts_for_fluid_run_whether_they_ask_for_mixed_precision_or_not():
     for arguments in ((), ("--use_amp",)):
         found = metric("-m", "ampx", "run", script, "--steps", "30", *arguments)
         assert found["losses"][-1] < found["losses"][0] - 0.5
+
+
+STATIC = """
+import sys
+import numpy as np
+import paddle.fluid as fluid
+
+x = fluid.data("x", [None, 4])
+loss = fluid.layers.mean(fluid.layers.fc(fluid.layers.fc(x, 8), 1))
+optimizer = fluid.optimizer.Adam(0.1)
+if "--amp" in sys.argv:
+    options = {"init_loss_scaling": 1024.0, "decr_every_n_nan_or_inf": 1, "decr_ratio": 0.5}
+    optimizer = fluid.contrib.mixed_precision.decorate(optimizer, **options)
+optimizer.minimize(loss)
+executor = fluid.Executor(fluid.CPUPlace())
+executor.run(fluid.default_startup_program())
+for value in (1, np.inf, 1, 1, np.inf):
+    executor.run(feed={"x": np.full([2, 4], value, "float32")}, fetch_list=[loss])
+print("{}")
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("--amp",)])
+def test_steps_skips_and_scales_of_static_programs_are_told(tmp_path, arguments):
+    """Whether the run scales, or the script by fluid's decorate."""
+    pytest.importorskip("typer", reason="the command line is not installed")
+    script, report = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(STATIC)
+    metric("-m", "ampx", "run", "--report", str(report), str(script), *arguments)
+    told = json.loads(report.read_text())
+    (record,) = told["optimizers"]
+    assert (record["kind"], record["steps"], record["skipped"]) == ("AdamOptimizer", 5, [2, 5])
+    if arguments:
+        assert (record["initial_scale"], record["scales"]) == (1024.0, [[2, 512.0], [5, 256.0]])
+        assert "by itself, with paddle.fluid.contrib.mixed_precision.decorate;" in told["notes"][-1]
+        assert told["lines"] == ["the script has it by hand: its own calls decide"]
+    assert told["sampled_steps"] == 3
+    products = {one["dtype"]: one["count"] for one in told["ops"] if one["op"] == "matmul"}
+    assert products == {told["dtype"]: 3 * 2}
+
+
+def test_what_the_scripts_own_session_did_is_told(run):
+    with automate(run):
+        ampx.init("paddle", level="O0", loss_scale="dynamic", nan_loss="skip")
+        net = network()
+        optimizer = ampx.wrap_optimizer(paddle.optimizer.Adam(0.01, parameters=net.parameters()))
+        for x in batches(5, overflow=(1,)):
+            with ampx.scale_loss(net(x).square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.clear_grad()
+    (record,) = run.recorder.optimizers.values()
+    assert (record.kind, record.initial_scale, record.steps, record.skipped) == ("Adam", 65536.0, 5, [2])
+    assert record.scales == [(2, 32768.0)]
+    found = run.recorder.to_json()
+    assert found["sampled_steps"] == 3
+    assert run.recorder.ops["matmul_v2", "float32"] == 3 * 2
+    assert set(found["seconds"]) == {"forward", "backward", "step"}
+    assert "by itself, with ampx;" in found["notes"][0]
+    assert (run.amp.effective.dtype, run.explain()) == (None, ("the script has it by hand: its own calls decide",))
 
 
 # -- loops, exactly -------------------------------------------------------------------------------------------------
@@ -352,6 +413,7 @@ def patched():
         paddle.optimizer.Optimizer.__init__,
         paddle.Tensor.backward,
         paddle.autograd.backward,
+        AmpOptimizer.step,
         paddle.Tensor.grad,
         paddle.Tensor.register_hook,
         paddle.amp.auto_cast,

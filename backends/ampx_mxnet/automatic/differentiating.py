@@ -39,6 +39,10 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
 def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
     several = isinstance(heads, (list, tuple))
     listed = list(heads) if several else [heads]
+    if manager.stood_down:
+        with manager.records_only("backward"):
+            true(heads)
+        return
     managed = manager.all()
     if not managed or not all(isinstance(one, mx.nd.NDArray) and is_floating(one) for one in listed):
         true(heads)
@@ -60,7 +64,7 @@ def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
             for one in prepared:
                 one.ampx_abandon_backward(0)
             if isinstance(error, AmpxError):
-                manager.refuse(error)
+                manager.run.refuse_for(error)
             raise
         for one in managed:
             # MXNet does not tell what a loss depends on, but which gradients were written.

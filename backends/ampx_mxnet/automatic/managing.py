@@ -5,11 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
-from ampx import sessions
-from ampx.errors import AmpxError, RunRefusedError
+from ampx.errors import AmpxError
 from ampx.running import Run
 from ampx_mxnet import gradients
 from ampx_mxnet.compat import mx
@@ -22,7 +21,6 @@ class Manager:
     Attributes:
         run: The run.
         quiet: Code of ampx or of MXNet's trainer is at work, which reads gradients as they are.
-        stood_down: The script uses MXNet's amp by itself, which ampx carries out.
         attached: The script asked for gradients of arrays.
         multiplied: Some backward was multiplied by a loss scale.
     """
@@ -31,17 +29,29 @@ class Manager:
         """Start with nothing managed."""
         self.run = run
         self.quiet = False
-        self.stood_down = False
         self.attached = False
         self.multiplied = False
         self._made: list[weakref.ref[Any]] = []
         self._waiting = False
         self._wrapped: list[ManagedTrainer] = []
         self._owned: set[int] = set()
+        run.record_own_sessions(lambda: None)
+
+    @property
+    def stood_down(self) -> bool:
+        """Whether the script has mixed precision of its own, by MXNet's amp or by ampx itself, which is recorded."""
+        return bool(self.run.stood_down)
+
+    @contextmanager
+    def records_only(self, phase: str) -> Iterator[None]:
+        """Note what the script's own session did in a backward or a step."""
+        with self.run.recorder.phase(phase):
+            yield
+        self.run.look()
 
     def adopt(self, trainer: Any) -> None:
         """Take over a trainer that the script has just made; casting starts with the first."""
-        if not self._ours():
+        if self.stood_down:
             return
         amp = self.run.session()
         self.run.lines = (
@@ -54,7 +64,7 @@ class Manager:
 
     def all(self) -> list[ManagedTrainer]:
         """List what is managed, in order of creation; what was only made so far is wrapped now."""
-        if not self._made or not self._ours():
+        if not self._made or self.stood_down:
             return []
         if self._waiting:
             # Not when they are made: a script may set `grad_req` afterwards. Not later than its first recording,
@@ -77,22 +87,13 @@ class Manager:
         try:
             amp.wrap_optimizer(trainer, in_place=ManagedTrainer)
         except AmpxError as error:
-            self.refuse(error)
+            self.run.refuse_for(error)
         group = trainer.ampx_member.group
         trainer.ampx_manager = self
         optimizer = type(trainer.optimizer).__name__
         self.run.recorder.add_optimizer(
             optimizer if kind == "Trainer" else f"{kind}({optimizer})", trainer.loss_scale, group.index
         )
-
-    def _ours(self) -> bool:
-        """Tell whether no session but this run's is active; stand down where the script began its own."""
-        if not self.stood_down and sessions.get("mxnet") is not self.run.amp:
-            self.stood_down = True
-            self.run.recorder.notes.append(
-                "The script started mixed precision by itself, which ampx carried out; this run did not automate it."
-            )
-        return not self.stood_down
 
     @property
     def scales(self) -> bool:
@@ -102,7 +103,7 @@ class Manager:
 
     def reveal(self, owns: Any) -> None:
         """Make the scaled gradients true of every trainer that this says yes to, because the script looks at one."""
-        if self.quiet or not self.scales:
+        if self.quiet or self.stood_down or not self.scales:
             return
         for one in self._wrapped:
             if one.ampx_member.stage == "scaled" and owns(one):
@@ -139,15 +140,9 @@ class Manager:
         try:
             return call()
         except AmpxError as error:
-            self.refuse(error)
+            self.run.refuse_for(error)
         finally:
             self.quiet = before
-
-    def refuse(self, error: AmpxError) -> NoReturn:
-        """Refuse with what ampx says; a refusal stays as it is."""
-        if isinstance(error, RunRefusedError):
-            raise error
-        self.run.refuse(str(error).rstrip("."))
 
     def step(self, trainer: ManagedTrainer, call: Any) -> None:
         """Run a step of the script's, and note whether it counted."""
@@ -209,8 +204,21 @@ def trainers_managed(manager: Manager) -> Iterator[None]:
         manager.all()
         return record(train_mode)
 
+    def recorded(name: str) -> Any:
+        native = getattr(AmpTrainer, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, ManagedTrainer):  # whose own method has a phase
+                return native(self, *args, **kwargs)
+            with manager.records_only("step"):
+                return native(self, *args, **kwargs)
+
+        return mock.patch.object(AmpTrainer, name, call)
+
     with (
         mock.patch.object(mx.gluon.Trainer, "__init__", make),
+        recorded("step"),
+        recorded("update"),
         mock.patch.object(mx.autograd, "record", recording),
         waiting("step"),
         waiting("update"),

@@ -42,7 +42,7 @@ def _by_parameter(manager: Manager, name: str) -> Any:
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
         manager.reveal(lambda trainer: any(one is self for one in trainer._params))
-        if manager.multiplied and not manager.quiet and not manager.owns(self):
+        if manager.multiplied and not (manager.quiet or manager.stood_down or manager.owns(self)):
             manager.refuse_unowned()
         return native(self, *args, **kwargs)
 

@@ -38,6 +38,10 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
 def _run(manager: Manager, losses: Any, true: Callable[[Any], None]) -> None:
     several = isinstance(losses, (list, tuple))
     listed = list(losses) if several else [losses]
+    if manager.stood_down:
+        with manager.records_only("backward"):
+            true(losses)
+        return
     managed = manager.all()
     if not managed or not all(isinstance(one, paddle.Tensor) and one.is_floating_point() for one in listed):
         true(losses)

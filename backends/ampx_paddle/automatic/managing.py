@@ -7,17 +7,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from unittest import mock
 
 import paddle
 
 from ampx import sessions
-from ampx.errors import AmpxError, RunRefusedError
+from ampx.errors import AmpxError
 from ampx.running import Run
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.optimizer import AmpOptimizer
-from ampx_paddle.static import StaticOptimizer
+from ampx_paddle.static import GraphLedger, StaticOptimizer
 
 from .sampling import Sampler
 
@@ -50,24 +50,43 @@ class Manager:
     Attributes:
         run: The run.
         quiet: Code of ampx is at work, which reads gradients as they are.
-        stood_down: The script began a session by itself.
         multiplied: Some backward was multiplied by a loss scale.
+        decorated: The script gave an optimizer to fluid's `decorate`, which uses the session of this run.
     """
 
     def __init__(self, run: Run) -> None:
         """Start with nothing managed."""
         self.run = run
         self.quiet = False
-        self.stood_down = False
         self.multiplied = False
+        self.decorated = False
         self._made: list[weakref.ref[Any]] = []
         self._owners: dict[int, Managed] = {}
         self._sampler = Sampler(run.recorder)
         self._runs = 0
+        run.record_own_sessions(self._began)
+
+    def _began(self) -> None:
+        self._runs = 0
+        self._sampler.restart()
+
+    @property
+    def stood_down(self) -> bool:
+        """Whether the script has a session of its own, which is recorded."""
+        return bool(self.run.stood_down)
+
+    @contextmanager
+    def records_only(self, phase: str) -> Iterator[None]:
+        """Note what the script's own session did in a backward or a step."""
+        with self.run.recorder.phase(phase):
+            yield
+        self.run.look()
+        if phase == "step":
+            self._sampler.after_step()
 
     def adopt(self, raw: Any) -> None:
         """Take over an optimizer that the script has just made; casting starts with the first."""
-        if isinstance(raw, (AmpOptimizer, StaticOptimizer)) or not self._ours():
+        if isinstance(raw, (AmpOptimizer, StaticOptimizer)) or self.stood_down:
             return
         if self.run.amp is None:
             # In a static graph nothing is cast by region: the program is, as a whole, once it is built.
@@ -81,7 +100,7 @@ class Manager:
 
     def all(self) -> list[Managed]:
         """List what is managed, each with its wrapper, in order of creation."""
-        if not self._made or not self._ours():
+        if not self._made or self.stood_down:
             return []
         found = []
         for reference in self._made:
@@ -105,20 +124,33 @@ class Manager:
         if self._runs > self.run.recorder.sampled_steps:
             self._sampler.stop()
 
-    def tell_unused(self) -> None:
-        """Note that the script gave its optimizers to ampx by another way: that of fluid's `decorate`."""
+    def look(self) -> None:
+        """Note what the programs have done so far: they count their steps. Sync: some on an accelerator."""
         amp = self.run.amp
-        if amp is not None and amp.live_groups() and not self.wrapped():
-            self.run.recorder.notes.append(
-                "The script started mixed precision by itself, which ampx carried out; this run did not automate it."
-            )
+        for group in () if amp is None else amp.live_groups():
+            if isinstance(group.ledger, GraphLedger):
+                for event in group.ledger.events(group):
+                    sessions.emit("paddle", event)
+        self.run.look()
+        recorder = self.run.recorder
+        for group in () if amp is None or self.stood_down else amp.live_groups():
+            if isinstance(group.ledger, GraphLedger):
+                if group.index not in recorder.optimizers:  # by another way than the script's own minimize
+                    self._note_decorated(amp, group)
+                recorder.stepped(group.index, group.steps - recorder.optimizers[group.index].steps)
+
+    def _note_decorated(self, amp: Any, group: Any) -> None:
+        for wrapped in amp.optimizers_of(group):
+            kind = type(wrapped.optimizer).__name__
+            self.run.recorder.add_optimizer(kind, group.config.init_scale, group.index)
+        self.decorated = True
 
     def wrap(self, managed: Managed) -> None:
         """Give an optimizer its wrapper."""
         try:
             managed.wrapped = self.run.session().wrap_optimizer(managed.raw)
         except AmpxError as error:
-            self.refuse(error)
+            self.run.refuse_for(error)
         group = managed.wrapped.ampx_member.group
         kind = type(managed.raw).__name__
         managed.group = self.run.recorder.add_optimizer(kind, managed.wrapped.loss_scale, group.index)
@@ -129,27 +161,11 @@ class Manager:
         """Tell which optimizer holds a parameter."""
         return self._owners.get(id(tensor))
 
-    def refuse(self, error: AmpxError) -> NoReturn:
-        """Refuse with what ampx says; a refusal stays as it is."""
-        if isinstance(error, RunRefusedError):
-            raise error
-        self.run.refuse(str(error).rstrip("."))
-
-    def _ours(self) -> bool:
-        """Tell whether no session but this run's is active; stand down where the script began its own."""
-        if not self.stood_down and sessions.get("paddle") is not self.run.amp:
-            self.stood_down = True
-            self._sampler.stop()
-            self.run.recorder.notes.append(
-                "The script started mixed precision by itself, which ampx carried out; this run did not automate it."
-            )
-        return not self.stood_down
-
     # -- what the script calls -----------------------------------------------------------------------
 
     def _shadow(self, managed: Managed, name: str) -> Callable[..., Any]:
         def call(raw: Any, *args: Any, **kwargs: Any) -> Any:
-            if managed.busy or not self._ours():
+            if managed.busy or self.stood_down:
                 return getattr(type(raw), name)(raw, *args, **kwargs)
             if name in ("clear_grad", "clear_gradients"):
                 if managed.wrapped is None:
@@ -188,7 +204,7 @@ class Manager:
         try:
             return call()
         except AmpxError as error:
-            self.refuse(error)
+            self.run.refuse_for(error)
         finally:
             managed.busy, self.quiet = before
 
@@ -262,7 +278,19 @@ def optimizers_managed(manager: Manager) -> Iterator[None]:
         for kind in {one for one in vars(paddle.optimizer).values() if isinstance(one, type)}:
             if issubclass(kind, paddle.optimizer.Optimizer) and "__init__" in vars(kind):
                 stack.enter_context(mock.patch.object(kind, "__init__", _adopting(manager, vars(kind)["__init__"])))
+        stack.enter_context(mock.patch.object(AmpOptimizer, "step", _recording(manager, AmpOptimizer.step)))
         yield
+
+
+def _recording(manager: Manager, native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not manager.stood_down:
+            return native(self, *args, **kwargs)
+        with manager.records_only("step"):
+            return native(self, *args, **kwargs)
+
+    return step
 
 
 def _adopting(manager: Manager, native: Callable[..., None]) -> Callable[..., None]:

@@ -20,7 +20,7 @@ def gradients_true(manager: Manager) -> Iterator[None]:
     register = paddle.Tensor.register_hook
 
     def look(tensor: Any) -> None:
-        if not manager.multiplied or manager.quiet or tensor._grad_ivar() is None:
+        if not manager.multiplied or manager.quiet or manager.stood_down or tensor._grad_ivar() is None:
             return
         managed = manager.owner(tensor)
         if managed is None:
@@ -40,7 +40,7 @@ def gradients_true(manager: Manager) -> Iterator[None]:
         native.__set__(self, value)
 
     def registered(self: Any, hook: Any) -> Any:
-        if manager.scales and asked_by_script():
+        if manager.scales and not manager.stood_down and asked_by_script():
             manager.run.refuse(
                 "a hook on a gradient would see it multiplied by the loss scale; accepted: reading gradients after "
                 "backward, or --dtype bfloat16, which needs no loss scale"

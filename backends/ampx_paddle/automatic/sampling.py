@@ -32,6 +32,13 @@ class Sampler:
             paddle.base.core.clear_low_precision_op_list()
             paddle.set_flags({_FLAG: 1})
 
+    def restart(self) -> None:
+        """Forget what was counted, and count from now on."""
+        if self._on:
+            paddle.base.core.clear_low_precision_op_list()
+        else:
+            self.start()
+
     def after_step(self) -> None:
         """Stop where enough was seen."""
         if self._on and not self._recorder.sampling:

@@ -14,7 +14,6 @@ from unittest import mock
 import paddle
 
 from ampx_paddle.rewriting import cast_program
-from ampx_paddle.static import GraphLedger
 
 from .managing import Managed, Manager
 
@@ -55,19 +54,14 @@ def programs_watched(manager: Manager) -> Iterator[None]:
     native = paddle.static.Executor.run
     recorder = manager.run.recorder
 
-    def look() -> None:
-        """Note the steps, which the program counts."""
-        for one in manager.wrapped():
-            ledger = one.wrapped.ampx_member.group.ledger
-            if isinstance(ledger, GraphLedger):
-                recorder.stepped(one.group, int(ledger.value("steps") or 0))
-
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if manager.run.amp is None or paddle.in_dynamic_mode():
             return native(self, *args, **kwargs)
         with recorder.phase("train"):
             result = native(self, *args, **kwargs)
         manager.ran()
+        if result or not paddle.is_compiled_with_cuda():  # what fetches has waited for the device already
+            manager.look()
         return result
 
     finder = _Finder()
@@ -75,8 +69,10 @@ def programs_watched(manager: Manager) -> Iterator[None]:
     try:
         with mock.patch.object(paddle.static.Executor, "run", run):
             yield
-        look()
-        manager.tell_unused()
+        manager.look()
+        if manager.decorated:
+            manager.run.stood_down = "paddle.fluid.contrib.mixed_precision.decorate"
+            manager.run.lines = ("the script has it by hand: its own calls decide",)
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
