@@ -1,4 +1,8 @@
-"""Float32 master weights: what the optimizer updates while the model computes with low-precision copies."""
+"""Float32 master weights: what the optimizer updates while the model computes with low-precision copies.
+
+They are made of the weights before these are rounded. Until they are first used the model's weights may still change,
+by initialising them anew or by a broadcast of DistributedDataParallel, and count (`MasterWeights.begin`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import nn
 
 from ampx.errors import UnsupportedByBackendError
@@ -19,8 +24,9 @@ class MasterWeights:
     """
 
     def __init__(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Keep the pairs."""
+        """Keep the pairs, and until `begin` what the parameters are and how often their masters were written."""
         self.pairs = list(pairs)
+        self._new = [(own, master, own.detach().clone(), master._version) for own, master in self.pairs]
         # Memory of the masters' gradients by place in `pairs`, on a CPU only.
         self._kept: dict[int, torch.Tensor] = {}
 
@@ -65,9 +71,32 @@ class MasterWeights:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def extend(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Take in parameters that came later, with their masters. Sync: none."""
-        self.pairs.extend(pairs)
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Take over what was written into the model's parameters since the masters were made; once, before their use.
+
+        A parameter that is what its master rounds to keeps its exact master. With several processes it does so only
+        where the master was loaded from a checkpoint: a process whose weights were broadcast cannot know that the
+        others' were changed, and their masters must be the same.
+
+        Sync: none.
+        """
+        if not self._new:
+            return
+        new, self._new = self._new, []
+        available = torch.distributed.is_available() and torch.distributed.is_initialized()
+        several = available and torch.distributed.get_world_size() > 1
+        for own, master, before, version in new:
+            if several and master._version == version:
+                master.copy_(own)
+            else:
+                written = (own != before) & (own != master.to(own.dtype))
+                master.copy_(torch.where(written, own.to(master.dtype), master))
+
+    def extend(self, others: MasterWeights) -> None:
+        """Take in other parameters with their masters. Sync: none."""
+        self.pairs += others.pairs
+        self._new += others._new
 
     def push_weights(self) -> None:
         """Round the masters into the model's parameters. Sync: none."""

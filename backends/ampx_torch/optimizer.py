@@ -122,6 +122,8 @@ class AmpOptimizer(Stepping):
         """Put gradients of other losses aside."""
         if self._must_be_prepared:
             self._check_prepared()
+        if self.masters is not None:
+            self.masters.begin()
         if self.ampx_member.factors or self.mixer.evaluating:  # else it is the first loss since the last step
             self.mixer.before(self, loss_id)
 

@@ -3,9 +3,10 @@
 At O2 and O3 parameters and buffers change their dtype in place. Modules that stay in float32 (normalization at
 O2, and what `deny` names) get their inputs in float32 and give their outputs in the compute dtype. The model as
 a whole takes inputs of any floating dtype and gives outputs in float32; methods other than `forward` are left
-alone. Prepare a model on its device and before DDP or FSDP wrap it. Weights changed by hand afterwards are
-overwritten by the next step, which starts from the masters: use `load_state_dict`. True gradients are the masters':
-clip with `ampx.clip_grad_norm` or `max_grad_norm`, or over `opt.param_groups`, not over `model.parameters()`.
+alone. Prepare a model on its device and before DDP or FSDP wrap it. Weights changed by hand count until the first
+`scale_loss`; later they are overwritten by the next step, which starts from the masters: use `load_state_dict`. True
+gradients are the masters': clip with `ampx.clip_grad_norm` or `max_grad_norm`, or over `opt.param_groups`, not over
+`model.parameters()`.
 """
 
 from __future__ import annotations

@@ -145,6 +145,32 @@ def ddp_accumulates(rank):
     return {"steps": seen, "weights": flat(model)}
 
 
+@scenario
+def masters_of_ranks_that_start_unequal(rank):
+    """Every rank has its own seed: DistributedDataParallel, or the script, gives all of them rank 0's weights."""
+    weights = {}
+    for way in ("parallel", "by hand", "loaded"):
+        amp = ampx.init("torch", dtype="bfloat16", level="O2", loss_scale=1024.0)
+        torch.manual_seed(rank)
+        model = nn.Linear(4, 2, bias=False)
+        model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        opt = amp.wrap_optimizer(raw)
+        if way == "loaded":
+            model.load_state_dict({"weight": torch.randn(2, 4, generator=torch.Generator().manual_seed(7))})
+        if way == "by hand":
+            dist.broadcast(model.weight.data, 0)
+            parallel = DistributedDataParallel(model, init_sync=False)
+        else:
+            parallel = DistributedDataParallel(model)
+        for step in (1.0, 2.0):
+            backward(parallel(torch.full((1, 4), step * (rank + 1))).sum(), opt)
+            opt.step()
+            opt.zero_grad()
+        weights[way] = model.state_dict()["weight"].tolist()
+        ampx.shutdown()
+    return weights
+
+
 def _losses_by_id(rank, as_view):
     """Two losses with scales of their own; in step 1 the second one overflows on rank 0."""
     amp = session()

@@ -188,3 +188,14 @@ def test_fsdp1_with_a_group_agrees_and_clips_true_gradients(records):
     for rank in records("fsdp1_with_a_group"):
         assert decisions(rank) == SKIPS_STEP_1
         assert [norm for applied, _, _, norm, _ in rank["steps"] if applied] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["parallel", "by hand", "loaded"])
+def test_ranks_that_start_with_unequal_weights_train_those_of_rank_0(records, way):
+    first, second = (one[way] for one in records("masters_of_ranks_that_start_unequal"))
+    torch.manual_seed(0)
+    start = nn.Linear(4, 2, bias=False).weight.detach().bfloat16().float()
+    if way == "loaded":  # exact, because every rank loaded it
+        start = torch.randn(2, 4, generator=torch.Generator().manual_seed(7))
+    expected = start - 0.5 * 1.5 - 0.5 * 3.0  # the mean of both ranks' inputs is the gradient
+    assert first == second == expected.tolist()

@@ -185,6 +185,74 @@ def test_small_updates_add_up_in_the_masters(dtype, first):
     assert model.weight.item() == torch.tensor(1 - 2.0**-8).to(DTYPES[dtype]).item()
 
 
+def rewrite(model):
+    model.weight.data.copy_(torch.full((2, 4), 0.3))
+
+
+def rewrite_in_place(model):
+    with torch.no_grad():
+        model.weight.fill_(0.3)
+
+
+def initialize(model):
+    model.apply(lambda module: nn.init.constant_(module.weight, 0.3))
+
+
+def replace(model):
+    model.weight.data = torch.full((2, 4), 0.3, dtype=model.weight.dtype)
+
+
+def load_low(model):
+    model.load_state_dict({"weight": torch.full((2, 4), 0.3, dtype=model.weight.dtype)})
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("write", [rewrite, rewrite_in_place, initialize, replace, load_low])
+def test_weights_written_between_prepare_and_the_first_step_count(write, dtype):
+    amp = init(dtype=dtype, loss_scale=1024.0)
+    model = nn.Linear(4, 2, bias=False)
+    model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    opt = amp.wrap_optimizer(raw)
+    write(model)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.full((1, 4), 0.25)).sum(), opt) as scaled:
+            scaled.backward()
+        opt.step()
+        opt.zero_grad()
+    start = torch.full((2, 4), 0.3).to(DTYPES[dtype]).float()
+    assert torch.equal(model.state_dict()["weight"], start - 0.5 * 0.25 - 0.5 * 0.25)
+
+
+def test_a_row_written_before_the_first_step_leaves_the_other_masters_exact():
+    amp = init()
+    model = nn.Linear(4, 2, bias=False)
+    exact = model.weight.detach().clone()
+    model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    opt = amp.wrap_optimizer(raw)
+    model.weight.data[0] = 0.0
+    before = model.state_dict()["weight"].clone()
+    train_linear(amp, model, opt)
+    assert torch.equal(before, torch.stack([torch.zeros(4), exact[1]]))
+    assert torch.equal(model.state_dict()["weight"], before - 0.5 * 0.25)
+
+
+def test_masters_loaded_before_the_first_step_stay_exact():
+    amp = init()
+    model = nn.Linear(4, 2, bias=False)
+    model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    opt = amp.wrap_optimizer(raw)
+    exact = torch.randn(2, 4)
+    model.load_state_dict({"weight": exact})
+    train_linear(amp, model, opt)
+    assert torch.equal(model.state_dict()["weight"], exact - 0.5 * 0.25)
+
+
+def train_linear(amp, model, opt):
+    with amp.scale_loss(model(torch.full((1, 4), 0.25)).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+
+
 def by_hand(steps):
     """A low-precision layer with masters, written out in plain torch."""
     torch.manual_seed(0)

@@ -84,6 +84,27 @@ def train_by_hand(rank, opt_level, way, overflow_at):
     return {"weight": model.state_dict()["weight"].tolist(), "steps": steps, "amp": amp.state_dict()}
 
 
+def train_unequal(rank, way):
+    """Every process has its own seed, as a script has that relies on the broadcast of DistributedDataParallel."""
+    torch.manual_seed(rank)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = 64.0
+    if way == "by hand":
+        flat_dist_call([one.data for one in model.parameters()], dist.broadcast, (0,))
+        parallel = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    else:
+        parallel = {"torch": nn.parallel.DistributedDataParallel, "apex": ApexParallel}[way](model)
+    before = [one.tolist() for one in model.parameters()]
+    for step in (1.0, 2.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(parallel(torch.full((1, 4), step * (rank + 1))).sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return {"before": before, **{name: value.tolist() for name, value in model.state_dict().items()}}
+
+
 def reduce_and_step(model, optimizer, scaler):
     gradients = [one.grad for one in amp.master_params(optimizer) if one.grad is not None]
     flat = torch.empty(sum(one.numel() for one in gradients))
@@ -122,6 +143,7 @@ def main(rank, folder):
         for opt_level in ("O1", "O2"):
             for overflow_at in (None, (1, 1, 1)):
                 found[f"{opt_level} {way} {overflow_at}"] = train_by_hand(rank, opt_level, way, overflow_at)
+    found.update({f"unequal {way}": train_unequal(rank, way) for way in ("torch", "apex", "by hand")})
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -85,6 +85,19 @@ def test_an_overflow_of_one_process_that_a_script_reduces_by_hand_skips_the_step
     assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": counted}}
 
 
+@needs_processes
+@pytest.mark.parametrize("way", ["torch", "apex", "by hand"])
+def test_processes_that_start_with_unequal_weights_train_those_of_the_first(ranks, way):
+    first, second = (one[f"unequal {way}"] for one in ranks)
+    torch.manual_seed(0)
+    exact = nn.Linear(4, 1)
+    weight, bias = (one.detach().half().float() for one in exact.parameters())
+    assert first["before"] == second["before"] == [weight.tolist(), bias.tolist()]
+    # the gradient is the mean of both processes' inputs
+    assert first["weight"] == second["weight"] == (weight - 0.5 * 1.5 - 0.5 * 3.0).tolist()
+    assert first["bias"] == second["bias"] == (bias - 0.5 - 0.5).tolist()
+
+
 def test_replicas_of_a_cast_model_compute_with_their_own_weights():
     """DataParallel makes one for each device by this method of torch's."""
     model = nn.Linear(2, 1, bias=False)

@@ -306,6 +306,22 @@ def test_master_weights_start_from_the_weights_before_rounding():
     assert weight(model) == next(amp.master_params(optimizer))[0, 0].item() == exact
 
 
+@pytest.mark.parametrize("when", ["written", "lazily", "zeroed", "added"])
+def test_weights_written_between_initialize_and_the_first_block_count(when):
+    model, optimizer = make()
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=SCALE, verbosity=0)
+    model.apply(lambda module: nn.init.constant_(module.weight, 0.3))
+    if when == "lazily":
+        optimizer._lazy_init_maybe_master_weights()
+    elif when == "zeroed":
+        optimizer.zero_grad()
+    elif when == "added":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1).half())]})
+    start = torch.tensor(0.3).half().float()
+    train_step(model, optimizer)
+    assert model.state_dict()["weight"].tolist() == [[(start - 0.5).item()] * 4]
+
+
 def test_the_models_own_gradients_stay_scaled_at_o2():
     """As apex documents it; the masters' are true."""
     model, optimizer = make()

@@ -232,6 +232,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         member = self.ampx_member
         if member.pending:
             member.check_step()
+        self._amp_lazy_init()
         self._make_true()
         if self.masters is not None and member.stage == "idle":
             member.begin_change()
@@ -316,7 +317,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self.optimizer.add_param_group(param_group)
         if self.masters is not None:
             copies = make_masters([self.optimizer], (), None, keep=False)
-            before = self.masters.pairs
+            before = self.masters
             (self.masters,) = give([self.optimizer], copies)
             self.masters.extend(before)
             guard_checkpoints(_amp_state.models, copies, all_of=False)
@@ -326,11 +327,15 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- the private names of apex that trainers call ----------------------------------------------
 
     def _amp_lazy_init(self) -> None:
+        if self.masters is not None:
+            self.masters.begin()
         if not self._amp_stash.lazy_init_called:
             self._lazy_init_maybe_master_weights()
             self._amp_stash.lazy_init_called = True
 
     def _lazy_init_maybe_master_weights(self) -> None:
+        if self.masters is not None:
+            self.masters.begin()
         self._amp_stash.fill(self)
 
     def _prepare_amp_backward(self) -> None:

@@ -121,6 +121,7 @@ class FP16Optimizer:
 
         Sync: one, in `update_master_grads`.
         """
+        self._masters.begin()
         if self._full_unscaled:
             gradients = self._full_gradients()
             if gradients:
