@@ -97,7 +97,8 @@ class ScaleGroup:
     def resolve(self) -> None:
         """Bring `states` and the members' results up to date, and send the events. Sync: as the ledger needs."""
         self.ledger.resolve(self)
-        self.send_events()
+        if self._due:
+            self.send_events()
 
     def load(self, config: LossScale, states: dict[int, LossScaleState]) -> None:
         """Take over a configuration and states. Sync: as the ledger needs."""
@@ -169,8 +170,6 @@ class ScaleGroup:
 
         Last in every call, because listeners may look at everything, call back, or raise.
         """
-        if not self._due:
-            return
         due, self._due = self._due, []  # a listener that looks must not be told twice
         try:
             while due:
@@ -310,7 +309,7 @@ class Member:
         """
         before = self._after if self.stage == "interrupted" else self.stage
         region = (before, self.factors, factor, loss_id)
-        self.begin_change("interrupted")
+        self.stage = self._after = "interrupted"
         self.factors = {**self.factors, loss_id: factor}
         self._region = region
         self.stage = "inside"
@@ -338,7 +337,7 @@ class Member:
             completed, stage = False, "interrupted"
         elif self.stage == "idle":  # the gradients were cleared in the body
             stage, factors = "idle", {}
-        self.begin_change("scaled" if completed else stage)
+        self.stage, self._after = "interrupted", "scaled" if completed else stage
         self.factors = {**factors, loss_id: factor} if completed else factors
         self._region = None
         return completed
@@ -405,14 +404,15 @@ class Member:
         """
         group = self.group
         if scale is None:
-            lowest = min(finite)
+            lowest = min(finite) if len(finite) > 1 else next(iter(finite))
             scale = self.factors.get(lowest)
             if scale is None:
                 scale = self.factor if self.factors else group.ledger.factor(group, lowest)
         self.stage = "interrupted"
         group.close(Outcome(self, finite, scale, grad_norm))
         self._reset()
-        group.send_events()
+        if group._due:
+            group.send_events()
 
     def forget(self, result: StepResult | None = None) -> None:
         """Drop pending gradients without counting a step; inside a body, those so far.
@@ -429,7 +429,8 @@ class Member:
         self._region = region
         if region is None:
             self.group.close(None)
-            self.group.send_events()
+            if self.group._due:
+                self.group.send_events()
 
     def _reset(self) -> None:
         self.stage = "interrupted"

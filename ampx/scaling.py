@@ -98,13 +98,15 @@ class ScaleLoss:
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
             self._loss = _ENTERED  # the region must not keep the graph alive
-            for one, member in zip(optimizers, members, strict=True):
+            for one in prepared:
+                member = one.ampx_member
                 self._entered.append((one, member, member.enter(scale, loss_id)))
             return scaled
         except BaseException as error:
             for _, member, region in self._entered:
                 member.leave(region, False)
-            self._restore_casting(type(error), error, error.__traceback__)
+            if self._casting is not None:
+                self._casting.__exit__(type(error), error, error.__traceback__)
             for one in prepared:
                 one.ampx_abandon_backward(loss_id)
                 one.ampx_member.end_change()
@@ -116,22 +118,16 @@ class ScaleLoss:
         """Restore casting; note the pending gradients, or after an exception leave the protocol as it was."""
         completed = kind is None
         try:
-            left = [(one, member, member.leave(region, completed)) for one, member, region in self._entered]
+            if self._casting is not None:
+                self._casting.__exit__(kind, error, trace)
         finally:
-            self._restore_casting(kind, error, trace)
-        for one, member, counts in left:
-            if counts:
-                one.ampx_after_backward(self._loss_id)
-            elif counts is not None:
-                one.ampx_abandon_backward(self._loss_id)
-            member.end_change()
-
-    def _restore_casting(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        casting, self._casting = self._casting, None
-        if casting is not None:
-            casting.__exit__(kind, error, trace)
+            for one, member, region in self._entered:
+                counts = member.leave(region, completed)
+                if counts:
+                    one.ampx_after_backward(self._loss_id)
+                elif counts is not None:
+                    one.ampx_abandon_backward(self._loss_id)
+                member.end_change()
 
     def _choose_scale(self) -> Scalar:
         """Give the scale that pending gradients carry, or else the smallest current one."""

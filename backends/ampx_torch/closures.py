@@ -46,6 +46,8 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
             f"between evaluations, which the model would not see. Use level='O1' with this optimizer."
         )
     member, mixer = owner.ampx_member, owner.mixer
+    if member.stage == "interrupted":
+        member.check_step()
     device_type = owner.device_type or "cpu"
     was_on = owner.device_type is not None and torch.is_autocast_enabled(device_type)
     losses: list[Any] = []
@@ -58,10 +60,13 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
         for loss_id, found in owner.take_checked().items():
             finite[loss_id] = finite.get(loss_id, True) and found
         if not all(finite.values()):
+            member.begin_change()
             raise _Overflow
         owner.clip_gradients()
 
     def evaluate() -> Any:
+        # Between evaluations the raw optimizer moves the weights, which must not be taken for where they belong.
+        member.end_change()
         casting.forget_weights()  # the optimizer may have moved the weights since the last evaluation
         mixer.begin_evaluation()
         # The raw optimizer runs with casting off; the user's closure runs as the user called step.
@@ -74,21 +79,24 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
             if was_on:
                 casting.switch(device_type, False)
         check()
+        member.begin_change()
         return losses[-1]
 
     before = _Snapshot(owner)
-    mixer.evaluating = member.mixes = True
     try:
         if member.stage != "idle":  # SAM and its like get their first gradients before the step
             check()
+        member.begin_change()
+        mixer.evaluating = member.mixes = True
         result = owner.run_raw(evaluate)
     except _Overflow:
         before.restore()
         result = losses[-1] if losses else None
-        owner.note_skip()
+        owner.skip()
     except BaseException:
+        member.begin_change("interrupted")
         before.restore()
-        mixer.evaluating = False
+        owner.heal()
         owner.forget()
         raise
     mixer.evaluating = False

@@ -72,19 +72,6 @@ class GradientSet:
         large = sum(parameter.numel() for bucket in on_cpu if is_large(bucket[0]) for parameter in bucket)
         self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))
 
-    def check(self, gradients: Sequence[list[torch.Tensor]]) -> None:
-        """Raise where gradients must not be divided; nothing was, then.
-
-        Raises:
-            LowPrecisionParametersError: A float16 parameter came in after `wrap_optimizer`.
-
-        Sync: none.
-        """
-        if not self._accepts_half:
-            for bucket in gradients:
-                if bucket[0].dtype is torch.float16:
-                    refuse_half(self._optimizer.param_groups)
-
     def unscale(self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass.
 
@@ -96,9 +83,16 @@ class GradientSet:
         Returns:
             One float32 flag a device: 0 where all gradients were finite.
 
+        Raises:
+            LowPrecisionParametersError: A float16 parameter came in after `wrap_optimizer`; nothing was divided.
+
         Sync: none.
         """
         flags: dict[torch.device, torch.Tensor] = {}
+        if not self._accepts_half:
+            for bucket in gradients:
+                if bucket[0].dtype is torch.float16:
+                    refuse_half(self._optimizer.param_groups)
         reads = self.reads_fast and not isinstance(scale, torch.Tensor) and scale == 1.0  # nothing to write
         for bucket in gradients:
             device = bucket[0].device
@@ -127,6 +121,10 @@ class GradientSet:
                 flag.zero_()
                 overflowed = True
         return not overflowed
+
+    def forget_flags(self) -> None:
+        """Use new flags from now on: an exception may have kept one from being reset. Sync: none."""
+        self._flags = {}
 
     def _flag(self, device: torch.device, fresh: bool) -> torch.Tensor:
         if fresh:

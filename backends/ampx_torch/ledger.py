@@ -63,20 +63,27 @@ class DeviceLedger(TensorLedger):
         self._exact: set[int] = set()
         self._unread: list[list[Outcome]] = []
         self._flying: deque[_Batch] = deque()
+        self._moving = False  # an exception has come between the device's move and the note of it
 
     def factor(self, group: ScaleGroup, loss_id: int) -> torch.Tensor:
         """Give the scale: a float32 scalar on the device. Sync: none."""
+        if self._moving:
+            self._start_again(group)
         scale: torch.Tensor = self._state(group, loss_id).scale
         return scale
 
     def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         """Move the scale on the device; the host learns of it later. Sync: none."""
+        if self._moving:
+            self._start_again(group)
+        self._moving = True
         window = list(window)
         for loss_id in {loss_id for outcome in window for loss_id in outcome.finite}:
             flags = [outcome.finite[loss_id] for outcome in window if loss_id in outcome.finite]
             flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
             self._states[loss_id] = _move(group.config, self._state(group, loss_id), flag, loss_id in self._exact)
         self._unread.append(window)
+        self._moving = False
         self._land(group, wait=False)
         if len(self._unread) >= BATCH:
             self._send()
@@ -91,6 +98,12 @@ class DeviceLedger(TensorLedger):
         """Put the group's states on the device. Sync: none."""
         self._states = {}
         self._exact = set()
+        self._moving = False
+
+    def _start_again(self, group: ScaleGroup) -> None:
+        """Go on from what the host knows, because a move was interrupted. Sync: one where steps are unread."""
+        self.resolve(group)
+        self.reload(group)
 
     def _state(self, group: ScaleGroup, loss_id: int) -> LossScaleState:
         state = self._states.get(loss_id)

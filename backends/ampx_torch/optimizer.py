@@ -37,6 +37,7 @@ _NOT_COPIED: Final = frozenset(
         "_checked",
         "_norm",
         "revealed",
+        "_clipped",
         "_undo_fused",
         "_guard",
         "_guard_handle",
@@ -85,6 +86,7 @@ class AmpOptimizer(Stepping):
         self._checked = {}
         self._norm = None
         self.revealed = False
+        self._clipped = False
         self._undo_fused = None
         self._guard = StepGuard(self.ampx_member)
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
@@ -158,7 +160,9 @@ class AmpOptimizer(Stepping):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, pending ones included."""
         member = self.ampx_member
-        if member.stage not in ("idle", "inside"):
+        if member.stage == "interrupted":
+            self.heal()
+        elif member.stage in ("scaled", "unscaled"):
             member.begin_change()
         self.optimizer.zero_grad(set_to_none)
         if self.masters is not None:

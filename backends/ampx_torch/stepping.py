@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ampx.errors import LowPrecisionParametersError
 from ampx.events import UNCHECKED, StepResult
+from ampx.ledger import HostLedger
 from ampx.optimizer import WrappedOptimizer
 
 from . import casting, folding
@@ -41,15 +44,19 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     _process_group: Any
     _casting_off: AbstractContextManager[Any]
     _guard: StepGuard
+    _guard_handle: Any
     # Finiteness by loss id of gradients that are true already: bools, or flags on the device.
     _checked: dict[int, Any]
     _norm: Any
     revealed: bool
+    # Whether the true gradients were clipped as `wrap_optimizer` was asked to.
+    _clipped: bool
 
     @property
     def on_device(self) -> bool:
         """Whether the loss scale lives on the device."""
-        return isinstance(self.ampx_member.group.ledger, TensorLedger)
+        # By type: asking an abstract class takes longer, and every step asks several times.
+        return type(self.ampx_member.group.ledger) is not HostLedger
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale if not done, check, apply or skip, move the loss scale.
@@ -63,6 +70,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
         Raises:
             NotScaledError: There are gradients, but no `scale_loss` came since the last step.
+            ProtocolError: A call before was interrupted by an exception; `zero_grad` starts over.
 
         Sync: one a device, as torch's GradScaler; none where the scale lives on the device (fused optimizers on
         an accelerator).
@@ -81,7 +89,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         gradients = self.pending_gradients()
         if gradients or (self._process_group is not None and member.stage != "idle"):
             if not self._step_folded(gradients):
-                self.check_and_unscale(gradients)
+                self.make_true(gradients)
                 self._finish()
         else:
             self._step_without_gradients()
@@ -108,28 +116,37 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             return []
         return gradients
 
-    def check_and_unscale(self, gradients: list[list[torch.Tensor]] | None = None) -> None:
-        """Make pending scaled gradients true and note their finiteness; nothing where that is done.
+    def check_and_unscale(self) -> None:
+        """Make pending scaled gradients true and note their finiteness; nothing where that is done."""
+        if self.ampx_member.stage == "scaled" or self.revealed:
+            self.make_true(self.collect())
+            if self.ampx_member.stage == "interrupted":
+                self.ampx_member.note_unscaled()
 
-        Args:
-            gradients: What `collect` gave, where the caller has it.
+    def make_true(self, gradients: list[list[torch.Tensor]]) -> None:
+        """Divide scaled gradients, or test true ones again that somebody else may have written to since.
+
+        The stage is "interrupted" after it, where there was something to do.
         """
-        stage = self.ampx_member.stage
-        if stage == "scaled":
-            self.divide(self.collect() if gradients is None else gradients)
-            self.ampx_member.note_unscaled()
-        elif stage == "unscaled" and self.revealed:  # by 1.0: that tests them and changes none
-            flags = self.gradients.unscale(gradients or self.collect(), 1.0, fresh=self.on_device)
-            self._note(next(iter(self._checked), 0), flags)
+        member = self.ampx_member
+        if member.stage == "scaled":
+            self.divide(gradients)
+        elif member.stage == "unscaled" and self.revealed:
+            member.begin_change()  # by 1.0: that tests them and changes none
+            self._note(next(iter(self._checked), 0), self.gradients.unscale(gradients, 1.0, fresh=self.on_device))
 
     def divide(self, gradients: list[list[torch.Tensor]]) -> None:
         """Divide scaled gradients by what they carry and note their finiteness; the stage is "interrupted" after it."""
         member = self.ampx_member
         loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
         factor = member.factors[loss_id]
-        self.gradients.check(gradients)
         member.begin_change()
-        self._note(loss_id, self.gradients.unscale(gradients, factor, fresh=self.on_device))
+        try:
+            flags = self.gradients.unscale(gradients, factor, fresh=self.on_device)
+        except LowPrecisionParametersError:  # a refusal comes before anything is divided
+            member.end_change()
+            raise
+        self._note(loss_id, flags)
 
     def _note(self, loss_id: int, flags: list[torch.Tensor]) -> None:
         """Note the finiteness of a loss's gradients, beside what was found before."""
@@ -149,9 +166,10 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         return flag
 
     def clip_gradients(self) -> None:
-        """Clip the true gradients as `wrap_optimizer` was asked to."""
-        if self._max_norm is not None or self._max_value is not None:
+        """Clip the true gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
+        if not self._clipped and (self._max_norm is not None or self._max_value is not None):
             self._clip(self._max_norm, self._max_value)
+            self._clipped = True
 
     def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
         """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
@@ -160,8 +178,14 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         )
         if not self.on_device and not all(self._checked.values()):
             max_value, overflow = None, True
+        member = self.ampx_member
+        begins = member.stage != "interrupted"
+        if begins:
+            member.begin_change()
         norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
         self._norm = norm if self._norm is None else self._norm
+        if begins:
+            member.end_change()
         return norm
 
     def _step_folded(self, gradients: list[list[torch.Tensor]]) -> bool:
@@ -177,11 +201,8 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 found = folding.on_device(gradients, scale, self._max_norm)
         if found is None:
             return False
-        try:
-            self._run_fused(found.overflow, found.divisor)
-        except BaseException:
-            self.forget()  # some gradients may be true and others not, so that the next step must not use them
-            raise
+        member.begin_change()  # gradients that the kernel divides must not be used again, should it raise
+        self._run_fused(found.overflow, found.divisor)
         self._norm = found.norm
         self.close_step({next(iter(member.factors)): True if found.overflow is None else found.overflow})
         return True
@@ -200,29 +221,48 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             self.clip_gradients()
             flag = self.gradients.combine(list(self._checked.values()))
             if makes_momentum(self.optimizer) and bool(flag):
-                self.note_skip()
+                self.skip()
             else:
                 self._run_fused(flag)
         elif all(self._checked.values()):
             self.clip_gradients()
             self.run_raw()
         else:
-            self.note_skip()
+            self.skip()
         checked, self._checked = self._checked, {}
         self.close_step(checked)
 
-    def note_skip(self) -> None:
-        """Keep a scheduler made on the raw optimizer from warning that it saw no step: skipping is no mistake."""
+    def skip(self) -> None:
+        """Leave the raw optimizer alone."""
+        self.ampx_member.begin_change()
+        # A scheduler made on the raw optimizer would warn that it saw no step: skipping is no mistake.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def run_raw(self, *args: Any) -> Any:
-        """Run the raw optimizer's step with casting off, and drop weight copies that are stale after it."""
-        self._guard.open = True
+        """Run the raw optimizer's step with casting off, and drop weight copies that are stale after it.
+
+        The stage is "interrupted" from there on. Where the user has hooks before the step, it is so after them, because
+        they may raise without harm.
+
+        Args:
+            *args: A closure, whose evaluations have stages of their own, or nothing.
+        """
+        raw, guard, member = self.optimizer, self._guard, self.ampx_member
+        guard.open = True
         try:
+            others = len(raw._optimizer_step_pre_hooks) != 1 or _global_optimizer_pre_hooks
+            # torch wraps every class's step to run hooks, unless the class says that it does so itself
+            if others and not args and hasattr(type(raw).step, "__wrapped__"):
+                if member.stage == "interrupted":
+                    member.note_unscaled()
+                raw._optimizer_step_pre_hooks.move_to_end(self._guard_handle.id)
+                guard.begins = True
+            elif member.stage != "interrupted":
+                member.begin_change()
             with self._casting_off:
-                result = self.optimizer.step(*args)
+                result = raw.step(*args)
         finally:
-            self._guard.open = False
+            guard.open = guard.begins = False
         if self.masters is not None:
             self.masters.push_weights()
         casting.forget_weights()
@@ -231,19 +271,25 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     def _run_fused(self, flag: torch.Tensor | None, divisor: torch.Tensor | None = None) -> None:
         """Run a fused optimizer: its kernel divides gradients, and changes nothing where the flag is set."""
         raw: Any = self.optimizer
-        raw.grad_scale, raw.found_inf = divisor, flag
         try:
+            raw.grad_scale, raw.found_inf = divisor, flag
             self.run_raw()
         finally:
-            del raw.grad_scale, raw.found_inf
+            self._drop_kernel_options()
+
+    def _drop_kernel_options(self) -> None:
+        options = vars(self.optimizer)
+        options.pop("grad_scale", None)
+        options.pop("found_inf", None)
 
     def close_step(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""
         norm, self._norm = self._norm, None
         self.revealed = False
+        self._clipped = False
         self.mixer.reset(self)
-        ledger = self.ampx_member.group.ledger
-        if isinstance(ledger, TensorLedger):
+        if self.on_device:
+            ledger = cast("TensorLedger", self.ampx_member.group.ledger)
             checked = {loss_id: ledger.flag(found) for loss_id, found in checked.items()}
         self.ampx_member.finish(checked, norm)
 
@@ -274,10 +320,21 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             return {loss_id: not bool(flag) for loss_id, flag in checked.items()}
         return checked
 
+    def heal(self) -> None:
+        """Put right what an exception left half done, except the gradients, which are about to be cleared."""
+        self.mixer.evaluating = False
+        self.gradients.forget_flags()
+        if self.masters is not None:
+            self.masters.push_weights()
+        casting.forget_weights()
+
     def _reset(self) -> None:
         self._checked = {}
         self.revealed = False
         self._norm = None
+        self._clipped = False
+        self._guard.open = self._guard.begins = False
+        self._drop_kernel_options()
         self.mixer.reset(self)
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.

@@ -319,3 +319,26 @@ def test_a_run_resumed_from_optimizer_and_session_states_is_bit_identical(amp, b
     advance(other_model, other, range(4, 8))
     assert same(other_model.state_dict(), model.state_dict())
     assert amp.state_dict(other)["groups"] == amp.state_dict(opt)["groups"]
+
+
+def test_after_a_failed_reduction_nothing_is_divided_again(amp, backward, monkeypatch):
+    parameter, raw = parameter_and_optimizer()
+    opt = ampx.wrap_optimizer(raw, process_group=object())
+
+    def fail(*args, **kwargs):
+        raise TimeoutError("a peer died")
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
+    backward(parameter.sum() * torch.inf, opt)
+    with pytest.raises(TimeoutError, match="a peer died"):
+        opt.step()
+    for call in (opt.step, lambda: ampx.unscale(opt), lambda: backward(parameter.sum(), opt)):
+        with pytest.raises(ampx.ProtocolError, match="interrupted"):
+            call()
+    assert parameter.tolist() == [1.0, 1.0]
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    opt.zero_grad()
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert opt.last_step == ampx.StepResult(True, True, 65536.0, 65536.0, 0)  # nobody kept the overflow's flag
+    assert parameter.tolist() == [0.0, 0.0]

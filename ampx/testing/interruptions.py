@@ -1,0 +1,129 @@
+"""Exceptions at every place of a call, as a Ctrl-C or a signal handler's time-out raises them.
+
+Whatever is interrupted must leave training as it was, or refuse to go on until the gradients are cleared.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final, TypeVar
+
+Subject = TypeVar("Subject")
+_ENTERS: Final = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
+
+
+class Interruption(BaseException):
+    """Raised in the middle of a call."""
+
+
+def interrupted_everywhere(
+    start: Callable[[], Subject],
+    act: Callable[[Subject], object],
+    packages: Sequence[str] = ("ampx",),
+    *,
+    after_calls: bool = False,
+    stride: int = 1,
+    first: int = 1,
+    error: type[BaseException] = Interruption,
+) -> Iterator[tuple[Subject, str]]:
+    """Call `act` again and again, each time on a fresh subject and interrupted one place later.
+
+    Python handles signals between lines and when a call in a line has returned.
+
+    Args:
+        start: Makes what `act` is called with; it runs undisturbed.
+        act: What is interrupted. It is called until it comes to its end without being interrupted.
+        packages: Import packages whose lines are interrupted; those of a framework run undisturbed.
+        after_calls: Interrupt after every call, too, and not only before every line.
+        stride: Take every place, every second, and so on.
+        first: The first place to take.
+        error: What is raised.
+
+    Yields:
+        The subject as the interruption left it, and the place, as file:line.
+    """
+    roots = tuple(map(_folder, packages))
+    number = first - stride
+    while True:
+        number += stride
+        subject, interruption = start(), _Interruption(number, roots, after_calls, error)
+        before = sys.gettrace()
+        sys.settrace(interruption.enter)
+        try:
+            act(subject)
+        except error:
+            if interruption.place is None:
+                raise
+        finally:
+            sys.settrace(before)
+        if interruption.place is None:
+            return
+        yield subject, interruption.place
+
+
+def _folder(package: str) -> str:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"package {package!r} is not importable")
+    return str(Path(spec.origin).parent) + os.sep
+
+
+class _Interruption:
+    """A trace function that raises at one place.
+
+    Attributes:
+        place: Where it raised; None before.
+    """
+
+    def __init__(self, number: int, roots: tuple[str, ...], after_calls: bool, error: type[BaseException]) -> None:
+        self.place: str | None = None
+        self._left = number
+        self._roots = roots
+        self._after_calls = after_calls
+        self._error = error
+        self._called: set[FrameType] = set()
+
+    def enter(self, frame: FrameType, event: str, value: Any) -> Any:
+        """Look at a function only if it lies in one of the packages."""
+        if self.place is not None or not frame.f_code.co_filename.startswith(self._roots):
+            return None
+        frame.f_trace_opcodes = self._after_calls
+        return self._look
+
+    def _look(self, frame: FrameType, event: str, value: Any) -> Any:
+        if self.place is None and self._counts(frame, event):
+            self._left -= 1
+            if not self._left:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise self._error(self.place)
+        return self._look
+
+    def _counts(self, frame: FrameType, event: str) -> bool:
+        if event == "line":
+            return frame.f_lasti not in _exits(frame.f_code)
+        if event != "opcode":
+            return False
+        counts = frame in self._called
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+            self._called.add(frame)
+        else:
+            self._called.discard(frame)
+        return counts
+
+
+@functools.cache
+def _exits(code: CodeType) -> frozenset[int]:
+    """Give where a `with` statement's own line comes up a second time, to leave it; no signal is handled there."""
+    lines = {offset: line for start, end, line in code.co_lines() for offset in range(start, end, 2)}
+    entering = {lines.get(one.offset) for one in dis.get_instructions(code) if one.opname in _ENTERS}
+    first: dict[int | None, int] = {}
+    for offset in sorted(lines):
+        first.setdefault(lines[offset], offset)
+    return frozenset(offset for offset, line in lines.items() if line in entering and offset != first[line])
