@@ -58,6 +58,12 @@ class WrappedOptimizer(abc.ABC):
         Sync: none.
         """
 
+    def ampx_catch_up(self) -> None:
+        """Note what compiled code has done to pending gradients since; called before `scale_loss` decides. Sync: none.
+
+        Reading `ampx_member` notes nothing: a question changes nothing.
+        """
+
     def ampx_notice_cleared(self) -> None:
         """Forget pending gradients that were cleared behind the wrapper's back, by the model say. Sync: none."""
 

@@ -69,10 +69,12 @@ class ScaleLoss:
             self._check_loss_id()
         for one in optimizers:
             member = one.ampx_member
+            if member.stage == "idle":
+                continue
+            one.ampx_catch_up()
             if member.stage == "unscaled":
                 one.ampx_notice_cleared()
-            if member.stage != "idle":
-                member.check_enter()
+            member.check_enter()
         loss = self._loss
         several = isinstance(loss, (list, tuple, dict))
         if several:

@@ -25,7 +25,7 @@ from ampx.errors import AmpxError, RunRefusedError
 from ampx.optimizer import WrappedOptimizer
 from ampx.running import Run
 
-from . import automation_graph, automation_models, gradients, graph_rewrite, old_names, replicas, rewrite
+from . import automation_graph, automation_models, gradients, graph_rewrite, guard, old_names, replicas, rewrite
 from .automation_operations import Operations
 from .contexts import on_host
 from .ledger import is_one
@@ -99,6 +99,7 @@ class Automation:
             amp = self.session(graphs)
             with tf.init_scope() if tf.inside_function() else nullcontext():
                 wrapped = self.guarded(amp.wrap_optimizer)(raw)
+            guard.leave(raw)  # the script has nothing but the raw one
             known = self.managed[id(raw)] = raw, wrapped
             self.add(wrapped, type(raw).__name__)
         return known[1]

@@ -54,13 +54,14 @@ def compute_dtype() -> Dtype:
 def _region(dtype: Dtype) -> Iterator[None]:
     thread = threading.get_ident()
     before = _regions.get(thread, ())
-    _regions[thread] = (*before, dtype)
     try:
+        _regions[thread] = (*before, dtype)
         yield
     finally:
-        _regions[thread] = before
-        if not before:
-            del _regions[thread]
+        if before:
+            _regions[thread] = before
+        else:
+            _regions.pop(thread, None)
 
 
 class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
@@ -93,9 +94,9 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
     Sync: none.
     """
     policy = keras.config.dtype_policy()
-    if enabled:
-        keras.config.set_dtype_policy(policy_for(plan.dtype))
     try:
+        if enabled:
+            keras.config.set_dtype_policy(policy_for(plan.dtype))
         with _region(plan.dtype if enabled else "float32"):
             yield
     finally:

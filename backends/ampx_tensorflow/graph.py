@@ -15,7 +15,7 @@ from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale, LossScaleState
 
-from . import casting, gradients
+from . import casting, gradients, guard
 from .variables import NamedLedger, ScaleVariables
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         """Make the variables; the native ones are never made."""
         super(_v1.mixed_precision.DynamicLossScale, self).__init__()
         self.numbers = ScaleVariables(config, first, self._add_weight)
-        # Whether gradients were finite when they were computed: clipping by value would hide an overflow.
-        self.found: list[Any] = []
+        # Gradients, and whether they were finite when they were computed: clipping by value would hide an overflow.
+        self.computed: list[tuple[Sequence[Any], Any]] = []
 
     def __call__(self) -> Any:
         """Give the current scale as a float32 scalar tensor."""
@@ -74,7 +74,12 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         )
         total = distribution.reduce(tf.distribute.ReduceOp.SUM, found, axis=None)
         finite = tf.equal(total, float(distribution.num_replicas_in_sync))
-        finite, self.found = tf.reduce_all([finite, *self.found]), []
+        applied = {id(one) for one in tf.nest.flatten(grads)}
+        known = [flag for computed, flag in self.computed if any(id(one) in applied for one in computed)]
+        # Changed ones may come of any. Of an interrupted step nothing is applied.
+        flags = known or [flag for _, flag in self.computed]
+        self.computed = []
+        finite = tf.reduce_all([finite, *flags])
         done = self.numbers.move(finite)
         return (None if tf.executing_eagerly() else tf.group(*done)), finite
 
@@ -112,6 +117,21 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         self._backend = backend
         self._clips: tuple[float | None, float | None] = options["max_grad_norm"], options["max_grad_value"]
         self._computed = False
+        if group.enabled:
+            guard.watch(optimizer, self, "apply_gradients")
+
+    @property
+    def ampx_pending(self) -> bool:
+        """Whether gradients wait for the step, as far as building the graph tells. Sync: none."""
+        return self.ampx_member.pending
+
+    def ampx_assert_idle(self) -> list[Any]:
+        """Return nothing: what a session runs is no part of the protocol."""
+        return []
+
+    def ampx_unwrap(self) -> None:
+        """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
+        guard.leave(self._optimizer)
 
     @property
     def last_step(self) -> StepResult | None:
@@ -158,18 +178,36 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         member = self.ampx_member
         if not member.group.enabled:
             return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)  # type: ignore[no-any-return]
+        self.ampx_catch_up()
+        if not member.pending:
+            self._loss_scale.computed = []  # nobody applied them
         if self._came_out_of_scale_loss(loss):
             pairs = self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
             grads = self._unscale_grads([gradient for gradient, _ in pairs])
             pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
         else:
             pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
-        self._loss_scale.found.append(gradients.finite([gradient for gradient, _ in pairs]))
+        computed = [gradient for gradient, _ in pairs if gradient is not None]
+        self._loss_scale.computed.append((computed, gradients.finite(computed)))
         if member.stage == "inside":
             self._computed = True  # leaving the body would call the gradients scaled
         else:
             member.note_unscaled()
         return pairs  # type: ignore[no-any-return]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients computed since the last step: they will not be applied. Sync: none."""
+        self._loss_scale.computed, self._computed = [], False
+        self.ampx_member.forget()
+
+    def ampx_catch_up(self) -> None:
+        """Note that a step was interrupted, which a new loss makes good: gradients are values. Sync: none."""
+        if self.ampx_member.stage == "interrupted":
+            self.zero_grad()
+
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
+        """Forget gradients that were computed in a body which raised. Sync: none."""
+        self._computed = False
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Remember that gradients computed inside the body are true already. Sync: none."""
@@ -202,6 +240,8 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         if member.stage == "scaled":
             grads = self._unscale_grads([gradient for gradient, _ in pairs])
             pairs = tuple(zip(grads, [variable for _, variable in pairs], strict=True))
+        if tf.executing_eagerly():
+            member.begin_change()  # nobody can tell how far an update came that raised
         with casting.off():
             done = super().apply_gradients(pairs, global_step, name)
         member.forget()
@@ -233,13 +273,15 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         return gradients.unscale(grads, self._loss_scale() if factor is None else tf.convert_to_tensor(factor))
 
     def _apply_gradients(self, distribution: Any, grads_and_vars: Any, global_step: Any, name: Any) -> Any:
-        if self._clips == (None, None):
-            return super()._apply_gradients(distribution, grads_and_vars, global_step, name)
-        grads, norm = gradients.clip([gradient for gradient, _ in grads_and_vars], *self._clips)
-        pairs = tuple(zip(grads, [variable for _, variable in grads_and_vars], strict=True))
-        told = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
+        step = guard.native(self._optimizer, "apply_gradients")
+        told = []
+        if self._clips != (None, None):
+            grads, norm = gradients.clip([gradient for gradient, _ in grads_and_vars], *self._clips)
+            grads_and_vars = tuple(zip(grads, [variable for _, variable in grads_and_vars], strict=True))
+            told = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
         with tf.control_dependencies([] if tf.executing_eagerly() else told):
-            return super()._apply_gradients(distribution, pairs, global_step, name)
+            updates = distribution.extended.call_for_each_replica(step, args=(grads_and_vars, global_step, name))
+            return distribution.group(updates)
 
     def _came_out_of_scale_loss(self, loss: Any) -> bool:
         session = sessions.get("tensorflow")

@@ -145,8 +145,8 @@ class VariableLedger(Ledger):
         """Follow the steps that traces have made, and send their events. Sync: one."""
         if self._resolving or not on_host():
             return
-        self._resolving = True
         try:
+            self._resolving = True
             self._follow(group)
         finally:
             self._resolving = False

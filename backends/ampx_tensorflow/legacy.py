@@ -26,7 +26,7 @@ from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale
 
-from . import casting, gradients, legacy_casting, replicas
+from . import casting, gradients, guard, legacy_casting, replicas
 from .ledger import VariableLedger, make_traced
 from .optimizer import read_configuration
 from .protocol import Keras2Optimizer, make_slots
@@ -62,6 +62,8 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
             group.ledger = VariableLedger(group, self._loss_scale.current_loss_scale, counters, make_traced())
         self._ledger = group.ledger
         self._place = self._ledger.join(make_slots())
+        if group.enabled:
+            guard.watch(optimizer, self, "apply_gradients")
 
     @property
     def _measures(self) -> bool:
@@ -79,19 +81,19 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
 
     def _step(self, grads_and_vars: Any, aggregate: bool) -> None:
         """Make gradients true if they are not, add them up over the replicas, apply or skip, move the scale."""
-        member, pairs = self.ampx_member, [pair for pair in grads_and_vars if pair[0] is not None]
+        member, pairs = self._caught_up(), [pair for pair in grads_and_vars if pair[0] is not None]
         if not pairs:
             self._nothing_to_do(member)
             return
         factor = self._check_step(member)
         self._check_replicas()
         _refuse_low_precision([variable for _, variable in pairs])
-        if member.stage != "unscaled":
-            grads = gradients.unscale([gradient for gradient, _ in pairs], factor)
-            pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
-        if member.stage == "scaled":
-            member.note_unscaled()  # should the update fail, a second try must not divide again
-        variables = [variable for _, variable in pairs]
+        grads, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+        if member.stage == "unscaled":
+            self._check_unscaled(grads)
+        else:
+            self._check_scaled("apply_gradients", grads)
+            pairs = list(zip(gradients.unscale(grads, factor), variables, strict=True))
         with casting.off():
             with tf.init_scope():
                 self._make_slots(variables)
@@ -121,6 +123,7 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
         self._optimizer._is_wrapped_by_loss_scale_optimizer = False
+        guard.leave(self._optimizer)
 
     def get_config(self) -> dict[str, Any]:
         """Give the raw optimizer's configuration and the loss scale's."""
@@ -200,7 +203,7 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
         return self._optimizer.aggregate_gradients(pairs)
 
     def _apply_true(self, pairs: Any) -> None:
-        self._optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
+        guard.native(self._optimizer, "apply_gradients")(pairs, skip_gradients_aggregation=True)
 
 
 class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[misc]
@@ -236,7 +239,7 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[m
         return self._optimizer._aggregate_gradients(self._optimizer._transform_unaggregated_gradients(pairs))
 
     def _apply_true(self, pairs: Any) -> None:
-        self._optimizer.apply_gradients(pairs, experimental_aggregate_gradients=False)
+        guard.native(self._optimizer, "apply_gradients")(pairs, experimental_aggregate_gradients=False)
 
 
 def _refuse_low_precision(variables: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from ampx.events import UNCHECKED
 from ampx.group import Member, ScaleGroup
 from ampx.scale_state import LossScale
 
-from . import casting, gradients, replicas
+from . import casting, gradients, guard, replicas
 from .ledger import VariableLedger, make_traced
 from .protocol import LedgerOptimizer, make_slots
 
@@ -60,6 +60,8 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         # Tracked under these names: models and checkpoints save them.
         self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
         self._place = group.ledger.join(make_slots())
+        if group.enabled:
+            guard.watch(inner_optimizer, self, "apply")
 
     def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any, Any]:
         state = group.states[0]
@@ -115,7 +117,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         """
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
-        member = self.ampx_member
+        member = self._caught_up()
         if not member.group.enabled:
             self._build(variables)
             self._update(grads, variables, None)
@@ -135,7 +137,10 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         self._build(variables)
         norm, divisor = None, factor if self._divides(member.group.config) else None
         if member.stage == "unscaled":  # get_unscaled_gradients did it
+            self._check_unscaled(grads)
             divisor = None
+        else:
+            self._check_scaled("apply_gradients", grads)
         clips = self.max_grad_norm is not None or self.max_grad_value is not None
         if clips or not self._shrinks(member.group.config):
             grads, divisor = gradients.unscale(grads, divisor), None
@@ -173,7 +178,12 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
 
     def _update(self, grads: Sequence[Any], variables: Sequence[Any] | None, divisor: Any) -> None:
         with casting.off():
-            self.inner_optimizer.apply(gradients.unscale(grads, divisor), trainable_variables=variables)
+            step = guard.native(self.inner_optimizer, "apply")
+            step(gradients.unscale(grads, divisor), trainable_variables=variables)
+
+    def ampx_unwrap(self) -> None:
+        """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
+        guard.leave(self.inner_optimizer)
 
     def _build(self, variables: Sequence[Any] | None) -> None:
         if not self.built and variables is None and self.inner_optimizer.built:

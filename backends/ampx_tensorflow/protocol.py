@@ -33,6 +33,11 @@ class LedgerOptimizer(WrappedOptimizer):
         """The gradients that `get_unscaled_gradients` gave since the last step, by id."""
         return {}
 
+    @cached_property
+    def _divided(self) -> dict[int, Any]:
+        """The gradients that `get_unscaled_gradients` got since the last step, by id."""
+        return {}
+
     @property
     def _slots(self) -> Slots:
         return self._ledger.slots[self._place]
@@ -44,11 +49,8 @@ class LedgerOptimizer(WrappedOptimizer):
 
     @property
     def ampx_member(self) -> Member:  # type: ignore[override]
-        """The optimizer's place in the protocol, where the caller runs."""
-        member = self._ledger.contexts.member(self._place)
-        if member.stage in ("scaled", "unscaled") and on_host() and not float(self._slots.pending.numpy()) > 0:
-            member.forget()  # a function has made the step
-        return member
+        """The optimizer's place in the protocol, where the caller runs. Sync: none."""
+        return self._ledger.contexts.member(self._place)
 
     @property
     def loss_scale(self) -> Any:
@@ -63,15 +65,66 @@ class LedgerOptimizer(WrappedOptimizer):
         enabled = self._ledger.contexts.host.enabled
         return self._ledger.result(self._place, self._measures) if enabled else UNCHECKED
 
+    @property
+    def ampx_pending(self) -> bool:
+        """Whether gradients of `scale_loss` wait for the step, as far as the caller's place can tell. Sync: none."""
+        return self._pends_here() or (bool(self._ledger.contexts.elsewhere(self._place)) and self._waits())
+
+    def ampx_assert_idle(self) -> list[Any]:
+        """Return an operation that fails in a function where gradients wait when it runs."""
+        if replicas.several():
+            return []
+        message = "RawStepError: a raw optimizer was stepped while gradients of scale_loss are pending"
+        return [tf.debugging.Assert(tf.convert_to_tensor(self._slots.pending) <= 0, [message])]
+
+    def _pends_here(self) -> bool:
+        member = self.ampx_member
+        stepped = on_host() and member.stage in ("scaled", "unscaled") and not self._waits()
+        return member.pending and not stepped
+
+    def _waits(self) -> bool:
+        """Return whether the variable says that gradients wait; functions write it, too."""
+        with tf.init_scope():  # a function that is traced now runs next
+            return not replicas.several() and float(self._slots.pending.numpy()) > 0
+
+    def ampx_catch_up(self) -> None:
+        """Note that a function has made the step, or that one was interrupted, which a new loss makes good. Sync: none.
+
+        Gradients are values: those of an interrupted step are gone, and nothing adds to them.
+        """
+        member = self._caught_up()
+        if member.stage == "interrupted":
+            self._start_over(member)
+
+    def _caught_up(self) -> Member:
+        """Return the member, after noting that a function has made the step."""
+        member = self.ampx_member
+        if member.pending and not self._pends_here():
+            self._start_over(member)
+        return member
+
+    def zero_grad(self) -> None:
+        """Forget the losses that were scaled since the last step: their gradients will not be applied. Sync: none."""
+        self._start_over(self.ampx_member)
+
+    def _start_over(self, member: Member, result: StepResult | None = None) -> None:
+        self._true.clear()
+        self._divided.clear()
+        self._slots.pending.assign(0.0)
+        member.forget(result)
+
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep the scale that gradients now carry in a variable: another function may step."""
-        member = self._ledger.contexts.member(self._place)
-        if member.factor is not self._ledger.given:
-            self._shared_loss = True
-            self._ledger.pin()
-        self._slots.pending.assign(tf.convert_to_tensor(member.factor, tf.float32))
+        member = self.ampx_member
+        self._keep_factor(member.factor)
         if not on_host():
             member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
+
+    def _keep_factor(self, factor: Any) -> None:
+        if factor is not self._ledger.given:
+            self._shared_loss = True
+            self._ledger.pin()
+        self._slots.pending.assign(tf.convert_to_tensor(factor, tf.float32))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -104,20 +157,42 @@ class LedgerOptimizer(WrappedOptimizer):
 
         Sync: none.
         """
-        grads, member = list(grads), self.ampx_member
+        grads, member = list(grads), self._caught_up()
         if not member.group.enabled:
             return grads
+        factor = self._check_step(member)
+        self._check_scaled("get_unscaled_gradients", grads)
+        true = gradients.unscale(grads, factor)
+        self._divided.update((id(one), one) for one in grads if one is not None)
+        self._true.update((id(one), one) for one in true if one is not None)
+        member.mixes = True  # the caller adds up true gradients, if any
+        member.note_unscaled(factor if member.stage == "idle" else None)  # idle: scaled in another function
+        return true
+
+    def _check_scaled(self, call: str, grads: Sequence[Any]) -> None:
+        """Raise for gradients that came out of `get_unscaled_gradients`.
+
+        Raises:
+            ProtocolError: They would be divided by the loss scale twice.
+        """
         if any(id(one) in self._true for one in grads if one is not None):
             raise ProtocolError(
-                "get_unscaled_gradients got gradients that came out of it already, and would be divided by the loss "
-                "scale twice; accepted: gradients of the scaled loss. Call it once, then apply_gradients."
+                f"{call} got gradients that came out of get_unscaled_gradients already, and would be divided by the "
+                f"loss scale twice; accepted: gradients of the scaled loss. Call get_unscaled_gradients once for each, "
+                f"then apply_gradients."
             )
-        factor = self._check_step(member)
-        true = gradients.unscale(grads, factor)
-        member.note_unscaled(factor if member.stage == "idle" else None)  # idle: scaled in another function
-        member.mixes = True  # the caller adds up true gradients, if any
-        self._true.update((id(one), one) for one in true if one is not None)
-        return true
+
+    def _check_unscaled(self, grads: Sequence[Any]) -> None:
+        """Raise for gradients that went into `get_unscaled_gradients`.
+
+        Raises:
+            ProtocolError: They carry the loss scale, and the step expects true ones.
+        """
+        if any(id(one) in self._divided and id(one) not in self._true for one in grads if one is not None):
+            raise ProtocolError(
+                "apply_gradients got gradients that carry the loss scale, after get_unscaled_gradients had made true "
+                "ones of them; accepted: what it returned. Pass that."
+            )
 
     def _take_true(self) -> None:
         """Expect true gradients in this step, of a loss that did not go through `scale_loss`."""
@@ -125,8 +200,8 @@ class LedgerOptimizer(WrappedOptimizer):
         if not member.group.enabled:
             return
         factor = self._ledger.factor(member.group, 0)
-        member.note_unscaled(factor)
         self._slots.pending.assign(factor)
+        member.note_unscaled(factor)
 
     def ampx_unscale(self) -> NoReturn:
         """Refuse: only `apply` sees the gradients."""
@@ -147,11 +222,17 @@ class LedgerOptimizer(WrappedOptimizer):
         member = self.ampx_member
         if not member.group.enabled:
             return loss
+        if member.stage != "idle":
+            self.ampx_catch_up()
         member.check_enter()
         factor = self._ledger.factor(member.group, 0) if member.factor is None else member.factor
+        scaled = scale_loss(loss, factor)
+        member.begin_change()
+        self._keep_factor(factor)
         member.note_scaled(factor)
-        self.ampx_after_backward(0)
-        return scale_loss(loss, factor)
+        if not on_host():
+            member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
+        return scaled
 
     def _check_step(self, member: Member) -> Any:
         """Give the scale that the gradients carry.
@@ -226,22 +307,22 @@ class LedgerOptimizer(WrappedOptimizer):
             if alone:
                 self._ledger.move(member.group, False, factor, norm)
 
+        member.begin_change()  # nobody can tell how far an update came that raised; nothing may apply it again
+        self._slots.pending.assign(0.0)
         # Native defect: a skipped step of tf_keras advances `iterations`, and schedules with it.
         replicas.conditionally(finite, apply, *args, otherwise=skip)
         self._true.clear()
-        self._slots.pending.assign(0.0)
+        self._divided.clear()
         member.finish({0: finite}, norm, factor)
 
     def _nothing_to_do(self, member: Member) -> None:
         """Close a step without gradients: it is not counted."""
-        self._true.clear()
-        self._slots.pending.assign(0.0)
         if not on_host():
-            member.forget()
+            self._start_over(member)
             return
         self._ledger.resolve(member.group)
         state = member.group.states[0]
-        member.forget(StepResult(False, True, state.scale, state.scale, state.consecutive_skips))
+        self._start_over(member, StepResult(False, True, state.scale, state.scale, state.consecutive_skips))
 
     def _divides(self, config: LossScale) -> bool:
         """Tell whether the gradients carry a scale at all."""

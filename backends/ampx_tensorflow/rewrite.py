@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
@@ -152,23 +153,16 @@ class ProcessSwitch:
 process: Final = ProcessSwitch()
 
 
-class _Switched:
-    """A region with one of the rewriter's options on; before and after, the options are the same."""
-
-    def __init__(self, option: str) -> None:
-        self._option = option
-        self._before = False
-
-    def __enter__(self) -> None:
-        _lock.acquire()
-        self._before = bool(tf.config.optimizer.get_experimental_options().get(self._option, False))
-        tf.config.optimizer.set_experimental_options({self._option: True})
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _switched(option: str) -> Iterator[None]:
+    """Give a region with one of the rewriter's options on; before and after, the options are the same."""
+    with _lock:
+        before = bool(tf.config.optimizer.get_experimental_options().get(option, False))
         try:
-            tf.config.optimizer.set_experimental_options({self._option: self._before})
+            tf.config.optimizer.set_experimental_options({option: True})
+            yield
         finally:
-            _lock.release()
+            tf.config.optimizer.set_experimental_options({option: before})
 
 
 class PreparedFunction:
@@ -205,5 +199,5 @@ class PreparedFunction:
                 "a prepared function was called while another tf.function is traced, where casting is decided by the "
                 "outer one; accepted: calling it directly. Give the outer function to ampx.prepare instead."
             )
-        with _Switched(_option(self._device, dtype)):
+        with _switched(_option(self._device, dtype)):
             return self.function(*args, **kwargs)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ampx_tensorflow import rewrite
+
 PROGRAMS = Path(__file__).parents[1] / "programs" / "tensorflow"
 START = """
 import runpy, sys, warnings
@@ -52,6 +54,8 @@ def binomial(count):
     ],
 )
 def test_a_program_trains_as_in_float32(name, arguments, good, tolerance):
+    if name != "keras2_custom_loop" and not rewrite._works("cpu", "bfloat16"):  # which casts by a policy
+        pytest.skip("TensorFlow's rewriter casts nothing to bfloat16 here: it was tried")
     exact, exact_metric = train(name)
     mixed, mixed_metric = train(name, *arguments)
     # bfloat16 rounds products by up to 2**-9 of them, both operands and the result: less than 2**-7 of the first loss.

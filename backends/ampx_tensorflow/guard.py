@@ -1,0 +1,76 @@
+"""Keep raw optimizers from being stepped by mistake, while gradients of `scale_loss` wait for the step.
+
+Optimizers of Keras and TensorFlow have no hooks: the wrapped one's own method stands in the way on the object, and
+the class keeps its. The wrapper calls that of the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import tensorflow as tf
+
+from ampx.errors import RawStepError
+
+
+class Wrapper(Protocol):
+    """What is asked of the optimizer that wraps a raw one."""
+
+    @property
+    def ampx_pending(self) -> bool:
+        """Whether gradients of `scale_loss` wait for the step, as far as the caller's place can tell."""
+
+    def ampx_assert_idle(self) -> list[Any]:
+        """Return operations that fail in a function or graph where gradients wait when it runs."""
+
+
+_watched: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
+
+
+def watch(raw: Any, wrapper: Wrapper, method: str) -> None:
+    """Let a method of a raw optimizer raise while the wrapper has gradients pending. Sync: none.
+
+    Args:
+        raw: The optimizer; copies of it are not watched.
+        wrapper: Who knows.
+        method: Name of the method that applies gradients.
+    """
+    _watched[raw] = weakref.ref(wrapper), method
+    vars(raw)[method] = types.MethodType(_guarded(getattr(type(raw), method)), raw)
+
+
+def leave(raw: Any) -> None:
+    """Leave a raw optimizer as it was before `watch`. Sync: none."""
+    if raw in _watched:
+        vars(raw).pop(_watched.pop(raw)[1], None)
+
+
+def native(raw: Any, method: str) -> Callable[..., Any]:
+    """Return the method as the raw optimizer's class has it, for the wrapper's own steps. Sync: none."""
+    return functools.partial(getattr(type(raw), method), raw)
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    name = method.__name__
+
+    @functools.wraps(method)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def call(raw: Any, *args: Any, **kwargs: Any) -> Any:
+        step = native(raw, name)
+        wrapper = _watched[raw][0]() if raw in _watched else None
+        if wrapper is None:
+            return step(*args, **kwargs)
+        if wrapper.ampx_pending:
+            raise RawStepError(
+                f"the raw {type(raw).__name__} was stepped while gradients of scale_loss are pending; they would be "
+                f"applied scaled or unchecked. Call {name} of the object that ampx.wrap_optimizer returned, or its "
+                f"zero_grad to forget them."
+            )
+        with tf.control_dependencies([] if tf.executing_eagerly() else wrapper.ampx_assert_idle()):
+            return step(*args, **kwargs)
+
+    return call
