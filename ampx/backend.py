@@ -102,7 +102,7 @@ class Backend(abc.ABC):
         """Divide gradients by the scale and test them for inf and NaN, in one pass.
 
         Args:
-            grads: What `gradients` gave, or what the user passed to `step`. May be modified in place.
+            grads: What `gradients` gave, which is modified in place, or what the user passed to `step`, which may be.
             scale: Python float, or a float32 scalar on the device.
 
         Returns:
@@ -129,7 +129,8 @@ class Backend(abc.ABC):
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
         """Clip true gradients by value, then by global L2 norm.
 
-        Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out.
+        Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that hang on
+        parameters are modified in place.
 
         Returns:
             The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).

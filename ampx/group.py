@@ -11,6 +11,7 @@ two lines, a Ctrl-C say, leaves a stage in which calls are refused until `zero_g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -40,12 +41,14 @@ class Outcome:
         finite: Finiteness by loss id; bools, or device scalars until a `Ledger` resolves them.
         scale: The loss scale that the gradients carried.
         grad_norm: Norm of the true gradients, a number or a device scalar, or None.
+        latest: No step of the member without gradients came since, of which `last_step` tells.
     """
 
     member: Member
     finite: dict[int, Any]
     scale: Scalar
     grad_norm: Any = None
+    latest: bool = True
 
 
 @dataclass(eq=False)
@@ -116,10 +119,10 @@ class ScaleGroup:
         Sync: as the ledger's `read`.
         """
         for outcome in reversed(self.window):
-            if outcome.member is member:
+            if outcome.member is member and outcome.latest:
                 found = self.ledger.read(outcome)
                 finite = all(found.values())
-                state = self.state_of(next(iter(found)))
+                state = self.states.get(min(found)) or self.config.initial_state()  # to look starts no state
                 skips = 0 if finite else state.consecutive_skips + 1
                 norm = outcome.grad_norm if finite else None
                 return StepResult(finite, finite, float(outcome.scale), state.scale, skips, norm)
@@ -135,7 +138,7 @@ class ScaleGroup:
             closing = outcome.member
             self.window.append(outcome)
         for member in self.members:
-            if member.stage != "idle" and member is not closing:
+            if member.stage != "idle" and member is not closing and not member.is_abandoned:
                 return
         if self.window:
             window, self.window = self.window, []
@@ -157,13 +160,14 @@ class ScaleGroup:
             if not finite or after.scale != before.scale:
                 self._due.append((self.steps, loss_id, before, after, finite))
         for outcome in window:
-            first = self.states[next(iter(outcome.finite))]
+            first = self.states[min(outcome.finite)]  # as `scale`, which is that of the lowest loss id
             finite = False not in outcome.finite.values()
             skips = first.consecutive_skips
             if len(outcome.finite) > 1:
                 skips = max([self.states[loss_id].consecutive_skips for loss_id in outcome.finite])
             norm = outcome.grad_norm if finite else None
-            outcome.member.result = StepResult(finite, finite, float(outcome.scale), first.scale, skips, norm)
+            if outcome.latest:
+                outcome.member.result = StepResult(finite, finite, float(outcome.scale), first.scale, skips, norm)
 
     def send_events(self) -> None:
         """Send the events of moves that were not told yet. Sync: none, unless a listener does.
@@ -195,7 +199,7 @@ class ScaleGroup:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""
         self.resolve()
-        return {**self.__dict__, "emit": None, "culprits": None, "ledger": HOST_LEDGER}
+        return {**self.__dict__, "culprits": None, "ledger": HOST_LEDGER}
 
 
 def _merged(window: Sequence[Outcome]) -> dict[int, bool]:
@@ -230,6 +234,16 @@ class Member:
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
         self._region: Region | None = None
         self._after: Stage = "idle"  # what `end_change` goes to
+        self._owner: Callable[[], Any] | None = None
+
+    def belong_to(self, optimizer: Any) -> None:
+        """Note whose member this is; the scale does not wait for the step of an optimizer that is gone. Sync: none."""
+        self._owner = weakref.ref(optimizer)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the optimizer is gone, or was not copied with the others that share the scale."""
+        return self._owner is not None and self._owner() is None
 
     @property
     def factor(self) -> Scalar:
@@ -424,6 +438,8 @@ class Member:
         """
         if result is not None:
             self.result = result
+            for outcome in self.group.window:
+                outcome.latest = outcome.latest and outcome.member is not self
         region = self._region if self.stage in ("inside", "idle") else None
         self._reset()
         self._region = region
@@ -440,5 +456,9 @@ class Member:
         self.stage = "idle"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the body that runs: a copy is never in it."""
-        return {**self.__dict__, "_region": None}
+        """Leave out the body that runs, which a copy is never in, and the optimizer: its copy says that it is there."""
+        return {**self.__dict__, "_region": None, "_owner": None if self._owner is None else _nobody}
+
+
+def _nobody() -> None:
+    """Stand in for an optimizer that was not copied with its member."""

@@ -87,12 +87,14 @@ class GenericOptimizer(WrappedOptimizer):
         """Wrap; the raw optimizer is not touched."""
         self.optimizer = optimizer
         self.ampx_member = member
+        member.belong_to(self)
         self._backend = backend
         self._plan: CastPlan | None = options.get("plan")
         self._max_grad_norm: float | None = options.get("max_grad_norm")
         self._max_grad_value: float | None = options.get("max_grad_value")
         self._unscaled: Unscaled | None = None
         self._norm: Any = None
+        self._brought: Scalar = None  # the scale that gradients which were there already were brought to
 
     def __getattr__(self, name: str) -> Any:
         """Look the rest up on the raw optimizer."""
@@ -107,6 +109,11 @@ class GenericOptimizer(WrappedOptimizer):
             super().__setattr__(name, value)
         else:
             setattr(self.optimizer, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a copy or a pickle."""
+        self.__dict__.update(state)
+        self.ampx_member.belong_to(self)
 
     @property
     def _implicit(self) -> bool:
@@ -131,8 +138,8 @@ class GenericOptimizer(WrappedOptimizer):
         if self._implicit:
             grads = self._backend.gradients(self.optimizer)
         if not member.group.enabled:
-            self._update(grads if self._unscaled is None else self._unscaled.grads)
-            self._unscaled = self._norm = None
+            self._update(grads)
+            self._norm = None
             member.note_result(UNCHECKED)
             return
         if not (self._implicit and _is_empty(grads) and member.stage == "idle"):
@@ -140,14 +147,21 @@ class GenericOptimizer(WrappedOptimizer):
         if _is_empty(grads):
             self._nothing_to_do()
             return
-        unscaled = self._unscaled or self._unscale(grads)
-        finite = bool(unscaled.finite)
+        if self._unscaled is None:
+            self._unscale(grads)
+        elif self._implicit:
+            self._look_again()
+        grads, flag = cast("Unscaled", self._unscaled)
+        finite = bool(flag)
+        by_loss = self.ampx_finite_by_loss(finite)
+        if not finite and all(by_loss.values()):  # each by itself, but not their sum
+            by_loss = dict.fromkeys(by_loss, False)
         member.begin_change()  # nobody can tell how far an update came that raised
         if finite:
-            self._update(unscaled.grads)
+            self._update(grads)
         norm = self._norm
         self._unscaled = self._norm = None
-        member.finish(self.ampx_finite_by_loss(finite), norm)  # `last_step` reads the norm: stepping does not
+        member.finish(by_loss, norm)  # `last_step` reads the norm: stepping does not
 
     def _unscale(self, grads: Any) -> Unscaled:
         """Make gradients true that are not yet, and note it."""
@@ -162,6 +176,11 @@ class GenericOptimizer(WrappedOptimizer):
         member.note_unscaled()
         return unscaled
 
+    def _look_again(self) -> None:
+        """Test true gradients that hang on parameters once more: somebody may have written to them since."""
+        grads, finite = self._backend.gradients(self.optimizer), self._unscaled is None or bool(self._unscaled.finite)
+        self._unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
+
     def _update(self, grads: Any) -> None:
         """Clip true, finite gradients as asked and apply them."""
         if self._max_grad_norm is not None or self._max_grad_value is not None:
@@ -171,6 +190,36 @@ class GenericOptimizer(WrappedOptimizer):
         off = nullcontext() if self._plan is None else self._backend.autocast(self._plan, False)
         with off:
             self._backend.apply(self.optimizer, grads)
+
+    def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
+        """Bring gradients that are there before a window to its scale: the step before left them true. Sync: none."""
+        if self._implicit and self.ampx_member.stage == "idle":
+            self._divide(1.0 / scale)
+            self._brought = scale
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Keep them so. Sync: none."""
+        self._brought = None
+
+    def ampx_abandon_backward(self, loss_id: int) -> None:
+        """Make them true again, with those of the body that raised. Sync: none."""
+        if self._brought is not None:
+            self._divide(self._brought)
+            self._brought = None
+
+    def _divide(self, divisor: Scalar) -> None:
+        """Divide gradients on the parameters; entering or leaving the body ends the change."""
+        grads = self._backend.gradients(self.optimizer)
+        if _is_empty(grads):
+            return
+        member = self.ampx_member
+        if member.stage != "interrupted":
+            member.begin_change()
+        try:
+            self._backend.unscale(grads, divisor)
+        except AmpxError:  # a refusal comes before anything is divided
+            member.end_change()
+            raise
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Tell which loss ids were finite; a wrapper that keeps several losses apart knows better. Sync: none."""
@@ -204,13 +253,14 @@ class GenericOptimizer(WrappedOptimizer):
         self._needs_implicit("clip_grad_norm")
         self.ampx_unscale()
         member = self.ampx_member
-        grads, finite = self._unscaled or (self._backend.gradients(self.optimizer), True)
+        grads = self._backend.gradients(self.optimizer)  # not those that were unscaled: they may have been replaced
         if _is_empty(grads):
             return self._backend.clip(grads, max_norm, None)[1]
         member.begin_change()
         clipped, norm = self._backend.clip(grads, max_norm, None)
-        self._unscaled = Unscaled(clipped, finite)
-        self._norm = norm
+        if self._unscaled is not None:
+            self._unscaled = Unscaled(clipped, self._unscaled.finite)
+        self._norm = norm if self._norm is None else self._norm
         member.end_change()
         return norm
 

@@ -63,6 +63,7 @@ class ScaleLoss:
         for member in members:
             off = off or not member.group.enabled
         if off or not amp.enabled:
+            self._check_nothing_scaled(members)
             self._optimizers = ()
             return self._loss
         if loss_id != 0 or type(loss_id) is not int:
@@ -151,6 +152,21 @@ class ScaleLoss:
                 f"backward cannot add to both. Step them first, or wrap them as one list so that they share a scale."
             )
         return frozen[0]
+
+    def _check_nothing_scaled(self, members: Sequence[Member]) -> None:
+        """Raise where gradients of the loss as it is would be divided by a loss scale."""
+        if any(member.pending for member in members):
+            raise ProtocolError(
+                "scale_loss was called with mixed precision off (enabled=False) while scaled gradients are pending, to "
+                "which those of this loss would be added as they are; accepted: once nothing is pending. Call "
+                "opt.step() or opt.zero_grad() first."
+            )
+        if self._scale is not None:
+            raise ProtocolError(
+                "scale_loss was called with mixed precision off (enabled=False) and the state of an optimizer that was "
+                "wrapped with it on, whose update divides by the loss scale; accepted: a state of an optimizer that "
+                "this session wrapped. Wrap it again and make its state anew."
+            )
 
     def _check_loss_id(self) -> None:
         loss_id = self._loss_id

@@ -92,6 +92,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
+        self.ampx_member.belong_to(self)
         group = self.ampx_member.group
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if group.enabled:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("optimizer", "ampx_member", "_backend", "_plan", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm"),
-        *("_mixer", "_guard", "_writes", "_applied", "__weakref__"),
+        *("_brought", "_mixer", "_guard", "_writes", "_applied", "__weakref__"),
     )
 )
 
@@ -67,6 +67,8 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         self._mixer = LossMixer()
         self._guard = StepGuard(self.ampx_member)
         self._writes = Writes(self.ampx_member)
+        self.ampx_member.belong_to(self)
+        self.ampx_member.mixes = False
         group = self.ampx_member.group
         if group.enabled:
             self._guard.watch(self.optimizer)
@@ -133,8 +135,6 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         if pending:
             self._writes.check()
             _check_multi_tensor(self.optimizer)
-            if self._unscaled is not None:
-                self._look_again()
         self._applied = False
         super().step()
         if pending:

@@ -90,6 +90,8 @@ class AmpOptimizer(Stepping):
         self._undo_fused = None
         self._guard = StepGuard(self.ampx_member)
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
+        self.ampx_member.belong_to(self)
+        self.ampx_member.mixes = False
         group = self.ampx_member.group
         group.emit = sessions.emit
         culprits = weakref.WeakMethod(self._culprits)

@@ -34,10 +34,10 @@ class Sgd:
     def __init__(self, *params, lr=1.0):
         self.params, self.lr, self.updates = list(params), lr, 0
 
-    def update(self, grads):
+    def update(self, grads=None):
         self.updates += 1
-        for param, grad in zip([param for param in self.params if param.grad is not None], grads, strict=True):
-            param.value -= self.lr * grad
+        for param, grad in zip(self.params, grads or [param.grad for param in self.params], strict=True):
+            param.value -= self.lr * (grad or 0.0)
 
 
 class FakeBackend(ampx.Backend):
@@ -113,27 +113,33 @@ class FakeBackend(ampx.Backend):
         return type(loss)(*loss.terms, value=loss.value, factor=loss.factor * scale, dtype="float32")
 
     def gradients(self, optimizer):
-        return [param.grad for param in optimizer.params if param.grad is not None]
+        return [param for param in optimizer.params if param.grad is not None]
 
     def zero_gradients(self, optimizer):
         for param in optimizer.params:
             param.grad = None
 
     def unscale(self, grads, scale):
-        return ampx.Unscaled([grad / scale for grad in grads], all(map(math.isfinite, grads)))
+        if self.capabilities.gradients == "explicit":
+            return ampx.Unscaled([grad / scale for grad in grads], all(map(math.isfinite, grads)))
+        for param in grads:
+            param.grad /= scale
+        return ampx.Unscaled(grads, all(math.isfinite(param.grad) for param in grads))
 
     def clip(self, grads, max_norm, max_value):
-        if max_value is not None:
-            grads = [max(-max_value, min(max_value, grad)) for grad in grads]
-        norm = math.sqrt(sum(grad * grad for grad in grads))
+        for param in grads:
+            param.grad = param.grad if max_value is None else max(-max_value, min(max_value, param.grad))
+        norm = math.hypot(*(param.grad for param in grads))
         if max_norm is None:
             return grads, None
-        return [grad * min(1.0, max_norm / norm) for grad in grads], norm
+        for param in grads:
+            param.grad *= min(1.0, max_norm / norm) if norm else 1.0
+        return grads, norm
 
     def apply(self, optimizer, grads):
         if self.framework.fails_to_apply:
             raise RuntimeError("the framework failed")
-        optimizer.update(grads)
+        optimizer.update(grads if self.capabilities.gradients == "explicit" else None)
 
 
 class Framework:

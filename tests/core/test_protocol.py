@@ -528,6 +528,142 @@ def test_each_optimizer_owns_its_scale(amp, alpha, make_trainer):
     assert (first.opt.loss_scale, second.opt.loss_scale) == (512.0, 1024.0)
 
 
+# -- what the fuzzer found ------------------------------------------------------------------------------
+
+
+def test_gradients_cleared_or_replaced_after_unscale_are_not_those_that_are_clipped(trainer):
+    trainer.backward(8.0)
+    ampx.unscale(trainer.opt)
+    trainer.param.grad = None
+    assert ampx.clip_grad_norm(trainer.opt, 2.0) == 0.0
+    trainer.param.grad = 16.0
+    assert ampx.clip_grad_norm(trainer.opt, 4.0) == 16.0
+    trainer.opt.step()
+    assert trainer.param.value == -4.0
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_an_infinity_written_after_unscale_is_skipped(trainer, clips):
+    trainer.backward(8.0)
+    ampx.unscale(trainer.opt)
+    trainer.param.grad = INF
+    if clips:
+        ampx.clip_grad_norm(trainer.opt, 2.0)
+    trainer.opt.step()
+    assert (trainer.opt.last_step.applied, trainer.param.value, trainer.opt.loss_scale) == (False, 0.0, 512.0)
+
+
+def test_clipping_again_keeps_the_norm_that_was_measured_first(trainer):
+    trainer.backward(8.0)
+    assert [ampx.clip_grad_norm(trainer.opt, bound) for bound in (4.0, 2.0)] == [8.0, 4.0]
+    trainer.opt.step()
+    assert trainer.opt.last_step.grad_norm == 8.0
+
+
+def test_zero_grad_left_out_comes_to_what_plain_training_comes_to(trainer):
+    trainer.backward(1.0)
+    trainer.opt.step()
+    trainer.backward(2.0)  # the parameter holds 1 + 2 now, as without ampx
+    trainer.opt.step()
+    assert trainer.param.value == -4.0
+    assert trainer.opt.last_step.applied
+
+
+def test_gradients_of_a_body_that_raised_are_true_gradients_afterwards(trainer, alpha):
+    body = ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt)
+    body.__enter__().backward()
+    body.__exit__(KeyError, KeyError(), None)
+    assert trainer.param.grad == 2.0
+    trainer.backward(1.0)
+    trainer.opt.step()
+    assert trainer.param.value == -3.0
+
+
+def test_a_disabled_session_adds_nothing_to_pending_scaled_gradients(trainer, alpha):
+    trainer.backward(2.0)
+    ampx.init("alpha", enabled=False)
+    before = stand(trainer)
+    with pytest.raises(ampx.ProtocolError, match="enabled=False"):
+        trainer.backward(2.0)
+    assert stand(trainer) == before
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+def test_a_step_of_several_losses_tells_of_the_lowest_id(trainer, alpha):
+    trainer.backward(1.0, loss_id=1)
+    state = ampx.state_dict()
+    state["groups"][0]["losses"][0]["scale"] = 8.0
+    ampx.load_state_dict(state)
+    trainer.opt.step()
+    trainer.opt.zero_grad()
+    trainer.backward(1.0, loss_id=1)
+    trainer.backward(1.0, loss_id=0)
+    trainer.opt.step()
+    assert (trainer.opt.last_step.scale, trainer.opt.last_step.next_scale) == (8.0, 8.0)
+
+
+def test_a_step_without_gradients_is_what_last_step_tells_in_a_group_too(pair):
+    pair.backward(1.0, 1.0)
+    pair.first.step()
+    assert pair.first.last_step.applied
+    pair.first.zero_grad()
+    pair.first.step()
+    assert not pair.first.last_step.applied
+    pair.second.step()
+    assert not pair.first.last_step.applied
+    assert pair.second.last_step.applied
+
+
+def test_looking_at_a_step_starts_no_loss(pair, amp, alpha):
+    saved = amp.state_dict()
+    both = alpha.Loss(*((param, 1.0) for param in pair.params))
+    with ampx.scale_loss(both, [pair.first, pair.second], loss_id=1) as scaled:
+        scaled.backward()
+    pair.first.step()
+    amp.load_state_dict(saved)
+    assert pair.first.last_step.applied
+    assert amp.state_dict() == saved
+
+
+def test_a_copy_of_one_member_does_not_wait_for_those_that_were_not_copied(pair, alpha):
+    pair.backward(1.0, 1.0)
+    pair.first.step()
+    pair.first.zero_grad()
+    for twin in (copy.deepcopy(pair.first), copy.deepcopy([pair.first])[0]):
+        with ampx.scale_loss(alpha.Loss((twin.optimizer.params[0], INF)), twin) as scaled:
+            scaled.backward()
+        twin.step()
+        assert twin.loss_scale == pair.first.loss_scale / 2
+
+
+def test_a_list_that_is_copied_whole_shares_its_scale(pair, alpha):
+    pair.backward(1.0, INF)
+    first, second = copy.deepcopy([pair.first, pair.second])
+    first.step()
+    assert first.loss_scale == 1024.0
+    second.step()
+    assert first.loss_scale == second.loss_scale == 512.0
+
+
+def test_the_scale_does_not_wait_for_an_optimizer_that_is_gone(pair):
+    pair.backward(INF, 1.0)
+    del pair.second, pair.both
+    gc.collect()
+    pair.first.step()
+    assert pair.first.loss_scale == 512.0
+
+
+def test_the_events_of_a_copy_are_sent(trainer, alpha):
+    seen = []
+    ampx.on_event(seen.append)
+    for twin in (copy.deepcopy(trainer.opt), copy.copy(trainer.opt)):
+        with ampx.scale_loss(alpha.Loss((twin.optimizer.params[0], INF)), twin) as scaled:
+            scaled.backward()
+        twin.step()
+    assert [type(event) for event in seen] == [ampx.StepSkipped, ampx.ScaleChanged] * 2
+
+
 # -- copies, threads, the end --------------------------------------------------------------------------
 
 

@@ -199,7 +199,8 @@ class Optimizer:
             if grad is None:
                 continue
             before = self.buffers[position]
-            move = grad if before is None or not self.momentum else before * self.momentum + grad
+            # A tensor of its own: the gradient may be written to.
+            move = Tensor(grad.data) if before is None or not self.momentum else before * self.momentum + grad
             self.buffers[position] = move if self.momentum else None
             parameter.data = (Tensor(parameter.data) + move * -self.lr).data
 

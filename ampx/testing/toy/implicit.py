@@ -113,65 +113,76 @@ def _overwrite(grads: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> 
 
 
 class ToyOptimizer(GenericOptimizer):
-    """Parks the gradients of one loss while another, with a scale of its own, runs backward."""
+    """Makes gradients true and puts them aside while another loss, with a scale of its own, runs backward."""
 
     def __init__(self, backend: ImplicitToy, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> None:
         super().__init__(backend, optimizer, member, options)
+        self._forget_losses()
         member.group.culprits = self._culprits
-        self._parked: dict[int, list[Tensor | None]] = {}
-        self._current: int | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a copy."""
+        super().__setstate__(state)
+        self.ampx_member.group.culprits = self._culprits
+
+    def _forget_losses(self) -> None:
+        # Finiteness by loss id, once there are several; and the true gradients while another loss runs backward.
         self._finite: dict[int, bool] = {}
+        self._aside: list[Tensor | None] = [None] * len(self.optimizer.parameters)
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Park the gradients of another loss."""
-        if self._current is not None and self._current != loss_id:
-            self._parked[self._current] = self._take()
-            self._give(self._parked.pop(loss_id, None))
-        self._before = self._current
-        self._current = loss_id
+        """Put the gradients of other losses aside."""
+        super().ampx_before_backward(loss_id, scale)
+        member = self.ampx_member
+        if not self._finite:
+            if not member.factors or loss_id in member.factors:
+                return
+            if not self._backend.gradients(self.optimizer):  # cleared behind the wrapper's back
+                member.drop_factors()
+                return
+            first = next(iter(member.factors))
+            self.ampx_unscale()
+            self._finite[first] = self._unscaled is None or bool(self._unscaled.finite)
+            member.mixes = True
+        member.begin_change()
+        self._aside = self._take()
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Make the new gradients true, and add those put aside."""
+        super().ampx_after_backward(loss_id)
+        if not self._finite:
+            return
+        if grads := self._backend.gradients(self.optimizer):
+            finite = bool(self._backend.unscale(grads, self.ampx_member.factors[loss_id]).finite)
+            self._finite[loss_id] = finite and self._finite.get(loss_id, True)
+        self._bring_back()
+        self._unscaled = Unscaled(self._backend.gradients(self.optimizer), all(self._finite.values()))
+        self.ampx_member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Take back what was parked for the body that raised."""
-        if self._before in self._parked and self._before is not None:
-            self._give(self._parked.pop(self._before))
-        self._current = self._before
+        """Drop what an unfinished backward left, and bring back what was put aside."""
+        super().ampx_abandon_backward(loss_id)
+        if self._finite:
+            self._take()
+            self._bring_back()
 
     def step(self, grads: Any = None) -> None:
-        """Merge the losses, then step."""
-        if grads is None and self.ampx_member.stage == "scaled":
-            self._merge()
+        """Step, and start afresh."""
         super().step(grads)
-        self._clear()
-
-    def ampx_unscale(self) -> None:
-        """Merge the losses, then unscale."""
-        if self.ampx_member.stage == "scaled":
-            self._merge()
-        super().ampx_unscale()
+        self._start_afresh()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, parked ones included."""
+        """Forget the gradients, those put aside included."""
         super().zero_grad()
-        self._clear()
+        self._start_afresh()
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Tell which loss overflowed."""
-        return self._finite or super().ampx_finite_by_loss(finite)
+        return dict(self._finite) or super().ampx_finite_by_loss(finite)
 
-    def _merge(self) -> None:
-        """Make true gradients of several losses and add them."""
-        if self._current is None or not self._parked:
-            return
-        self._parked[self._current] = self._take()
-        merged: list[Tensor | None] = [None] * len(self.optimizer.parameters)
-        self.ampx_member.begin_change()
-        for loss_id, grads in self._parked.items():
-            true, self._finite[loss_id] = self._backend.unscale(grads, self.ampx_member.factors[loss_id])
-            merged = [b if a is None else a if b is None else a + b for a, b in zip(merged, true, strict=True)]
-        self._parked = {}
-        self._give(merged)
-        self._unscaled = Unscaled(self._backend.gradients(self.optimizer), all(self._finite.values()))
-        self.ampx_member.note_unscaled()
+    def _start_afresh(self) -> None:
+        self._forget_losses()
+        self.ampx_member.mixes = False
 
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, *_ in self._backend.nonfinite_parameters(self.optimizer, None))
@@ -181,10 +192,8 @@ class ToyOptimizer(GenericOptimizer):
         self.optimizer.zero_grad()
         return taken
 
-    def _give(self, grads: Sequence[Tensor | None] | None) -> None:
-        for parameter, grad in zip(self.optimizer.parameters, grads or [], strict=grads is not None):
-            parameter.grad = grad
-
-    def _clear(self) -> None:
-        if self.ampx_member.stage == "idle":
-            self._parked, self._current, self._finite = {}, None, {}
+    def _bring_back(self) -> None:
+        aside, self._aside = self._aside, [None] * len(self._aside)
+        for parameter, kept in zip(self.optimizer.parameters, aside, strict=True):
+            if kept is not None:
+                parameter.grad = kept if parameter.grad is None else parameter.grad + kept

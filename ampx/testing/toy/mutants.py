@@ -107,7 +107,7 @@ MUTANTS: Final[list[Mutant]] = [
     wrapper("NeverSkips", step=never_skips),
     wrapper("CountsSkips", step=counts_skips),
     wrapper("UnscalesAgain", ampx_unscale=unscales_again),
-    wrapper("ForgetsOverflow", ampx_unscale=forgets_overflow),
+    wrapper("ForgetsOverflow", ampx_unscale=forgets_overflow, _look_again=lambda self: None),
     # Clipping.
     verbs("IgnoresClipping", clip=lambda self, grads, max_norm, max_value: (grads, None)),
     spoiled("TellsEveryNorm", lambda made: made.__dict__.update(_max_grad_norm=made._max_grad_norm or 1e30)),
