@@ -46,6 +46,8 @@ def _is_script(frame: FrameType) -> bool:
     if top == "ampx" or top.startswith("ampx_"):
         return False
     # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
+    if file == "<stdin>":
+        return True
     if file.startswith("<") or Path(file).name.startswith("__autograph_generated_file"):
         return False
     path = Path(file).resolve()

@@ -73,11 +73,7 @@ def init(
     _check_choice("enabled", enabled, (True, False))
     registry = default_registry()
     backend = registry.load(registry.guess() if framework is None else framework)
-    if found_level.name not in backend.capabilities.levels:
-        raise UnsupportedByBackendError(
-            f"level={level!r} is not supported by backend {backend.name!r}; supported: "
-            f"{', '.join(sorted(backend.capabilities.levels))}. Choose one of these."
-        )
+    _check_level(backend, found_level)
     target = backend.device(device)
     chosen, reason = _choose_dtype(backend, target, wanted, found_level, on_unsupported, enabled)
     casts = chosen not in (None, "float32") and found_level.name != "O0" and enabled
@@ -104,6 +100,48 @@ def init(
     return session
 
 
+def check_settings(backend: Backend, dtype: str, level: str, device: str) -> None:
+    """Raise what `init` would say of settings, as far as it can be known without disturbing the framework.
+
+    A device that was not named is not looked for: that would wake the driver, before the script has said which
+    devices it wants to see, or has forked.
+
+    Raises:
+        UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError: A setting
+            cannot be honoured.
+
+    Sync: none.
+    """
+    found_level = find_level(level)
+    _check_level(backend, found_level)
+    wanted = None if dtype == "auto" else normalise_dtype(dtype)
+    if device != "auto":
+        found = backend.device(device)
+        if wanted is not None and wanted != "float32" and found_level.name != "O0":
+            _check_dtype(backend, found, wanted)
+
+
+def _check_level(backend: Backend, level: Level) -> None:
+    if level.name not in backend.capabilities.levels:
+        raise UnsupportedByBackendError(
+            f"level={level.name!r} is not supported by backend {backend.name!r}; supported: "
+            f"{', '.join(sorted(backend.capabilities.levels))}. Choose one of these."
+        )
+
+
+def _check_dtype(backend: Backend, device: Device, wanted: Dtype) -> None:
+    if wanted not in device.native | device.emulated:
+        raise UnsupportedDtypeError(
+            f"{_unsupported(backend, device, wanted)}. Choose one of these, another device, or on_unsupported='warn' "
+            f"to fall back."
+        )
+
+
+def _unsupported(backend: Backend, device: Device, wanted: Dtype) -> str:
+    can = ", ".join(sorted(device.native | device.emulated)) or f"none: only float32 ({device.reason})"
+    return f"dtype={wanted!r} is not supported by backend {backend.name!r} on {device.name!r}; supported: {can}"
+
+
 def _choose_dtype(
     backend: Backend, device: Device, wanted: Dtype | None, level: Level, on_unsupported: str, enabled: bool
 ) -> tuple[Dtype | None, str]:
@@ -123,12 +161,9 @@ def _choose_dtype(
         reason = f"asked for; {device.name} has no hardware for {wanted}, so it is emulated and slow"
         callers.warn(f"dtype={wanted!r}: {reason}.", PrecisionWarning)
         return wanted, reason
-    can = ", ".join(sorted(device.native | device.emulated)) or f"none: only float32 ({device.reason})"
-    message = f"dtype={wanted!r} is not supported by backend {backend.name!r} on {device.name!r}; supported: {can}"
     if on_unsupported == "raise":
-        raise UnsupportedDtypeError(
-            f"{message}. Choose one of these, another device, or on_unsupported='warn' to fall back."
-        )
+        _check_dtype(backend, device, wanted)
+    message = _unsupported(backend, device, wanted)
     callers.warn(f"{message}; falling back to {device.preferred or 'float32'}.", PrecisionWarning)
     return device.preferred, f"{wanted} is not supported on {device.name}; fell back as asked"
 

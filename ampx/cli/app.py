@@ -38,8 +38,12 @@ def run() -> int:
 def _run() -> int:
     from .run_request import StartProgram
 
+    arguments, launched = sys.argv[1:], []
+    # torch.distributed.launch puts its own argument first, before the command's name; it is meant for the script.
+    if arguments[:1] and arguments[0].startswith(("--local-rank=", "--local_rank=")) and "run" in arguments[1:2]:
+        launched, arguments = arguments[:1], arguments[1:]
     try:
-        return int(app(standalone_mode=True) or 0)
+        return int(app(arguments, obj=launched, standalone_mode=True) or 0)
     except StartProgram as start:
         request = start.request
     from .run_command import run_to_the_end
@@ -229,6 +233,7 @@ def migrate(
 # What follows the script's name is the script's: parsing stops there.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run_script(
+    context: typer.Context,
     command: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
@@ -258,6 +263,6 @@ def run_script(
     from .run_request import RunRequest, StartProgram
 
     check_report(report)
-    program = Program(command[0], is_module, tuple(command[1:]))
+    program = Program(command[0], is_module, (*context.obj, *command[1:]))
     settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
     raise StartProgram(RunRequest(program, settings, framework, report, unchanged))

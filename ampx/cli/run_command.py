@@ -7,10 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from ampx.errors import InvalidOptionError
+from ampx.running import children
+from ampx.running.ranks import process_rank
 from ampx.running.supervising import Finished, supervise
 
 from .run_request import RunRequest
@@ -50,13 +56,19 @@ def run_to_the_end(request: RunRequest) -> int:
 
     Raises:
         SystemExit, KeyboardInterrupt: As the script.
-        AmpxError: There is no such script, or the framework that was named cannot be automated.
+        AmpxError: There is no such script, an option cannot be honoured, or the framework that was named cannot be
+            automated.
 
     Sync: none of its own.
     """
     stderr = sys.stderr  # the script may replace it
-    finished = supervise(request.program, request.settings, request.framework)
-    if finished.refusal is not None:
+    finished = Finished()
+    with _termination_told(request, finished):
+        supervise(request.program, request.settings, request.framework, finished)
+    if finished.misuse is not None:
+        _flush(sys.stdout)
+        raise finished.misuse
+    if finished.refusal:
         return _end_refused(request, finished)
     error = finished.error
     if isinstance(error, SystemExit):
@@ -67,12 +79,9 @@ def run_to_the_end(request: RunRequest) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
     _flush(sys.stdout)
     code = 1 if error is not None else 0
-    if not request.settings.stand_ins_only:
-        for line in summary_lines(finished):
-            stderr.write(f"{line}\n")
+    for line in _tell(request, finished):
+        stderr.write(f"{line}\n")
     _flush(stderr)
-    if request.report is not None:
-        write_report(request.report, request, finished)
     if isinstance(error, SystemExit):
         raise error
     if isinstance(error, KeyboardInterrupt):
@@ -80,9 +89,70 @@ def run_to_the_end(request: RunRequest) -> int:
     return code
 
 
+def _tell(request: RunRequest, finished: Finished) -> list[str]:
+    """Write the report, and return the lines of the summary: one process of a job prints it."""
+    if request.settings.stand_ins_only:
+        return []
+    report = to_json(request, finished)
+    rank, size = report["rank"], report["world_size"]
+    if request.report is not None:
+        write_report(report_of(request.report, rank), report)
+    if rank:
+        return []
+    lines = list(summary_lines(report, finished.failed))
+    if request.report is not None and size > 1:
+        lines.append(f"  {'reports':<11} {request.report}, and of the other processes {report_of(request.report, 1)} …")
+    return lines
+
+
+@contextmanager
+def _termination_told(request: RunRequest, finished: Finished) -> Iterator[None]:
+    """Write summary and report when the process is told to end (SIGTERM), and end by that signal, as `python` does.
+
+    A script that handles the signal itself goes on to do so.
+    """
+    on = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        finished.settle()
+        children.gather(finished)
+        text = "".join(f"{line}\n" for line in _tell(request, finished))
+        os.write(2, text.encode())  # the signal may have come in the middle of a write to sys.stderr
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def before_fork() -> None:
+        if on:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def in_parent() -> None:
+        if on:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def in_child() -> None:  # it ends as it would without us, also where the signal comes while it is being made
+        if on and signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        in_parent()
+
+    taken = threading.current_thread() is threading.main_thread()
+    if taken and sys.platform != "win32" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+        signal.signal(signal.SIGTERM, end)
+        on = True
+    try:
+        yield
+    finally:
+        if on and signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        on = False
+
+
 def _end_refused(request: RunRequest, finished: Finished) -> int:
     _flush(sys.stdout)
     message = f"ampx run: refused: {finished.refusal}"
+    if request.program.name == "-":  # it is read already
+        sys.stderr.write(f"{message}\n")
+        return REFUSED
     if not request.unchanged_if_refused:
         sys.stderr.write(
             f"{message}\nampx run: the script was stopped there. --unchanged-if-refused runs it again without ampx.\n"
@@ -105,30 +175,31 @@ def _end_interrupted() -> NoReturn:
     raise KeyboardInterrupt
 
 
-def write_report(target: Path, request: RunRequest, finished: Finished) -> None:
+def report_of(target: Path, rank: int) -> Path:
+    """Return where a process of a job writes its report: the first as asked, others beside it. Sync: none."""
+    return target.with_name(f"{target.stem}.rank{rank}{target.suffix}") if rank else target
+
+
+def write_report(target: Path, report: dict[str, Any]) -> None:
     """Write the report as JSON or as a page. Sync: none."""
-    found = to_json(request, finished)
     if target.suffix == ".json":
-        target.write_text(json.dumps(found, indent=1) + "\n")
+        target.write_text(json.dumps(report, indent=1) + "\n")
         return
     from .run_page import page
 
-    target.write_text(page(found))
+    target.write_text(page(report))
 
 
 def to_json(request: RunRequest, finished: Finished) -> dict[str, Any]:
-    """Give what `--report` writes. Sync: none."""
-    effective = finished.effective
+    """Return what `--report` writes. Sync: none."""
+    rank, size = process_rank()
     return {
-        **finished.recorder.to_json(),
+        **finished.to_json(),
         "script": request.program.name,
         "arguments": list(request.program.arguments),
-        "framework": None if finished.run is None else finished.run.framework,
-        "device": None if effective is None else effective.device,
-        "dtype": None if effective is None else effective.dtype or "float32",
-        "level": None if effective is None else effective.level,
-        "reason": None if effective is None else effective.reason,
-        "lines": list(finished.explain()),
+        "rank": rank,
+        "world_size": size,
+        "processes": finished.children,
     }
 
 

@@ -7,6 +7,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from .run_summary import headline, names_of
+
 _COLOURS = {"float16": "#0072b2", "bfloat16": "#d55e00", "float32": "#4d4d4d", "float64": "#999999"}
 _ALARM = "#b30000"
 _STYLE = """
@@ -36,6 +38,12 @@ def page(found: dict[str, Any]) -> str:
         parts.append(_table(("operation", "dtype", f"times in {found['sampled_steps']} steps"), rows))
     if found["lines"]:
         parts.append(f"<h2>The same by hand</h2><pre>{html.escape(chr(10).join(found['lines']))}</pre>")
+    if found["processes"]:
+        trained = [
+            (child["process"], headline(child), child["steps"], child["skipped"]) for child in found["processes"]
+        ]
+        parts.append("<h2>Processes that the script started</h2>")
+        parts.append(_table(("process", "computed", "steps", "skipped"), trained))
     parts += [f"<p>{html.escape(note)}</p>" for note in found["notes"]]
     body = "\n".join(parts)
     return (
@@ -50,8 +58,8 @@ def _facts(found: dict[str, Any]) -> str:
         ("dtype", f"{found['dtype']} on {found['device']}, level {found['level']}: {found['reason']}"),
         ("steps", f"{found['steps']}, of which {found['skipped']} skipped"),
     ]
-    if found["device"] is None:
-        rows = rows[:1]  # the script's own: no session tells
+    if found["device"] is None:  # the script's own, without a session
+        rows = [*rows[:1], ("computed", headline(found))] if found["framework"] else rows[:1]
     return _table((), rows)
 
 
@@ -89,10 +97,10 @@ def _draw_scales(found: dict[str, Any]) -> str | None:
     if not moving:
         return None
     figure, axes = _figure(3.0)
-    for one in moving:
+    for name, one in zip(names_of(moving), moving, strict=True):
         steps = [0, *(step for step, _ in one["scales"]), one["steps"]]
         scales = [one["initial_scale"], *(scale for _, scale in one["scales"])]
-        axes.step(steps, [*scales, scales[-1]], where="post", label=one["kind"])
+        axes.step(steps, [*scales, scales[-1]], where="post", label=name)
         for step in one["skipped"]:
             axes.axvline(step, color=_ALARM, linewidth=0.8, linestyle=":")
     axes.set_yscale("log", base=2)

@@ -34,6 +34,7 @@ class Following:
         self._recorder = recorder
         self._kind_of = kind_of
         self._groups: dict[int, ScaleGroup] = {}
+        self._before: dict[int, int] = {}  # steps that a group has made for somebody else: the parent of this process
         amp.on_event(self._hear)
 
     def look(self) -> None:
@@ -46,7 +47,12 @@ class Following:
                     self._recorder.add_optimizer(self._kind_of(wrapped), float(group.states[0].scale), position)
                 self._groups[position] = group
         for position, group in self._groups.items():
-            self._recorder.stepped(position, group.steps - self._recorder.optimizers[position].steps)
+            done = group.steps - self._before.get(position, 0)
+            self._recorder.stepped(position, done - self._recorder.optimizers[position].steps)
+
+    def begin_child(self) -> None:
+        """Count from here, in a copy of the process. Sync: none."""
+        self._before = {position: group.steps for position, group in self._groups.items()}
 
     def finish(self) -> None:
         """Take the last steps over, at the end of the run. Sync: where the scale lives on the device."""

@@ -19,7 +19,7 @@ class Program:
     """What to run.
 
     Attributes:
-        name: A file, a folder with a `__main__.py`, or the name of a module.
+        name: A file, a folder with a `__main__.py`, `-` for the standard input, or the name of a module.
         is_module: It is the name of a module, as after `python -m`.
         arguments: What the program finds in `sys.argv[1:]`.
     """
@@ -60,13 +60,13 @@ def run_program(program: Program) -> BaseException | None:
     if program.is_module:
         _put_first(os.getcwd())
     try:
-        loaded = _load_module(program.name) if program.is_module else _load_file(program.name)
+        loaded = _load(program)
     except SyntaxError as error:
         return error.with_traceback(None)
     if program.is_module:
         sys.argv[0] = loaded.origin
     _put_first(loaded.search)
-    main.__dict__.update(__builtins__=__builtins__, __file__=loaded.origin, **loaded.attributes)
+    main.__dict__.update(__builtins__=__builtins__, **loaded.attributes)
     sys.modules["__main__"] = main
     try:
         exec(loaded.code, main.__dict__)
@@ -82,21 +82,40 @@ def _put_first(folder: str) -> None:
         sys.path[0] = folder
 
 
+def _load(program: Program) -> _Loaded:
+    if program.is_module:
+        return _load_module(program.name)
+    if program.name == "-":
+        code = compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
+        return _Loaded(code, "<stdin>", "", {"__file__": "<stdin>", "__package__": None})
+    return _load_file(program.name)
+
+
 def _load_file(name: str) -> _Loaded:
     target = os.path.abspath(name)
     folder = target if os.path.isdir(target) else os.path.dirname(os.path.realpath(target))
     if os.path.isdir(target):
         target = os.path.join(target, "__main__.py")
+        if not os.path.exists(target):
+            raise InvalidOptionError(
+                f"the folder {name!r} cannot be run: it has no __main__.py; accepted: a Python file, a folder with a "
+                f"__main__.py, or -m and the name of a module. Name the file to run."
+            )
+    if target.lower().endswith(".ipynb"):
+        raise InvalidOptionError(
+            f"{name!r} is a notebook, which Python cannot run; accepted: a Python file. Convert it: "
+            f"jupyter nbconvert --to script {name}"
+        )
     try:
         with io.open_code(target) as file:
             source = file.read()
     except OSError as error:
         raise InvalidOptionError(
-            f"the script {name!r} cannot be read: {error.strerror}; accepted: a Python file, or -m and the name of a "
-            f"module. Check the path."
+            f"the script {name!r} cannot be read: {error.strerror}; accepted: a Python file, - for the standard input, "
+            f"or -m and the name of a module. Check the path."
         ) from error
     code = compile(source, target, "exec", dont_inherit=True)
-    return _Loaded(code, target, folder, {"__cached__": None, "__package__": None})
+    return _Loaded(code, target, folder, {"__file__": target, "__cached__": None, "__package__": None})
 
 
 def _load_module(name: str) -> _Loaded:
@@ -109,7 +128,13 @@ def _load_module(name: str) -> _Loaded:
     code = None if spec is None or spec.loader is None else getattr(spec.loader, "get_code", lambda _: None)(spec.name)
     if spec is None or code is None:
         raise _no_module(name, "there is none that can be run")
-    attributes = {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent, "__cached__": spec.cached}
+    attributes = {
+        "__file__": spec.origin,
+        "__spec__": spec,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__cached__": spec.cached,
+    }
     return _Loaded(code, spec.origin or name, os.getcwd(), attributes)
 
 

@@ -42,6 +42,7 @@ class OptimizerRecord:
     Attributes:
         kind: Name of its class.
         initial_scale: The loss scale at the start.
+        place: The script's line that made it, which tells two of one class apart; "" where it is not known.
         steps: Steps that the script asked for and that had gradients; skipped ones included.
         skipped: Numbers of the skipped ones, from 1.
         scales: `[step, scale]` after every step that moved the loss scale.
@@ -49,6 +50,7 @@ class OptimizerRecord:
 
     kind: str
     initial_scale: float
+    place: str = ""
     steps: int = 0
     skipped: list[int] = field(default_factory=list)
     scales: list[tuple[int, float]] = field(default_factory=list)
@@ -93,13 +95,14 @@ class Recorder:
 
     # -- optimizers and steps ----------------------------------------------------------------------
 
-    def add_optimizer(self, kind: str, initial_scale: float, group: int | None = None) -> int:
+    def add_optimizer(self, kind: str, initial_scale: float, group: int | None = None, place: str = "") -> int:
         """Note that an optimizer was wrapped; the clock of the forward pass starts with the first.
 
         Args:
             kind: Name of its class.
             initial_scale: Its loss scale.
             group: Position of its loss scale in `amp.state_dict()`; by default the next one.
+            place: The script's line that made it, as `script_line` gives it.
 
         Returns:
             That position, for `stepped`.
@@ -108,7 +111,7 @@ class Recorder:
         """
         if group is None:
             group = len(self.optimizers)
-        known = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale))
+        known = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale, place))
         if kind not in known.kind.split(", "):
             known.kind += f", {kind}"
         if self._mark is None:
@@ -161,6 +164,24 @@ class Recorder:
     def steps_sampled(self) -> int:
         """How many steps the operations are of."""
         return min(self.sampled_steps, self.steps - self._sampled_from)
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the end of the summary, once. Sync: none."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def begin_child(self) -> None:
+        """Start anew in a process that is a copy of the one that was recorded. Sync: none."""
+        for record in self.optimizers.values():
+            if record.scales:
+                record.initial_scale = record.scales[-1][1]
+            record.steps, record.skipped, record.scales = 0, [], []
+        self.seconds.clear()
+        self.notes.clear()
+        self._stack.clear()
+        self.restart_sampling()
+        self._thread = threading.get_ident()
+        self._mark = time.perf_counter() if self.optimizers else None
 
     # -- time --------------------------------------------------------------------------------------
 

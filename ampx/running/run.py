@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ampx import sessions
 from ampx.callers import script_line
-from ampx.errors import AmpxError, RunRefusedError
+from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 
 from .following import Following
 from .recorder import Recorder
@@ -50,6 +50,7 @@ class Run:
         peers: The `Run` of every framework in this process, this one included.
         amp: The session once it is started; None before.
         refusal: The error of the first call of `refuse`, which the script may have caught.
+        misuse: An option of the command that cannot be honoured, which the script may have caught.
         stood_down: What the script does by itself, for a sentence; "" while this run automates it.
         provided: Modules that the script imported, are missing here, and that the backend provided.
         lines: The lines of code that do the same by hand. Set it where those of `explain` do not fit the framework.
@@ -61,6 +62,7 @@ class Run:
     peers: list[Run] = field(default_factory=list)
     amp: Amp | None = None
     refusal: RunRefusedError | None = None
+    misuse: InvalidOptionError | None = None
     stood_down: str = ""
     provided: list[str] = field(default_factory=list)
     lines: tuple[str, ...] = ()
@@ -83,7 +85,8 @@ class Run:
             **options: What to pass to `ampx.init` beyond the settings, such as `process_wide=False`.
 
         Raises:
-            RunRefusedError: The script trains with another framework, too; or `ampx.init` refuses the settings.
+            RunRefusedError: The script trains with another framework, too.
+            InvalidOptionError: The settings cannot be honoured.
 
         Sync: none.
         """
@@ -103,7 +106,7 @@ class Run:
         try:
             self.amp = ampx.init(self.framework, **{**chosen, **options})
         except ampx.AmpxError as error:
-            self.refuse(f"the settings cannot be honoured: {error}")
+            self.reject(error)
         finally:
             self._starting = False
         self.amp.on_event(self.recorder.hear)
@@ -165,6 +168,11 @@ class Run:
         if self._followed:
             self._followed[-1].look()
 
+    def begin_child(self) -> None:
+        """Count from here, in a copy of the process. Sync: none."""
+        for following in self._followed:
+            following.begin_child()
+
     def close(self) -> None:
         """End the session, where one was started; the last thing a backend does on leaving. Sync: as `Amp.shutdown`.
 
@@ -182,9 +190,10 @@ class Run:
             )
         elif self.stood_down:
             recipes = {following.amp.recipe or self.stood_down for following in self._followed} or {self.stood_down}
+            chosen = replace(self.settings, replace_native=False) != RunSettings()
             self.recorder.notes.append(
                 f"The script started mixed precision by itself, with {' and '.join(sorted(recipes))}; ampx carried "
-                f"that out, and this run did not automate it."
+                f"that out, and this run did not automate it{': its options do not hold there' if chosen else ''}."
             )
 
     def refuse(self, reason: str, where: str | None = None) -> NoReturn:
@@ -207,6 +216,17 @@ class Run:
             self.refusal = error
         raise error
 
+    def reject(self, error: AmpxError) -> NoReturn:
+        """Stop the script, because an option of the command cannot be honoured.
+
+        Raises:
+            InvalidOptionError: Always.
+
+        Sync: none.
+        """
+        self.misuse = self.misuse or InvalidOptionError(f"the options of ampx run cannot be honoured: {error}")
+        raise self.misuse from error
+
     def refuse_for(self, error: AmpxError) -> NoReturn:
         """Refuse with what an error of ampx says; an earlier refusal stays as it is.
 
@@ -215,7 +235,7 @@ class Run:
 
         Sync: none.
         """
-        if isinstance(error, RunRefusedError):
+        if isinstance(error, RunRefusedError) or error is self.misuse:
             raise error
         self.refuse(str(error).rstrip("."))
 
@@ -235,12 +255,13 @@ class Run:
             )
 
     def explain(self) -> tuple[str, ...]:
-        """Give the lines of code that do by hand what this run did. Sync: none."""
+        """Return the lines of code that do by hand what this run did; none where nothing was cast. Sync: none."""
+        if self.amp is not None and self.amp.effective.dtype is None and not self.stood_down:
+            return ()
         if self.lines or self.amp is None:
             return self.lines
-        dtype = self.amp.effective.dtype or "float32"
         return (
-            f"amp = ampx.init({self.framework!r}, dtype={dtype!r}, level={self.settings.level!r})",
+            f"amp = ampx.init({self.framework!r}, dtype={self.amp.effective.dtype!r}, level={self.settings.level!r})",
             "optimizer = ampx.wrap_optimizer(optimizer)",
             "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
         )

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+from unittest import mock
 
-from ampx.errors import AmpxError, RunRefusedError, UnsupportedByBackendError
+from ampx.errors import AmpxError, InvalidOptionError, PrecisionWarning, RunRefusedError, UnsupportedByBackendError
+from ampx.levels import find_level
+from ampx.policy import normalise_dtype
 from ampx.registry import default_registry
+from ampx.starting import check_settings
 
+from . import children
 from .importing import ImportWatch
 from .program import Program, run_program
+from .ranks import process_rank
 from .recorder import Recorder
 from .run import Run, RunSettings
+
+_DEVICE: Final = re.compile(r"[a-z]+(:\d+)?")
 
 
 @dataclass
 class Finished:
-    """How a supervised program ended.
+    """How a supervised program goes, and how it ended.
 
     Attributes:
         run: The framework that trained; None where no optimizer was made.
@@ -25,26 +36,77 @@ class Finished:
         recorder: What was seen.
         error: What the program ended with, or None.
         refusal: Why it was refused, or None.
+        misuse: Which option cannot be honoured, or None.
         effective: What the session really did, for reports.
+        children: The reports of the processes that the program started by multiprocessing.
+        folder: Where these leave them.
     """
 
-    recorder: Recorder
+    recorder: Recorder = field(default_factory=Recorder)
     runs: list[Run] = field(default_factory=list)
     run: Run | None = None
     error: BaseException | None = None
-    refusal: RunRefusedError | None = None
+    refusal: str = ""
+    misuse: InvalidOptionError | None = None
     effective: Any = None
+    children: list[dict[str, Any]] = field(default_factory=list)
+    folder: str = ""
+
+    def settle(self) -> None:
+        """Find out which framework trained, and what was refused, as far as the program has come. Sync: none."""
+        for run in self.runs:
+            run.look()
+            if run.amp is not None or run.stood_down:
+                self.run = run
+                self.effective = None if run.amp is None else run.amp.effective
+        if isinstance(self.error, RunRefusedError):
+            self.refusal = str(self.error)
+        refusals = [str(run.refusal) for run in self.runs if run.refusal is not None]
+        refusals += [child["refusal"] for child in self.children if child["refusal"]]
+        self.refusal = self.refusal or (refusals[0] if refusals else "")
+        self.misuse = self.misuse or next((run.misuse for run in self.runs if run.misuse is not None), None)
+
+    def begin_child(self) -> None:
+        """Forget what the parent process did, in a copy of it. Sync: none."""
+        self.recorder.begin_child()
+        for run in self.runs:
+            run.begin_child()
+
+    def close(self) -> None:
+        """End the runs, in a process whose regions nobody leaves. Sync: as `Amp.shutdown`."""
+        for run in self.runs:
+            run.close()
+        self.settle()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the program ended by an exception, or with an exit code that is not 0."""
+        return self.error is not None and not (isinstance(self.error, SystemExit) and not self.error.code)
 
     def explain(self) -> tuple[str, ...]:
-        """Give the lines that do the same by hand; none where the program failed before its first step. Sync: none."""
-        ended = isinstance(self.error, SystemExit) and not self.error.code
-        failed = self.error is not None and not ended
-        if self.run is None or (failed and self.recorder.steps == 0):
+        """Return the lines that do the same by hand; none where the program failed before its first step."""
+        if self.run is None or (self.failed and self.recorder.steps == 0):
             return ()
         return self.run.explain()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what was seen of this process as plain JSON types. Sync: none."""
+        effective = self.effective
+        return {
+            **self.recorder.to_json(),
+            "framework": None if self.run is None else self.run.framework,
+            "by_itself": None if self.run is None else self.run.stood_down or None,
+            "device": None if effective is None else effective.device,
+            "dtype": None if effective is None else effective.dtype or "float32",
+            "level": None if effective is None else effective.level,
+            "reason": None if effective is None else effective.reason,
+            "lines": list(self.explain()),
+        }
 
-def supervise(program: Program, settings: RunSettings, framework: str | None = None) -> Finished:
+
+def supervise(
+    program: Program, settings: RunSettings, framework: str | None = None, finished: Finished | None = None
+) -> Finished:
     """Run a program to its end.
 
     Args:
@@ -52,33 +114,54 @@ def supervise(program: Program, settings: RunSettings, framework: str | None = N
         settings: What the user asked for.
         framework: The only framework to automate, which is imported before the program; None for those that the
             program imports and trains with.
+        finished: What to write to, for those who look before the end.
 
     Returns:
         How it ended. The frameworks are as they were.
 
     Raises:
-        AmpxError: There is no such program; or the framework that was named cannot be automated.
+        AmpxError: There is no such program; a setting is none; or the framework that was named cannot be automated.
 
     Sync: none of its own.
     """
+    finished = finished or Finished()
+    _judge(settings)
+    with children.followed(finished, settings, framework), automated(finished, settings, framework):
+        try:
+            finished.error = run_program(program)
+        finally:
+            finished.settle()
+    finished.settle()
+    return finished
+
+
+@contextmanager
+def automated(finished: Finished, settings: RunSettings, framework: str | None) -> Iterator[None]:
+    """Automate the frameworks that are imported inside."""
     registry = default_registry()
-    finished = Finished(Recorder())
     names = registry.names() if framework is None else [framework]
     registrations = {name: registry.registration(name) for name in names}
     if settings.stand_ins_only:
         registrations = {name: one for name, one in registrations.items() if one.stands_in_for}
+    load = registry.load
     with ExitStack() as regions:
+        if process_rank()[0]:
+            regions.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", PrecisionWarning)  # the first process says it for all
 
         def automate(name: str) -> None:
             run = Run(name, settings, finished.recorder, finished.runs)
             try:
-                regions.enter_context(registry.load(name).automate(run))
+                backend = load(name)
+                if not settings.stand_ins_only:
+                    _check(run, backend)
+                regions.enter_context(backend.automate(run))
             except UnsupportedByBackendError:
                 if framework is not None:
                     raise
                 finished.runs.remove(run)
                 finished.recorder.notes.append(f"The script imports {name}, which `ampx run` cannot automate.")
-            except RunRefusedError:
+            except (RunRefusedError, InvalidOptionError):
                 raise
             except AmpxError as error:
                 if framework is not None:
@@ -90,19 +173,47 @@ def supervise(program: Program, settings: RunSettings, framework: str | None = N
             automate,
             {module: one.roots[0] for one in registrations.values() for module in one.stands_in_for},
         )
+
+        def load_completely(name: str) -> Any:
+            """A backend imports its framework, whose automation needs the backend: that waits until it is there."""
+            with watch.importing():
+                backend = load(name)
+            watch.look()
+            return backend
+
         if framework is not None:
-            registry.load(framework)
+            load(framework)
+        regions.enter_context(mock.patch.object(registry, "load", load_completely))
         regions.enter_context(watch.installed())
         watch.look()
-        try:
-            finished.error = run_program(program)
-        finally:
-            for run in finished.runs:
-                if run.amp is not None or run.stood_down:
-                    finished.run = run
-                    finished.effective = None if run.amp is None else run.amp.effective
-    refusals = [run.refusal for run in finished.runs if run.refusal is not None]
-    if isinstance(finished.error, RunRefusedError):
-        refusals.insert(0, finished.error)
-    finished.refusal = refusals[0] if refusals else None
-    return finished
+        yield
+
+
+def _judge(settings: RunSettings) -> None:
+    """Raise where an option is none, whatever the framework.
+
+    Raises:
+        InvalidOptionError: It is none.
+    """
+    try:
+        find_level(settings.level)
+        if settings.dtype != "auto":
+            normalise_dtype(settings.dtype)
+    except AmpxError as error:
+        raise InvalidOptionError(f"ampx run cannot honour its options: {error}") from error
+    if _DEVICE.fullmatch(settings.device) is None:
+        raise InvalidOptionError(
+            f"--device {settings.device!r} is no name of a device; accepted: auto, or a kind such as cpu, cuda or gpu, "
+            f"with a number if wanted, such as cuda:1. Correct it."
+        )
+
+
+def _check(run: Run, backend: Any) -> None:
+    """Reject settings that this framework cannot honour, before the script goes on."""
+    settings = run.settings
+    if not backend.capabilities.automates:
+        return  # automate() says so
+    try:
+        check_settings(backend, settings.dtype, settings.level, settings.device)
+    except AmpxError as error:
+        run.reject(error)

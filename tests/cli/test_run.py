@@ -100,6 +100,74 @@ def test_a_traceback_is_the_script_s(tmp_path, outcome, text):
     same_as_python(outcome, "script.py")
 
 
+def test_the_standard_input_runs(tmp_path):
+    for command in ([sys.executable], [AMPX, "run"]):
+        done = subprocess.run(
+            [*command, "-", "a"], input=SPY, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert json.loads(done.stdout) == [["-", "a"], "__main__", "<stdin>", "", None, None]
+
+
+def test_the_argument_of_torch_distributed_launch_reaches_the_script(tmp_path, outcome):
+    """The launcher puts it before everything else: `python -m ampx --local-rank=1 run script.py`."""
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])")
+    done = outcome(sys.executable, "-m", "ampx", "--local-rank=1", "run", "script.py", "--epochs", "3")
+    assert (done.returncode, done.stdout) == (0, "['--local-rank=1', '--epochs', '3']\n")
+
+
+@pytest.mark.parametrize("end", ["1 / 0", "import sys; sys.exit(3)"])
+def test_nothing_is_said_of_what_a_failed_script_might_have_trained(tmp_path, outcome, end):
+    (tmp_path / "script.py").write_text(end)
+    assert "nothing to automate" not in same_as_python(outcome, "script.py").stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_process_of_a_job_prints_and_each_writes_a_report_of_its_own(tmp_path, monkeypatch, outcome, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "script.py").write_text("pass")
+    done = outcome(AMPX, "run", "--report", "out.json", "script.py")
+    assert ("ampx run" in done.stderr) == (rank == "0")
+    written = {"0": "out.json", "1": "out.rank1.json"}[rank]
+    assert [path.name for path in tmp_path.glob("*.json")] == [written]
+    found = json.loads((tmp_path / written).read_text())
+    assert (found["rank"], found["world_size"]) == (int(rank), 2)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are another matter there")
+def test_a_termination_leaves_summary_and_report(tmp_path, outcome):
+    (tmp_path / "script.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)")
+    done = outcome(AMPX, "run", "--report", "out.json", "script.py")
+    assert done.returncode == -signal.SIGTERM  # 143 in a shell
+    assert "ampx run: nothing to automate" in done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["script"] == "script.py"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are another matter there")
+def test_a_script_s_own_handler_of_terminations_is_left_alone(tmp_path, outcome):
+    (tmp_path / "script.py").write_text(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    assert same_as_python(outcome, "script.py").returncode == 5
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_child_that_is_terminated_says_nothing(tmp_path, outcome):
+    (tmp_path / "script.py").write_text(
+        "import multiprocessing, time\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "child.start()\n"
+        "child.terminate()\n"
+        "child.join()\n"
+        "print(child.exitcode)\n"
+    )
+    done = same_as_python(outcome, "script.py")
+    assert done.stdout == "-15\n"
+    assert done.stderr.count("ampx run") == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another matter there")
 def test_an_interrupt_ends_as_python_ends(tmp_path, outcome):
     (tmp_path / "script.py").write_text(
@@ -130,12 +198,19 @@ def test_objects_of_the_script_are_pickled_and_atexit_still_finds_them(tmp_path,
         (("--report", "out.txt", "script.py"), "--report 'out.txt' is of no known kind"),
         (("--report", "nowhere/out.json", "script.py"), "there is no folder 'nowhere'"),
         (("--framework", "fortran", "script.py"), "'fortran'"),
+        (("--level", "O9", "script.py"), "level='O9' is not an opt level"),
+        (("--dtype", "float8", "script.py"), "dtype='float8' is not a dtype"),
+        (("--device", "gpu0", "script.py"), "--device 'gpu0' is no name of a device"),
+        (("notebook.ipynb",), "jupyter nbconvert --to script notebook.ipynb"),
+        ((".",), "the folder '.' cannot be run: it has no __main__.py"),
     ],
 )
 def test_what_cannot_be_run_is_told_before_anything_runs(tmp_path, outcome, arguments, passed):
     (tmp_path / "script.py").write_text("print('ran')")
+    (tmp_path / "notebook.ipynb").write_text('{"cells": []}')
     done = outcome(AMPX, "run", *arguments)
     assert done.returncode == 2
+    assert ".." not in done.stderr
     assert passed in done.stderr
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -155,6 +230,30 @@ def test_the_report_is_written_even_if_the_script_fails(tmp_path, outcome):
     assert (found["script"], found["arguments"]) == ("script.py", ["-x"])
 
 
+def test_python_programs_that_the_script_starts_are_named(tmp_path, outcome):
+    (tmp_path / "other.py").write_text("print('other')")
+    (tmp_path / "script.py").write_text(
+        "import subprocess, sys\n"
+        "for _ in range(2):\n"
+        "    subprocess.run([sys.executable, 'other.py'], check=True)\n"
+        "subprocess.run([sys.executable, '-c', 'pass'], check=True)\n"
+    )
+    done = outcome(AMPX, "run", "script.py")
+    assert done.stderr.count("started other.py as a program of its own, which this run did not automate") == 1
+
+
+def test_two_optimizers_of_one_class_have_names_of_their_own():
+    from ampx.cli.run_summary import names_of
+
+    def named(*pairs):
+        return names_of([{"kind": kind, "place": place} for kind, place in pairs])
+
+    assert named(("SGD", "a/train.py:1"), ("Adam", "a/train.py:2")) == ["SGD", "Adam"]
+    assert named(("Adam", "a/train.py:1"), ("Adam", "a/train.py:2")) == ["Adam (train.py:1)", "Adam (train.py:2)"]
+    assert named(("Adam", "a/train.py:1"), ("Adam", "a/train.py:1")) == ["Adam 1 (train.py:1)", "Adam 2 (train.py:1)"]
+    assert named(("Adam", ""), ("SGD", ""), ("Adam", "")) == ["Adam 1", "SGD", "Adam 2"]
+
+
 def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo")
     from ampx.cli.run_page import page
@@ -170,9 +269,12 @@ def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
             "steps": 9,
             "skipped": 1,
             "seconds": {"forward": 2.0, "backward": 3.0, "step": 1.0},
-            "optimizers": [{"kind": "SGD", "initial_scale": 8.0, "steps": 9, "skipped": [2], "scales": [[2, 4.0]]}],
+            "optimizers": [
+                {"kind": "SGD", "place": "", "initial_scale": 8.0, "steps": 9, "skipped": [2], "scales": [[2, 4.0]]}
+            ],
             "ops": [{"op": "mm", "dtype": "float16", "count": 4}, {"op": "sum", "dtype": "float32", "count": 2}],
             "sampled_steps": 3,
+            "processes": [],
             "lines": ["a < b"],
             "notes": ["mind & look"],
         }

@@ -100,6 +100,7 @@ def test_an_automated_loop_is_explained_by_lines_of_code(toy):
         {
             "kind": "Optimizer",
             "initial_scale": 65536.0,
+            "place": "",
             "steps": 2,
             "skipped": [2],
             "scales": [(2, 32768.0)],

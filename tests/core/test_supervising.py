@@ -15,6 +15,8 @@ from ampx.running.program import Program
 class Automated:
     """Stands for a backend: it only notes what happens to it."""
 
+    capabilities = ampx.Capabilities(automates=True, levels=frozenset({"O0", "O1"}))
+
     def __init__(self, seen, refuses=None):
         self.seen, self.refuses = seen, refuses
 
@@ -135,6 +137,39 @@ def test_a_stand_in_is_asked_of_its_framework(world, tmp_path):
     done = run("import oldframe\nassert oldframe.provided\nimport sys\nassert 'lowframe' in sys.modules")
     assert done.error is None
     assert seen == ["enter"]
+
+
+def test_a_framework_that_its_backend_imports_first_is_automated_when_the_backend_is_there(world):
+    """As in a script that begins with `ampx.init("lowframe")`: the framework is complete before its backend is."""
+    run, seen, backends = world
+    loads = []
+
+    def load(name):
+        loads.append(name)
+        assert loads.count(name) == 1 or name in sys.modules
+        if name not in sys.modules:
+            __import__(name)
+            assert not seen, "automated while its backend was being loaded"
+        return backends[name]
+
+    registry = supervising.default_registry()
+    registry.load = load
+    done = run("from ampx.running import supervising\nsupervising.default_registry().load('lowframe')")
+    assert done.error is None
+    assert seen == ["enter lowframe", "leave lowframe"]
+    assert registry.load is load
+
+
+def test_an_option_that_the_framework_cannot_honour_stops_the_script_at_its_import(world, monkeypatch):
+    run, seen, _ = world
+    monkeypatch.setattr(Automated, "capabilities", ampx.Capabilities(automates=True))  # level O0 only
+    monkeypatch.setattr(Automated, "name", "lowframe", raising=False)
+    done = run("import lowframe\nlowframe.trained = True")
+    assert seen == []
+    assert done.error is done.misuse
+    assert str(done.misuse).endswith(
+        "level='O1' is not supported by backend 'lowframe'; supported: O0. Choose one of these."
+    )
 
 
 def test_the_watch_ends_with_the_run(world):

@@ -205,6 +205,51 @@ def test_an_infinity_that_the_script_writes_is_skipped(before_unscale):
         assert loop() == expected == ([1.0, 2.0], 256.0)
 
 
+@pytest.mark.parametrize(
+    ("low", "scaler", "asked", "expected"),
+    [
+        ("bfloat16", None, "auto", 1.0),
+        ("float16", None, "auto", 1.0),
+        ("float16", {}, "auto", 65536.0),
+        ("bfloat16", {}, "auto", 65536.0),
+        ("bfloat16", {"init_scale": 512.0, "growth_interval": 7}, "auto", 512.0),
+        ("bfloat16", {}, "float16", 65536.0),
+        ("float16", {}, "bfloat16", 1.0),
+        ("float16", {"init_scale": 2.0**30}, "auto", 2.0**30),
+    ],
+)
+def test_the_lines_by_hand_start_the_session_that_ran(low, scaler, asked, expected):
+    run = run_of(asked, replace_native=True)
+    with automated(run):
+        w = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([w], lr=0.25)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaler is not None, **(scaler or {}))
+        with torch.autocast("cpu", dtype=getattr(torch, low)):
+            loss = w.sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    lines = run.explain()
+    names = {"ampx": ampx}
+    exec(lines[0], names)
+    effective = names["amp"].effective
+    assert effective.dtype == (low if asked == "auto" else asked)
+    assert not effective.process_wide
+    assert effective.loss_scale.init_scale == expected
+    assert any("amp.autocast()" in line for line in lines)
+    ampx.shutdown()
+
+
+def test_no_lines_by_hand_where_nothing_was_cast():
+    run = run_of(replace_native=True)
+    with automated(run):
+        w = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([w], lr=0.25)
+        w.sum().backward()
+        optimizer.step()
+    assert run.explain() == ()
+
+
 class Ascending(torch.optim.Optimizer):
     """Steps uphill first, as sharpness-aware optimizers do, and by an optimizer of its own after that."""
 

@@ -24,9 +24,10 @@ class Managed:
         skips: Steps in a row that the script's own GradScaler skipped.
     """
 
-    def __init__(self, raw: torch.optim.Optimizer) -> None:
-        """Remember the raw optimizer."""
+    def __init__(self, raw: torch.optim.Optimizer, place: str = "") -> None:
+        """Remember the raw optimizer, and the script's line that made it."""
         self.raw = raw
+        self.place = place
         self.wrapped: AmpOptimizer | None = None
         self.group = -1
         self.busy = False

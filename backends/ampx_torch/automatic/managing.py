@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from ampx.errors import AmpxError
-from ampx.running import Run
+from ampx.running import Run, script_line
+from ampx.scale_state import LossScale
 from ampx_torch.optimizer import AmpOptimizer
 from ampx_torch.stepping import Stepping
 
@@ -33,6 +34,7 @@ class Manager:
         pending: Some gradients may carry a loss scale.
         quiet: Code of ampx is at work, which reads gradients as they are.
         script_scales: A GradScaler of the script multiplies the losses.
+        config: What the script asked of its first GradScaler.
         scales: This run multiplies the losses: with bfloat16 it does not, unless asked.
         follows: The script's own regions decide the dtype.
         watch: Makes reads of gradients known; called where losses are multiplied.
@@ -48,6 +50,7 @@ class Manager:
         self.pending = False
         self.quiet = False
         self.script_scales = False
+        self.config: LossScale | None = None
         self.scales = False
         self.follows = False
         self.watch: Callable[[], None] = lambda: None
@@ -66,7 +69,7 @@ class Manager:
         self.start()
         if not self._made:
             self._sampler.start()
-        managed = Managed(raw)
+        managed = Managed(raw, script_line())
         raw.__dict__["_ampx_managed"] = managed
         raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
         self._made.append(weakref.ref(raw))
@@ -118,7 +121,8 @@ class Manager:
         except AmpxError as error:
             self.run.refuse_for(error)
         group = wrapped.ampx_member.group
-        managed.group = self.run.recorder.add_optimizer(type(managed.raw).__name__, wrapped.loss_scale, group.index)
+        kind = type(managed.raw).__name__
+        managed.group = self.run.recorder.add_optimizer(kind, wrapped.loss_scale, group.index, managed.place)
 
     def find(self, raw: torch.optim.Optimizer) -> Managed | None:
         """Return what is managed of an optimizer of the script, with its wrapper; None where nothing is."""
@@ -296,6 +300,27 @@ class Manager:
 
     # -- the end -----------------------------------------------------------------------------------
 
+    def explain(self) -> None:
+        """Say by hand what the script's own regions and GradScaler did."""
+        amp = self.run.amp
+        if not self.run.settings.replace_native or amp is None or self.run.stood_down:
+            return
+        usual = amp.effective.dtype == "float16"
+        scale = ""
+        if self.config is None:
+            scale = ", loss_scale=1.0" if self.follows and usual else ""
+        elif self.config != LossScale():
+            scale = f", loss_scale={_shown(self.config)}"
+        elif not usual:
+            scale = ", loss_scale='dynamic'"
+        self.run.lines = (
+            f"amp = ampx.init('torch', dtype={amp.effective.dtype!r}, process_wide=False{scale})",
+            "optimizer = ampx.wrap_optimizer(optimizer)",
+            "with amp.autocast(): loss = …  # where torch.autocast is",
+            "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
+            *(("optimizer.step()  # for scaler.unscale_, scaler.step and scaler.update",) if self.config else ()),
+        )
+
     def release(self) -> None:
         """Give every optimizer its own `step` back."""
         self._sampler.stop()
@@ -304,6 +329,14 @@ class Manager:
             managed = None if raw is None else raw.__dict__.pop("_ampx_managed", None)
             if managed is not None:
                 managed.release()
+
+
+def _shown(config: LossScale) -> str:
+    """Return the line that makes a configuration, without what is usual."""
+    usual = LossScale()
+    chosen = {one.name: getattr(config, one.name) for one in fields(config)}
+    changed = [f"{name}={value!r}" for name, value in chosen.items() if value != getattr(usual, name)]
+    return f"ampx.LossScale({', '.join(changed)})"
 
 
 @contextmanager

@@ -99,6 +99,7 @@ class _Regions:
         if enabled and device == "cpu" and name is not None and name not in self._plans:
             plan = self._plans[name] = CastPlan(device, name, "O1", (), ())
             lstm.install(plan)  # for the rest of the run: the script may keep the region and enter it whenever
+        self._manager.explain()
         return device, dtype, enabled
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from unittest import mock
@@ -18,7 +18,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from ampx import sessions
-from ampx.scale_state import LossScaleState
+from ampx.errors import AmpxError
+from ampx.scale_state import LossScale, LossScaleState
 from ampx_torch.gradients import GradientSet
 from ampx_torch.stepping import makes_momentum
 
@@ -117,6 +118,10 @@ class _Watch:
             scaler._enabled = False
             return
         self.manager.leave_scaling()
+        if self.manager.config is None:
+            with suppress(AmpxError):  # what PyTorch takes and ampx does not is not said
+                self.manager.config = _config(scaler)
+        self.manager.explain()
         self._seen[scaler] = _Seen()
 
     # -- the methods ---------------------------------------------------------------------------------
@@ -256,6 +261,19 @@ class _Watch:
             if seen.now.steps:
                 self._turn(scaler, seen)
             self._read(seen)
+
+
+def _config(scaler: GradScaler) -> LossScale:
+    """Return the same as ampx's configuration; bounds are widened where the script starts beyond them."""
+    scale, usual = float(scaler._init_scale), LossScale()
+    return LossScale(
+        init_scale=scale,
+        growth_factor=scaler._growth_factor,
+        backoff_factor=scaler._backoff_factor,
+        growth_interval=scaler._growth_interval,
+        min_scale=min(usual.min_scale, scale),
+        max_scale=max(usual.max_scale, scale),
+    )
 
 
 def _held(value: Any) -> Any:

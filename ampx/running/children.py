@@ -1,0 +1,130 @@
+"""Follow a program into the processes that it starts by multiprocessing: they train as it would.
+
+A child of `fork` is a copy, automation included. To those of `spawn` and `forkserver` an import is handed over, which
+automates the frameworks that the child imports. Each child that has something to tell leaves a report in a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.process
+import multiprocessing.spawn
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
+
+from ampx.errors import PrecisionWarning
+
+if TYPE_CHECKING:
+    from .run import RunSettings
+    from .supervising import Finished
+
+# Read by the fork server, which takes no other message.
+VARIABLE: Final = "AMPX_RUN_CHILDREN"
+_PRELOADED: Final = "ampx.running.preloaded"
+_LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun")
+
+
+@contextmanager
+def followed(finished: Finished, settings: RunSettings, framework: str | None) -> Iterator[None]:
+    """Automate the processes that multiprocessing starts inside; afterwards their reports are in `finished`."""
+    finished.folder = tempfile.mkdtemp(prefix="ampx-run-")
+    message = json.dumps({"settings": asdict(settings), "framework": framework, "folder": finished.folder})
+    try:
+        with handed_on(finished, message), _other_programs_noted(finished):
+            yield
+    finally:
+        gather(finished)
+
+
+def gather(finished: Finished) -> None:
+    """Read the reports of the children, and remove their folder. Sync: none."""
+    reports = [json.loads(path.read_text()) for path in Path(finished.folder).glob("*.json")]
+    finished.children = sorted(reports, key=lambda report: (len(report["process"]), report["process"]))
+    shutil.rmtree(finished.folder, ignore_errors=True)
+
+
+@contextmanager
+def handed_on(finished: Finished, message: str) -> Iterator[None]:
+    """Patch how multiprocessing starts processes, and what they do at their end."""
+    command_line = multiprocessing.spawn.get_command_line
+    ensure_running = multiprocessing.forkserver.ForkServer.ensure_running
+    bootstrap = multiprocessing.process.BaseProcess._bootstrap  # type: ignore[attr-defined]
+    own = os.getpid()
+
+    def command_line_through_ampx(**options: Any) -> list[str]:
+        command = command_line(**options)
+        if "-c" in command:
+            at = command.index("-c") + 1
+            command[at] = f"import {_PRELOADED}; {command[at]}"
+        return command
+
+    def ensure_running_through_ampx(self: Any) -> None:
+        if _PRELOADED not in self._preload_modules:
+            self._preload_modules = [_PRELOADED, *self._preload_modules]
+        ensure_running(self)
+
+    def bootstrap_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != own:
+            finished.begin_child()
+        if self._identity[-1:] != (1,):
+            warnings.simplefilter("ignore", PrecisionWarning)  # the first child says it for all
+        try:
+            return bootstrap(self, *args, **kwargs)
+        finally:
+            _tell(finished, self.name)
+
+    with ExitStack() as patches:
+        for owner, name, patched in (
+            (multiprocessing.spawn, "get_command_line", command_line_through_ampx),
+            (multiprocessing.forkserver.ForkServer, "ensure_running", ensure_running_through_ampx),
+            (multiprocessing.process.BaseProcess, "_bootstrap", bootstrap_and_tell),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, patched))
+        patches.enter_context(mock.patch.dict(os.environ, {VARIABLE: message}))
+        yield
+
+
+def _tell(finished: Finished, name: str) -> None:
+    """Leave a report, where the process trained or was refused."""
+    finished.close()
+    if finished.recorder.steps or finished.refusal or finished.misuse:
+        refusal = finished.refusal or str(finished.misuse or "")
+        report = {**finished.to_json(), "process": name, "refusal": refusal}
+        with suppress(OSError):  # the parent is gone, and its folder with it
+            Path(finished.folder, f"{os.getpid()}.json").write_text(json.dumps(report))
+
+
+@contextmanager
+def _other_programs_noted(finished: Finished) -> Iterator[None]:
+    """Note Python programs that the script starts by subprocess, which nothing automates."""
+    true = subprocess.Popen.__init__
+
+    def start(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        true(self, args, *rest, **options)
+        words = (
+            args.split()
+            if isinstance(args, str)
+            else [str(word) for word in args]
+            if isinstance(args, (list, tuple))
+            else []
+        )
+        script = next((word for word in words if word.endswith(".py")), None)
+        if script is not None and Path(words[0]).name.startswith(_LAUNCHERS):
+            finished.recorder.note(
+                f"The script started {script} as a program of its own, which this run did not automate. Start that by "
+                f"ampx run."
+            )
+
+    with mock.patch.object(subprocess.Popen, "__init__", start):
+        yield
