@@ -97,7 +97,7 @@ def test_what_is_plain_torch_under_an_old_name_is_found_in_all_ways_of_importing
     from apex._autocast_utils import _cast_if_autocast_enabled
     from apex.amp import __version__, lists
     from apex.amp._amp_state import maybe_print
-    from apex.amp.compat import is_floating_point, is_tensor_like
+    from apex.amp.compat import filter_attrs, is_floating_point, is_tensor_like
     from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
     from apex.amp.rnn_compat import has_old_rnns
     from apex.amp.utils import is_fp_tensor
@@ -124,6 +124,7 @@ def test_what_is_plain_torch_under_an_old_name_is_found_in_all_ways_of_importing
     assert apex.amp.lists.torch_overrides is torch_overrides and torch_overrides.MODULE is torch
     assert Early is FP16_Optimizer is Same and Lamb is FusedMixedPrecisionLamb
     assert apex.amp.utils.is_fp_tensor([torch.ones(1)]) and not is_fp_tensor(torch.ones(1, dtype=torch.int))
+    assert filter_attrs(torch, ["mm", "nothing"]) == ["mm"]
     assert not has_old_rnns() and __version__.__version__ and is_tensor_like(torch.ones(1))
     assert _cast_if_autocast_enabled(torch.ones(1)) == (torch.ones(1),)
     print("imported")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
 def scalar_python_val(x: Any) -> Any:
     """Return the number in a tensor of one element. Sync: one."""
     return x.item() if hasattr(x, "item") else x[0]
+
+
+def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
+    """Return the names that a module has."""
+    return [name for name in attrs if hasattr(module, name)]
 
 
 def has_old_rnns() -> bool:
