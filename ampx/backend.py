@@ -129,8 +129,8 @@ class Backend(abc.ABC):
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
         """Clip true gradients by value, then by global L2 norm.
 
-        Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that hang on
-        parameters are modified in place.
+        Declared as `capabilities.clipping`. A backend whose wrapper clips by itself leaves it out. Gradients that
+        hang on parameters are modified in place.
 
         Returns:
             The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).

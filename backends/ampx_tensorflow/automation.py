@@ -136,7 +136,7 @@ class Automation:
             except RunRefusedError:
                 raise
             except AmpxError as error:
-                self.run.refuse(str(error).rstrip("."))
+                self.run.refuse_for(error)
 
         return call  # type: ignore[return-value]
 
