@@ -62,7 +62,7 @@ def run_to_the_end(request: RunRequest) -> int:
     Sync: none of its own.
     """
     stderr = sys.stderr  # the script may replace it
-    finished = Finished()
+    finished, own = Finished(), os.getpid()
     with _termination_told(request, finished):
         supervise(request.program, request.settings, request.framework, finished)
     if finished.misuse is not None:
@@ -79,8 +79,9 @@ def run_to_the_end(request: RunRequest) -> int:
         sys.excepthook(type(error), error, error.__traceback__)
     _flush(sys.stdout)
     code = 1 if error is not None else 0
-    for line in _tell(request, finished):
-        stderr.write(f"{line}\n")
+    if os.getpid() == own:  # else a copy that the script made by os.fork
+        for line in _tell(request, finished):
+            stderr.write(f"{line}\n")
     _flush(stderr)
     if isinstance(error, SystemExit):
         raise error

@@ -6,6 +6,7 @@ automates the frameworks that the child imports. Each child that has something t
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -40,11 +41,13 @@ def followed(finished: Finished, settings: RunSettings, framework: str | None) -
     """Automate the processes that multiprocessing starts inside; afterwards their reports are in `finished`."""
     finished.folder = tempfile.mkdtemp(prefix="ampx-run-")
     message = json.dumps({"settings": asdict(settings), "framework": framework, "folder": finished.folder})
+    own = os.getpid()
     try:
         with handed_on(finished, message), _other_programs_noted(finished):
             yield
     finally:
-        gather(finished)
+        if os.getpid() == own:  # else a copy that the script made by os.fork
+            gather(finished)
 
 
 def gather(finished: Finished) -> None:
@@ -110,6 +113,7 @@ def _other_programs_noted(finished: Finished) -> Iterator[None]:
     """Note Python programs that the script starts by subprocess, which nothing automates."""
     true = subprocess.Popen.__init__
 
+    @functools.wraps(true)
     def start(self: Any, args: Any, *rest: Any, **options: Any) -> None:
         true(self, args, *rest, **options)
         words = (

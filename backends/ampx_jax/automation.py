@@ -71,7 +71,8 @@ class Automation:
         """Start the session with the script's first optimizer, and note this one.
 
         Raises:
-            RunRefusedError: The script has mixed precision of its own, or the settings cannot be honoured.
+            RunRefusedError: The script has mixed precision of its own.
+            InvalidOptionError: The settings cannot be honoured.
         """
         if self.run.amp is None:
             for name in _OWN_SCALING:

@@ -64,7 +64,7 @@ class Automation:
         Layers cast only where prepared. Outside of graphs a rewriter that casts nothing here is not missed.
 
         Raises:
-            RunRefusedError: The settings cannot be honoured here.
+            InvalidOptionError: The settings cannot be honoured here.
         """
         new = self.run.amp is None
         if new and (policy := graph_rewrite.mixed_policy()):

@@ -154,6 +154,14 @@ def test_a_script_s_own_handler_of_terminations_is_left_alone(tmp_path, outcome)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_copy_of_the_script_says_nothing_of_ampx(tmp_path, outcome):
+    (tmp_path / "script.py").write_text(
+        "import os\nchild = os.fork()\nif child:\n    os.waitpid(child, 0)\nprint('ends', bool(child), flush=True)\n"
+    )
+    assert same_as_python(outcome, "script.py").stderr.count("ampx run") == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
 def test_a_child_that_is_terminated_says_nothing(tmp_path, outcome):
     (tmp_path / "script.py").write_text(
         "import multiprocessing, time\n"

@@ -386,7 +386,7 @@ def test_gradients_of_what_no_trainer_holds_are_the_scripts_where_nothing_is_sca
 
 def test_float16_on_a_cpu_is_refused():
     run = Run("mxnet", RunSettings(dtype="float16", device="cpu"))
-    with automate(run), pytest.raises(ampx.RunRefusedError, match="'float16' is not supported"):
+    with automate(run), pytest.raises(ampx.InvalidOptionError, match="'float16' is not supported"):
         gluon.Trainer(network().collect_params(), "sgd")
 
 
