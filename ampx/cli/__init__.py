@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-_EXTRAS = {"typer": "cli", "rich": "cli", "libcst": "cli", "sklearn": "demo", "matplotlib": "demo"}
+_EXTRAS = {"typer": "cli", "rich": "cli", "sklearn": "demo", "matplotlib": "demo"}
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ def migrate(
         raise InvalidOptionError("--check and --write exclude each other: the first one writes nothing. Pass one.")
     if diff and as_json:
         raise InvalidOptionError("--diff and --json exclude each other: the JSON holds the differences. Pass one.")
-    reports = [files.examine(path) for path in files.find(paths)]
+    reports = _examine(paths)
     if write:
         for one in reports:
             if one.status == "changed":
@@ -39,6 +39,25 @@ def migrate(
             echo(line)
     code = exit_code(reports)
     return max(code, int(any(one.status == "changed" for one in reports))) if check else code
+
+
+def _examine(paths: Sequence[Path]) -> list[FileReport]:
+    """Look at the files; on a terminal a bar shows how far it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    # No thread draws it: processes are started meanwhile.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
+    ) as bar:
+        task = bar.add_task("Looking for files", total=None)
+
+        def tell(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total, refresh=True)
+
+        return files.examine(files.find(paths), tell)
 
 
 def _diff(report: FileReport) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Final
 
-import libcst as cst
-
 from .apex_gradients import GradientReaders
-from .flow import Flow, is_none
-from .numbers import loss_scale, number
-from .plan import Plan
-from .source import arguments, as_bool, dotted
+from .edits import WIDTH, Plan
+from .flow import Flow, Place
+from .numbers import as_bool, loss_scale, number
+from .optimizers import keeps
+from .program import FUNCTIONS, Function, Reference, arguments, dotted, is_none
+from .report import NeedsHumanError
 
 ROOTS: Final = ("apex",)
 _AMP: Final = "apex.amp."
@@ -46,20 +47,26 @@ _ELSEWHERE: Final = {
     "apex.optimizers.FusedSGD": "torch.optim.SGD(..., fused=True) takes its place.",
     "apex.normalization.FusedLayerNorm": "torch.nn.LayerNorm takes its place.",
 }
-_TESTS: Final = (cst.Comparison, cst.ComparisonTarget, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.IfExp)
-_BY_HAND: Final = "Rewrite this file by hand: the manual's page on apex shows the counterparts."
+_TESTS: Final = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.If, ast.IfExp)
+_BY_HAND: Final = (
+    "Rewrite this file by hand: the manual's page on apex shows the counterparts. Or import `amp` from "
+    "`ampx_torch.apex`."
+)
 
 
 class ApexAmp:
-    """Plans the edits of one file."""
+    """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Read the file's assignments and calls."""
+        """Take the program."""
         self._plan = plan
-        self._source = plan.source
-        self._flow = Flow(plan.source)
-        self._renamed: set[cst.CSTNode] = set()
-        self._told: set[str] = set()
+        self._program = plan.program
+        self._renamed: set[ast.AST] = set()
+        self._told: set[tuple[ast.AST, str]] = set()
+
+    @property
+    def _flow(self) -> Flow:
+        return self._plan.flow
 
     def rewrite(self) -> None:
         """Plan everything.
@@ -67,9 +74,10 @@ class ApexAmp:
         Raises:
             NeedsHumanError: Something is not fully understood.
         """
-        scaled: list[tuple[cst.With, str]] = []
-        masters: list[cst.Call] = []
-        for node, name in list(self._source.references()):
+        regions: dict[ast.AST, ast.expr] = {}
+        masters: list[ast.Call] = []
+        initialized: list[ast.Call] = []
+        for node, name in self._program.references():
             if not name.startswith("apex."):
                 continue
             if name == "apex.amp":
@@ -79,45 +87,52 @@ class ApexAmp:
                 self._elsewhere(node, name)
                 continue
             verb = name.removeprefix(_AMP)
-            call = self._source.parent(node)
-            called = call if isinstance(call, cst.Call) and call.func is node else None
+            edits = self._plan.of(node)
+            call = self._program.parent(node)
+            called = call if isinstance(call, ast.Call) and call.func is node else None
             if verb == "initialize" and called is not None:
+                self._check_once(called, initialized)
+                initialized.append(called)
                 self._initialize(called)
             elif verb == "scale_loss" and called is not None:
-                scaled.append(self._scale_loss(called))
-            elif verb == "master_params" and called is not None and len(called.args) == 1:
+                region, optimizers = self._scale_loss(called)
+                regions[region] = optimizers
+            elif verb == "master_params" and called is not None and len(called.args) == 1 and not called.keywords:
                 masters.append(called)
             elif verb == "disable_casts" and called is not None and not called.args:
-                self._plan.expression(called, "ampx.autocast(enabled=False)")
+                edits.expression(called, "ampx.autocast(enabled=False)")
             elif verb == "load_state_dict" and called is not None and len(called.args) == 1:
                 self._load(called)
             elif verb in _SAME_NAME:
-                self._plan.expression(node, f"ampx.{verb}")
+                edits.expression(node, f"ampx.{verb}")
             elif verb in _REGISTER and called is not None:
                 self._register(called, _REGISTER[verb])
             else:
-                raise self._plan.block(node, f"`{self._source.code(node)}` has no counterpart that is known", _BY_HAND)
-        GradientReaders(self._plan, self._flow, scaled).rewrite(masters)
+                raise NeedsHumanError(node, f"`{self._program.code(node)}` has no counterpart that is known", _BY_HAND)
+        if regions or masters:
+            GradientReaders(self._plan, regions).rewrite(masters)
 
-    def _module(self, node: cst.CSTNode) -> None:
+    def _module(self, node: Reference) -> None:
         """Rename the module where a script asks whether it is there, and where it says that it is not."""
-        if not isinstance(node, cst.Name) or not isinstance(self._source.parent(node), _TESTS):
-            raise self._plan.block(node, "the module `apex.amp` is used as a value", _BY_HAND)
-        self._plan.expression(node, "ampx")
-        for assignment in self._source.every(cst.Assign):
-            target = assignment.targets[0].target
-            renamed = isinstance(target, cst.Name) and target.value == node.value and target not in self._renamed
+        if not isinstance(node, ast.Name) or not isinstance(self._program.parent(node), _TESTS):
+            raise NeedsHumanError(node, "the module `apex.amp` is used as a value", _BY_HAND)
+        edits = self._plan.of(node)
+        edits.expression(node, "ampx")
+        for assignment in self._program.every(ast.Assign, self._program.module(node)):
+            target = assignment.targets[0]
+            renamed = isinstance(target, ast.Name) and target.id == node.id and target not in self._renamed
             if renamed and is_none(assignment.value):
                 self._renamed.add(target)
-                self._plan.expression(target, "ampx")
+                edits.expression(target, "ampx")
 
-    def _elsewhere(self, node: cst.CSTNode, name: str) -> None:
+    def _elsewhere(self, node: Reference, name: str) -> None:
         name = name.partition("|")[0]  # a script may have another by the same name where there is no apex
-        if name in self._told:
+        key = self._program.module(node), name
+        if key in self._told:
             return
-        self._told.add(name)
+        self._told.add(key)
         advice = _ELSEWHERE.get(name, "The manual's page on apex says what takes its place in PyTorch.")
-        self._plan.tell(
+        self._plan.of(node).tell(
             node,
             "todo",
             f"`{name}` is still apex's",
@@ -126,69 +141,90 @@ class ApexAmp:
 
     # -- initialize --------------------------------------------------------------------------------------
 
-    def _initialize(self, call: cst.Call) -> None:
-        found = arguments(call, _INITIALIZE)
-        if found is None or not found.keys() <= set(_INITIALIZE):
-            raise self._plan.block(call, "`amp.initialize` with arguments that cannot be read", _BY_HAND)
-        if "models" not in found:
-            raise self._plan.block(call, "`amp.initialize` without a model", _BY_HAND)
+    def _check_once(self, call: ast.Call, others: list[ast.Call]) -> None:
+        """Refuse a second call beside a first, which begins a second session.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        branches = self._program.branches(call)
+        for other in others:
+            here = self._program.branches(other)
+            if not any(branch in branches and branches[branch] is not holds for branch, holds in here.items()):
+                raise NeedsHumanError(
+                    call,
+                    "a second `amp.initialize`; a process has one session of ampx for PyTorch",
+                    "Call `ampx.init` once, and wrap each optimizer.",
+                )
+
+    def _initialize(self, call: ast.Call) -> None:
+        values = arguments(call, _INITIALIZE)
+        if values is None or not values.keys() <= set(_INITIALIZE):
+            raise NeedsHumanError(call, "`amp.initialize` with arguments that cannot be read", _BY_HAND)
+        if "models" not in values:
+            raise NeedsHumanError(call, "`amp.initialize` without a model", _BY_HAND)
         for name in _PROPERTIES:
-            if name in found and not is_none(found[name]):
-                raise self._plan.block(
+            if name in values and not is_none(values[name]):
+                raise NeedsHumanError(
                     call, f"`{name}` overrides a property of the level", "Choose a level, or `allow` and `deny` lists."
                 )
-        level = self._text(found.get("opt_level"), '"O1"')
-        self._batchnorm(call, found.get("keep_batchnorm_fp32"), level)
+        level = self._text(values.get("opt_level"), '"O1"')
+        self._batchnorm(call, values.get("keep_batchnorm_fp32"), level)
         options = ['"torch"', 'dtype="float16"']
         if level != '"O1"':
             options.append(f"level={level}")
-        options += self._scale(found)
-        if self._text(found.get("enabled"), "True") != "True":
-            options.append(f"enabled={as_bool(self._text(found['enabled'], ''))}")
-        assignment = self._source.parent(call)
-        init = self._plan.written(assignment, "ampx.init", options)
-        if isinstance(assignment, cst.Return):
-            self._plan.statement(assignment, lambda _: self._returned(call, found, init, level))
-            return
-        if not isinstance(assignment, cst.Assign) or len(assignment.targets) != 1 or assignment.value is not call:
-            raise self._plan.block(call, "what `amp.initialize` returns is not assigned", _BY_HAND)
-        lines = [init, *self._assign(call, assignment.targets[0].target, found, level)]
-        self._plan.statement(assignment, lambda _: "\n".join(lines))
+        options += self._scale(values)
+        if self._text(values.get("enabled"), "True") != "True":
+            options.append(f"enabled={as_bool(self._text(values['enabled'], ''))}")
+        statement = self._program.parent(call)
+        edits = self._plan.of(call)
+        if isinstance(statement, ast.Return):
+            init = edits.written(statement, "ampx.init", options)
+            text = self._returned(call, values, init, level)
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            init = edits.written(statement, "ampx.init", options)
+            text = "\n".join([init, *self._assign(call, statement.targets[0], values, level)])
+        else:
+            raise NeedsHumanError(call, "what `amp.initialize` returns is not assigned", _BY_HAND)
+        edits.statement(call, lambda: text)
 
-    def _returned(self, call: cst.Call, found: dict[str, cst.BaseExpression], init: str, level: str) -> str:
+    def _returned(self, call: ast.Call, values: dict[str, ast.expr], init: str, level: str) -> str:
         """Write what returns the model and the optimizer under the names that were passed."""
-        models, optimizers = found["models"], found.get("optimizers")
+        models, optimizers = values["models"], values.get("optimizers")
         names = [models] if optimizers is None or is_none(optimizers) else [models, optimizers]
-        if not all(isinstance(one, cst.Name) for one in names):
-            raise self._plan.block(call, "what `amp.initialize` returns is returned without a name", _BY_HAND)
-        targets = names[0] if len(names) == 1 else cst.Tuple([cst.Element(one) for one in names])
-        lines = self._assign(call, targets, found, level)
-        return "\n".join([init, *lines, f"return {', '.join(self._source.code(one) for one in names)}"])
+        if not all(isinstance(name, ast.Name) for name in names):
+            raise NeedsHumanError(call, "what `amp.initialize` returns is returned without a name", _BY_HAND)
+        function = self._program.function(call)
+        if isinstance(function, FUNCTIONS) and len(names) == 2:
+            self._check_callers(function)
+        target = names[0] if len(names) == 1 else ast.Tuple(names)
+        lines = self._assign(call, target, values, level)
+        return "\n".join([init, *lines, f"return {', '.join(self._program.code(name) for name in names)}"])
 
-    def _assign(
-        self, call: cst.Call, target: cst.BaseExpression, found: dict[str, cst.BaseExpression], level: str
-    ) -> list[str]:
+    def _assign(self, call: ast.Call, target: ast.expr, values: dict[str, ast.expr], level: str) -> list[str]:
         """Write what prepares the models and wraps the optimizers into the targets of the old call."""
+        code = self._program.code
         lowers = level not in ('"O0"', '"O1"')
-        models = self._text(found["models"], "")
-        if "optimizers" not in found or is_none(found["optimizers"]):
-            name = self._source.code(target)
-            made = f"ampx.prepare({models})" if lowers else models
-            return [] if made == name else [f"{name} = {made}"]
-        if not isinstance(target, (cst.Tuple, cst.List)) or len(target.elements) != 2:
-            raise self._plan.block(
+        models = self._text(values["models"], "")
+        if "optimizers" not in values or is_none(values["optimizers"]):
+            name = code(target)
+            prepared = f"ampx.prepare({models})" if lowers else models
+            return [] if prepared == name else [f"{name} = {prepared}"]
+        if not isinstance(target, (ast.Tuple, ast.List)) or len(target.elts) != 2:
+            raise NeedsHumanError(
                 call, "`amp.initialize` returns a model and an optimizer, but not into two names", _BY_HAND
             )
-        to_model, to_optimizer = (one.value for one in target.elements)
-        optimizers = self._text(found["optimizers"], "")
+        to_model, to_optimizer = target.elts
+        self._check_holders(call, values["optimizers"], to_optimizer)
+        optimizers = self._text(values["optimizers"], "")
         lines = []
-        prepared_model, prepared_optimizer = self._source.code(to_model), self._source.code(to_optimizer)
+        prepared_model, prepared_optimizer = code(to_model), code(to_optimizer)
         if lowers:
             lines.append(f"{prepared_model}, {prepared_optimizer} = ampx.prepare({models}, {optimizers})")
             optimizers = prepared_optimizer
-        elif self._names(to_model) != self._names(found["models"]):
+        elif self._names(to_model) != self._names(values["models"]):
             lines.append(f"{prepared_model} = {models}")
-        sources = self._elements(found["optimizers"]) if not lowers else self._elements(to_optimizer)
+        sources = self._elements(values["optimizers"]) if not lowers else self._elements(to_optimizer)
         targets = self._elements(to_optimizer)
         if sources is not None and targets is not None and len(sources) == len(targets):
             lines += [f"{name} = ampx.wrap_optimizer({raw})" for name, raw in zip(targets, sources, strict=True)]
@@ -199,96 +235,205 @@ class ApexAmp:
             lines.append(f"{prepared_optimizer} = ampx.wrap_optimizer({optimizers})")
         return lines
 
-    def _elements(self, node: cst.BaseExpression) -> list[str] | None:
-        if not isinstance(node, (cst.List, cst.Tuple)):
+    def _elements(self, node: ast.expr) -> list[str] | None:
+        if not isinstance(node, (ast.List, ast.Tuple)):
             return None
-        return [self._source.code(one.value) for one in node.elements]
+        return [self._program.code(element) for element in node.elts]
 
-    def _names(self, node: cst.BaseExpression) -> list[str]:
-        return self._elements(node) or [self._source.code(node)]
+    def _names(self, node: ast.expr) -> list[str]:
+        return self._elements(node) or [self._program.code(node)]
 
-    def _batchnorm(self, call: cst.Call, value: cst.BaseExpression | None, level: str) -> None:
+    # -- who else has the optimizer: apex changed the object itself, ampx returns another ---------------------
+
+    def _check_holders(self, call: ast.Call, optimizers: ast.expr, target: ast.expr) -> None:
+        """Refuse where something goes on with an optimizer that is not the wrapped one.
+
+        Raises:
+            NeedsHumanError: So it is, or seems to be.
+        """
+        program, flow = self._program, self._flow
+        home = program.function(call)
+        targets = {flow.place(element) for element in _elements_of(target)}
+        for raw in _elements_of(optimizers):
+            place = flow.place(raw)
+            if place is None:
+                continue
+            for use in flow.uses.get(place, []):
+                if program.inside(use, call) or program.function(use) is not home:
+                    continue
+                statement = program.code(program.statement(use)).strip().split("\n")[0]
+                if program.order(use) < program.order(call) and keeps(program, use):
+                    raise NeedsHumanError(
+                        use, f"`{statement}` keeps the optimizer before `amp.initialize`", "Move it behind that line."
+                    )
+                if program.order(use) > program.order(call) and place not in targets:
+                    raise NeedsHumanError(
+                        use, f"`{statement}` uses the optimizer that was not wrapped", "Use what is assigned above."
+                    )
+            if isinstance(home, FUNCTIONS) and any(
+                isinstance(binding.node, ast.arg) for binding in flow.bindings.get(place, [])
+            ):
+                self._check_left(call, home, place)
+            else:
+                self._check_makers(home, raw)
+
+    def _check_makers(self, home: Function | ast.Module, raw: ast.expr) -> None:
+        """Refuse where the function that made the optimizer steps it itself, and another one wraps it.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        program, flow = self._program, self._flow
+        for origin in flow.origins(raw) or ():
+            place = flow.place(origin.node)
+            if program.function(origin.node) is home or place is None:
+                continue
+            for use in flow.uses.get(place, []):
+                method = program.parent(use)
+                steps = isinstance(method, ast.Attribute) and method.attr in ("step", "zero_grad")
+                scales = any(isinstance(outer, ast.withitem) for outer in program.around(use))
+                if steps or scales:
+                    statement = program.code(program.statement(use)).strip().split("\n")[0]
+                    raise NeedsHumanError(
+                        use, f"`{statement}` uses the optimizer that was not wrapped", "Use the one that was."
+                    )
+
+    def _check_left(self, call: ast.Call, home: Function, place: Place) -> None:
+        """Refuse where the callers of a function go on with the optimizer that they passed.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        program, flow = self._program, self._flow
+        if any(
+            program.function(node) is home for node in program.under(home, ast.Return) if self._mentions(node, place)
+        ):
+            self._check_callers(home)
+            return
+        for caller in flow.calls_of(home):
+            passed = [value for parameter, value in flow.passed(caller, home) if parameter.arg == place[1]]
+            for value in passed:
+                outside = flow.place(value)
+                later = [
+                    use
+                    for use in (flow.uses.get(outside, []) if outside is not None else [])
+                    if program.function(use) is program.function(caller)
+                    and (program.order(use) > program.end(caller) or program.loops(caller))
+                    and use is not value
+                ]
+                if later:
+                    raise NeedsHumanError(
+                        call,
+                        f"`{home.name}` wraps an optimizer that its callers go on with",
+                        "Return it, and use that.",
+                    )
+
+    def _mentions(self, node: ast.AST, place: Place) -> bool:
+        names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+        return any(self._flow.place(name) == place for name in names)
+
+    def _check_callers(self, function: Function) -> None:
+        """Refuse where a caller does not use what a function returns: it has the optimizer that is not wrapped.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        for caller in self._flow.calls_of(function):
+            if isinstance(self._program.parent(caller), ast.Expr):
+                raise NeedsHumanError(
+                    caller,
+                    f"`{function.name}` returns the wrapped optimizer, which is not used here",
+                    "Assign it: apex changed the optimizer itself, ampx returns another.",
+                )
+
+    def _batchnorm(self, call: ast.Call, value: ast.expr | None, level: str) -> None:
         text = self._text(value, "None").strip("\"'")
         if text == "None" or (level == '"O2"' and text == "True") or (level == '"O3"' and text == "False"):
             return
         if text in ("True", "False"):
-            raise self._plan.block(
+            raise NeedsHumanError(
                 call,
                 f"`keep_batchnorm_fp32={text}` at level {level}",
                 "O2 keeps normalization in float32 and O3 does not: choose the level that does what you want.",
             )
-        self._plan.tell(
+        self._plan.of(call).tell(
             call,
             "todo",
             f"`keep_batchnorm_fp32={text}` is left out",
             "O2 keeps normalization in float32 and O3 does not. Remove the option if nobody passes it.",
         )
 
-    def _scale(self, found: dict[str, cst.BaseExpression]) -> list[str]:
+    def _scale(self, values: dict[str, ast.expr]) -> list[str]:
         """Write the `loss_scale` option."""
-        text = self._text(found.get("loss_scale"), "None")
+        text = self._text(values.get("loss_scale"), "None")
         bounds = {
-            field: self._source.code(found[name])
+            field: self._program.code(values[name])
             for name, field in (("min_loss_scale", "min_scale"), ("max_loss_scale", "max_scale"))
-            if name in found and not is_none(found[name])
+            if name in values and not is_none(values[name])
         }
         plain = text.strip("\"'")
         if text == "None" or plain == "dynamic":
             if bounds:
                 return [f"loss_scale={loss_scale(bounds)}"]
             return [] if text == "None" else ['loss_scale="dynamic"']
-        value = number(plain)
-        if value is not None:
+        if number(plain) is not None:
             return [f"loss_scale={plain}"]
-        dynamic = loss_scale(bounds) if bounds else '"dynamic"'
-        unset = loss_scale(bounds) if bounds else '"auto"'
-        return [f'loss_scale={unset} if {text} is None else {dynamic} if {text} == "dynamic" else float({text})']
+        if bounds:
+            cases = [loss_scale(bounds), f'if {text} in (None, "dynamic")', f"else float({text})"]
+        else:
+            cases = ['"auto"', f"if {text} is None", f'else "dynamic" if {text} == "dynamic"', f"else float({text})"]
+        option = f"loss_scale={' '.join(cases)}"
+        if len(option) < WIDTH - 20:
+            return [option]
+        return ["loss_scale=(\n" + "".join(f"        {line}\n" for line in cases) + "    )"]
 
-    def _text(self, node: cst.BaseExpression | None, default: str) -> str:
+    def _text(self, node: ast.expr | None, default: str) -> str:
         if node is None:
             return default
-        if isinstance(node, cst.SimpleString):
-            return f'"{node.raw_value}"'
-        return self._source.code(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            code = self._program.code(node)
+            return f'"{code[1:-1]}"' if code[:1] in "\"'" and code[:3] not in ('"""', "'''") else code
+        return self._program.code(node)
 
     # -- the rest ------------------------------------------------------------------------------------------
 
-    def _scale_loss(self, call: cst.Call) -> tuple[cst.With, str]:
-        item = self._source.parent(call)
-        region = self._source.parent(item)
-        found = arguments(call, _SCALE_LOSS)
-        if not isinstance(item, cst.WithItem) or not isinstance(region, cst.With):
-            raise self._plan.block(call, "`amp.scale_loss` is not entered by `with`", _BY_HAND)
-        if found is None or not {"loss", "optimizers"} <= found.keys() <= set(_SCALE_LOSS):
-            raise self._plan.block(call, "`amp.scale_loss` with arguments that cannot be read", _BY_HAND)
+    def _scale_loss(self, call: ast.Call) -> tuple[ast.stmt, ast.expr]:
+        item = self._program.parent(call)
+        region = self._program.parent(item)
+        values = arguments(call, _SCALE_LOSS)
+        if not isinstance(item, ast.withitem) or not isinstance(region, ast.With):
+            raise NeedsHumanError(call, "`amp.scale_loss` is not entered by `with`", _BY_HAND)
+        if values is None or not {"loss", "optimizers"} <= values.keys() <= set(_SCALE_LOSS):
+            raise NeedsHumanError(call, "`amp.scale_loss` with arguments that cannot be read", _BY_HAND)
+        edits = self._plan.of(call)
 
-        def write(updated: cst.Call) -> cst.BaseExpression:
-            made = arguments(updated, _SCALE_LOSS) or {}
-            texts = [self._plan.code(made["loss"]), self._plan.code(made["optimizers"])]
-            if "loss_id" in made and self._plan.code(made["loss_id"]) != "0":
-                texts.append(f"loss_id={self._plan.code(made['loss_id'])}")
-            return self._plan.parse_expression(f"ampx.scale_loss({', '.join(texts)})")
+        def write() -> str:
+            texts = [edits.code(values["loss"]), edits.code(values["optimizers"])]
+            if "loss_id" in values and edits.code(values["loss_id"]) != "0":
+                texts.append(f"loss_id={edits.code(values['loss_id'])}")
+            return f"ampx.scale_loss({', '.join(texts)})"
 
-        self._plan.edit(call, write)
-        return region, self._source.code(found["optimizers"])
+        edits.expression(call, write)
+        return region, values["optimizers"]
 
-    def _load(self, call: cst.Call) -> None:
-        def write(updated: cst.Call) -> cst.BaseExpression:
-            state = self._plan.code(updated.args[0].value)
-            return self._plan.parse_expression(f"ampx.load_state_dict(ampx.import_state({state}))")
+    def _load(self, call: ast.Call) -> None:
+        edits, state = self._plan.of(call), call.args[0]
+        edits.expression(call, lambda: f"ampx.load_state_dict(ampx.import_state({edits.code(state)}))")
 
-        self._plan.edit(call, write)
-
-    def _register(self, call: cst.Call, function: str) -> None:
+    def _register(self, call: ast.Call, function: str) -> None:
         """A function that is registered by module and name is replaced there by its annotated self."""
-        args = [one.value for one in call.args]
-        name = args[1] if len(args) == 2 else None
-        module = dotted(args[0]) if len(args) == 2 else None
-        if module is None or not isinstance(name, cst.SimpleString):
-            raise self._plan.block(call, f"`{self._source.code(call)}` cannot be read", _BY_HAND)
-        if any(one.partition(".")[0] == "torch" for one in self._source.qualified(args[0])):
+        code = self._program.code
+        name = call.args[1] if len(call.args) == 2 else None
+        module = dotted(call.args[0]) if len(call.args) == 2 else None
+        if module is None or not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+            raise NeedsHumanError(call, f"`{code(call)}` cannot be read", _BY_HAND)
+        if any(full.partition(".")[0] == "torch" for full in self._program.qualified(call.args[0])):
             option = {"half_function": "allow", "float_function": "deny"}.get(function)
-            advice = f"Pass `{option}=[{module}.{name.raw_value}]` to `ampx.init`." if option else _BY_HAND
-            raise self._plan.block(call, f"`{self._source.code(call)}` registers a function of PyTorch", advice)
-        full = f"{module}.{name.raw_value}"
-        self._plan.statement(call, lambda _: f"{full} = ampx.{function}({full})")
+            advice = f"Pass `{option}=[{module}.{name.value}]` to `ampx.init`." if option else _BY_HAND
+            raise NeedsHumanError(call, f"`{code(call)}` registers a function of PyTorch", advice)
+        full_name = f"{module}.{name.value}"
+        self._plan.of(call).statement(call, lambda: f"{full_name} = ampx.{function}({full_name})")
+
+
+def _elements_of(node: ast.expr) -> list[ast.expr]:
+    return list(node.elts) if isinstance(node, (ast.List, ast.Tuple)) else [node]

@@ -1,148 +1,697 @@
 """Code of apex scripts that looks at gradients between backward and step.
 
 apex leaves true gradients behind when a `scale_loss` block ends; ampx leaves them scaled until the step. So whatever
-reads or clips them in between gets them made true first.
+reads or clips them in between gets them made true first, by `ampx.unscale`. Such a call is right only where every way
+to it led through a `scale_loss` block, and where no further block of the same optimizer comes before its step. Both
+are shown by following the optimizer's gradients through all ways that the program can take; where they cannot be
+shown, a human has to look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
 
-import libcst as cst
+from .edits import Plan
+from .flow import Place
+from .program import FUNCTIONS, Function, called_name, dotted
+from .report import NeedsHumanError
 
-from .flow import Flow
-from .plan import Plan
-from .source import arguments
+# What an optimizer's gradients are: none that count, times the loss scale, or true. `scaled before`: already when
+# the present function was called, so that its caller has to see to them.
+State: TypeAlias = Literal["clear", "scaled", "scaled before", "true"]
+Fact: TypeAlias = tuple[str, bool]  # the text of a test, and whether it holds
 
 _CLIPS: Final = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value"}
-_STEPS: Final = {"step"}
+_GRADIENTS: Final = re.compile(r"grad", flags=re.I)
+_NO_GRADIENTS: Final = re.compile(
+    r"zero_?grad|no_?grad|enable_grad|requires_grad|retain_grad|grad_enabled|autograd|gradscaler|grad(ient)?_?accum",
+    flags=re.I,
+)
+_ENDS: Final = {"sys.exit", "exit", "quit", "os._exit", "os.abort"}
+_NEW_TENSORS: Final = re.compile(
+    r"(torch\.(zeros|ones|empty|full|rand|randn|randint)(_like)?|torch\.(tensor|from_numpy|as_tensor|stack|cat|clamp|"
+    r"where|normal|arange|linspace|autograd\.Variable))"
+)
+_COPIES: Final = {"clone", "detach", "new_zeros", "new_ones", "new_tensor"}
+_SAME: Final = {"to", "cuda", "cpu", "float", "half", "requires_grad_", "uniform_", "normal_", "clamp_", "zero_"}
+_ADVICE: Final = (
+    "apex leaves true gradients behind a `scale_loss` block, ampx scaled ones until the step. Rewrite this by hand, "
+    "with `ampx.unscale(optimizer)` where gradients are read, once a step; or import `amp` from `ampx_torch.apex`."
+)
+_DEPTH: Final = 6  # calls within calls that are followed
+
+
+@dataclass(frozen=True)
+class World:
+    """One way in which a place can be reached.
+
+    Attributes:
+        state: What the optimizer's gradients are then.
+        facts: Tests that were decided on the way.
+    """
+
+    state: State
+    facts: frozenset[Fact] = frozenset()
+
+
+Worlds: TypeAlias = frozenset[World]
+_NOWHERE: Final[Worlds] = frozenset()
+
+
+@dataclass
+class Exits:
+    """How a block of statements can be left, but for its end."""
+
+    breaks: Worlds = _NOWHERE
+    continues: Worlds = _NOWHERE
+    returns: Worlds = _NOWHERE
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A function that is gone through, or a module.
+
+    Attributes:
+        names: Which of its parameters the optimizer is, and what that is in the outermost function.
+        depth: How many calls it is away from that.
+    """
+
+    names: tuple[tuple[Place, Place], ...]
+    depth: int
+
+
+@dataclass(frozen=True)
+class Unscale:
+    """A call of `ampx.unscale` to be inserted.
+
+    Attributes:
+        statement: The statement before which it stands.
+        optimizer: What the optimizer is called there.
+        place: The same as a place.
+        guard: A test that must hold; None where it always does.
+        after: It stands behind the statement, which is a `scale_loss` block.
+    """
+
+    statement: ast.stmt
+    optimizer: str
+    place: Place
+    guard: Fact | None = None
+    after: bool = False
+
+
+@dataclass
+class Findings:
+    """What going through a program shows for one optimizer.
+
+    Attributes:
+        exposed: Looks at scaled gradients, by the statement before which they would have to be made true.
+        worlds: In which worlds such statements are reached.
+        names: What the optimizer is called there.
+        wrong: What would raise.
+        steps: Whether there is a step.
+    """
+
+    exposed: dict[ast.stmt, ast.AST] = field(default_factory=dict)
+    worlds: dict[ast.stmt, Worlds] = field(default_factory=dict)
+    names: dict[ast.stmt, Place] = field(default_factory=dict)
+    wrong: list[ast.AST] = field(default_factory=list)
+    steps: bool = False
 
 
 class GradientReaders:
     """Plans what makes gradients true in time, and the end of `master_params`."""
 
-    def __init__(self, plan: Plan, flow: Flow, scaled: Sequence[tuple[cst.With, str]]) -> None:
-        """Take the `scale_loss` blocks, each with the code of its optimizers."""
+    def __init__(self, plan: Plan, regions: dict[ast.AST, ast.expr]) -> None:
+        """Take the `scale_loss` blocks, each with the expression of its optimizers."""
         self._plan = plan
-        self._source = plan.source
-        self._flow = flow
-        self._scaled = scaled
-        self._readers = {
-            one.name.value for one in self._source.every(cst.FunctionDef) if self._reads(one) and not self._scales(one)
-        }
+        self.program = plan.program
+        self.regions = regions
+        self._by_function: dict[ast.AST, list[ast.AST]] = {}
+        for region in regions:
+            self._by_function.setdefault(self.program.function(region), []).append(region)
+        self.flow = plan.flow
+        self._reached = self._lead_to_a_block()
+        while self._load_callees():
+            self.flow = plan.flow
+            self._reached = self._lead_to_a_block()
 
-    def rewrite(self, masters: Sequence[cst.Call]) -> None:
-        """Plan the edits; `masters` are the calls of `master_params`."""
-        clipped = {call for call in masters if self._clip(call)}
+    def rewrite(self, masters: list[ast.Call]) -> None:
+        """Plan the edits.
+
+        Args:
+            masters: The calls of `master_params`.
+
+        Raises:
+            NeedsHumanError: Gradients are read, and it cannot be shown how they are made true.
+        """
+        clips = {clip for call in masters if (clip := self._clip_of(call)) is not None}
+        inserted = self._insertions(clips, set(masters))
+        if inserted is None and clips:
+            clips = set()
+            inserted = self._insertions(clips, set(masters))
         for call in masters:
-            if call not in clipped:
-                optimizer = self._source.code(call.args[0].value)
-                self._plan.expression(
-                    call,
-                    f'(parameter for group in {optimizer}.param_groups for parameter in group["params"])',
-                )
-        done: set[cst.CSTNode] = set()
-        for region, optimizers in self._scaled:
-            blocks: set[cst.CSTNode] = set()
-            for statement in self._until_step(region):
-                if statement in done or not self._looks(statement, clipped):
-                    continue
-                done.add(statement)
-                block = self._source.block(statement)
-                conditions = self._conditions(region, statement)
-                if conditions is None or block in blocks:
-                    continue
-                blocks.add(block)
-                text = f"ampx.unscale({optimizers})"
-                self._plan.insert_before(
-                    statement, f"if {' and '.join(conditions)}:\n    {text}" if conditions else text
-                )
+            optimizer = self.program.code(call.args[0])
+            clip = self._clip_of(call)
+            if clip in clips and clip is not None:
+                self._plan.of(clip).expression(clip, self._write_clip(clip, optimizer))
+            else:
+                text = f'(parameter for group in {optimizer}.param_groups for parameter in group["params"])'
+                self._plan.of(call).expression(call, text)
+        for unscale in sorted(inserted or (), key=lambda unscale: self.program.order(unscale.statement)):
+            text = f"ampx.unscale({unscale.optimizer})"
+            if unscale.guard is not None:
+                text = f"if {_written(unscale.guard)}:\n    {text}"
+            edits = self._plan.of(unscale.statement)
+            (edits.insert_after if unscale.after else edits.insert_before)(unscale.statement, text)
 
-    def _conditions(self, region: cst.With, statement: cst.CSTNode) -> list[str] | None:
-        """Give what must hold at a statement for a block to have run before it; None if it cannot have."""
-        here = self._tests(statement)
-        found = []
-        for node, (test, holds) in self._tests(region).items():
-            if node in here:
-                continue
-            known = [truth for other, truth in here.values() if other == test]
-            if known and holds not in known:
-                return None
-            if not known:
-                found.append(test if holds else f"not ({test})")
-        return found
+    # -- clipping of master parameters ---------------------------------------------------------------------
 
-    def _tests(self, node: cst.CSTNode) -> dict[cst.CSTNode, tuple[str, bool]]:
-        return {
-            one: (self._source.code(one.test), part is one.body)
-            for one, part in self._source.branches(node).items()
-            if isinstance(one, cst.If)
-        }
+    def _clip_of(self, master: ast.Call) -> ast.Call | None:
+        """Return the call that clips these master parameters by their L2 norm, which ampx has a function for."""
+        call = self.program.parent(master)
+        if not isinstance(call, ast.Call) or called_name(call) not in ("clip_grad_norm_", "clip_grad_norm"):
+            return None
+        names = {keyword.arg for keyword in call.keywords}
+        plain = len(call.args) + len(call.keywords) == 2 and call.args[:1] == [master] and names <= {"max_norm"}
+        return call if plain and not any(isinstance(value, ast.Starred) for value in call.args) else None
 
-    def _clip(self, master: cst.Call) -> bool:
-        """Turn the clipping of master parameters by their L2 norm into ampx's; tell whether it was that."""
-        call = self._source.parent(self._source.parent(master))
-        if not isinstance(call, cst.Call) or _name(call) not in ("clip_grad_norm_", "clip_grad_norm"):
+    def _write_clip(self, clip: ast.Call, optimizer: str) -> str:
+        bound = clip.args[1] if len(clip.args) == 2 else clip.keywords[0].value
+        return f"ampx.clip_grad_norm({optimizer}, {self._plan.of(clip).code(bound)})"
+
+    # -- what has to be inserted -----------------------------------------------------------------------------
+
+    def _insertions(self, clips: set[ast.Call], masters: set[ast.Call]) -> set[Unscale] | None:
+        """Return what makes all gradients true in time; None where a clip is reached without a block before it."""
+        inserted: set[Unscale] = set()
+        for root in self._roots():
+            for optimizer in self._optimizers(root):
+                if not _Walk(self, optimizer, clips, masters).settle(root, inserted):
+                    return None
+        return inserted
+
+    def _lead_to_a_block(self) -> set[ast.AST]:
+        """Return the functions and modules that hold a block, or call what does."""
+        reached: set[ast.AST] = set()
+        waiting = list(self._by_function)
+        while waiting:
+            function = waiting.pop()
+            if function not in reached:
+                reached.add(function)
+                if isinstance(function, FUNCTIONS):
+                    waiting += [self.program.function(call) for call in self.flow.calls_of(function)]
+        return reached
+
+    def _load_callees(self) -> bool:
+        """Take in the files of functions that training calls; return whether there was one."""
+        calls = [call for function in self._reached for call in self._calls_in(function)]
+        return any([self.program.load(call.func) for call in calls])
+
+    def _roots(self) -> list[ast.AST]:
+        """Return the functions and modules that somebody outside starts, and that lead to a block."""
+        roots = [one for one in self._reached if not isinstance(one, FUNCTIONS) or self._is_started_outside(one)]
+        below: set[ast.AST] = set()
+        for root in roots:
+            self._below(root, below)
+        return [*roots, *(one for one in self._reached if one not in below)]
+
+    def _is_started_outside(self, function: Function) -> bool:
+        """Return whether a function is called by who is not seen, as far as can be told."""
+        calls = [call.func for call in self.flow.calls_of(function)]
+        uses = self.flow.uses.get((self.program.scope(function), function.name), [])
+        return not calls or any(use not in calls for use in uses) or self.program.is_used_elsewhere(function)
+
+    def _below(self, root: ast.AST, seen: set[ast.AST]) -> None:
+        if root not in seen:
+            seen.add(root)
+            for call in self._calls_in(root):
+                function = self.flow.called(call)
+                if function is not None:
+                    self._below(function, seen)
+
+    def _calls_in(self, root: ast.AST) -> list[ast.Call]:
+        return [call for call in self.program.under(root, ast.Call) if self.program.function(call) is root]
+
+    def _optimizers(self, root: ast.AST) -> list[Place]:
+        """Return the optimizers of the blocks that a root leads to, as the root knows them."""
+        optimizers: dict[Place, None] = {}
+        waiting: list[tuple[ast.AST, dict[Place, Place], int]] = [(root, {}, 0)]
+        while waiting:
+            function, names, depth = waiting.pop()
+            for region in self._by_function.get(function, []):
+                optimizers.update(dict.fromkeys(self.known_as(one, names) for one in elements(self.regions[region])))
+            for call in self._calls_in(function) if depth < _DEPTH else ():
+                callee = self.flow.called(call)
+                if callee is not None and callee is not function:
+                    waiting.append((callee, self.names_in(call, callee, names), depth + 1))
+        return list(optimizers)
+
+    # -- names across calls ----------------------------------------------------------------------------------
+
+    def known_as(self, node: ast.AST, names: Mapping[Place, Place]) -> Place:
+        """Return what an expression stands for in the outermost function; what is no name is known by its text."""
+        place = self.flow.place(node) or (None, ast.unparse(node))
+        return names.get(place, place)
+
+    def names_in(self, call: ast.Call, function: Function, names: Mapping[Place, Place]) -> dict[Place, Place]:
+        """Return what the parameters of a called function stand for in the outermost function."""
+        passed = self.flow.passed(call, function)
+        return {self.flow.parameter_place(parameter): self.known_as(value, names) for parameter, value in passed}
+
+    def leads_to_a_block(self, node: ast.AST) -> bool:
+        """Return whether there is a block or a step in a statement, or in a function that it calls."""
+        return any(
+            inner in self.regions
+            or (
+                isinstance(inner, ast.Call)
+                and (called_name(inner) == "step" or self.flow.called(inner) in self._reached)
+            )
+            for inner in ast.walk(node)
+        )
+
+
+def elements(optimizers: ast.expr) -> list[ast.expr]:
+    """Return the optimizers of a block, which may be a list."""
+    return list(optimizers.elts) if isinstance(optimizers, (ast.List, ast.Tuple)) else [optimizers]
+
+
+class _Walk:
+    """Goes all ways through a program, for one optimizer."""
+
+    def __init__(
+        self, readers: GradientReaders, optimizer: Place, clips: set[ast.Call], masters: set[ast.Call]
+    ) -> None:
+        self._readers = readers
+        self._program = readers.program
+        self._flow = readers.flow
+        self._optimizer = optimizer
+        self._clips, self._masters = clips, masters
+        self._tests = self._tests_around_blocks()
+        self._unscales: dict[ast.stmt, list[Unscale]] = {}
+        self._findings = Findings()
+        self._muted = False
+        self._running: list[ast.AST] = []
+        self._bubbling: list[list[ast.AST]] = []  # looks at gradients that were scaled before the present call
+        self._seen: dict[object, tuple[Worlds, list[ast.AST]]] = {}
+
+    # -- deciding --------------------------------------------------------------------------------------------
+
+    def settle(self, root: ast.AST, inserted: set[Unscale]) -> bool:
+        """Add what this optimizer needs; return False where a clip is reached without a block before it.
+
+        Raises:
+            NeedsHumanError: It cannot be told what it needs.
+        """
+        first = found = self._look(root, inserted)
+        needed = set(inserted)
+        while fresh := [statement for statement in found.exposed if not self._has(needed, statement)]:
+            statement = min(fresh, key=self._program.order)
+            place = found.names[statement]
+            needed.add(Unscale(statement, place[1], place, self._guard(found.worlds[statement])))
+            found = self._look(root, needed)
+        if (found.exposed or found.wrong) and first.exposed:  # right behind the blocks, then
+            behind = inserted | self._behind_blocks()
+            again = self._look(root, behind)
+            if not again.exposed and not again.wrong:
+                needed, found = behind, again
+        if any(node in self._clips for node in found.wrong):
             return False
-        found = arguments(call, ("parameters", "max_norm"))
-        if found is None or found.keys() != {"parameters", "max_norm"} or found["parameters"] is not master:
-            return False
-        optimizer = master.args[0].value
-
-        def write(updated: cst.Call) -> cst.BaseExpression:
-            made = arguments(updated, ("parameters", "max_norm")) or {}
-            bound = self._plan.code(made["max_norm"])
-            return self._plan.parse_expression(f"ampx.clip_grad_norm({self._source.code(optimizer)}, {bound})")
-
-        self._plan.edit(call, write)
+        if found.exposed or found.wrong:
+            reads = first.exposed or found.exposed
+            node = reads[min(reads, key=self._program.order)] if reads else found.wrong[0]
+            raise NeedsHumanError(
+                node,
+                f"`{self._short(node)}`: it cannot be shown where gradients of `{self._optimizer[1]}` have to be true",
+                _ADVICE,
+            )
+        inserted |= needed
         return True
 
-    def _until_step(self, region: cst.With) -> list[cst.CSTNode]:
-        """Give the statements that run after a block and before the next step or backward, as the text has them."""
-        home = self._source.function(region)
-        end = max(self._source.order(one) for one in self._source.everything_under(region))
-        found: list[cst.CSTNode] = []
-        for node in self._source.nodes:
-            if self._source.order(node) <= end or self._source.function(node) is not home:
-                continue
-            if isinstance(node, cst.With) and any(node is other for other, _ in self._scaled):
-                if found or self._next_in_block(region) is node:
-                    break
-                continue
-            if isinstance(node, cst.Call) and _name(node) in _STEPS:
+    def _has(self, unscales: set[Unscale], statement: ast.stmt) -> bool:
+        return any(unscale.statement is statement for unscale in unscales)
+
+    def _short(self, node: ast.AST) -> str:
+        return self._program.code(node).split("\n")[0].strip()[:60]
+
+    def _guard(self, worlds: Worlds) -> Fact | None:
+        """Return the test by which the ways that led through a block differ from the others; None for no need."""
+        scaled = [world for world in worlds if world.state != "clear"]
+        clear = [world for world in worlds if world.state == "clear"]
+        if not clear or not scaled:
+            return None
+        for test, holds in sorted(frozenset.intersection(*(world.facts for world in scaled))):
+            if all((test, not holds) in world.facts for world in clear):
+                return test, holds
+        return None
+
+    def _behind_blocks(self) -> set[Unscale]:
+        unscales = set()
+        for region, optimizers in self._readers.regions.items():
+            for optimizer in elements(optimizers):
+                place = self._readers.known_as(optimizer, {})
+                assert isinstance(region, ast.stmt)
+                unscales.add(Unscale(region, self._program.code(optimizer), place, after=True))
+        return unscales
+
+    def _tests_around_blocks(self) -> set[str]:
+        tests = set()
+        for region in self._readers.regions:
+            for branch in self._program.branches(region):
+                tests |= {test for holds in (True, False) for test, _ in self._facts(branch.test, holds)}
+        return tests
+
+    # -- going -----------------------------------------------------------------------------------------------
+
+    def _look(self, root: ast.AST, unscales: set[Unscale]) -> Findings:
+        """Go through a root as often as it changes something: nobody knows how often it is called.
+
+        Raises:
+            NeedsHumanError: It leaves scaled gradients to a caller who is not seen, and who may read them.
+        """
+        self._findings = Findings()
+        self._unscales = {}
+        for unscale in unscales:
+            self._unscales.setdefault(unscale.statement, []).append(unscale)
+        frame = Frame((), 0)
+        worlds: Worlds = frozenset({World("clear")})
+        while True:
+            exits = Exits()
+            self._running, self._bubbling, self._seen = [root], [[]], {}
+            after = self._block(root.body, worlds, frame, exits)  # type: ignore[attr-defined]
+            ends = frozenset(World(world.state) for world in after | exits.returns)
+            if isinstance(root, ast.Module) or ends <= worlds:
                 break
-            if isinstance(node, (cst.SimpleStatementLine, cst.For)) and not self._nested(node, found):
-                found.append(node)
-        return found
+            worlds |= ends
+        if isinstance(root, FUNCTIONS) and World("scaled") in ends and not self._findings.steps:
+            name = self._optimizer[1]
+            raise NeedsHumanError(
+                root, f"`{root.name}` leaves gradients of `{name}` behind, and it is not seen who reads them", _ADVICE
+            )
+        return self._findings
 
-    def _next_in_block(self, statement: cst.CSTNode) -> cst.CSTNode | None:
-        block = self._source.block(statement)
-        body: list[cst.CSTNode] = list(getattr(block, "body", ()))
-        position = body.index(statement) + 1 if statement in body else len(body)
-        return body[position] if position < len(body) else None
+    def _block(self, statements: Iterable[ast.stmt], worlds: Worlds, frame: Frame, exits: Exits) -> Worlds:
+        for statement in statements:
+            if not worlds:
+                break
+            known = self._findings.worlds.get(statement, _NOWHERE)
+            self._findings.worlds[statement] = known | worlds
+            unscales = self._own_unscales(statement, frame)
+            worlds = self._unscale(statement, worlds, [one for one in unscales if not one.after])
+            worlds = self._statement(statement, worlds, frame, exits)
+            worlds = self._unscale(statement, worlds, [one for one in unscales if one.after])
+        return worlds
 
-    def _nested(self, node: cst.CSTNode, found: Sequence[cst.CSTNode]) -> bool:
-        return any(self._source.inside(node, one) for one in found)
+    def _own_unscales(self, statement: ast.stmt, frame: Frame) -> list[Unscale]:
+        names = dict(frame.names)
+        unscales = self._unscales.get(statement, [])
+        return [unscale for unscale in unscales if names.get(unscale.place, unscale.place) == self._optimizer]
 
-    def _looks(self, statement: cst.CSTNode, clipped: set[cst.Call]) -> bool:
-        """Tell whether a statement reads gradients, but for ampx's own clipping."""
-        for call in self._source.under(statement, cst.Call):
-            if _name(call) in _CLIPS:
-                return not any(self._source.inside(one, call) for one in clipped)
-            if _name(call) in self._readers:
-                return True
-        return self._reads(statement)
+    def _unscale(self, statement: ast.stmt, worlds: Worlds, unscales: list[Unscale]) -> Worlds:
+        """Carry out what was inserted."""
+        for unscale in unscales:
+            after = set()
+            for world in worlds:
+                skipped = unscale.guard is not None and (unscale.guard[0], not unscale.guard[1]) in world.facts
+                if not skipped and world.state == "clear":
+                    self._findings.wrong.append(statement)
+                after.add(world if skipped else World("true", world.facts))
+            worlds = frozenset(after)
+        return worlds
 
-    def _reads(self, node: cst.CSTNode) -> bool:
-        attributes = {one.attr.value for one in self._source.under(node, cst.Attribute)}
-        calls = {_name(one) for one in self._source.under(node, cst.Call)}
-        return "grad" in attributes or bool(calls & (_CLIPS | {"master_params"}))
+    def _statement(self, statement: ast.stmt, worlds: Worlds, frame: Frame, exits: Exits) -> Worlds:
+        match statement:
+            case ast.If():
+                worlds = self._evaluate(statement.test, worlds, statement, frame)
+                body = self._block(statement.body, self._assume(worlds, statement.test, True), frame, exits)
+                other = self._block(statement.orelse, self._assume(worlds, statement.test, False), frame, exits)
+                return body | other
+            case ast.For() | ast.AsyncFor() | ast.While():
+                return self._loop(statement, worlds, frame, exits)
+            case ast.With() | ast.AsyncWith():
+                return self._with(statement, worlds, frame, exits)
+            case ast.Try():
+                return self._try(statement, worlds, frame, exits)
+            case ast.Match():
+                worlds = self._evaluate(statement.subject, worlds, statement, frame)
+                return worlds.union(*(self._block(case.body, worlds, frame, exits) for case in statement.cases))
+            case ast.Return():
+                exits.returns |= self._evaluate(statement, worlds, statement, frame)
+                return _NOWHERE
+            case ast.Raise():
+                return _NOWHERE
+            case ast.Break():
+                exits.breaks |= worlds
+                return _NOWHERE
+            case ast.Continue():
+                exits.continues |= worlds
+                return _NOWHERE
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                return worlds
+        return self._evaluate(statement, worlds, statement, frame)
 
-    def _scales(self, function: cst.FunctionDef) -> bool:
-        return any(self._source.inside(region, function) for region, _ in self._scaled)
+    def _loop(self, loop: ast.For | ast.AsyncFor | ast.While, worlds: Worlds, frame: Frame, exits: Exits) -> Worlds:
+        endless = isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+        worlds = self._evaluate(loop.test if isinstance(loop, ast.While) else loop.iter, worlds, loop, frame)
+        while True:
+            inside = Exits()
+            after = self._block(loop.body, worlds, frame, inside) | inside.continues
+            if after <= worlds:
+                break
+            worlds |= after
+        exits.returns |= inside.returns
+        finished = _NOWHERE if endless else self._block(loop.orelse, worlds, frame, exits)
+        return finished | inside.breaks
+
+    def _try(self, statement: ast.Try, worlds: Worlds, frame: Frame, exits: Exits) -> Worlds:
+        inside = Exits()
+        body = self._block(statement.body, worlds, frame, inside)
+        handled = [self._block(handler.body, worlds | body, frame, inside) for handler in statement.handlers]
+        after = self._block(statement.orelse, body, frame, inside).union(*handled)
+        exits.breaks |= self._block(statement.finalbody, inside.breaks, frame, exits)
+        exits.continues |= self._block(statement.finalbody, inside.continues, frame, exits)
+        exits.returns |= self._block(statement.finalbody, inside.returns, frame, exits)
+        return self._block(statement.finalbody, after, frame, exits)
+
+    def _with(self, region: ast.With | ast.AsyncWith, worlds: Worlds, frame: Frame, exits: Exits) -> Worlds:
+        optimizers = self._readers.regions.get(region)
+        names = dict(frame.names)
+        if optimizers is None:
+            for item in region.items:
+                worlds = self._evaluate(item.context_expr, worlds, region, frame)
+        elif any(self._readers.known_as(one, names) == self._optimizer for one in elements(optimizers)):
+            if any(world.state == "true" for world in worlds):
+                self._findings.wrong.append(region)
+            muted, self._muted = self._muted, True  # in the block gradients are scaled with apex, too
+            worlds = self._block(region.body, worlds, frame, exits)
+            self._muted = muted
+            return frozenset(
+                world if world.state == "scaled before" else World("scaled", world.facts) for world in worlds
+            )
+        return self._block(region.body, worlds, frame, exits)
+
+    # -- expressions -----------------------------------------------------------------------------------------
+
+    def _evaluate(self, node: ast.AST, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
+        """Carry out what a statement, or an expression of its head, does to the gradients."""
+        for event in _events(node):
+            if isinstance(event, ast.Call):
+                worlds = self._call(event, worlds, statement, frame)
+            elif not self._program.qualified(event) and not self._is_no_parameter(event):
+                self._read(event, worlds, statement, frame)
+        return worlds
+
+    def _call(self, call: ast.Call, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
+        name, function = called_name(call), call.func
+        names = dict(frame.names)
+        holder = function.value if isinstance(function, ast.Attribute) else None
+        own = holder is not None and self._readers.known_as(holder, names) == self._optimizer
+        if own and name == "step":
+            if call.args or call.keywords or self._muted:  # a closure
+                self._findings.wrong.append(call)
+            self._findings.steps = True
+            return _in_state(worlds, "clear")
+        if name == "zero_grad":  # of the model: ampx notices that true gradients went, and scaled ones may stay scaled
+            return frozenset(World("clear" if own or w.state == "true" else w.state, w.facts) for w in worlds)
+        if dotted(function) in _ENDS:
+            return _NOWHERE
+        if call in self._clips:
+            master = call.args[0]
+            assert isinstance(master, ast.Call)
+            if self._readers.known_as(master.args[0], names) != self._optimizer:
+                return worlds
+            if any(world.state == "clear" for world in worlds):
+                self._findings.wrong.append(call)
+            return _in_state(worlds, "true")
+        callee = self._flow.called(call)
+        if callee is not None and callee not in self._running and frame.depth < _DEPTH:
+            return self._inline(call, callee, worlds, statement, frame)
+        full = min(self._program.qualified(function), default=name)
+        of_masters = call in self._masters and self._program.parent(call) not in self._clips
+        if of_masters or name in _CLIPS or (_GRADIENTS.search(name) and not _NO_GRADIENTS.search(full)):
+            self._read(call, worlds, statement, frame)
+        return worlds
+
+    def _inline(self, call: ast.Call, callee: Function, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
+        """Go through a function that is called."""
+        inner = self._readers.names_in(call, callee, dict(frame.names))
+        own = tuple((parameter, place) for parameter, place in inner.items() if place == self._optimizer)
+        after: set[World] = set()
+        for world in worlds:
+            state: State = "scaled before" if world.state == "scaled" else world.state
+            key = callee, own, state, self._muted
+            if key not in self._seen:
+                exits = Exits()
+                self._running.append(callee)
+                self._bubbling.append([])
+                ends = self._block(callee.body, frozenset({World(state)}), Frame(own, frame.depth + 1), exits)
+                self._running.pop()
+                self._seen[key] = ends | exits.returns, self._bubbling.pop()
+            ends, reads = self._seen[key]
+            if reads:
+                self._read(reads[0], frozenset({world}), statement, frame)
+            for end in ends:
+                after.add(World(world.state if end.state == "scaled before" else end.state, world.facts))
+        return frozenset(after)
+
+    def _read(self, node: ast.AST, worlds: Worlds, statement: ast.stmt, frame: Frame) -> None:
+        """Note that gradients are looked at."""
+        states = set() if self._muted else {world.state for world in worlds}
+        if "scaled before" in states:
+            self._bubbling[-1].append(node)
+        if "scaled" in states:
+            anchor = self._anchor(statement)
+            self._findings.exposed.setdefault(anchor, node)
+            self._findings.names[anchor] = self._named(node, anchor, frame)
+
+    def _anchor(self, statement: ast.stmt) -> ast.stmt:
+        """Return the statement before which gradients are made true: the outermost loop that only looks at them."""
+        anchor = statement
+        for outer in self._program.around(statement):
+            if isinstance(outer, (*FUNCTIONS, ast.Module)) or outer in self._readers.regions:
+                break
+            if isinstance(outer, (ast.For, ast.AsyncFor, ast.While)):
+                if self._readers.leads_to_a_block(outer):
+                    break
+                anchor = outer
+        while self._is_elif(anchor):
+            anchor = self._program.statement(self._program.parent(anchor))
+        return anchor
+
+    def _is_elif(self, statement: ast.stmt) -> bool:
+        parent = self._program.parent(statement)
+        is_other = isinstance(parent, ast.If) and parent.orelse == [statement]
+        return is_other and self._program.code(statement).startswith("elif")
+
+    def _named(self, node: ast.AST, anchor: ast.stmt, frame: Frame) -> Place:
+        """Return what the optimizer is called at a statement, as a place.
+
+        Raises:
+            NeedsHumanError: It has no name there.
+        """
+        for parameter, place in frame.names:
+            if place == self._optimizer:
+                return parameter
+        owner, text = self._optimizer
+        root = text.partition(".")[0].partition("[")[0]
+        cls = self._program.enclosing_class(anchor)
+        if root == "self" and cls is not None and self._flow.family(cls) is owner:
+            return self._optimizer
+        scope = self._program.scope(anchor).find(root)
+        if scope is not None and owner in (scope, None):
+            return self._optimizer
+        raise NeedsHumanError(node, f"`{text}` has no name where its gradients are read", _ADVICE)
+
+    def _is_no_parameter(self, gradient: ast.Attribute) -> bool:
+        """Return whether a gradient is of a tensor that the script made, such as an input, and trains nowhere."""
+        tensor = gradient.value
+        place = self._flow.place(tensor)
+        bindings = self._flow.bindings.get(place, []) if place is not None else []
+        if not bindings or not all(self._is_new(binding.value) for binding in bindings):
+            return False
+        for use in self._flow.uses.get(place, []) if place is not None else ():
+            for outer in self._program.around(use):
+                if isinstance(outer, ast.Call) and any("optim" in name for name in self._program.qualified(outer.func)):
+                    return False
+                if isinstance(outer, ast.stmt):
+                    break
+        return True
+
+    def _is_new(self, value: ast.expr | None) -> bool:
+        """Return whether an expression makes a tensor of its own."""
+        if isinstance(value, ast.BinOp):
+            return True
+        if isinstance(value, ast.Attribute):
+            return value.attr == "data"
+        if not isinstance(value, ast.Call):
+            return False
+        if any(_NEW_TENSORS.fullmatch(name) for name in self._program.qualified(value.func)):
+            return True
+        function = value.func
+        if isinstance(function, ast.Attribute) and function.attr in _SAME:
+            return self._is_new(function.value)
+        return isinstance(function, ast.Attribute) and function.attr in _COPIES
+
+    # -- tests -----------------------------------------------------------------------------------------------
+
+    def _assume(self, worlds: Worlds, test: ast.expr, holds: bool) -> Worlds:
+        """Return the worlds in which a test has this outcome."""
+        facts = frozenset(fact for fact in self._facts(test, holds) if fact[0] in self._tests)
+        return frozenset(
+            World(world.state, world.facts | facts)
+            for world in worlds
+            if not any((text, not truth) in world.facts for text, truth in facts)
+        )
+
+    def _facts(self, test: ast.expr, holds: bool) -> Iterator[Fact]:
+        """Yield what is known when a test holds, or does not, of tests whose outcome stays."""
+        match test:
+            case ast.UnaryOp(op=ast.Not()):
+                yield from self._facts(test.operand, not holds)
+            case ast.BoolOp():
+                if isinstance(test.op, ast.And) is holds:
+                    for value in test.values:
+                        yield from self._facts(value, holds)
+            case ast.Compare(ops=[ast.IsNot()]) if self._stays(test):
+                yield ast.unparse(ast.Compare(test.left, [ast.Is()], test.comparators)), not holds
+            case ast.Compare(ops=[ast.NotEq()]) if self._stays(test):
+                yield ast.unparse(ast.Compare(test.left, [ast.Eq()], test.comparators)), not holds
+            case ast.Name() | ast.Attribute() | ast.Compare() if self._stays(test):
+                yield ast.unparse(test), holds
+
+    def _stays(self, test: ast.expr) -> bool:
+        """Return whether a test has one outcome while a function runs: of names that no loop changes."""
+        for node in ast.walk(test):
+            if isinstance(node, (ast.Call, ast.Subscript, ast.Await, ast.Yield)):
+                return False
+            place = self._flow.place(node) if isinstance(node, (ast.Name, ast.Attribute)) else None
+            bindings = self._flow.bindings.get(place, []) if place is not None else []
+            if any(self._program.loops(binding.node) for binding in bindings):
+                return False
+        return True
 
 
-def _name(call: cst.Call) -> str:
-    func = call.func
-    return func.attr.value if isinstance(func, cst.Attribute) else func.value if isinstance(func, cst.Name) else ""
+def _in_state(worlds: Worlds, state: State) -> Worlds:
+    return frozenset(World(state, world.facts) for world in worlds)
+
+
+def _events(node: ast.AST) -> Iterator[ast.Call | ast.Attribute]:
+    """Yield the calls and the looks at gradients in a statement, each after what it contains."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*FUNCTIONS, ast.Lambda, ast.ClassDef)):
+            yield from _events(child)
+    reads = isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.Call) or reads:
+        yield node  # type: ignore[misc]
+    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute) and node.target.attr == "grad":
+        yield node.target
+
+
+def _written(fact: Fact) -> str:
+    test, holds = fact
+    if holds:
+        return test
+    return f"{test.removesuffix(' is None')} is not None" if test.endswith(" is None") else f"not ({test})"

@@ -1,34 +1,32 @@
-"""Rewrite one file's text."""
+"""Rewrite the files of a tree, program by program.
+
+Files that belong to one program, by their imports, and that use the old API of one framework are rewritten together or
+not at all: a session, a scaler or an optimizer that goes from one to the other would be of two kinds.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import libcst as cst
-
-from . import fluid_amp, imports
-from .apex_amp import ROOTS as APEX_ROOTS
-from .apex_amp import ApexAmp
-from .mxnet_amp import ROOTS as MXNET_ROOTS
-from .mxnet_amp import MXNetAmp
-from .paddle_amp import ROOTS as PADDLE_ROOTS
-from .paddle_amp import PaddleAmp
-from .plan import Plan
+from . import apex_amp, fluid_amp, imports, mxnet_amp, paddle_amp, tensorflow_amp, torch_amp
+from .edits import Edits, Plan
+from .program import Modules, Program
 from .report import FileReport, Finding, NeedsHumanError
 from .source import Source
-from .tensorflow_amp import TensorFlowAmp
-from .torch_amp import ROOTS as TORCH_ROOTS
-from .torch_amp import TorchAmp
 
 # What every file that uses one of the old names contains; others are not even parsed.
 _HINT: Final = re.compile(
     rb"\bamp\b|autocast|auto_cast|mixed_precision|LossScaleOptimizer|\bapex\b|GradScaler|AmpScaler|amp_guard"
 )
+# What a file contains that works with a scaler made elsewhere.
+_RECEIVER: Final = re.compile(rb"\.unscale_\(|\.scale\(|\bscaler\b")
+_SCALED: Final = ("torch", "paddle")
 
 
 @dataclass(frozen=True)
@@ -38,130 +36,353 @@ class Dialect:
     Attributes:
         name: What users call it.
         framework: The framework of its session.
-        roots: Full names that imports of it start with.
+        starts: Full names, or the modules they are in, whose use is a reason to change a file.
+        roots: Full names that its imports start with, and whether `import ampx` takes the place of such an import.
         rewrite: Plans the edits.
-        in_place: Whether `import ampx` takes the place of its import.
-        calls_ampx: Whether what it writes calls `ampx`.
     """
 
     name: str
     framework: str
-    roots: tuple[str, ...]
+    starts: tuple[str, ...]
+    roots: Mapping[str, bool]
     rewrite: Callable[[Plan], None]
-    in_place: bool = False
-    calls_ampx: bool = True
 
 
 DIALECTS: Final = (
-    Dialect("apex.amp", "torch", APEX_ROOTS, lambda plan: ApexAmp(plan).rewrite(), in_place=True),
-    Dialect("mxnet.amp", "mxnet", MXNET_ROOTS, lambda plan: MXNetAmp(plan).rewrite(), in_place=True),
-    Dialect("paddle.amp", "paddle", PADDLE_ROOTS, lambda plan: PaddleAmp(plan).rewrite()),
-    Dialect("paddle.fluid", "paddle", (), fluid_amp.rewrite, calls_ampx=False),
-    Dialect("TensorFlow", "tensorflow", (), lambda plan: TensorFlowAmp(plan).rewrite()),
-    Dialect("torch.amp", "torch", TORCH_ROOTS, lambda plan: TorchAmp(plan).rewrite()),
+    Dialect("apex.amp", "torch", ("apex.amp",), {"apex": True}, lambda plan: apex_amp.ApexAmp(plan).rewrite()),
+    Dialect(
+        "mxnet.amp",
+        "mxnet",
+        mxnet_amp.ROOTS,
+        dict.fromkeys(mxnet_amp.ROOTS, True),
+        lambda plan: mxnet_amp.MXNetAmp(plan).rewrite(),
+    ),
+    Dialect(
+        "paddle.amp", "paddle", tuple(paddle_amp.SCALERS), dict.fromkeys(paddle_amp.ROOTS, False), paddle_amp.rewrite
+    ),
+    Dialect("paddle.fluid", "paddle", (*fluid_amp.ROOTS, *fluid_amp.EAGER), {}, fluid_amp.rewrite),
+    Dialect(
+        "TensorFlow",
+        "tensorflow",
+        tensorflow_amp.ROOTS,
+        {},
+        lambda plan: tensorflow_amp.TensorFlowAmp(plan).rewrite(),
+    ),
+    Dialect(
+        "torch.amp",
+        "torch",
+        tuple(torch_amp.SCALERS),
+        dict.fromkeys(torch_amp.ROOTS, False),
+        lambda plan: torch_amp.TorchAmp(plan).rewrite(),
+    ),
 )
 
 
+def is_hinted(data: bytes) -> bool:
+    """Return whether a file may use one of the old names."""
+    return _HINT.search(data) is not None
+
+
+@dataclass
+class Outline:
+    """What a file is, as far as it can be told by itself.
+
+    Attributes:
+        path: The file.
+        frameworks: Those whose old API it uses in a way that would change it.
+        error: Why it cannot be read; None where it can.
+    """
+
+    path: Path
+    frameworks: frozenset[str] = frozenset()
+    error: Finding | None = None
+
+
+def outline(path: Path, data: bytes) -> Outline:
+    """Parse a file and tell what it uses. Never raises for what is in it."""
+    try:
+        program = Program()
+        program.add(Source(path, data))
+        references = program.references()
+    except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+        return Outline(path, error=_unreadable(data, error))
+    frameworks = {
+        dialect.framework
+        for dialect in DIALECTS
+        for node, name in references
+        if _is_reason(name, dialect) and not program.in_annotation(node)
+    }
+    return Outline(path, frozenset(frameworks))
+
+
+def _is_reason(name: str, dialect: Dialect) -> bool:
+    """Return whether the use of a name is a reason to change a file."""
+    if not f"{name}.".startswith(tuple(f"{start}." for start in dialect.starts)):
+        return False
+    words = name.split(".")
+    return dialect.name != "TensorFlow" or "LossScaleOptimizer" in words or "experimental" in words
+
+
+# -- programs --------------------------------------------------------------------------------------------------
+
+
+def programs(
+    outlines: Iterable[Outline], data: Mapping[Path, bytes], imports: Mapping[Path, Sequence[Path]]
+) -> list[list[Path]]:
+    """Return the files that have to be looked at, those of one program together.
+
+    Two files are of one program where one imports the other, or a third imports both, directly or through others.
+
+    Args:
+        outlines: Of the files that may use an old name.
+        data: The bytes of all files of the tree.
+        imports: Which of them each imports.
+    """
+    known = {outline.path: outline for outline in outlines}
+    groups = _Groups()
+    for framework in sorted({framework for outline in known.values() for framework in outline.frameworks}):
+        members = {path for path, one in known.items() if framework in one.frameworks or one.error is not None}
+        if framework in _SCALED:
+            members |= {path for path, content in data.items() if _RECEIVER.search(content)}
+        for connected in _connected(imports, members):
+            if any(path in known and framework in known[path].frameworks for path in connected):
+                groups.join(connected)
+    for path, one in known.items():
+        if one.error is None:
+            groups.join([path])
+    return groups.all()
+
+
+def _connected(imported: Mapping[Path, Sequence[Path]], members: set[Path]) -> list[list[Path]]:
+    """Return the members by program. Each file knows one group: that of all members among what it leads to."""
+    groups = _Groups()
+    for path in members:
+        groups.join([path])
+    for cycle in _in_order(imported):
+        below = [groups.mark(path) for inner in cycle for path in (inner, *imported[inner])]
+        group = groups.join([path for path in below if path is not None])
+        for path in cycle:
+            groups.marks[path] = group
+    return groups.all()
+
+
+def _in_order(imported: Mapping[Path, Sequence[Path]]) -> list[list[Path]]:
+    """Return the files, what is imported before what imports it, and circles of imports together (Tarjan)."""
+    order: list[list[Path]] = []
+    number: dict[Path, int] = {}
+    low: dict[Path, int] = {}
+    stack: list[Path] = []
+    on_stack: set[Path] = set()
+    for start in imported:
+        waiting = [(start, iter(imported[start]))] if start not in number else []
+        while waiting:
+            path, rest = waiting[-1]
+            if path not in number:
+                number[path] = low[path] = len(number)
+                stack.append(path)
+                on_stack.add(path)
+            after = next((one for one in rest if one not in number or one in on_stack), None)
+            if after is not None and after not in number:
+                waiting.append((after, iter(imported.get(after, ()))))
+                continue
+            if after is not None:
+                low[path] = min(low[path], number[after])
+                continue
+            waiting.pop()
+            if waiting:
+                low[waiting[-1][0]] = min(low[waiting[-1][0]], low[path])
+            if low[path] == number[path]:
+                cycle = stack[stack.index(path) :]
+                del stack[-len(cycle) :]
+                on_stack.difference_update(cycle)
+                order.append(cycle)
+    return order
+
+
+class _Groups:
+    """Sets of files that grow together."""
+
+    def __init__(self) -> None:
+        self._group: dict[Path, list[Path]] = {}
+        self.marks: dict[Path, Path | None] = {}
+
+    def mark(self, path: Path) -> Path | None:
+        """Return a file of the group that a file leads to."""
+        return path if path in self._group else self.marks.get(path)
+
+    def join(self, paths: Iterable[Path]) -> Path | None:
+        """Put files into one group, with those that are in their groups already; return one of them."""
+        joined: list[Path] = []
+        for path in paths:
+            group = self._group.setdefault(path, [path])
+            if group is joined:
+                continue
+            if not joined:
+                joined = group
+                continue
+            smaller, joined = sorted((group, joined), key=len)
+            joined.extend(smaller)
+            self._group.update(dict.fromkeys(smaller, joined))
+        return joined[0] if joined else None
+
+    def all(self) -> list[list[Path]]:
+        """Return the groups."""
+        return list({id(group): group for group in self._group.values()}.values())
+
+
+# -- rewriting -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Surroundings:
+    """What else is in the tree that a program is of.
+
+    Attributes:
+        modules: Knows which file an import means.
+        importers: The files that import a file.
+        foreign: Files that were not named, and may not be changed.
+    """
+
+    modules: Modules = field(default_factory=Modules)
+    importers: Mapping[Path, Sequence[Path]] = field(default_factory=dict)
+    foreign: frozenset[Path] = frozenset()
+
+
 def migrate(path: Path, data: bytes) -> FileReport:
-    """Give what a file would become. Never raises for what is in it."""
-    if not _HINT.search(data):
+    """Return what a file would become that is a program by itself. Never raises for what is in it."""
+    if not is_hinted(data):
         return FileReport(path, "unchanged", before=data, after=data)
+    error = outline(path, data).error
+    if error is not None:
+        return FileReport(path, "error", [error], data, data)
+    return rewrite([(path, data)])[0]
+
+
+def rewrite(files: Sequence[tuple[Path, bytes]], around: Surroundings | None = None) -> list[FileReport]:
+    """Return what the files of one program would become. Never raises for what is in them."""
+    around = around or Surroundings()
+    reports = {path: FileReport(path, "unchanged", before=data, after=data) for path, data in files}
+    named = {path: data for path, data in files}
+
+    def load(path: Path) -> Source | None:
+        try:
+            return Source(path, named[path] if path in named else path.read_bytes())
+        except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError):
+            return None
+
+    def importers(path: Path) -> Iterable[bytes]:
+        for importer in around.importers.get(path, ()):
+            if importer not in named:
+                try:
+                    yield importer.read_bytes()
+                except OSError:
+                    continue
+
+    program = Program(around.modules, load, importers)
+    unreadable = []
+    for path, data in files:
+        try:
+            source = Source(path, data)
+        except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+            reports[path].status, reports[path].findings = "error", [_unreadable(data, error)]
+            unreadable.append(path)
+            continue
+        program.add(source)
+        reports[path].encoding = source.encoding
     try:
-        _compile(path, data)
-        module = cst.parse_module(data)
-    except (cst.ParserSyntaxError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
-        return _unreadable(path, data, error)
-    report = FileReport(path, "unchanged", before=data, after=data, encoding=module.encoding)
-    try:
-        made, report.findings = _rewrite(module)
+        texts = _rewrite(program, reports)
     except NeedsHumanError as error:
-        report.status, report.findings = "blocked", [error.finding]
-        return report
-    except Exception as error:  # a file that the analysis cannot cope with must not keep the others from theirs
+        _block(reports, program.source(error.node).path, error.finding, around.foreign)
+        return list(reports.values())
+    except Exception as error:  # a program that the analysis cannot cope with must not keep the others from theirs
         what = f"it cannot be analysed: {type(error).__name__}: {error}"
-        report.status, report.findings = "error", [Finding(1, "todo", what, "It was left as it is; report this.")]
-        return report
-    if made is None:
-        return report
-    after = _encode(made, data)
-    problem = _broken(path, after)
-    if problem is not None:
-        report.status = "blocked"
-        report.findings = [
-            Finding(1, "todo", f"the rewritten file would not be valid: {problem}", "Rewrite it by hand.")
-        ]
-        return report
-    report.status, report.after = "changed", after
-    return report
+        for report in reports.values():
+            report.status = "error"
+            report.findings = [Finding(1, "todo", what, "It was left as it is; report this.")]
+        return list(reports.values())
+    outside = [path for path in texts if path in around.foreign or path not in reports]
+    if unreadable and texts:
+        _block(reports, unreadable[0], reports[unreadable[0]].findings[0], around.foreign)
+    elif outside:
+        finding = Finding(1, "todo", "the same mixed precision is used", "Pass that file, too.")
+        _block(reports, outside[0], finding, {*around.foreign, outside[0]})
+    else:
+        for path, data in texts.items():
+            reports[path].status, reports[path].after = "changed", data
+    return list(reports.values())
 
 
-def _rewrite(module: cst.Module) -> tuple[cst.Module | None, list[Finding]]:
-    """Give the new tree, or None where there is nothing to change, and what to tell."""
-    source = Source(module)
-    plans: list[tuple[Dialect, Plan]] = []
+def _rewrite(program: Program, reports: Mapping[Path, FileReport]) -> dict[Path, bytes]:
+    """Return what every file that changes becomes, and put what is to be told into the reports."""
+    plan = Plan(program)
+    active: list[Dialect] = []
     for dialect in DIALECTS:
-        plan = Plan(source)
+        before = plan.nodes
         dialect.rewrite(plan)
-        plans.append((dialect, plan))
-    findings = sorted({one for _, plan in plans for one in plan.findings}, key=lambda one: (one.line, one.what))
-    active = [(dialect, plan) for dialect, plan in plans if plan.changes]
-    for index, (dialect, plan) in enumerate(active):
-        for other, _ in active[:index]:
+        fresh = plan.nodes - before
+        if not fresh:
+            continue
+        for other in active:
             if other.framework == dialect.framework:
+                where = "file uses" if len(program.sources) == 1 else "program uses"
                 raise NeedsHumanError(
-                    plan.first_line,
-                    f"the file uses both {other.name} and {dialect.name}",
+                    min(fresh, key=program.order),
+                    f"the {where} both {other.name} and {dialect.name}",
                     "Remove one of the two, and migrate again.",
                 )
-    if not active:
-        return None, findings
-    if "ampx" in source.names_used():
-        raise NeedsHumanError(
-            active[0][1].first_line, "the file uses the name `ampx` already", "Rename it, or finish by hand."
-        )
-    made = module
-    for dialect, plan in active:
-        if len(active) > 1:  # the next dialect's plan is about the tree that the former left
-            plan = Plan(Source(made))
-            dialect.rewrite(plan)
-        before = plan.source
-        edited = plan.apply()
-        roots = dialect.roots
-        made = imports.fix(before, edited, roots, dialect.in_place, plan.imports) if dialect.calls_ampx else edited
-    return made, findings
+        active.append(dialect)
+    roots = {root: place for dialect in active for root, place in dialect.roots.items()}
+    for edits in plan.all():
+        if edits.source.path in reports:
+            findings = sorted(set(edits.findings), key=lambda finding: (finding.line, finding.what))
+            reports[edits.source.path].findings = findings
+    texts = {}
+    for edits in plan.all():
+        if edits.nodes:
+            texts[edits.source.path] = _changed(program, edits, roots)
+    return texts
 
 
-def _encode(module: cst.Module, before: bytes) -> bytes:
-    """Give the bytes, with the byte order mark that was there."""
-    text = module.bytes
-    mark = b"\xef\xbb\xbf"
-    return mark + text if before.startswith(mark) and not text.startswith(mark) else text
-
-
-def _broken(path: Path, data: bytes) -> str | None:
-    """Tell what is wrong with a rewritten file; None if it can be read back."""
+def _changed(program: Program, edits: Edits, roots: Mapping[str, bool]) -> bytes:
+    if any(name.id == "ampx" for name in program.every(ast.Name, edits.source.tree)):
+        raise NeedsHumanError(edits.first, "the file uses the name `ampx` already", "Rename it, or finish by hand.")
     try:
-        cst.parse_module(data)
-        _compile(path, data)
-    except (cst.ParserSyntaxError, SyntaxError, ValueError) as error:
-        return str(error).splitlines()[0]
-    return None
+        return imports.fix(edits, roots, edits.imports).data
+    except (SyntaxError, ValueError) as error:
+        what = f"the rewritten file would not be valid: {str(error).splitlines()[0]}"
+        raise NeedsHumanError(edits.first, what, "Rewrite it by hand.") from error
 
 
-def _compile(path: Path, data: bytes) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old escapes and comparisons, which are the script's own affair
-        compile(data, str(path), "exec", dont_inherit=True)
+def _block(reports: Mapping[Path, FileReport], culprit: Path, finding: Finding, foreign: Iterable[Path] = ()) -> None:
+    """Leave all files of a program as they are, because of one place in one of them."""
+    shown = os.path.relpath(culprit) if culprit.is_absolute() else str(culprit)
+    what = f"it is left as it is, with the program of {shown}: line {finding.line} there is for a human"
+    others = []
+    for path, report in reports.items():
+        report.after = report.before
+        if path == culprit:
+            report.status = "error" if report.status == "error" else "blocked"
+            report.findings = [finding]
+        elif report.status != "error" and _is_part(report):
+            report.status = "blocked"
+            report.findings = [Finding(1, "note", what, "See to that first; then both can be migrated.")]
+            others.append(report)
+    if culprit in foreign or culprit not in reports:  # nobody would see its report
+        what = f"it belongs to a program with {shown}, where in line {finding.line} {finding.what}"
+        for report in [report for report in others if report.path not in foreign][:1]:
+            report.findings = [Finding(1, "todo", what, finding.advice)]
 
 
-def _unreadable(path: Path, data: bytes, error: Exception) -> FileReport:
-    line = int(getattr(error, "raw_line", None) or getattr(error, "lineno", None) or 1)
+def _is_part(report: FileReport) -> bool:
+    """Return whether a file would change with its program."""
+    return bool(outline(report.path, report.before).frameworks) or _RECEIVER.search(report.before) is not None
+
+
+def _unreadable(data: bytes, error: Exception) -> Finding:
+    line = int(getattr(error, "lineno", None) or 1)
     old = re.search(rb"^\s*(print\s+[^(\s=]|exec\s+['\"]|except\s+\w+\s*,\s*\w+\s*:)", data, flags=re.M)
     if old is not None:
         line = data.count(b"\n", 0, old.start(1)) + 1
-        what, advice = "this is Python 2", "Convert it to Python 3 first, for instance with 2to3."
-    else:
-        reason = getattr(error, "message", None) or getattr(error, "msg", None) or str(error).splitlines()[0]
-        what, advice = f"it cannot be parsed: {reason}", "Mend it first; it was left as it is."
-    finding = Finding(line, "todo", what, advice)
-    return FileReport(path, "error", [finding], data, data)
+        return Finding(line, "todo", "this is Python 2", "Convert it to Python 3 first, for instance with 2to3.")
+    reason = getattr(error, "msg", None) or str(error).split("\n")[0]
+    return Finding(line, "todo", f"it cannot be parsed: {reason}", "Mend it first; it was left as it is.")

@@ -5,21 +5,34 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from ampx.errors import InvalidOptionError
 
-from .engine import migrate
+from .engine import Outline, Surroundings, is_hinted, outline, programs, rewrite
+from .program import Modules, beside
 from .report import FileReport, Finding
+
+File: TypeAlias = tuple[Path, bytes]
+Result = TypeVar("Result")
 
 # Folders whose files are somebody else's, or generated.
 _SKIPPED: Final = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
+_WORTH_PROCESSES: Final = 400_000  # bytes of files to parse; starting processes takes longer than reading fewer
+
+
+class Progress(Protocol):
+    """Is told how far a migration is."""
+
+    def __call__(self, task: str, done: int, total: int, /) -> object:
+        """Take what is being done, how many bytes of it are done, and how many there are."""
 
 
 def find(paths: Iterable[Path]) -> Iterator[Path]:
-    """Give the Python files below some paths, each once and sorted.
+    """Yield the Python files below some paths, each once and sorted.
 
     Symbolic links are not followed, neither files nor folders; hidden folders and those of environments and builds
     are passed over. A file that is named is taken whatever its ending.
@@ -33,10 +46,10 @@ def find(paths: Iterable[Path]) -> Iterator[Path]:
             raise InvalidOptionError(f"{path} is a symbolic link; accepted: files and folders. Pass what it points to.")
         if not path.exists():
             raise InvalidOptionError(f"{path} is not there; accepted: files and folders. Check the spelling.")
-        for one in [path] if path.is_file() else _below(path):
-            if one not in seen:
-                seen.add(one)
-                yield one
+        for file in [path] if path.is_file() else _below(path):
+            if file not in seen:
+                seen.add(file)
+                yield file
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -53,13 +66,111 @@ def _below(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def examine(path: Path) -> FileReport:
-    """Give what a file would become. Never raises for the file."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return _failed(FileReport(path, "error"), "cannot be read", error)
-    return migrate(path, data)
+def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[FileReport]:
+    """Return what files would become. Never raises for what is in them.
+
+    Args:
+        paths: The files.
+        progress: Is told how far it is.
+    """
+    reports: dict[Path, FileReport] = {}
+    data: dict[Path, bytes] = {}
+    for path in paths:
+        try:
+            data[path] = path.read_bytes()
+            reports[path] = FileReport(path, "unchanged", before=data[path], after=data[path])
+        except OSError as error:
+            reports[path] = _failed(FileReport(path, "error"), "cannot be read", error)
+    foreign = _imported_beside(data)
+    data |= foreign
+    hinted = [(path, content) for path, content in data.items() if is_hinted(content)]
+    work = _Work(progress)
+    outlines = work.do("Reading", _outline, [[file] for file in hinted])
+    for read in outlines:
+        if read.error is not None and read.path in reports:
+            before = data[read.path]
+            reports[read.path] = FileReport(read.path, "error", [read.error], before, before)
+    modules = Modules(data)
+    imports = {path: modules.imports_of(path, content) for path, content in data.items()}
+    groups = [[(path, data[path]) for path in group] for group in programs(outlines, data, imports)]
+    importers: dict[Path, list[Path]] = {}
+    for path, imported in imports.items():
+        for other in imported:
+            importers.setdefault(other, []).append(path)
+    work.around = Surroundings(modules, importers, frozenset(foreign))
+    for rewritten in work.do("Rewriting", _rewrite, groups):
+        reports.update({report.path: report for report in rewritten if report.path in reports})
+    return list(reports.values())
+
+
+def _imported_beside(data: Mapping[Path, bytes]) -> dict[Path, bytes]:
+    """Return the files that those with old names import, directly or through others, and that were not named."""
+    known = {os.path.abspath(path) for path in data}
+    foreign: dict[Path, bytes] = {}
+    waiting = [(path, content) for path, content in data.items() if is_hinted(content)]
+    while waiting:
+        importer, content = waiting.pop()
+        for path in beside(importer, content):
+            if os.path.abspath(path) not in known:
+                known.add(os.path.abspath(path))
+                try:
+                    foreign[path] = path.read_bytes()
+                except OSError:
+                    continue
+                waiting.append((path, foreign[path]))
+    return foreign
+
+
+class _Work:
+    """Does many things, on all processors where that pays."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._tell = progress or (lambda task, done, total: None)
+        self.around = Surroundings()
+
+    def do(
+        self, name: str, function: Callable[[Sequence[File]], Result], tasks: Sequence[Sequence[File]]
+    ) -> list[Result]:
+        """Return what a function gives for each task."""
+        sizes = [sum(len(content) for _, content in task) for task in tasks]
+        total, done = sum(sizes), 0
+        results: dict[int, Result] = {}
+        self._tell(name, 0, total)
+        for position, result in self._results(function, tasks, total):
+            results[position] = result
+            done += sizes[position]
+            self._tell(name, done, total)
+        return [results[position] for position in range(len(tasks))]
+
+    def _results(
+        self, function: Callable[[Sequence[File]], Result], tasks: Sequence[Sequence[File]], total: int
+    ) -> Iterator[tuple[int, Result]]:
+        if total < _WORTH_PROCESSES or len(tasks) == 1 or (os.cpu_count() or 1) == 1:
+            _set(self.around)
+            yield from enumerate(map(function, tasks))
+            return
+        with ProcessPoolExecutor(os.cpu_count(), initializer=_set, initargs=(self.around,)) as pool:
+            # The longest first, so that none of them is left to one processor at the end.
+            order = sorted(range(len(tasks)), key=lambda position: -sum(len(data) for _, data in tasks[position]))
+            futures = {pool.submit(function, tasks[position]): position for position in order}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+
+
+_around: list[Surroundings] = []
+
+
+def _set(around: Surroundings) -> None:
+    """Take what every task of a process needs to know."""
+    _around[:] = [around]
+
+
+def _outline(files: Sequence[File]) -> Outline:
+    return outline(*files[0])
+
+
+def _rewrite(files: Sequence[File]) -> list[FileReport]:
+    return rewrite(files, _around[0])
 
 
 def write(report: FileReport) -> None:

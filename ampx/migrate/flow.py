@@ -1,193 +1,291 @@
-"""Follow a value through the names of one file: where it is bound, where it is used, where it came from."""
+"""Follow a value through the names of a program: where it is bound, where it is used, where it came from."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import libcst as cst
-from libcst import metadata
-
-from .source import Reference, Source, dotted
+from .program import FUNCTIONS, Function, Program, Reference, dotted, is_none
 
 # What holds a value: a name in a scope, or a dotted name such as `self.scaler` in a class or scope.
 Place: TypeAlias = tuple[object, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Binding:
     """Where a place gets a value.
 
     Attributes:
         node: The target, or the parameter.
-        statement: The assignment; None for a parameter.
+        statement: The assignment; None for a parameter and for what is bound in another way.
         value: What is assigned, where it is one expression.
     """
 
-    node: cst.CSTNode
-    statement: cst.CSTNode | None
-    value: cst.BaseExpression | None
+    node: ast.AST
+    statement: ast.stmt | None
+    value: ast.expr | None
 
 
 class Flow:
     """Bindings and uses by place, and which function's parameters get which arguments."""
 
-    def __init__(self, source: Source) -> None:
-        """Read all assignments and calls once."""
-        self.source = source
+    def __init__(self, program: Program) -> None:
+        """Read all assignments and calls of the files that the program has."""
+        self.program = program
         self.bindings: dict[Place, list[Binding]] = {}
         self.uses: dict[Place, list[Reference]] = {}
-        self._functions = {one.name.value: one for one in source.every(cst.FunctionDef)}
-        self._arguments: dict[Place, list[cst.BaseExpression]] = {}
-        self._targets: set[cst.CSTNode] = set()
-        self._read_assignments()
-        self._read_parameters()
-        self._read_uses()
-        self._read_calls()
+        self.attributes: dict[str, list[ast.Attribute]] = {}
+        self._calls: dict[ast.AST, list[ast.Call]] = {}
+        self._arguments: dict[Place, list[ast.expr]] = {}
+        self._receivers: dict[ast.AST, list[Place]] = {}
+        self._targets: set[ast.AST] = set()
+        self._instances: dict[Place, ast.ClassDef] = {}
+        for _ in range(4):  # what a place holds tells what its methods are, which tells what their parameters hold
+            known = len(self._instances)
+            self._read()
+            if len(self._instances) == known:
+                break
 
-    def place(self, node: cst.CSTNode) -> Place | None:
-        """Give the place an expression names; None where it is no name, or one that is not bound here."""
-        text = dotted(node) if isinstance(node, (cst.Name, cst.Attribute)) else None
+    def _read(self) -> None:
+        for table in (self.bindings, self.uses, self.attributes, self._calls, self._arguments, self._receivers):
+            table.clear()
+        for source in self.program.sources:
+            self._read_assignments(source.tree)
+            self._read_parameters(source.tree)
+        for source in self.program.sources:
+            self._read_uses(source.tree)
+            self._read_calls(source.tree)
+        self._find_instances()
+
+    # -- places ------------------------------------------------------------------------------------------
+
+    def place(self, node: ast.AST) -> Place | None:
+        """Return the place an expression names; None where it is no name, or one of something unknown."""
+        text = dotted(node)
         if text is None:
             return None
-        root = text.partition(".")[0]
-        if root == "self" and "." in text:
-            return self.source.enclosing_class(node), text
-        scope = self.source.scope(node)
-        found = scope[root]
-        if any(isinstance(one, metadata.ImportAssignment) for one in found):
+        root, _, rest = text.partition(".")
+        if root == "self" and rest:
+            cls = self.program.enclosing_class(node)
+            return None if cls is None else self._inside_instances((self.family(cls), text))
+        name = node
+        while isinstance(name, ast.Attribute):
+            name = name.value
+        home = self.program.scope(name).find(root)
+        if home is None:
             return None
-        home = next((one.scope for one in found if not isinstance(one, metadata.BuiltinAssignment)), None)
-        return None if home is None else (home, text)
+        for definition in home.imports.get(root, ()):
+            return self.program.definitions(f"{definition.imported}.{rest}" if rest else str(definition.imported), node)
+        return self._inside_instances((home, text))
 
-    def arguments(self, place: Place) -> list[cst.BaseExpression]:
-        """Give what the calls of this file pass for a parameter."""
+    def _inside_instances(self, place: Place) -> Place:
+        """Return an attribute of an object whose class is known as an attribute of `self` in that class."""
+        parts = place[1].split(".")
+        for count in range(1, len(parts)):
+            cls = self._instances.get((place[0], ".".join(parts[:count])))
+            if cls is not None:
+                return self._inside_instances((self.family(cls), ".".join(["self", *parts[count:]])))
+        return place
+
+    def _find_instances(self) -> None:
+        """Note which places always hold an object of one class of the program, made there or passed on."""
+        for place in self.bindings:
+            origins = self._origins(place, None, set()) if place not in self._instances else None
+            calls = [origin.value for origin in origins or () if isinstance(origin.value, ast.Call)]
+            classes = {self.class_of(call.func) for call in calls}
+            cls = classes.pop() if len(classes) == 1 and len(calls) == len(origins or ()) else None
+            if cls is not None:
+                self._instances[place] = cls
+
+    def family(self, cls: ast.ClassDef) -> ast.ClassDef:
+        """Return the outermost base of a class that the program has: subclasses share what hangs on `self`."""
+        for _ in range(16):
+            base = next((base for base in map(self.class_of, cls.bases) if base is not None), None)
+            if base is None or base is cls:
+                break
+            cls = base
+        return cls
+
+    def class_of(self, node: ast.expr) -> ast.ClassDef | None:
+        """Return the class of the program that an expression names."""
+        definition = self._definition(node)
+        return definition if isinstance(definition, ast.ClassDef) else None
+
+    def _definition(self, node: ast.AST) -> ast.AST | None:
+        place = self.place(node)
+        if place is None or not hasattr(place[0], "names") or "." in place[1]:
+            return None
+        definitions = place[0].names.get(place[1], [])
+        return definitions[0].node if len(definitions) == 1 else None
+
+    # -- calls -------------------------------------------------------------------------------------------
+
+    def arguments(self, place: Place) -> list[ast.expr]:
+        """Return what the calls of the program pass for a parameter."""
         return self._arguments.get(place, [])
 
-    def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
-        """Give the calls of a function of this file by its name."""
-        return [call for call in self.source.every(cst.Call) if self.called(call) is function]
+    def receivers(self, value: ast.expr) -> list[Place]:
+        """Return the parameters that get an argument of a call."""
+        return self._receivers.get(value, [])
 
-    def called(self, call: cst.Call) -> cst.FunctionDef | None:
-        """Give the function or method of this file that a call is known to reach."""
+    def calls_of(self, function: Function) -> list[ast.Call]:
+        """Return the calls that are known to reach a function."""
+        return self._calls.get(function, [])
+
+    def called(self, call: ast.Call) -> Function | None:
+        """Return the function or method of the program that a call is known to reach; of a class its `__init__`."""
         name = dotted(call.func)
-        if name is None:
+        cls = self.program.enclosing_class(call)
+        if name is not None and name.startswith("self.") and name.count(".") == 1:
+            return None if cls is None else self.method(cls, name.removeprefix("self."))
+        function = call.func
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Call):
+            if dotted(function.value.func) == "super" and cls is not None:
+                bases = [base for base in map(self.class_of, cls.bases) if base is not None]
+                inherited = [self.method(base, function.attr) for base in bases]
+                return next((method for method in inherited if method is not None), None)
             return None
-        method = name.startswith("self.") and name.count(".") == 1
-        function = self._functions.get(name.removeprefix("self."))
-        if function is None or (not method and "." in name):
-            return None
-        owner = self.source.enclosing_class(function)
-        return function if owner is (self.source.enclosing_class(call) if method else None) else None
+        held = self._instances.get(self.place(function) or (None, ""))
+        if held is not None:
+            return self.method(held, "__call__")
+        if isinstance(function, ast.Attribute):
+            held = self._instances.get(self.place(function.value) or (None, ""))
+            if held is not None:
+                return self.method(held, function.attr)
+        definition = None if name is None else self._definition(function)
+        if isinstance(definition, ast.ClassDef):
+            return self.method(definition, "__init__")
+        return definition if isinstance(definition, FUNCTIONS) else None
 
-    def origins(self, node: cst.BaseExpression) -> list[Binding] | None:
-        """Give the assignments that an expression's value comes from, through parameters; None if not known."""
+    def method(self, cls: ast.ClassDef, name: str, depth: int = 8) -> Function | None:
+        """Return a method of a class, its own or of a base that the program has."""
+        for statement in reversed(cls.body):
+            if isinstance(statement, FUNCTIONS) and statement.name == name:
+                return statement
+        for base in map(self.class_of, cls.bases) if depth else ():
+            inherited = None if base is None else self.method(base, name, depth - 1)
+            if inherited is not None:
+                return inherited
+        return None
+
+    def passed(self, call: ast.Call, function: Function) -> Iterator[tuple[ast.arg, ast.expr]]:
+        """Yield the parameters of a function with what a call passes for them."""
+        parameters = [*function.args.posonlyargs, *function.args.args]
+        decorators = {dotted(decorator) for decorator in function.decorator_list}
+        if isinstance(self.program.parent(function), ast.ClassDef) and "staticmethod" not in decorators:
+            parameters = parameters[1:]
+        by_name = {parameter.arg: parameter for parameter in (*parameters, *function.args.kwonlyargs)}
+        for parameter, value in zip(parameters, call.args, strict=False):
+            if isinstance(value, ast.Starred):
+                break
+            yield parameter, value
+        for keyword in call.keywords:
+            if keyword.arg in by_name:
+                yield by_name[keyword.arg], keyword.value
+
+    # -- origins -----------------------------------------------------------------------------------------
+
+    def origins(self, node: ast.expr, home: ast.AST | None = None) -> list[Binding] | None:
+        """Return the assignments that an expression's value comes from, through parameters; None if not known.
+
+        Args:
+            node: The expression.
+            home: A function or module; what it assigns is an origin, also where that is another name of something.
+        """
         place = self.place(node)
-        if place is None:
-            return None
-        return self._origins(place, set())
+        return None if place is None else self._origins(place, home, set())
 
-    def _origins(self, place: Place, seen: set[Place]) -> list[Binding] | None:
+    def _origins(self, place: Place, home: ast.AST | None, seen: set[Place]) -> list[Binding] | None:
         if place in seen:
             return []
         seen.add(place)
         bindings = self.bindings.get(place, [])
         if not bindings:
             return None
-        found: list[Binding] = []
+        origins: list[Binding] = []
         for binding in bindings:
-            if isinstance(binding.node, cst.Param):
-                passed = self.arguments(place)
-                if not passed:
+            sources: list[ast.expr] = []
+            if isinstance(binding.node, ast.arg):
+                sources = self.arguments(place)
+                if not sources:
                     return None
-                for one in passed:
-                    inner = self.place(one)
-                    deeper = None if inner is None else self._origins(inner, seen)
-                    if deeper is None:
-                        return None
-                    found.extend(one for one in deeper if one not in found)
             elif binding.statement is None:
                 return None
+            elif (
+                binding.value is not None
+                and dotted(binding.value)
+                and self.program.function(binding.statement) is not home
+            ):
+                sources = [binding.value]  # another name of the same thing
             elif not is_none(binding.value):
-                found.append(binding)
-        return found
+                origins.append(binding)
+            for source in sources:
+                inner = None if is_none(source) else self.place(source)
+                deeper = [] if is_none(source) else None if inner is None else self._origins(inner, home, seen)
+                if deeper is None:
+                    return None
+                origins += [origin for origin in deeper if origin not in origins]
+        return origins
 
-    def _read_assignments(self) -> None:
-        for node in self.source.nodes:
-            if isinstance(node, cst.Assign):
-                for one in node.targets:
-                    self._bind(one.target, node, node.value)
-            elif isinstance(node, cst.AnnAssign) and node.value is not None:
-                self._bind(node.target, node, node.value)
-            elif isinstance(node, (cst.AugAssign, cst.For, cst.NamedExpr)):
-                self._bind(node.target, None, None)
-            elif isinstance(node, cst.AsName):
-                self._bind(node.name, None, None)
+    # -- reading -----------------------------------------------------------------------------------------
 
-    def _bind(self, target: cst.CSTNode, statement: cst.CSTNode | None, value: cst.BaseExpression | None) -> None:
-        if isinstance(target, (cst.Tuple, cst.List)):
-            for element in target.elements:
-                self._bind(element.value, statement, None)
+    def _read_assignments(self, tree: ast.Module) -> None:
+        program = self.program
+        for assign in program.every(ast.Assign, tree):
+            for target in assign.targets:
+                self._bind(target, assign, assign.value)
+        for annotated in program.every(ast.AnnAssign, tree):
+            if annotated.value is not None:
+                self._bind(annotated.target, annotated, annotated.value)
+        targets: list[ast.AST | None] = [loop.target for loop in program.every(ast.For, tree)]
+        targets += [loop.target for loop in program.every(ast.AsyncFor, tree)]
+        targets += [augmented.target for augmented in program.every(ast.AugAssign, tree)]
+        targets += [walrus.target for walrus in program.every(ast.NamedExpr, tree)]
+        targets += [item.optional_vars for region in program.every(ast.With, tree) for item in region.items]
+        targets += [item.optional_vars for region in program.every(ast.AsyncWith, tree) for item in region.items]
+        for bound in targets:
+            if bound is not None:
+                self._bind(bound, None, None)
+
+    def _bind(self, target: ast.AST, statement: ast.stmt | None, value: ast.expr | None) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+            same = len(values) == len(target.elts) and not any(isinstance(one, ast.Starred) for one in values)
+            for position, element in enumerate(target.elts):
+                self._bind(element, statement, values[position] if same else None)
             return
         self._targets.add(target)
         place = self.place(target)
         if place is not None:
             self.bindings.setdefault(place, []).append(Binding(target, statement, value))
 
-    def _read_parameters(self) -> None:
-        for node in self.source.every(cst.Param):
-            self._targets.add(node.name)
-            place = self._parameter(node)
-            if place is not None:
-                self.bindings.setdefault(place, []).append(Binding(node, None, None))
+    def _read_parameters(self, tree: ast.Module) -> None:
+        for parameter in self.program.every(ast.arg, tree):
+            self.bindings.setdefault(self.parameter_place(parameter), []).append(Binding(parameter, None, None))
 
-    def _parameter(self, node: cst.Param) -> Place | None:
-        function = next((one for one in self.source.around(node) if isinstance(one, cst.FunctionDef)), None)
-        if function is None:
-            return None
-        return self.source.scope(function.body), node.name.value
+    def parameter_place(self, parameter: ast.arg) -> Place:
+        """Return the place of a parameter."""
+        return self.program.scope(parameter), parameter.arg
 
-    def _read_uses(self) -> None:
-        for node in self.source.nodes:
-            if not isinstance(node, (cst.Name, cst.Attribute)) or node in self._targets:
-                continue
-            parent = self.source.parent(node)
-            if isinstance(parent, cst.Attribute) and parent.attr is node:
-                continue
-            if isinstance(parent, cst.Arg) and parent.keyword is node:
-                continue
-            if isinstance(parent, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.Param, cst.NameItem)):
+    def _read_uses(self, tree: ast.Module) -> None:
+        names: list[Reference] = [*self.program.every(ast.Name, tree), *self.program.every(ast.Attribute, tree)]
+        for node in names:
+            if isinstance(node, ast.Attribute):
+                self.attributes.setdefault(node.attr, []).append(node)
+            if node in self._targets or not isinstance(node.ctx, ast.Load):
                 continue
             place = self.place(node)
             if place is not None:
                 self.uses.setdefault(place, []).append(node)
 
-    def _read_calls(self) -> None:
-        for call in self.source.every(cst.Call):
+    def _read_calls(self, tree: ast.Module) -> None:
+        for call in self.program.every(ast.Call, tree):
             function = self.called(call)
             if function is not None:
+                self._calls.setdefault(function, []).append(call)
                 for parameter, value in self.passed(call, function):
-                    place = self._parameter(parameter)
-                    if place is not None:
-                        self._arguments.setdefault(place, []).append(value)
-
-    def passed(self, call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[cst.Param, cst.BaseExpression]]:
-        """Give the parameters of a function with what a call passes for them."""
-        parameters = [*function.params.posonly_params, *function.params.params]
-        if self.source.enclosing_class(function) is not None:
-            parameters = parameters[1:]
-        by_name = {one.name.value: one for one in (*parameters, *function.params.kwonly_params)}
-        for position, arg in enumerate(call.args):
-            if arg.star:
-                return
-            if arg.keyword is not None:
-                if arg.keyword.value in by_name:
-                    yield by_name[arg.keyword.value], arg.value
-            elif position < len(parameters):
-                yield parameters[position], arg.value
-
-
-def is_none(value: cst.CSTNode | None) -> bool:
-    """Tell whether an expression is the word None."""
-    return isinstance(value, cst.Name) and value.value == "None"
+                    place = self.parameter_place(parameter)
+                    self._arguments.setdefault(place, []).append(value)
+                    self._receivers.setdefault(value, []).append(place)

@@ -2,174 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from typing import Any, Final
+import ast
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final
 
-import libcst as cst
-from libcst import matchers, metadata
-
-from .plan import GONE, without_empty_lines
-from .source import Source, count_imported
+from .edits import Edits
+from .program import Program, import_key
+from .source import Source
 
 _FRAMEWORKS: Final = {"torch", "torchvision", "apex", "mxnet", "paddle", "tensorflow", "keras"}
-
 _OURS: Final = {"ampx", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
+Key = tuple[str, str]
 
 
-def fix(before: Source, after: cst.Module, roots: Sequence[str], in_place: bool, more: Mapping[str, str]) -> cst.Module:
-    """Give the module with its imports in order.
+def fix(before: Edits, roots: Mapping[str, bool], more: Mapping[str, str]) -> Source:
+    """Return an edited file with its imports in order.
 
     Args:
-        before: The file as it was.
-        after: The file with its edits.
-        roots: Full names of the old modules; what is imported from them goes when nothing uses it any more.
-        in_place: Put `import ampx` where an old import stood in a `try` or a function; otherwise at the top.
+        before: The edits of the file.
+        roots: Full names of the old modules; what is imported from them goes when nothing uses it any more. The value
+            says whether `import ampx` takes the place of such an import in a `try` or a function.
         more: Further modules to import at the top, with a comment for the line.
     """
-    used_before = {name for name, count in before.imported().items() if count}
-    used_after = count_imported(metadata.MetadataWrapper(after).resolve(metadata.ScopeProvider).values())
-    gone = {name for name in used_before if name[1].startswith(tuple(roots)) and not used_after.get(name, 1)}
-    remover = _Remover(after, gone, in_place)
-    made = after.visit(remover)
-    at_top = remover.top is not None or not remover.placed
-    if at_top and matchers.findall(made, matchers.Name("ampx")):
-        if remover.top is not None and not any(map(_imports_framework, made.body)):
-            made = after.visit(_Remover(after, gone, in_place, remover.top))  # nothing to sort it by
+    after = _Imports(before.source.with_text(before.apply()))
+    used_before = {key for key, count in before.program.uses_of_imports(before.source.tree).items() if count}
+    gone = {key for key in used_before if _root(key, roots) is not None and not after.uses.get(key, 1)}
+    in_place = {key for key in gone if roots[str(_root(key, roots))]}
+    first = after.remove(gone, in_place)
+    text = after.edits.apply()
+    at_top = first is not None or not after.placed
+    if at_top and "ampx" in {name.id for name in after.program.every(ast.Name)}:
+        top = [statement for statement in after.source.tree.body if _imports_any(statement, _FRAMEWORKS)]
+        kept = [statement for statement in top if statement not in after.removed]
+        if first is not None and not kept:  # nothing to sort it by
+            after = _Imports(after.source)
+            after.remove(gone, in_place, at=first.lineno)
+            text = after.edits.apply()
         else:
-            made = _at_top(made, "ampx")
+            text = _at_top(after.source.with_text(text), "ampx")
+    source = after.source.with_text(text)
     for name, comment in sorted(more.items()):
-        made = _at_top(made, name, comment)
-    return made
+        source = source.with_text(_at_top(source, name, comment))
+    return source
 
 
-def _at_top(module: cst.Module, name: str, comment: str = "") -> cst.Module:
+def _root(key: Key, roots: Iterable[str]) -> str | None:
+    return next((root for root in roots if f"{key[1]}.".startswith(f"{root}.")), None)
+
+
+class _Imports:
+    """The imports of a file that is edited already."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.program = Program()
+        self.program.add(source)
+        self.edits = Edits(self.program, source)
+        self.uses = self.program.uses_of_imports(source.tree)
+        self.placed = False
+        self.removed: set[ast.stmt] = set()
+
+    def remove(self, gone: Set[Key], in_place: Set[Key], at: int | None = None) -> ast.stmt | None:
+        """Take names out of the imports; return the first statement of the module that lost one.
+
+        Args:
+            gone: What goes.
+            in_place: For what `import ampx` stands in its place, below the top level.
+            at: Line of an import of the top level that it stands in place of.
+        """
+        first: ast.stmt | None = None
+        for statement in self.program.imports(self.source.tree):
+            kept = [alias for alias in statement.names if import_key(statement, alias) not in gone]
+            if len(kept) == len(statement.names):
+                continue
+            keys = {import_key(statement, alias) for alias in statement.names} & gone
+            is_top = isinstance(self.program.parent(statement), ast.Module)
+            if is_top:
+                first = first or statement
+            wanted = statement.lineno == at if is_top else bool(keys & in_place)
+            self.placed = self.placed or wanted
+            self._shorten(statement, kept, wanted)
+        return first
+
+    def _shorten(self, statement: ast.Import | ast.ImportFrom, kept: Sequence[ast.alias], wanted: bool) -> None:
+        if not kept:
+            if wanted:
+                self.edits.statement(statement, lambda: "import ampx")
+            else:
+                self.edits.remove(statement)
+                self.removed.add(statement)
+            return
+        if wanted:
+            self.edits.insert_before(statement, "import ampx")
+        self.edits.small_statement(statement, self._without(statement, kept))
+
+    def _without(self, statement: ast.Import | ast.ImportFrom, kept: Sequence[ast.alias]) -> str:
+        """Return the text of an import with only some of its names."""
+        spans = [self.source.span(alias) for alias in statement.names]
+        cuts, end = [], 0
+        for index, alias in enumerate(statement.names):
+            if alias in kept:
+                end = spans[index][1]
+            elif index + 1 < len(spans):
+                cuts.append((spans[index][0], spans[index + 1][0]))
+            else:
+                cuts.append((end, spans[index][1]))
+        position, stop = self.source.span(statement)
+        pieces = []
+        for first, last in sorted(cuts):
+            pieces.append(self.source.text[position : max(first, position)])
+            position = max(last, position)
+        return "".join([*pieces, self.source.text[position:stop]])
+
+
+def _at_top(source: Source, name: str, comment: str = "") -> str:
     """Import a module before the framework is, or after the docstring and what concerns the future."""
-    body = list(module.body)
-    if any(_imports_already(one, name) for one in body):
-        return module
-    line = _import(name)
-    if comment:
-        space = cst.TrailingWhitespace(cst.SimpleWhitespace("  "), cst.Comment(comment))
-        line = line.with_changes(trailing_whitespace=space)
-    framework = next((index for index, one in enumerate(body) if _imports_framework(one)), None)
-    ours = [index for index, one in enumerate(body) if _imports_any(one, _OURS)]
+    body = source.tree.body
+    line = f"import {name}  {comment}".rstrip() + source.newline
+    if any(isinstance(one, ast.Import) and any(a.name == name and not a.asname for a in one.names) for one in body):
+        return source.text
+    ours = [statement for statement in body if _imports_any(statement, _OURS)]
     if ours:
-        body.insert(ours[-1] + 1, line)
-        return module.with_changes(body=body)
-    position = _after_docstring(body) if framework is None else framework
-    if position < len(body):
-        following = body[position]
-        leading = list(getattr(following, "leading_lines", ()))
-        blank = [one for one in leading if one.comment is None]
-        if leading and len(blank) == len(leading):
-            line = line.with_changes(leading_lines=leading)
-            body[position] = following.with_changes(leading_lines=[])
-    body.insert(position, line)
-    return module.with_changes(body=body)
+        at = source.next_line(source.span(ours[-1])[1])
+        if at == len(source.text) and not source.text.endswith(("\n", "\r")):
+            return f"{source.text}{source.newline}{line.rstrip()}"
+        return source.text[:at] + line + source.text[at:]
+    framework = next((statement for statement in body if _imports_any(statement, _FRAMEWORKS)), None)
+    if framework is None:
+        position = _after_docstring(body)
+        framework = body[position] if position < len(body) else None
+    if framework is None:
+        return f"{source.text}{line}"
+    at = source.line_start(source.span(framework)[0])
+    return source.text[:at] + line + source.text[at:]
 
 
-def _after_docstring(body: Sequence[cst.CSTNode]) -> int:
+def _after_docstring(body: Sequence[ast.stmt]) -> int:
     position = 0
-    for index, one in enumerate(body):
-        small = _small(one)
-        docstring = index == 0 and isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
-        future = isinstance(small, cst.ImportFrom) and _text(small.module) == "__future__"
+    for index, statement in enumerate(body):
+        docstring = index == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
         if docstring or future:
             position = index + 1
     return position
 
 
-def _imports_framework(statement: cst.CSTNode) -> bool:
-    return _imports_any(statement, _FRAMEWORKS)
-
-
-def _imports_any(statement: cst.CSTNode, modules: Set[str]) -> bool:
-    small = _small(statement)
-    if isinstance(small, cst.Import):
-        names = [_text(one.name) for one in small.names]
-    else:
-        names = [_text(small.module)] if isinstance(small, cst.ImportFrom) and not small.relative else []
+def _imports_any(statement: ast.stmt, modules: Set[str]) -> bool:
+    names: list[str] = []
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    elif isinstance(statement, ast.ImportFrom) and not statement.level:
+        names = [statement.module or ""]
     return any(name.partition(".")[0] in modules for name in names)
-
-
-def _small(statement: cst.CSTNode) -> cst.BaseSmallStatement | None:
-    return statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and statement.body else None
-
-
-def _imports_already(statement: cst.CSTNode, name: str) -> bool:
-    small: Any = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and statement.body else None
-    return isinstance(small, cst.Import) and any(_text(one.name) == name and one.asname is None for one in small.names)
-
-
-def _import(name: str) -> cst.SimpleStatementLine:
-    return cst.SimpleStatementLine(body=[cst.Import(names=[cst.ImportAlias(name=_dotted(name))])])
-
-
-def _dotted(name: str) -> cst.Name | cst.Attribute:
-    outer, _, last = name.rpartition(".")
-    return cst.Attribute(_dotted(outer), cst.Name(last)) if outer else cst.Name(last)
-
-
-def _text(node: cst.CSTNode | None) -> str:
-    if isinstance(node, cst.Name):
-        return node.value
-    if isinstance(node, cst.Attribute):
-        return f"{_text(node.value)}.{node.attr.value}"
-    return ""
-
-
-class _Remover(cst.CSTTransformer):
-    """Drops aliases; where a whole statement goes, `import ampx` may take its place."""
-
-    def __init__(
-        self, module: cst.Module, gone: set[tuple[str, str]], in_place: bool, here: cst.CSTNode | None = None
-    ) -> None:
-        super().__init__()
-        self._gone = gone
-        self._in_place = in_place
-        self._here = here
-        self._lines = set(module.body)
-        self.placed = 0
-        self.top: cst.CSTNode | None = None  # the first line of the module that lost something
-
-    def _key(self, statement: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> tuple[str, str]:
-        full = _text(alias.name)
-        name = alias.evaluated_alias or full
-        if isinstance(statement, cst.ImportFrom):
-            full = f"{'.' * len(statement.relative)}{_text(statement.module)}.{full}"
-        return name, full
-
-    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        made = super().on_leave(original_node, updated_node)
-        return without_empty_lines(made) if isinstance(made, (cst.IndentedBlock, cst.Module)) else made
-
-    def leave_SimpleStatementLine(  # noqa: N802 -- LibCST calls it by this name
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> Any:
-        small = original_node.body[0] if len(original_node.body) == 1 else None
-        if not isinstance(small, (cst.Import, cst.ImportFrom)) or isinstance(small.names, cst.ImportStar):
-            return updated_node
-        kept = [one for one in small.names if self._key(small, one) not in self._gone]
-        if len(kept) == len(small.names):
-            return updated_node
-        if original_node in self._lines:
-            self.top = self.top or original_node
-            wanted = original_node is self._here
-        else:
-            wanted = self._in_place
-        place = [_import("ampx")] if wanted else []
-        self.placed += len(place)
-        if not kept:
-            if place:
-                changed = {
-                    "leading_lines": updated_node.leading_lines,
-                    "trailing_whitespace": updated_node.trailing_whitespace,
-                }
-                return place[0].with_changes(**changed)
-            return updated_node.with_changes(body=[GONE])
-        kept[-1] = kept[-1].with_changes(comma=small.names[-1].comma)
-        rest: Any = updated_node.with_changes(body=[small.with_changes(names=kept)])
-        if not place:
-            return rest
-        first = place[0].with_changes(leading_lines=updated_node.leading_lines)
-        return cst.FlattenSentinel([first, rest.with_changes(leading_lines=[])])

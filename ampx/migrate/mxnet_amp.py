@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Final
 
-import libcst as cst
-
-from .flow import Flow, is_none
-from .plan import Plan
-from .source import arguments
+from .edits import Plan
+from .program import arguments, is_none
+from .report import NeedsHumanError
 
 ROOTS: Final = ("mxnet.contrib.amp", "mxnet.amp")
 _INIT: Final = ("target_dtype", "target_precision_ops", "conditional_fp32_ops", "fp32_ops", "layout_optimization")
@@ -17,13 +16,12 @@ _BY_HAND: Final = "Rewrite this file by hand, or call `ampx_mxnet.amp.install()`
 
 
 class MXNetAmp:
-    """Plans the edits of one file."""
+    """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Read the file's assignments."""
+        """Take the program."""
         self._plan = plan
-        self._source = plan.source
-        self._flow = Flow(plan.source)
+        self._program = plan.program
 
     def rewrite(self) -> None:
         """Plan everything.
@@ -31,58 +29,59 @@ class MXNetAmp:
         Raises:
             NeedsHumanError: Something is not fully understood.
         """
-        for node, name in list(self._source.references()):
-            root = next((one for one in ROOTS if name == one or name.startswith(f"{one}.")), None)
+        for node, name in self._program.references():
+            root = next((root for root in ROOTS if f"{name}.".startswith(f"{root}.")), None)
             if root is None:
                 continue
+            edits = self._plan.of(node)
             verb = name.removeprefix(root).removeprefix(".")
-            parent = self._source.parent(node)
-            call = parent if isinstance(parent, cst.Call) and parent.func is node else None
+            parent = self._program.parent(node)
+            call = parent if isinstance(parent, ast.Call) and parent.func is node else None
             if verb == "init" and call is not None:
                 self._init(call)
-            elif verb == "init_trainer" and call is not None and len(call.args) == 1:
+            elif verb == "init_trainer" and call is not None and len(call.args) == 1 and not call.keywords:
                 self._init_trainer(call)
-            elif verb in ("scale_loss", "unscale"):
-                self._plan.expression(node, f"ampx.{verb}")
+            elif verb in ("scale_loss", "unscale") and call is not None:
+                edits.expression(node, f"ampx.{verb}")
             elif verb.startswith(("convert_", "list_")):
-                self._plan.expression(node, f"ampx_mxnet.amp.{verb}")
-                self._plan.imports["ampx_mxnet.amp"] = ""
+                edits.expression(node, f"ampx_mxnet.amp.{verb}")
+                edits.imports["ampx_mxnet.amp"] = ""
             else:
-                raise self._plan.block(node, f"`{self._source.code(node)}` has no counterpart that is known", _BY_HAND)
-        if self._plan.changes:
-            self._plan.imports["ampx_mxnet.compat"] = _COMPAT
+                what = f"`{self._program.code(node)}` has no counterpart that is known"
+                raise NeedsHumanError(node, what, _BY_HAND)
+            edits.imports["ampx_mxnet.compat"] = _COMPAT
 
-    def _init(self, call: cst.Call) -> None:
-        found = arguments(call, _INIT)
-        if found is None or not found.keys() <= set(_INIT):
-            raise self._plan.block(call, "`amp.init` with arguments that cannot be read", _BY_HAND)
+    def _init(self, call: ast.Call) -> None:
+        values = arguments(call, _INIT)
+        if values is None or not values.keys() <= set(_INIT):
+            raise NeedsHumanError(call, "`amp.init` with arguments that cannot be read", _BY_HAND)
         for name in ("target_precision_ops", "conditional_fp32_ops", "fp32_ops"):
-            if name in found and not is_none(found[name]):
-                raise self._plan.block(
+            if name in values and not is_none(values[name]):
+                raise NeedsHumanError(
                     call, f"`{name}` takes the place of MXNet's own list", "Pass `allow` and `deny` to `ampx.init`."
                 )
         options = ['"mxnet"']
-        if "target_dtype" in found:
-            options.append(f"dtype={self._source.code(found['target_dtype'])}")
+        if "target_dtype" in values:
+            options.append(f"dtype={self._program.code(values['target_dtype'])}")
         options.append('loss_scale="dynamic"')
-        self._plan.expression(call, f"ampx.init({', '.join(options)})")
+        self._plan.of(call).expression(call, f"ampx.init({', '.join(options)})")
 
-    def _init_trainer(self, call: cst.Call) -> None:
-        trainer = call.args[0].value
-        name = self._source.code(trainer)
+    def _init_trainer(self, call: ast.Call) -> None:
+        edits, trainer = self._plan.of(call), call.args[0]
+        name = self._program.code(trainer)
         if self._is_only_held_here(call, trainer):
-            self._plan.statement(call, lambda _: f"{name} = ampx.wrap_optimizer({name})")
+            edits.statement(call, lambda: f"{name} = ampx.wrap_optimizer({name})")
         else:  # whoever else holds the trainer goes on with it
-            self._plan.expression(call, f"ampx.wrap_optimizer({name}, in_place=True)")
+            edits.expression(call, f"ampx.wrap_optimizer({name}, in_place=True)")
 
-    def _is_only_held_here(self, call: cst.Call, trainer: cst.BaseExpression) -> bool:
-        """Tell whether nobody saw the trainer between its making and this call."""
-        place = self._flow.place(trainer)
-        if not isinstance(trainer, cst.Name) or place is None:
+    def _is_only_held_here(self, call: ast.Call, trainer: ast.expr) -> bool:
+        """Return whether nobody saw the trainer between its making and this call."""
+        place = self._plan.flow.place(trainer)
+        if not isinstance(trainer, ast.Name) or place is None or not isinstance(self._program.parent(call), ast.Expr):
             return False
-        bindings, uses = self._flow.bindings.get(place, []), self._flow.uses.get(place, [])
-        if len(bindings) != 1 or isinstance(bindings[0].node, cst.Param):
+        bindings, uses = self._plan.flow.bindings.get(place, []), self._plan.flow.uses.get(place, [])
+        if len(bindings) != 1 or isinstance(bindings[0].node, ast.arg):
             return False
-        if self._source.function(bindings[0].node) is not self._source.function(call):
+        if self._program.function(bindings[0].node) is not self._program.function(call):
             return False
-        return all(one is trainer or self._source.order(one) > self._source.order(call) for one in uses)
+        return all(use is trainer or self._program.order(use) > self._program.order(call) for use in uses)

@@ -36,6 +36,14 @@ def _value(node: ast.expr) -> float:
     raise ValueError("not a number")
 
 
+def as_bool(code: str) -> str:
+    """Write code of a switch so that it gives a bool; a comparison or negation does."""
+    expression = ast.parse(f"({code})", mode="eval").body
+    if isinstance(expression, (ast.Compare, ast.UnaryOp)):
+        return f"({code})"
+    return code if code in ("True", "False") else f"bool({code})"
+
+
 def loss_scale(settings: Mapping[str, str]) -> str:
     """Write `ampx.LossScale(...)` for settings as they stand in the code; bounds are widened where the scale needs it.
 
@@ -45,7 +53,7 @@ def loss_scale(settings: Mapping[str, str]) -> str:
     settings = dict(settings)
     first = number(settings.get("init_scale", "")) if "init_scale" in settings else None
     if first is not None and first > HIGHEST:
-        settings.setdefault("max_scale", settings["init_scale"])
+        settings.setdefault("max_scale", "2.0**127")  # as far as the script's own would grow
     if first is not None and first < LOWEST:
         settings.setdefault("min_scale", settings["init_scale"])
     return f"ampx.LossScale({', '.join(f'{name}={value}' for name, value in settings.items())})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -51,12 +52,13 @@ class FileReport:
 
 
 class NeedsHumanError(Exception):
-    """Raised by a dialect at what it does not fully understand; the file is then left alone."""
+    """Raised by a dialect at what it does not fully understand; the program is then left alone."""
 
-    def __init__(self, line: int, what: str, advice: str) -> None:
+    def __init__(self, node: ast.AST, what: str, advice: str) -> None:
         """Say where, what, and what to do."""
-        super().__init__(f"line {line}: {what}")
-        self.finding = Finding(line, "todo", what, advice)
+        super().__init__(f"line {node.lineno}: {what}")  # type: ignore[attr-defined]
+        self.node = node
+        self.finding = Finding(node.lineno, "todo", what, advice)  # type: ignore[attr-defined]
 
 
 def exit_code(reports: list[FileReport]) -> int:

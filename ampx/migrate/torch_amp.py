@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Final
 
-import libcst as cst
-
-from .backwards import Scaler
-from .flow import Flow
-from .numbers import loss_scale
-from .plan import Plan
-from .scalers import ScalerRewriter
-from .source import arguments, as_bool
+from .edits import Plan
+from .grad_scaler import Scaler, ScalerRewriter
+from .numbers import as_bool, loss_scale
+from .program import FUNCTIONS, Function, Reference, arguments
+from .report import NeedsHumanError
 
 ROOTS: Final = ("torch.amp", "torch.cuda.amp", "torch.cpu.amp", "torch.autocast")
 _OLD_SCALERS: Final = {"torch.cuda.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}
 _NEW_SCALERS: Final = {"torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler", "torch.GradScaler"}
 _CPU_SCALERS: Final = {"torch.cpu.amp.GradScaler", "torch.cpu.amp.grad_scaler.GradScaler"}
-_SCALERS: Final = _OLD_SCALERS | _NEW_SCALERS | _CPU_SCALERS
+SCALERS: Final = _OLD_SCALERS | _NEW_SCALERS | _CPU_SCALERS
 _SETTINGS: Final = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
 _OLD_REGIONS: Final = {
     "torch.cuda.amp.autocast": "cuda",
@@ -35,7 +33,7 @@ _DTYPES: Final = {
 _KEPT: Final = "It is PyTorch's own and works beside ampx: nothing has to be done."
 
 
-@dataclass
+@dataclass(frozen=True)
 class Region:
     """One autocast region.
 
@@ -47,20 +45,20 @@ class Region:
         enabled: Code of the switch; None where the region is always on.
     """
 
-    node: cst.CSTNode
-    call: cst.Call
+    node: Reference
+    call: ast.Call
     device: str
     dtype: str | None
     enabled: str | None
 
 
 class TorchAmp:
-    """Plans the edits of one file."""
+    """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Read the regions of the file."""
+        """Read the regions of the program."""
         self._plan = plan
-        self._source = plan.source
+        self._program = plan.program
         self._regions = self._find_regions()
         self._device = self._enabled = ""
         self._dtype: str | None = None
@@ -71,45 +69,38 @@ class TorchAmp:
         Raises:
             NeedsHumanError: Something is not fully understood.
         """
-        flow = Flow(self._source)
-        scalers = ScalerRewriter(self._plan, flow, _SCALERS, self._init).rewrite()
-        if len(scalers) > 1:
-            raise self._plan.block(
-                scalers[1].call,
-                "a second scaler; a process has one session of ampx for PyTorch",
-                "Make one session, and wrap each optimizer with a `loss_scale` of its own.",
-            )
-        for scaler in scalers:
-            self._rewrite_regions(flow, scaler)
-        for node, name in self._source.references():
-            if name.startswith(ROOTS) and node not in self._plan.claimed:
-                self._plan.tell(node, "note", f"`{self._source.code(node)}` stays", _KEPT)
+        scaler = ScalerRewriter(self._plan, "PyTorch", SCALERS, self._init).rewrite()
+        if scaler is not None:
+            self._rewrite_regions(scaler)
+        for node, name in self._program.references():
+            edits = self._plan.of(node)
+            if name.startswith(ROOTS) and node not in edits.claimed:
+                edits.tell(node, "note", f"`{self._program.code(node)}` stays", _KEPT)
 
     # -- the session -----------------------------------------------------------------------------------
 
-    def _init(self, call: cst.Call) -> str:
+    def _init(self, call: ast.Call) -> str:
         """Write the call of `ampx.init` for the call of a GradScaler."""
-        name = min(self._source.qualified(call.func))
-        found = arguments(call, (("device", *_SETTINGS) if name in _NEW_SCALERS else _SETTINGS))
-        if found is None or not found.keys() <= {"device", *_SETTINGS}:
-            raise self._plan.block(call, "a scaler with arguments that cannot be read", "Write `ampx.init` by hand.")
+        code, edits = self._program.code, self._plan.of(call)
+        name = min(self._program.qualified(call.func))
+        values = arguments(call, (("device", *_SETTINGS) if name in _NEW_SCALERS else _SETTINGS))
+        if values is None or not values.keys() <= {"device", *_SETTINGS}:
+            raise NeedsHumanError(call, "a scaler with arguments that cannot be read", "Write `ampx.init` by hand.")
         device = '"cpu"' if name in _CPU_SCALERS else '"cuda"'
-        if "device" in found:
-            device = self._device_code(found["device"])
-        enabled = self._source.code(found["enabled"]) if "enabled" in found else None
+        if "device" in values:
+            device = self._device_code(values["device"])
+        enabled = code(values["enabled"]) if "enabled" in values else None
         enabled = None if enabled == "True" else enabled
         self._device, self._enabled = device, enabled or ""
-        same = [one for one in self._regions if self._matches(one)]
-        self._dtype = next((one.dtype for one in same if one.dtype is not None), None)
+        same = [region for region in self._regions if self._matches(region)]
+        self._dtype = next((region.dtype for region in same if region.dtype is not None), None)
         if self._dtype is None or not self._dtype.startswith('"'):
             self._dtype = '"bfloat16"' if device == '"cpu"' else '"float16"'
         options = ['"torch"', f"dtype={self._dtype}"]
         on_cuda = device == '"cuda"'
         if not on_cuda:
             options.append(f"device={device}")
-        settings: dict[str, str] = {
-            field: self._source.code(found[field]) for field in _SETTINGS[:-1] if field in found
-        }
+        settings: dict[str, str] = {field: code(values[field]) for field in _SETTINGS[:-1] if field in values}
         if settings:
             options.append(f"loss_scale={loss_scale(settings)}")
         elif self._dtype != '"float16"':
@@ -119,61 +110,73 @@ class TorchAmp:
             options.append('nan_loss="skip"')  # as a GradScaler does; on a GPU that is ampx's way too
         if on_cuda:  # without CUDA such a scaler switches itself off
             cuda = "torch.cuda.is_available()"
-            if not self._source.binds("torch"):
-                self._plan.imports["torch"] = ""
+            if not self._imports_torch(call):
+                edits.imports["torch"] = ""
             options.append(f"enabled={cuda}" if enabled is None else f"enabled={as_bool(enabled)} and {cuda}")
         elif enabled is not None:
             options.append(f"enabled={as_bool(enabled)}")
-        return self._plan.written(call, "ampx.init", options)
+        return edits.written(call, "ampx.init", options)
 
-    def _device_code(self, node: cst.BaseExpression) -> str:
-        if isinstance(node, cst.SimpleString):
-            return f'"{node.raw_value.partition(":")[0]}"'
-        return self._source.code(node)
+    def _imports_torch(self, call: ast.Call) -> bool:
+        """Return whether the file has the name `torch`, at its top level."""
+        definitions = self._program.scope(self._program.module(call)).names.get("torch", [])
+        return any(
+            definition.imported == "torch"
+            and self._program.parent(self._program.statement(definition.node)) is self._program.module(call)
+            for definition in definitions
+        )
+
+    def _device_code(self, node: ast.expr) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return f'"{node.value.partition(":")[0]}"'
+        return self._program.code(node)
 
     # -- regions ---------------------------------------------------------------------------------------
 
     def _find_regions(self) -> list[Region]:
-        found = []
-        for node, name in self._source.references():
-            call = self._source.parent(node)
+        regions = []
+        for node, name in self._program.references():
+            call = self._program.parent(node)
             if name not in _OLD_REGIONS and name not in _NEW_REGIONS:
                 continue
-            if not isinstance(call, cst.Call) or call.func is not node:
+            if not isinstance(call, ast.Call) or call.func is not node:
                 continue
             old = name in _OLD_REGIONS
             names = (
                 ("enabled", "dtype", "cache_enabled") if old else ("device_type", "dtype", "enabled", "cache_enabled")
             )
-            given = arguments(call, names)
-            if given is None or not given.keys() <= set(names) - {"cache_enabled"}:
+            values = arguments(call, names)
+            if values is None or not values.keys() <= set(names) - {"cache_enabled"}:
                 continue
-            if not old and "device_type" not in given:
+            if not old and "device_type" not in values:
                 continue
-            device = f'"{_OLD_REGIONS[name]}"' if old else self._device_code(given["device_type"])
-            dtype = self._dtype_code(given.get("dtype"))
-            enabled = self._source.code(given["enabled"]) if "enabled" in given else None
-            found.append(Region(node, call, device, dtype, None if enabled == "True" else enabled))
-        return found
+            device = f'"{_OLD_REGIONS[name]}"' if old else self._device_code(values["device_type"])
+            dtype = self._dtype_code(values.get("dtype"))
+            enabled = self._program.code(values["enabled"]) if "enabled" in values else None
+            regions.append(Region(node, call, device, dtype, None if enabled == "True" else enabled))
+        return regions
 
-    def _dtype_code(self, node: cst.BaseExpression | None) -> str | None:
-        if node is None or self._source.code(node) == "None":
+    def _dtype_code(self, node: ast.expr | None) -> str | None:
+        if node is None or self._program.code(node) == "None":
             return None
-        names = self._source.qualified(node)
+        names = self._program.qualified(node)
         known = _DTYPES.get(min(names)) if len(names) == 1 else None
-        return self._source.code(node) if known is None else f'"{known}"'
+        return self._program.code(node) if known is None else f'"{known}"'
 
     def _matches(self, region: Region) -> bool:
-        """Tell whether a region is on where the session is: same device, same switch."""
+        """Return whether a region is on where the session is: same device, same switch."""
         off = region.enabled == "False"
         return region.device == self._device and (off or _same_switch(region.enabled or "", self._enabled))
 
-    def _rewrite_regions(self, flow: Flow, scaler: Scaler) -> None:
+    def _rewrite_regions(self, scaler: Scaler) -> None:
         for region in self._regions:
-            reason = self._reason_to_keep(flow, scaler, region)
-            self._plan.claim(region.node)
+            edits = self._plan.of(region.node)
+            if edits.source is not self._program.source(scaler.call):
+                continue  # only the file that begins the session is sure to have one
+            reason = self._reason_to_keep(scaler, region)
+            edits.claimed.add(region.node)
             if reason is not None:
-                self._plan.tell(region.call, "note", f"`{self._source.code(region.call)}` stays: {reason}", _KEPT)
+                edits.tell(region.call, "note", f"`{self._program.code(region.call)}` stays: {reason}", _KEPT)
                 continue
             options = []
             if region.enabled is not None:
@@ -182,30 +185,50 @@ class TorchAmp:
                 default = '"bfloat16"' if self._device == '"cpu"' else '"float16"'
                 if region.dtype is not None or self._dtype != default:
                     options.append(f"dtype={region.dtype or default}")
-            self._plan.expression(region.call, f"ampx.autocast({', '.join(options)})")
+            edits.expression(region.call, f"ampx.autocast({', '.join(options)})")
 
-    def _reason_to_keep(self, flow: Flow, scaler: Scaler, region: Region) -> str | None:
-        """Give why a region cannot become one of the session; None if it can."""
+    def _reason_to_keep(self, scaler: Scaler, region: Region) -> str | None:
+        """Return why a region cannot become one of the session; None if it can."""
+        begin = scaler.start.statement
         if not self._matches(region):
             return "its device or its switch is not the scaler's"
         if not self._device.startswith('"') and region.dtype is None:
             return "its dtype depends on the device"
-        if scaler.start.maybe_none or self._source.branches(scaler.start.statement):
+        if scaler.start.maybe_none or self._program.is_branched(begin):
             return "there is not always a session"
-        begin = scaler.start.statement
-        home = self._source.function(begin)
-        where = self._source.function(region.call)
-        decorates = any(isinstance(one, cst.Decorator) for one in self._source.around(region.call))
+        for outer in self._program.around(region.call):
+            decorators = getattr(outer, "decorator_list", ())
+            if any(self._program.inside(region.call, decorator) for decorator in decorators):
+                return self._reason_at(outer.body[0], begin, ())  # type: ignore[attr-defined]
+        return self._reason_at(region.call, begin, ())
+
+    def _reason_at(self, node: ast.AST, begin: ast.stmt, seen: tuple[Function, ...]) -> str | None:
+        """Return why a node may be reached without a session; None if it cannot."""
+        program = self._program
+        home, where = program.function(begin), program.function(node)
         if where is home:
-            early = self._source.order(region.call) < self._source.order(begin) and not decorates
-            return "it comes before the session" if early else None
-        if isinstance(where, cst.FunctionDef):
-            for call in flow.calls_of(where):
-                if self._source.function(call) is home and self._source.order(call) < self._source.order(begin):
-                    return "it is entered before the session begins"
-        return None
+            return "it comes before the session" if program.order(node) < program.order(begin) else None
+        if not isinstance(where, FUNCTIONS) or where in seen:
+            return None if where in seen else "it cannot be told that it is entered after the session begins"
+        cls = program.enclosing_class(where)
+        if isinstance(home, FUNCTIONS) and home.name == "__init__" and cls is program.enclosing_class(home) is not None:
+            early = [call for call in self._plan.flow.calls_of(where) if program.function(call) is home]
+            reasons = [self._reason_at(call, begin, (*seen, where)) for call in early]
+        else:
+            calls = self._plan.flow.calls_of(where)
+            if not calls or self._is_used_otherwise(where):
+                return "it cannot be told that it is entered after the session begins"
+            reasons = [self._reason_at(call, begin, (*seen, where)) for call in calls]
+        return "it is entered before the session begins" if any(reasons) else None
+
+    def _is_used_otherwise(self, function: Function) -> bool:
+        """Return whether a function is also used as a value, or from a file that is not looked at."""
+        place = self._program.scope(function), function.name
+        uses = self._plan.flow.uses.get(place, [])
+        calls = [call.func for call in self._plan.flow.calls_of(function)]
+        return any(use not in calls for use in uses) or self._program.is_used_elsewhere(function)
 
 
-def _same_switch(one: str, other: str) -> bool:
-    """Tell whether two switches are one: `args.amp` is also kept as `self.args.amp`."""
-    return one.removeprefix("self.") == other.removeprefix("self.")
+def _same_switch(switch: str, other: str) -> bool:
+    """Return whether two switches are the same: `args.amp` is also kept as `self.args.amp`."""
+    return switch.removeprefix("self.") == other.removeprefix("self.")

@@ -55,7 +55,6 @@ def test_help_imports_neither_framework_nor_plotting():
     [
         ("typer", "cli", []),
         ("rich", "cli", ["backends"]),
-        ("libcst", "cli", ["migrate", "."]),
         ("sklearn", "demo", ["demo"]),
         ("matplotlib", "demo", ["demo"]),
     ],

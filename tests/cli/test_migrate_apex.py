@@ -112,8 +112,12 @@ CASES = [
             "torch",
             dtype="float16",
             level=args.opt_level,
-            loss_scale="auto" if args.loss_scale is None else "dynamic" if args.loss_scale == "dynamic" else \
-float(args.loss_scale),
+            loss_scale=(
+                "auto"
+                if args.loss_scale is None
+                else "dynamic" if args.loss_scale == "dynamic"
+                else float(args.loss_scale)
+            ),
             enabled=bool(args.amp),
         )
         net, opt = ampx.prepare(model, opt)
@@ -194,8 +198,6 @@ float(args.loss_scale),
             else:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if verbose:
-                if args.fp16:
-                    ampx.unscale(optimizer)
                 print(model.weight.grad)
             optimizer.step()
         """,

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("libcst", reason="needs libcst, of the extra cli")
-
 from ampx.migrate import files
 from ampx.migrate.engine import migrate as migrate_bytes
 
@@ -90,10 +88,8 @@ def test_write_writes_and_a_second_run_finds_nothing(folder, ampx_command):
 def test_exit_code_is_1_where_a_human_is_needed_and_the_line_is_named(folder, ampx_command):
     (folder / "blocked.py").write_text(BLOCKED, encoding="utf-8")
     done = ampx_command("migrate", "--write", str(folder), code=1)
-    assert (
-        f"{folder / 'blocked.py'}:10: todo: the scaler is passed to `helper`, which is not a function of this file. "
-        in done.stdout
-    )
+    what = "the scaler is passed to `helper`, which is no function of the files that are migrated. "
+    assert f"{folder / 'blocked.py'}:10: todo: {what}" in done.stdout
     assert (folder / "blocked.py").read_text(encoding="utf-8") == BLOCKED
     assert (folder / "train.py").read_text(encoding="utf-8") == MIGRATED
 
@@ -184,13 +180,13 @@ def test_a_last_line_without_its_end_stays_so():
 
 def test_the_mode_of_a_file_is_kept(folder):
     (folder / "train.py").chmod(0o754)
-    files.write(files.examine(folder / "train.py"))
+    files.write(*files.examine([folder / "train.py"]))
     assert (folder / "train.py").read_text(encoding="utf-8") == MIGRATED
     assert stat.S_IMODE((folder / "train.py").stat().st_mode) == 0o754
 
 
 def test_a_file_that_changed_after_it_was_read_is_not_overwritten(folder):
-    report = files.examine(folder / "train.py")
+    (report,) = files.examine([folder / "train.py"])
     (folder / "train.py").write_text("x = 2\n")
     files.write(report)
     assert report.status == "error"
@@ -201,7 +197,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(folder, mo
     def fail(*_):
         raise OSError("no space")
 
-    report = files.examine(folder / "train.py")
+    (report,) = files.examine([folder / "train.py"])
     monkeypatch.setattr(os, "replace", fail)
     files.write(report)
     assert report.status == "error"
@@ -211,7 +207,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(folder, mo
 
 
 def test_what_would_not_compile_is_not_written(monkeypatch):
-    monkeypatch.setattr("ampx.migrate.engine._encode", lambda module, before: b"def f(:\n")
+    monkeypatch.setattr("ampx.migrate.imports._at_top", lambda source, name, comment="": "def f(:\n")
     report = migrate_bytes(Path("script.py"), RECIPE.encode())
     assert report.status == "blocked"
     assert report.after == report.before == RECIPE.encode()

@@ -185,7 +185,10 @@ CASES = [
 
         mixed_precision.set_global_policy("mixed_float16")
         ampx.init("tensorflow", level="O0", loss_scale="dynamic")
-        optimizer = ampx.wrap_optimizer(tf.keras.optimizers.SGD(0.1), loss_scale=ampx.LossScale(init_scale=2.0**15))
+        optimizer = ampx.wrap_optimizer(
+            tf.keras.optimizers.SGD(0.1),
+            loss_scale=ampx.LossScale(init_scale=2.0**15),
+        )
         with tf.GradientTape() as tape:
             loss = model(x)
             scaled = optimizer.get_scaled_loss(loss)
@@ -211,8 +214,10 @@ CASES = [
         tf.keras.mixed_precision.set_global_policy(policy)
         ampx.init("tensorflow", level="O0", loss_scale="dynamic")
         a = ampx.wrap_optimizer(first, loss_scale=128)
-        b = ampx.wrap_optimizer(second, loss_scale=ampx.LossScale(init_scale=2.0**30, growth_interval=500, \
-max_scale=2.0**30))
+        b = ampx.wrap_optimizer(
+            second,
+            loss_scale=ampx.LossScale(init_scale=2.0**30, growth_interval=500, max_scale=2.0**127),
+        )
         """,
     ),
 ]

@@ -226,8 +226,12 @@ CASES = [
         import torch
 
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        scaler = ampx.init("torch", dtype="float16", process_wide=False, \
-enabled=torch.cuda.is_available()) if args.amp else None
+        scaler = ampx.init(
+            "torch",
+            dtype="float16",
+            process_wide=False,
+            enabled=torch.cuda.is_available(),
+        ) if args.amp else None
         if scaler is not None:
             optimizer = scaler.wrap_optimizer(optimizer)
         with torch.autocast("cuda", enabled=scaler is not None):
@@ -503,7 +507,11 @@ scaler.update()
 @pytest.mark.parametrize(
     ("before", "line", "what"),
     [
-        (HEAD + LOOP + "helper(scaler)\n", 7, "the scaler is passed to `helper`, which is not a function of this file"),
+        (
+            HEAD + LOOP + "helper(scaler)\n",
+            7,
+            "the scaler is passed to `helper`, which is no function of the files that are migrated",
+        ),
         (
             HEAD + LOOP + "scaler.set_growth_interval(3)\n",
             7,

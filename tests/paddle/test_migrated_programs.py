@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("libcst", reason="needs libcst, of the extra cli")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "fluid"

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-pytest.importorskip("libcst", reason="needs libcst, of the extra cli")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 
 from ampx_torch import lstm  # noqa: E402

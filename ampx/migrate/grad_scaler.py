@@ -1,0 +1,698 @@
+"""Rewrite code around a `GradScaler`, PyTorch's or Paddle's.
+
+The session takes the scaler's place, and its optimizers are wrapped. The name that held the scaler holds the session
+afterwards, so that functions it is passed to, attributes it is kept in and checkpoints that save its state go on
+working, in whatever file of the program they are.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import Final
+
+from .edits import Edits, Plan
+from .flow import Binding, Flow, Place
+from .optimizers import keeps
+from .program import FUNCTIONS, Reference, called_name, dotted, is_none
+from .report import NeedsHumanError
+from .source import Source
+
+BY_HAND: Final = "Rewrite this file by hand: the manual's pages on migration show the counterparts."
+_WRAP: Final = "Call `ampx.wrap_optimizer` on it where it is made, after `ampx.init`; then migrate the rest by hand."
+_TESTS: Final = (ast.Compare, ast.If, ast.IfExp, ast.BoolOp, ast.UnaryOp, ast.While)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a session begins.
+
+    Attributes:
+        statement: The line after which it is there.
+        name: What holds the session in that line.
+        maybe_none: Whether what holds it may be None instead.
+    """
+
+    statement: ast.stmt
+    name: str
+    maybe_none: bool
+
+
+@dataclass(eq=False)
+class Scaler:
+    """One constructor call and what hangs on it.
+
+    Attributes:
+        call: The constructor call.
+        start: Where it is made.
+        init: The call of `ampx.init` that takes its place.
+        places: What holds it.
+        backward: Calls of `scale`, in the order of the text.
+        steps: Calls that step an optimizer, with the optimizer.
+        optimizers: What is stepped or unscaled, one expression for each optimizer.
+        updates: Calls that move its scale.
+        loads: Calls that load its state or ask for its scale.
+    """
+
+    call: ast.Call
+    start: Start
+    init: str
+    places: set[Place] = field(default_factory=set)
+    backward: list[ast.Call] = field(default_factory=list)
+    steps: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)
+    optimizers: list[ast.expr] = field(default_factory=list)
+    updates: list[ast.Call] = field(default_factory=list)
+    loads: list[ast.Call] = field(default_factory=list)
+
+
+class ScalerRewriter:
+    """Plans the edits for every scaler of a program."""
+
+    def __init__(
+        self, plan: Plan, framework: str, constructors: Set[str], write_init: Callable[[ast.Call], str]
+    ) -> None:
+        """Take what the dialect knows.
+
+        Args:
+            plan: Receives the edits.
+            framework: Its name, for messages.
+            constructors: Full names of the scaler's class.
+            write_init: Gives the `ampx.init` call for a constructor call.
+        """
+        self._plan = plan
+        self._program = plan.program
+        self._framework = framework
+        self._constructors = constructors
+        self._write_init = write_init
+
+    @property
+    def _flow(self) -> Flow:
+        return self._plan.flow
+
+    def rewrite(self) -> Scaler | None:
+        """Plan everything; return the scaler, if there is one.
+
+        Raises:
+            NeedsHumanError: Something about it is not fully understood.
+        """
+        types: list[Reference] = []
+        calls: list[ast.Call] = []
+        for node, name in self._program.references():
+            if name not in self._constructors:
+                continue
+            parent = self._program.parent(node)
+            self._edits(node).claimed.add(node)
+            if isinstance(parent, ast.Call) and parent.func is node:
+                calls.append(parent)
+            elif self._is_type(node):
+                types.append(node)
+            else:
+                raise self._block(node, f"`{self._program.code(node)}` is used without being called", BY_HAND)
+        if not calls:
+            return None
+        if len(calls) > 1:
+            raise self._block(
+                calls[1],
+                f"a second scaler; a process has one session of ampx for {self._framework}",
+                "Make one session, and wrap each optimizer with a `loss_scale` of its own.",
+            )
+        scaler = self._begin(calls[0])
+        self._follow(scaler)
+        while self._load_receivers(scaler):
+            self._follow(scaler)
+        self._check_bindings(scaler)
+        self._check_holders(scaler)
+        for place in scaler.places:
+            for use in self._flow.uses.get(place, []):
+                self._use(scaler, use)
+        self._finish(scaler)
+        for node in types:
+            if self._edits(node).nodes:  # an annotation alone is no reason to change a file
+                self._edits(node).expression(node, "ampx.Amp")
+        return scaler
+
+    def _edits(self, node: ast.AST) -> Edits:
+        return self._plan.of(node)
+
+    def _block(self, node: ast.AST, what: str, advice: str) -> NeedsHumanError:
+        return NeedsHumanError(node, what, advice)
+
+    def _is_type(self, node: ast.AST) -> bool:
+        """Return whether the class is named in an annotation, or asked for by isinstance."""
+        return self._program.in_annotation(node) or any(map(self._is_isinstance, self._program.around(node)))
+
+    def _is_isinstance(self, call: ast.AST) -> bool:
+        return isinstance(call, ast.Call) and dotted(call.func) == "isinstance"
+
+    # -- where it is made, and what holds it ---------------------------------------------------------
+
+    def _begin(self, call: ast.Call) -> Scaler:
+        program = self._program
+        value: ast.AST = call
+        maybe_none = False
+        parent = program.parent(value)
+        if isinstance(parent, ast.IfExp) and value is not parent.test:
+            other = parent.orelse if parent.body is value else parent.body
+            if not is_none(other):
+                raise self._block(parent, f"`{program.code(parent)}` makes one of two things", BY_HAND)
+            maybe_none, value, parent = True, parent, program.parent(parent)
+        target: ast.AST | None = None
+        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and parent.value is value:
+            target = parent.targets[0]
+        elif isinstance(parent, ast.AnnAssign) and parent.value is value:
+            target = parent.target
+        place = None if target is None else self._flow.place(target)
+        if target is None or place is None:
+            raise self._block(call, f"`{program.code(call)}` is not kept in a variable", BY_HAND)
+        statement = program.statement(call)
+        if program.loops(statement):
+            raise self._block(call, "a scaler is made in a loop", BY_HAND)
+        maybe_none = maybe_none or any(is_none(binding.value) for binding in self._flow.bindings.get(place, []))
+        self._check_made_once(call)
+        scaler = Scaler(call, Start(statement, program.code(target), maybe_none), self._write_init(call), {place})
+        self._edits(call).expression(call, scaler.init)
+        return scaler
+
+    def _check_made_once(self, call: ast.Call) -> None:
+        """Refuse a scaler of objects of which there are several.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        home = self._program.function(call)
+        if isinstance(home, FUNCTIONS) and home.name == "__init__" and len(self._flow.calls_of(home)) > 1:
+            raise self._block(
+                call,
+                "a scaler for each of several objects; a process has one session of ampx for " + self._framework,
+                "Make one session, and wrap each optimizer with a `loss_scale` of its own.",
+            )
+
+    def _follow(self, scaler: Scaler) -> None:
+        """Add the parameters and attributes that the scaler is passed on to."""
+        waiting = list(scaler.places)
+        while waiting:
+            for use in self._flow.uses.get(waiting.pop(), []):
+                for place in self._passed_to(use):
+                    if place not in scaler.places:
+                        scaler.places.add(place)
+                        waiting.append(place)
+
+    def _passed_to(self, use: Reference) -> list[Place]:
+        parent = self._program.parent(use)
+        if isinstance(parent, ast.Assign) and parent.value is use:
+            places = [self._flow.place(target) for target in parent.targets]
+            return [place for place in places if place is not None]
+        return self._flow.receivers(use)
+
+    def _load_receivers(self, scaler: Scaler) -> bool:
+        """Take in the files of functions that get the scaler or an optimizer; return whether there was one."""
+        stepped = [
+            argument
+            for place in scaler.places
+            for use in self._flow.uses.get(place, [])
+            for argument in self._stepped_by(use)
+        ]
+        tracked = scaler.places | {place for place in map(self._flow.place, stepped) if place is not None}
+        for optimizer in stepped:
+            origins = self._origins(scaler, optimizer) or ()
+            tracked |= {place for place in (self._flow.place(origin.node) for origin in origins) if place is not None}
+        loaded = False
+        for place in tracked:
+            for use in self._flow.uses.get(place, []):
+                parent = self._program.parent(use)
+                call = self._program.parent(parent) if isinstance(parent, ast.keyword) else parent
+                if isinstance(call, ast.Call) and use is not call.func:
+                    loaded = self._program.load(call.func) or loaded
+        return loaded
+
+    def _stepped_by(self, use: Reference) -> list[ast.expr]:
+        """Return the optimizers of a call of the scaler that steps or unscales."""
+        method = self._program.parent(use)
+        call = self._program.parent(method)
+        if isinstance(method, ast.Attribute) and method.attr in ("step", "unscale_", "minimize"):
+            return call.args[:1] if isinstance(call, ast.Call) else []
+        return []
+
+    def _check_bindings(self, scaler: Scaler) -> None:
+        for place in scaler.places:
+            for binding in self._flow.bindings.get(place, []):
+                if not self._is_scaler(scaler, place, binding):
+                    code = self._program.code(binding.node).strip()
+                    raise self._block(binding.node, f"`{code}` is the scaler here and something else there", BY_HAND)
+
+    def _is_scaler(self, scaler: Scaler, place: Place, binding: Binding) -> bool:
+        if isinstance(binding.node, ast.arg):
+            passed = [self._flow.place(value) for value in self._flow.arguments(place) if not is_none(value)]
+            return all(origin in scaler.places for origin in passed)
+        value = binding.value
+        if value is None:
+            return False
+        if value is scaler.call or is_none(value) or self._flow.place(value) in scaler.places:
+            return True
+        return isinstance(value, ast.IfExp) and scaler.call in (value.body, value.orelse)
+
+    def _check_holders(self, scaler: Scaler) -> None:
+        """Refuse where something that is not followed may hold the scaler under the same name.
+
+        Raises:
+            NeedsHumanError: So it is, as with `trainer.scaler` outside the class.
+        """
+        for place in scaler.places:
+            owner, _, name = place[1].rpartition(".")
+            for node in self._flow.attributes.get(name, []) if owner or self._is_module(place) else ():
+                other = self._flow.place(node)
+                if other in scaler.places or (other is not None and other in self._flow.bindings):
+                    continue
+                if owner or other is None:
+                    raise self._block(node, f"`{self._program.code(node)}` may be the scaler", BY_HAND)
+
+    def _is_module(self, place: Place) -> bool:
+        return isinstance(getattr(place[0], "node", None), ast.Module)
+
+    # -- what is done with it ------------------------------------------------------------------------
+
+    def _use(self, scaler: Scaler, use: Reference) -> None:
+        parent = self._program.parent(use)
+        code = self._program.code
+        if isinstance(parent, ast.Attribute):
+            call = self._program.parent(parent)
+            if not isinstance(call, ast.Call) or call.func is not parent:
+                raise self._unknown(parent)
+            self._method(scaler, parent.attr, call)
+            return
+        call = self._program.parent(parent) if isinstance(parent, ast.keyword) else parent
+        if isinstance(call, ast.Call) and use is not call.func:
+            if not self._flow.receivers(use) and not self._is_isinstance(call):
+                raise self._block(
+                    use,
+                    f"the scaler is passed to `{code(call.func)}`, which is no function of the files that are migrated",
+                    "Pass the file that has it, too; or migrate both by hand.",
+                )
+        elif not (isinstance(parent, _TESTS) or (isinstance(parent, ast.Assign) and self._passed_to(use))):
+            raise self._unknown(parent if isinstance(parent, ast.expr) else use)
+
+    def _unknown(self, node: ast.AST) -> NeedsHumanError:
+        return self._block(node, f"`{self._program.code(node).strip()}` has no counterpart that is known", BY_HAND)
+
+    def _method(self, scaler: Scaler, name: str, call: ast.Call) -> None:
+        edits = self._edits(call)
+        args = [
+            *(value for value in call.args if not isinstance(value, ast.Starred)),
+            *(keyword.value for keyword in call.keywords if keyword.arg is not None),
+        ]
+        complete = len(args) == len(call.args) + len(call.keywords)
+        is_statement = isinstance(self._program.parent(call), ast.Expr)
+        if not complete:
+            raise self._unknown(call)
+        if name == "scale" and len(args) == 1:
+            scaler.backward.append(call)
+        elif (name, len(args)) in (("step", 1), ("minimize", 2)) and is_statement:
+            self._note_optimizer(scaler, args[0])
+            scaler.steps.append((call, args[0]))
+            edits.expression(call, f"{self._program.code(args[0])}.step()")
+        elif name == "unscale_" and len(args) == 1 and is_statement:
+            self._note_optimizer(scaler, args[0])
+            edits.expression(call.func, "ampx.unscale")
+        elif name == "update" and not args and is_statement:
+            scaler.updates.append(call)
+            edits.remove(call)
+        elif name in ("get_scale", "get_loss_scaling") and not args:
+            scaler.loads.append(call)  # rewritten when the optimizers are known
+        elif name in ("is_enabled", "is_enable") and not args:
+            holder = self._program.code(call.func.value)  # type: ignore[attr-defined]
+            edits.expression(call, f"{holder}.enabled")
+        elif name == "load_state_dict" and len(args) == 1:
+            scaler.loads.append(call)
+            edits.expression(args[0], lambda: f"ampx.import_state({edits.code(args[0])})")
+        elif name != "state_dict" or args or isinstance(self._program.parent(call), (ast.Subscript, ast.Attribute)):
+            raise self._unknown(call)
+
+    def _note_optimizer(self, scaler: Scaler, optimizer: ast.expr) -> None:
+        if self._key(scaler, optimizer) not in [self._key(scaler, other) for other in scaler.optimizers]:
+            scaler.optimizers.append(optimizer)
+
+    def _origins(self, scaler: Scaler, optimizer: ast.expr) -> list[Binding] | None:
+        return self._flow.origins(optimizer, self._program.function(scaler.start.statement))
+
+    def _key(self, scaler: Scaler, optimizer: ast.expr) -> frozenset[object]:
+        """Tell optimizers apart by where they are made."""
+        origins = self._origins(scaler, optimizer) or ()
+        return frozenset(origin.node for origin in origins) or frozenset({optimizer})
+
+    # -- what needs to know all of it ----------------------------------------------------------------
+
+    def _finish(self, scaler: Scaler) -> None:
+        if not scaler.steps:
+            raise self._block(scaler.call, "no optimizer is stepped through this scaler here", BY_HAND)
+        # By file: the order of files means nothing, and nothing below compares places of two files.
+        scaler.backward.sort(key=self._program.order)
+        scaler.steps.sort(key=lambda step: self._program.order(step[0]))
+        points = self._wrap(scaler)
+        if len(scaler.optimizers) > 1:
+            self._edits(scaler.call).tell(
+                scaler.call,
+                "note",
+                f"{len(scaler.optimizers)} optimizers share a loss scale, as they shared the scaler; it moves with "
+                "their steps, not with `update`",
+                "Wrap them one by one if each shall have its own.",
+            )
+        self._refuse_raw_steps(scaler)
+        names: dict[Source, str] = {}
+        for call in scaler.backward:
+            source = self._program.source(call)
+            if source not in names:
+                used = {name.id for name in self._program.every(ast.Name, source.tree)}
+                names[source] = _free_name("scaled_loss", used)
+            self._backward(scaler, call, names[source])
+        for call in scaler.loads:
+            if called_name(call) == "load_state_dict":
+                self._check_load(call, points)
+            else:
+                self._refuse_between_step_and_update(scaler, call)
+                self._edits(call).expression(call, self._write_scale(scaler, call))
+
+    def _check_load(self, call: ast.Call, points: list[ast.stmt]) -> None:
+        home = self._program.function(call)
+        for point in points:
+            late = self._program.order(point) > self._program.order(call)
+            if self._program.function(point) is home and late:
+                raise self._block(call, "the state is loaded before the optimizer is made", BY_HAND)
+
+    def _is_switched_off(self, scaler: Scaler, node: ast.AST) -> bool:
+        """Return whether a node is only reached where the scaler's own switch is off, and the session with it."""
+        switches = [keyword.value for keyword in scaler.call.keywords if str(keyword.arg).startswith("enable")]
+        switch = self._program.code(switches[0]).removeprefix("self.") if switches else None
+        return any(
+            (not holds and self._program.code(branch.test).removeprefix("self.") == switch)
+            or self._holds_without_scaler(scaler, branch.test, holds)
+            for branch, holds in self._program.branches(node).items()
+        )
+
+    def _holds_without_scaler(self, scaler: Scaler, test: ast.expr, holds: bool) -> bool:
+        """Return whether a test has this outcome only where there is no scaler, while every caller passes the one."""
+        match test:
+            case ast.Compare(left=tested, ops=[ast.Is() | ast.IsNot() as operator], comparators=[other]) if is_none(
+                other
+            ):
+                none = isinstance(operator, ast.Is) is holds
+            case ast.UnaryOp(op=ast.Not(), operand=tested):
+                none = holds
+            case _:
+                tested, none = test, not holds
+        place = self._flow.place(tested)
+        if not none or place not in scaler.places:
+            return False
+        for binding in self._flow.bindings.get(place, []):
+            function = self._program.function(binding.node) if not isinstance(binding.node, ast.arg) else None
+            if isinstance(binding.node, ast.arg):
+                arguments = self._flow.arguments(place)
+                owner = self._program.parent(self._program.parent(binding.node))
+                calls = self._flow.calls_of(owner) if isinstance(owner, FUNCTIONS) else []
+                if len(arguments) < len(calls) or any(map(is_none, arguments)):
+                    return False
+            elif is_none(binding.value) or function is None:
+                return False
+        return True
+
+    def _refuse_raw_steps(self, scaler: Scaler) -> None:
+        start = scaler.start
+        if start.maybe_none or self._program.is_branched(start.statement):
+            return  # the script steps either way, and wraps only where there is a session
+        keys = [self._key(scaler, optimizer) for optimizer in scaler.optimizers]
+        for call in self._program.every(ast.Call):
+            func = call.func
+            if isinstance(func, ast.Attribute) and func.attr == "step" and self._key(scaler, func.value) in keys:
+                if self._is_switched_off(scaler, call):
+                    continue
+                raise self._block(
+                    call,
+                    f"`{self._program.code(call)}` steps without the scaler, which is always made",
+                    "Make the scaler with `enabled=` what decides here, use it in both cases, and migrate again.",
+                )
+
+    # -- the optimizers --------------------------------------------------------------------------------
+
+    def _wrap(self, scaler: Scaler) -> list[ast.stmt]:
+        """Plan the wrapping of the optimizers that share the loss scale; return the lines after which it stands.
+
+        Raises:
+            NeedsHumanError: Where they are made cannot be told, or comes in no order with the session.
+        """
+        program = self._program
+        groups: list[tuple[str, list[Binding]]] = []
+        for optimizer in scaler.optimizers:
+            origins = self._origins(scaler, optimizer)
+            if not origins:
+                raise self._block(optimizer, f"it cannot be told where `{program.code(optimizer)}` is made", _WRAP)
+            for binding in origins:
+                place = self._flow.place(binding.node)
+                known = next((group for group in groups if self._flow.place(group[1][0].node) == place), None)
+                if known is None:
+                    groups.append((program.code(binding.node), [binding]))
+                elif binding not in known[1]:
+                    known[1].append(binding)
+        bindings = [binding for _, group in groups for binding in group]
+        names = [name for name, _ in groups]
+        starts = {self._start_for(scaler, binding) for binding in bindings}
+        start = starts.pop()
+        if starts:
+            raise self._block(scaler.call, f"{', '.join(names)} are made in several functions", _WRAP)
+        late = [binding for binding in bindings if not self._precedes(binding, start)]
+        if not late:
+            points = [start.statement]
+        else:
+            for binding in late:
+                self._check_after(binding, start)
+            points = [program.statement(binding.node) for binding in late]
+            if len(names) == 1:
+                if len(late) < len(bindings):
+                    raise self._block(late[0].node, f"`{names[0]}` is made before and after the session begins", _WRAP)
+            else:
+                last = max(bindings, key=lambda binding: program.order(binding.node))
+                blocks = {id(program.block(point)) for point in points}
+                if len(blocks) > 1 or len(bindings) > len(names):
+                    what = f"{', '.join(names)} share a loss scale and are made in several places"
+                    raise self._block(last.node, what, _WRAP)
+                points = [program.statement(last.node)]
+        for binding in bindings:
+            self._check_not_held(binding, points)
+        for point in points:
+            self._edits(point).insert_after(point, _wrap_text(names, start))
+        return points
+
+    def _start_for(self, scaler: Scaler, binding: Binding) -> Start:
+        """Return where the session begins as the function sees it that makes an optimizer: where it calls what does."""
+        program, start = self._program, scaler.start
+        home = program.function(start.statement)
+        wanted = program.function(binding.node)
+        if start.maybe_none or program.is_branched(start.statement):
+            return start
+        for _ in range(5):
+            if home is wanted or isinstance(home, ast.Module):
+                break
+            calls = self._flow.calls_of(home)
+            if len(calls) != 1 or program.is_used_elsewhere(home):
+                break
+            home = program.function(calls[0])
+            if home is wanted:
+                return Start(program.statement(calls[0]), "", False)
+        return start
+
+    def _precedes(self, binding: Binding, start: Start) -> bool:
+        """Return whether a value is surely there when the session begins, and made as often."""
+        program = self._program
+        if program.function(binding.node) is not program.function(start.statement):
+            return False
+        if program.order(binding.node) > program.order(start.statement):
+            return False
+        here, there = program.branches(start.statement), program.branches(binding.node)
+        exclusive = any(here[branch] is not holds for branch, holds in there.items() if branch in here)
+        return not exclusive and program.loops(binding.node) == program.loops(start.statement)
+
+    def _check_after(self, binding: Binding, start: Start) -> None:
+        program = self._program
+        home, other = program.function(start.statement), program.function(binding.node)
+        if home is other:
+            after = program.order(binding.node) > program.order(start.statement)
+            block = program.block(start.statement)
+            inside = any(program.inside(binding.node, statement) for statement in block)
+            if after and (start.maybe_none or inside):
+                return
+        elif isinstance(home, ast.Module) and home is program.module(other) and not start.maybe_none:
+            calls = [] if isinstance(other, ast.Module) else self._flow.calls_of(other)
+            early = [call for call in calls if program.function(call) is home]
+            if not any(program.order(call) < program.order(start.statement) for call in early):
+                return
+        name = program.code(binding.node)
+        raise self._block(binding.node, f"it cannot be told whether `{name}` is made after the session begins", _WRAP)
+
+    def _check_not_held(self, binding: Binding, points: list[ast.stmt]) -> None:
+        """Refuse where something got the raw optimizer to keep, before it is wrapped.
+
+        Raises:
+            NeedsHumanError: It would step the raw optimizer.
+        """
+        program = self._program
+        place = self._flow.place(binding.node)
+        home = program.function(binding.node)
+        for use in self._flow.uses.get(place, []) if place is not None else ():
+            early = any(
+                program.function(point) is home is program.function(use) and program.order(use) < program.order(point)
+                for point in points
+            )
+            if early and program.order(use) > program.order(binding.node) and keeps(program, use):
+                raise self._block(
+                    use,
+                    f"`{program.code(program.statement(use)).strip()}` keeps the optimizer before the session begins",
+                    "Make the scaler before this line, and migrate again.",
+                )
+
+    # -- the backward calls ----------------------------------------------------------------------------
+
+    def _backward(self, scaler: Scaler, call: ast.Call, name: str) -> None:
+        """Put the backward of a scaled loss into a `scale_loss` block for the optimizers it makes gradients for.
+
+        Raises:
+            NeedsHumanError: It is not followed by its backward, or it is not clear whose gradients are made.
+        """
+        program, edits = self._program, self._edits(call)
+        optimizers = ", ".join(self._stepped_after(scaler, call))
+        if ", " in optimizers:
+            optimizers = f"[{optimizers}]"
+        loss = [*call.args, *(keyword.value for keyword in call.keywords)][0]
+        parent = program.parent(call)
+        backward = program.parent(parent)
+        is_call = isinstance(parent, ast.Attribute) and parent.attr == "backward" and isinstance(backward, ast.Call)
+        if is_call and isinstance(program.parent(backward), ast.Expr):
+            rest = edits.code(backward).removeprefix(edits.code(parent))
+
+            def write() -> str:
+                return f"with ampx.scale_loss({edits.code(loss)}, {optimizers}) as {name}:\n    {name}.backward{rest}"
+
+            edits.statement(backward, write)
+            return
+        if isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+            target = program.code(parent.targets[0])
+            after = self._next(parent)
+            if after is not None and program.code(after).startswith(f"{target}.backward("):
+
+                def write_two() -> str:
+                    rest = edits.code(after)
+                    return f"with ampx.scale_loss({edits.code(loss)}, {optimizers}) as {target}:\n    {rest}"
+
+                edits.statement(parent, write_two)
+                edits.remove(after)
+                return
+        raise self._block(
+            call,
+            f"`{program.code(call)}` is not followed by `.backward()`",
+            "Put the backward call into `with ampx.scale_loss(loss, optimizer) as scaled_loss:`.",
+        )
+
+    def _next(self, statement: ast.stmt) -> ast.stmt | None:
+        block = self._program.block(statement)
+        position = next(at for at, other in enumerate(block) if other is statement) + 1
+        return block[position] if position < len(block) and isinstance(block[position], ast.Expr) else None
+
+    def _stepped_after(self, scaler: Scaler, call: ast.Call) -> list[str]:
+        """Return the optimizers whose gradients a backward makes: those stepped between it and the next one after."""
+        program = self._program
+        home, here = program.function(call), program.order(call)
+        events: list[tuple[tuple[int, int], ast.expr | None]] = [
+            (program.order(other), None) for other in scaler.backward if program.function(other) is home
+        ]
+        events += [
+            (program.order(step), optimizer) for step, optimizer in scaler.steps if program.function(step) is home
+        ]
+        texts: list[str] = []
+        for order, optimizer in sorted(events, key=lambda event: event[0]):
+            if order <= here:
+                continue
+            if optimizer is not None:
+                text = program.code(optimizer)
+                texts += [] if text in texts else [text]
+            elif texts:
+                break
+        if not texts and len(scaler.optimizers) > 1:
+            raise self._block(call, "it cannot be told which optimizers this backward is for", BY_HAND)
+        return texts or self._visible(scaler, call)
+
+    def _visible(self, scaler: Scaler, node: ast.AST) -> list[str]:
+        """Return an optimizer of the scaler as it can be named at a node; all have the same loss scale."""
+        home = self._program.function(node)
+        for call, optimizer in scaler.steps:
+            if self._program.function(call) is home:
+                return [self._program.code(optimizer)]
+        for optimizer in scaler.optimizers:
+            for origin in self._origins(scaler, optimizer) or ():
+                if self._program.function(origin.node) is home or self._is_seen(origin.node, node):
+                    return [self._program.code(origin.node)]
+            text = self._seen_attribute(scaler, optimizer, node)
+            if text is not None:
+                return [text]
+        raise self._block(node, "it cannot be told which optimizer this is for", BY_HAND)
+
+    def _is_seen(self, optimizer: ast.AST, node: ast.AST) -> bool:
+        text = self._program.code(optimizer)
+        if text.startswith("self."):
+            return self._program.enclosing_class(optimizer) is self._program.enclosing_class(node)
+        place = self._flow.place(optimizer)
+        return place is not None and place[0] is self._program.scope(self._program.module(node))
+
+    def _seen_attribute(self, scaler: Scaler, optimizer: ast.expr, node: ast.AST) -> str | None:
+        """Return an optimizer that is an attribute of the object whose scaler a call at a node is of."""
+        place = self._flow.place(optimizer)
+        text = self._program.code(optimizer)
+        if place is None or not text.startswith("self.") or not isinstance(node, ast.Call):
+            return None
+        holder = node.func.value if isinstance(node.func, ast.Attribute) else None
+        held = None if holder is None else self._flow.place(holder)
+        if isinstance(holder, ast.Attribute) and held is not None and held[0] is place[0] and held[1].count(".") == 1:
+            return f"{self._program.code(holder.value)}.{place[1].removeprefix('self.')}"
+        return None
+
+    # -- the scale ---------------------------------------------------------------------------------------
+
+    def _refuse_between_step_and_update(self, scaler: Scaler, call: ast.Call) -> None:
+        """Refuse to tell the scale where the script's has not moved yet, and that of ampx has.
+
+        Scripts compare it with the scale after `update`, to hold their scheduler back when a step was skipped.
+
+        Raises:
+            NeedsHumanError: The call stands between a step and its update.
+        """
+        program = self._program
+        home, here = program.function(call), program.order(call)
+        moves = [program.order(update) for update in scaler.updates if program.function(update) is home]
+        steps = [program.order(step) for step, _ in scaler.steps if program.function(step) is home]
+        last = max((move for move in moves if move < here), default=(0, 0))
+        if any(last < step < here for step in steps) and any(move > here for move in moves):
+            raise self._block(
+                call,
+                f"`{program.code(call)}` asks for the scale between `step` and `update`; ampx moves it in `step`",
+                "Ask for it before the first step, which tells the same, and migrate again.",
+            )
+
+    def _write_scale(self, scaler: Scaler, call: ast.Call) -> str:
+        """Write the present scale; a scaler that is switched off gives 1, whatever it was configured with."""
+        scale = f"{self._visible(scaler, call)[0]}.loss_scale"
+        if not ("loss_scale=" in scaler.init and "enabled=" in scaler.init):
+            return scale
+        return f"({scale} if {self._program.code(call.func.value)}.enabled else 1.0)"  # type: ignore[attr-defined]
+
+
+def _wrap_text(names: list[str], start: Start) -> str:
+    wrap_optimizer = f"{start.name}.wrap_optimizer" if start.maybe_none else "ampx.wrap_optimizer"
+    if len(names) == 1:
+        line = f"{names[0]} = {wrap_optimizer}({names[0]})"
+    else:
+        listed = ", ".join(names)
+        line = f"{listed} = {wrap_optimizer}([{listed}])"
+    return f"if {start.name} is not None:\n    {line}" if start.maybe_none else line
+
+
+def _free_name(name: str, used: Set[str]) -> str:
+    while name in used:
+        name += "_"
+    return name

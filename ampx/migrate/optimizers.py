@@ -1,0 +1,24 @@
+"""Who may keep an optimizer that it gets: what keeps the raw one would step it past ampx."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Final
+
+from .program import Program, Reference, called_name
+
+# A scheduler changes the parameter groups, which the raw and the wrapped optimizer share.
+_SCHEDULER: Final = re.compile(r"lr|schedul|anneal|warm_?up|cosine|cyclic", flags=re.I)
+
+
+def keeps(program: Program, use: Reference) -> bool:
+    """Return whether what gets an optimizer may keep it: an object that is made, but for a scheduler; a container."""
+    parent = program.parent(use)
+    if isinstance(parent, (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Assign, ast.Return, ast.Yield)):
+        return True
+    call = program.parent(parent) if isinstance(parent, ast.keyword) else parent
+    if not isinstance(call, ast.Call) or use is call.func:
+        return False
+    name = called_name(call)
+    return name[:1].isupper() and not _SCHEDULER.search(name)

@@ -1,0 +1,27 @@
+"""An `elif` whose test reads a gradient."""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from apex import amp
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+data = [(X[i:i+8], Y[i:i+8]) for i in range(0, 64, 8)]
+
+verbose = False
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+losses = []
+for x, y in data:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    if verbose:
+        pass
+    elif model[0].weight.grad.norm() > 0.1:
+        losses.append("large")
+    optimizer.step()
+    losses.append(loss.item())
+result = [losses, model[0].weight.tolist()]

@@ -1,0 +1,33 @@
+"""Two backwards a step; the first one's gradients move the weights."""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from apex import amp
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+data = [(X[i:i+8], Y[i:i+8]) for i in range(0, 64, 8)]
+
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+losses = []
+for x, y in data:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with torch.no_grad():
+        e = [0.01 * p.grad / (p.grad.norm() + 1e-9) for p in model.parameters()]
+        for p, d in zip(model.parameters(), e):
+            p.add_(d)
+    model.zero_grad()
+    loss2 = F.cross_entropy(model(x), y)
+    with amp.scale_loss(loss2, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with torch.no_grad():
+        for p, d in zip(model.parameters(), e):
+            p.sub_(d)
+    optimizer.step()
+    losses.append([loss.item(), loss2.item()])
+result = [losses, model[0].weight.tolist()]

@@ -1,0 +1,25 @@
+"""A function that calls `amp.initialize` for its caller and returns nothing."""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from apex import amp
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+data = [(X[i:i+8], Y[i:i+8]) for i in range(0, 64, 8)]
+
+def setup(model, optimizer, level):
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+setup(model, optimizer, "O1")
+losses = []
+for x, y in data:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+result = [losses, model[0].weight.tolist()]

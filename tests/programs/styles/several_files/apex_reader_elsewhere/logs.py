@@ -1,0 +1,2 @@
+def norms(model):
+    return [p.grad.norm().item() for p in model.parameters()]

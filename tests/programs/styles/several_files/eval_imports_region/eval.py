@@ -1,0 +1,2 @@
+from train import evaluate, model
+result = evaluate(model)
