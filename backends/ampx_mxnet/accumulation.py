@@ -52,6 +52,7 @@ class Accumulation:
         """Keep the gradients as they are before a backward. Sync: none."""
         if not self.parameters:
             return
+        self.reset()
         _body.running = (*_body.running, self)
         self._keep()
 
@@ -63,7 +64,14 @@ class Accumulation:
                     continue  # not initialized yet
                 for data, gradient in zip(parameter._data, parameter._grad, strict=True):
                     self._before.append((data, gradient, data._fresh_grad, gradient.copy()))
-                    data._fresh_grad = False
+                    data._fresh_grad = False  # after it was kept: `reset` puts it back
+
+    def reset(self) -> None:
+        """Undo what an exception left of `begin`: no backward has run since. Sync: none."""
+        _body.running = tuple(one for one in _body.running if one is not self)
+        for data, _, fresh, _ in self._before:
+            data._fresh_grad = data._fresh_grad or fresh
+        self._before = []
 
     def part(self) -> None:
         """Add up before another backward of the same body begins. Sync: none."""

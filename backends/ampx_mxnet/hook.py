@@ -47,8 +47,9 @@ class OverflowHook:
 
         Sync: as the wrapper's check.
         """
-        if self._check is not None:
-            self.finite = self._check()
+        check, self._check = self._check, None  # once a step: what an exception leaves behind must not check another
+        if check is not None:
+            self.finite = check()
             return not self.finite
         if self._member.pending and self._member.group.enabled:
             self._refuse()
@@ -82,8 +83,8 @@ class OverflowHook:
         Sync: as the check.
         """
         self.watch(trainer)
-        self.finite, self._check = True, check
         try:
+            self.finite, self._check = True, check
             run(batch_size, stale)
         finally:
             self._check = None

@@ -29,24 +29,14 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
-        *(
-            "_finite",
-            "_norm",
-            "_reduced",
-            "_kvstore_before",
-            "_used",
-            "_in_place",
-            "_layout",
-            "_hook",
-            "_left",
-            "__class__",
-        ),
-        "__weakref__",
+        *("_true", "_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook"),
+        *("_left", "_own_scale", "__class__", "__weakref__"),
     )
 )
 
 _NOTHING_PENDING: Final = {
-    "_finite": None,  # finiteness of true gradients, on their device; None while they still carry the scale
+    "_true": False,  # the gradients are divided by the scale already
+    "_finite": None,  # what was found then, on their device
     "_norm": None,
     "_reduced": False,  # the contexts' gradients are added up already
 }
@@ -67,8 +57,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _finite: Any
     _norm: Any
     _reduced: bool
-    # The scale that gradients carry which the last step used and nobody cleared; infinity where it was skipped.
+    _true: bool
+    # The scale that gradients carry which the last step used and nobody cleared; infinity where nobody can tell.
     _left: float | None
+    # The raw trainer's own factor, while a step has another in its place; None at other times.
+    _own_scale: float | None
 
     def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
@@ -83,7 +76,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
         self._used = False
-        self._left = None
+        self._left = self._own_scale = None
         self._forget_pending()
         self._attach()
 
@@ -140,8 +133,14 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients, for `update` or `step`. Sync: as the trainer's store."""
+        member = self.ampx_member
+        changes = member.stage in ("scaled", "unscaled")
+        if changes:
+            member.begin_change()
         self.trainer.allreduce_grads()
         self._reduced = True
+        if changes:
+            member.end_change()
 
     def _step(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
         raw, member = self.trainer, self.ampx_member
@@ -154,8 +153,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             if not fresh:
                 self._nothing_to_do()
                 return
-        finite = self._run(raw.update if self._reduced else run, batch_size, ignore_stale_grad)
-        carried = float(member.factor) if member.group.enabled and self._finite is None else 1.0
+        if member.group.enabled:
+            self._accumulation.reset()
+            member.begin_change()  # nobody can tell how far an update came that raised
+        finite, carried = self._run(raw.update if self._reduced else run, batch_size, ignore_stale_grad)
         norm, self._used, self._left = self._norm, True, carried if finite else math.inf
         self._forget_pending()
         if not member.group.enabled:
@@ -166,48 +167,62 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             gradients.mark_stale(raw)  # or a parameter that the next loss does not use would overflow again
         member.finish(dict.fromkeys(member.factors, finite), norm)
 
-    def _run(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> bool:
-        """Run the raw trainer's own step; tell whether it updated."""
+    def _run(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> tuple[bool, float]:
+        """Run the raw trainer's own step; tell whether it updated, and what the gradients carry now."""
         raw, member = self.trainer, self.ampx_member
         enabled = member.group.enabled
         clips = self._max_grad_norm is not None or self._max_grad_value is not None
-        scaled = enabled and self._finite is None
+        scaled = enabled and not self._true
         # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
         factor = member.factor
         folds = scaled and not clips and factor >= 1
 
         def check() -> bool:
-            self._reduced = True  # should the update fail, a second try must not add up again, nor divide
+            self._reduced = True  # should the update fail, a second try must not add up again
             found = gradients.collect(raw, True) if ignore_stale_grad else self._layout.collect(raw)
             if folds:
                 return bool(gradients.all_finite(found).asnumpy())
             if scaled:
-                self._finite = gradients.unscale(found, factor)
+                self._unscale(found)
                 if ignore_stale_grad:  # what is left alone carries the same as what is stepped with
                     gradients.rescale(self._adding(), 1.0 / factor, only_stale=True)
-                member.note_unscaled()
+                member.begin_change("unscaled")
             elif enabled:  # somebody may have written to them since they were made true
-                self._finite = self._finite * gradients.all_finite(found)
+                again = gradients.all_finite(found)
+                self._finite = again if self._finite is None else self._finite * again
             if not clips:
                 return not enabled or bool(self._finite.asnumpy())
             finite, norm = clip(found, self._max_grad_norm, self._max_grad_value, self._finite if enabled else None)
             self._norm = norm if self._norm is None else self._norm
             return finite
 
-        before = raw._scale
+        self._restore_scale()
+        before = self._own_scale = raw._scale
         try:
             if folds:
                 raw._scale = before / factor
             with switch.within(None):
-                return self._hook.run(raw, run, batch_size, ignore_stale_grad, check)
+                finite = self._hook.run(raw, run, batch_size, ignore_stale_grad, check)
         except UserWarning as error:
             gradients.restore_fresh(raw, str(error))
+            member.end_change()  # MXNet raises it before it updates
             raise
         finally:
             # Native defect: left as it is, the factor would shrink the next step that was not scaled.
-            raw._scale = before
+            self._restore_scale()
             if folds:
                 raw._optimizer.rescale_grad = before / batch_size
+        return finite, float(factor) if folds else 1.0
+
+    def _unscale(self, found: Any) -> None:
+        """Divide pending gradients by their scale, in place; the caller notes it."""
+        self._finite = gradients.unscale(found, self.ampx_member.factor)
+        self._true = True
+
+    def _restore_scale(self) -> None:
+        """Give the raw trainer its own factor back, where a step had put another there."""
+        if self._own_scale is not None:
+            self.trainer._scale, self._own_scale = self._own_scale, None
 
     def _nothing_to_do(self) -> None:
         self._forget_pending()
@@ -218,14 +233,22 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step. Sync: none."""
+        self._begin_drop()
+        self._restore_scale()
+        self._accumulation.reset()
         gradients.clear(self.trainer)
         self._used, self._left = False, None
         self._drop()
 
     def _drop(self) -> None:
+        self._begin_drop()
         self._forget_pending()
         if self.ampx_member.stage != "idle":
             self.ampx_member.forget()
+
+    def _begin_drop(self) -> None:
+        if self.ampx_member.stage not in ("idle", "inside"):
+            self.ampx_member.begin_change()
 
     # -- true gradients ------------------------------------------------------------------------------
 
@@ -235,24 +258,35 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if member.stage == "unscaled" or not member.group.enabled:
             return
         member.check_step()
+        self._accumulation.reset()
         if gradients.any_fresh(self.trainer):
             if not self._reduced:
                 self.allreduce_grads()
+            member.begin_change()
             with switch.within(None):
-                self._finite = gradients.unscale(gradients.collect(self.trainer, False), member.factor)
+                self._unscale(gradients.collect(self.trainer, False))
         member.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         self.ampx_unscale()
+        self.ampx_member.begin_change()
         with switch.within(None):
             _, norm = clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
         self._norm = norm = 0.0 if norm is None else norm
+        self.ampx_member.end_change()
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
-    def forget_unscaled(self) -> None:
-        """Take gradients for scaled ones again, because somebody multiplied them. Sync: none."""
-        self._finite = self._norm = None
+    def rescale(self, factor: float) -> None:
+        """Multiply true gradients, so that they carry this loss scale again and further ones may be added. Sync: none.
+
+        Args:
+            factor: The loss scale.
+        """
+        self.ampx_member.begin_change()
+        gradients.rescale(gradients.parameters(self.trainer), factor)
+        self._finite, self._norm, self._true = None, None, False
+        self.ampx_member.note_scaled(factor)
 
     def ampx_adopt_adding(self) -> None:
         """Accumulate here where parameters have `grad_req='add'` and MXNet would not. Sync: none."""
@@ -296,12 +330,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _take_up(self, scale: float) -> None:
         """See to gradients that are there before the first backward of a step."""
-        adding, fresh = self._adding(), gradients.any_fresh(self.trainer)
-        left, self._left = self._left, None
+        self._accumulation.reset()
+        adding, fresh, left = self._adding(), gradients.any_fresh(self.trainer), self._left
         if adding and (fresh or left == math.inf):
             # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
             if gradients.any_nonzero(adding):
-                self._left = left
                 raise ProtocolError(
                     f"scale_loss was called while {'another backward' if fresh else 'a skipped step'} had left "
                     f"gradients on parameters with grad_req='add' ({', '.join(one.name for one in adding[:5])}); they "
@@ -309,7 +342,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                     f"give scale_loss all trainers that a loss has parameters of."
                 )
         elif left is not None and left != scale:
+            self._left = math.inf
             gradients.rescale(adding, scale / left)
+        self._left = None
         if fresh:
             # This loss overwrites the others where it reaches, and where it does not, MXNet tells of a stale gradient.
             gradients.mark_stale(self.trainer, kept=adding)

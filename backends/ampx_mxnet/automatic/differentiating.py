@@ -92,5 +92,5 @@ def _choose_factor(manager: Manager, managed: list[ManagedTrainer]) -> float:
         factor = min(float(member.group.ledger.factor(member.group, 0)) for member in members)
     for one in managed:
         if one.ampx_member.stage == "unscaled":
-            manager.rescale(one, factor)
+            one.rescale(factor)
     return factor

@@ -10,7 +10,6 @@ from unittest import mock
 
 from ampx.errors import AmpxError
 from ampx.running import Run
-from ampx_mxnet import gradients
 from ampx_mxnet.compat import mx
 from ampx_mxnet.trainer import AmpTrainer
 
@@ -124,16 +123,6 @@ class Manager:
             "the script computes gradients of arrays or parameters that no trainer holds, which carry the loss scale; "
             "accepted: gradients of what trainers hold, autograd.grad, or --dtype bfloat16, which needs no loss scale"
         )
-
-    def rescale(self, trainer: ManagedTrainer, factor: float) -> None:
-        """Multiply true gradients so that they carry this loss scale again, and further ones may be added."""
-        with mx.autograd.pause():
-            for batches in gradients.collect(trainer.trainer, False):
-                for batch in batches.values():
-                    for one in batch:
-                        mx.nd._internal._mul_scalar(one, scalar=factor, out=one)
-        trainer.forget_unscaled()
-        trainer.ampx_member.note_scaled(factor)
 
     def _quietly(self, call: Any) -> Any:
         before, self.quiet = self.quiet, True
