@@ -60,6 +60,7 @@ class Amp(Casting, Reporting):
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[list[Listener]] = []
         self._wrapped_values = 0
+        self.wrapped_optimizers = 0  # so many were wrapped
         self._observed = {}
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
@@ -142,6 +143,7 @@ class Amp(Casting, Reporting):
             raise
         group.index = len(self.live_groups())
         self._groups.append((group, [weakref.ref(one) for one in wrapped]))
+        self.wrapped_optimizers += len(wrapped)
         for one in optimizers:
             self._remember(one)
         return wrapped if several else wrapped[0]
@@ -180,6 +182,11 @@ class Amp(Casting, Reporting):
                 f"Pass those whose gradients this backward makes."
             )
         return ScaleLoss(self, loss, optimizers, loss_id)
+
+    def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
+        """List the living wrapped optimizers of the session but these. Sync: none."""
+        living = [one() for _, references in self._groups for one in references]
+        return [one for one in living if one is not None and not any(one is other for other in optimizers)]
 
     def unscale(self, opt: Any) -> None:
         """Make the pending gradients of a wrapped optimizer true; idempotent until its next step.

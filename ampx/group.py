@@ -167,7 +167,8 @@ class ScaleGroup:
                 skips = max([self.states[loss_id].consecutive_skips for loss_id in outcome.finite])
             norm = outcome.grad_norm if finite else None
             if outcome.latest:
-                outcome.member.result = StepResult(finite, finite, float(outcome.scale), first.scale, skips, norm)
+                told = (finite, finite, float(outcome.scale), first.scale, skips, norm)
+                outcome.member._result = told  # a StepResult once somebody looks: here every step would wait for it
 
     def send_events(self) -> None:
         """Send the events of moves that were not told yet. Sync: none, unless a listener does.
@@ -219,7 +220,6 @@ class Member:
         stage: Where the optimizer is between two steps.
         factors: The scale that pending gradients carry, by loss id. Frozen until the step; replaced, never changed.
         mixes: The wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`.
-        result: The last step's result as far as the host knows it.
         held: The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
     """
 
@@ -229,7 +229,7 @@ class Member:
         self.stage: Stage = "idle"
         self.factors: dict[int, Scalar] = {}
         self.mixes = False
-        self.result: StepResult | None = None
+        self._result: StepResult | tuple[Any, ...] | None = None
         self.held: list[Any] = []
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
         self._region: Region | None = None
@@ -244,6 +244,13 @@ class Member:
     def is_abandoned(self) -> bool:
         """Whether the optimizer is gone, or was not copied with the others that share the scale."""
         return self._owner is not None and self._owner() is None
+
+    @property
+    def result(self) -> StepResult | None:
+        """The last step's result as far as the host knows it."""
+        if type(self._result) is tuple:
+            self._result = StepResult(*self._result)
+        return self._result  # type: ignore[return-value]
 
     @property
     def factor(self) -> Scalar:
@@ -404,7 +411,7 @@ class Member:
 
     def note_result(self, result: StepResult) -> None:
         """Note what a step did that was not counted here. Sync: none."""
-        self.result = result
+        self._result = result
 
     def finish(self, finite: dict[int, Any], grad_norm: Any = None, scale: Scalar = None) -> None:
         """Close this member's step and, with the last member of the group, move the scale.
@@ -437,7 +444,7 @@ class Member:
         Sync: as the group's ledger.
         """
         if result is not None:
-            self.result = result
+            self._result = result
             for outcome in self.group.window:
                 outcome.latest = outcome.latest and outcome.member is not self
         region = self._region if self.stage in ("inside", "idle") else None

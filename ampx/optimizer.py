@@ -73,6 +73,21 @@ class WrappedOptimizer(abc.ABC):
     def ampx_after_backward(self, loss_id: int) -> None:
         """Tidy up after a `scale_loss` body that ended without an exception. Sync: none."""
 
+    def ampx_watch(self, scale: Scalar) -> Any:
+        """Return what tells, after the body of other optimizers, whether it wrote to gradients of this one.
+
+        None where that would not matter, or the wrapper knows otherwise.
+
+        Sync: none.
+        """
+        return None
+
+    def ampx_notice_foreign(self, before: Any, scale: Scalar) -> None:
+        """Note the gradients to which a body of other optimizers has written; `before` is what `ampx_watch` returned.
+
+        Sync: none.
+        """
+
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Undo `ampx_before_backward` after a body that raised. Sync: none."""
 
@@ -200,6 +215,21 @@ class GenericOptimizer(WrappedOptimizer):
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep them so. Sync: none."""
         self._brought = None
+
+    def ampx_watch(self, scale: Scalar) -> Any:
+        """Return what tells, after the body of other optimizers, whether it wrote to gradients of this one.
+
+        None where that would not matter, or the wrapper knows otherwise.
+
+        Sync: none.
+        """
+        return None
+
+    def ampx_notice_foreign(self, before: Any, scale: Scalar) -> None:
+        """Note the gradients to which a body of other optimizers has written; `before` is what `ampx_watch` returned.
+
+        Sync: none.
+        """
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Make them true again, with those of the body that raised. Sync: none."""

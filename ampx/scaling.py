@@ -35,7 +35,7 @@ class ScaleLoss:
     """Yields the scaled loss; casting is off inside. Entered once."""
 
     # Made in every training step: no instance dictionary, and no work that a plain tensor does not need.
-    __slots__ = ("_amp", "_casting", "_entered", "_loss", "_loss_id", "_optimizers", "_scale")
+    __slots__ = ("_amp", "_casting", "_entered", "_loss", "_loss_id", "_optimizers", "_scale", "_watched")
 
     def __init__(
         self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
@@ -49,6 +49,8 @@ class ScaleLoss:
         self._casting: AbstractContextManager[Any] | None = None
         # Whose bodies run; they are left one by one.
         self._entered: list[tuple[WrappedOptimizer, Member, Region]] = []
+        # Other optimizers, which the backward may reach without being asked to.
+        self._watched: Sequence[tuple[WrappedOptimizer, Any]] = ()
 
     def __enter__(self) -> Any:
         """Check everything, then scale; a call that raises changes nothing."""
@@ -58,23 +60,25 @@ class ScaleLoss:
                 "a scale_loss region was entered a second time; accepted: once, for one backward. Call scale_loss "
                 "again with the next loss."
             )
-        members = [one.ampx_member for one in optimizers]
-        off = not members and self._scale is None  # the state comes from a disabled session
-        for member in members:
-            off = off or not member.group.enabled
+        members: list[Member] = []
+        off = not optimizers and self._scale is None  # the state comes from a disabled session
+        for one in optimizers:
+            member = one.ampx_member
+            members.append(member)
+            if not member.group.enabled:
+                off = True
         if off or not amp.enabled:
             self._check_nothing_scaled(members)
             self._optimizers = ()
             return self._loss
         if loss_id != 0 or type(loss_id) is not int:
             self._check_loss_id()
-        for one in optimizers:
-            member = one.ampx_member
+        for position, member in enumerate(members):
             if member.stage == "idle":
                 continue
-            one.ampx_catch_up()
+            optimizers[position].ampx_catch_up()
             if member.stage == "unscaled":
-                one.ampx_notice_cleared()
+                optimizers[position].ampx_notice_cleared()
             member.check_enter()
         loss = self._loss
         several = isinstance(loss, (list, tuple, dict))
@@ -84,11 +88,16 @@ class ScaleLoss:
         else:
             self._check_loss(loss)
         scale = self._choose_scale()
-        prepared: list[WrappedOptimizer] = []
+        prepared = 0
         try:
             for one in optimizers:
                 one.ampx_before_backward(loss_id, scale)
-                prepared.append(one)
+                prepared += 1
+            if amp.wrapped_optimizers > len(optimizers):
+                self._scale = scale
+                self._watched = [
+                    (one, before) for one in amp.others(optimizers) if (before := one.ampx_watch(scale)) is not None
+                ]
             plan = amp.casting
             if plan is not None:
                 casting = amp.backend.autocast(plan, False)
@@ -101,16 +110,15 @@ class ScaleLoss:
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
             self._loss = _ENTERED  # the region must not keep the graph alive
-            for one in prepared:
-                member = one.ampx_member
-                self._entered.append((one, member, member.enter(scale, loss_id)))
+            for position, member in enumerate(members):
+                self._entered.append((optimizers[position], member, member.enter(scale, loss_id)))
             return scaled
         except BaseException as error:
             for _, member, region in self._entered:
                 member.leave(region, False)
             if self._casting is not None:
                 self._casting.__exit__(type(error), error, error.__traceback__)
-            for one in prepared:
+            for one in optimizers[:prepared]:
                 one.ampx_abandon_backward(loss_id)
                 one.ampx_member.end_change()
             raise
@@ -131,6 +139,8 @@ class ScaleLoss:
                 elif counts is not None:
                     one.ampx_abandon_backward(self._loss_id)
                 member.end_change()
+            for other, before in self._watched:
+                other.ampx_notice_foreign(before, self._scale)
 
     def _choose_scale(self) -> Scalar:
         """Give the scale that pending gradients carry, or else the smallest current one."""

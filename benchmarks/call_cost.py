@@ -38,11 +38,13 @@ def calls(fused: bool, pairs: int) -> dict[str, object]:
         opt = amp.wrap_optimizer(optimizer)
 
         def through_ampx() -> None:
+            parameter.grad = None  # as zero_grad does in every loop
             with ampx.scale_loss(loss, opt):
                 parameter.grad = gradient
             opt.step()
 
         def by_hand() -> None:
+            parameter.grad = None
             scaler.scale(loss)
             parameter.grad = gradient
             scaler.step(optimizer)

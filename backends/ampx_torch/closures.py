@@ -98,6 +98,7 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
         before.restore()
         owner.heal()
         owner.forget()
+        owner.leftovers.note(owner.leaves(), None)
         raise
     mixer.evaluating = False
     if finite:

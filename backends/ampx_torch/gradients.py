@@ -177,6 +177,11 @@ def _plain_values(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
+def any_nonzero(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient is more than zeros. Sync: one."""
+    return bool(_plain_values(gradient).any())
+
+
 def unscale_(gradients: Iterable[torch.Tensor], scale: Any) -> torch.Tensor:
     """Unscale any gradients once; the flag is 0 where all were finite. Sync: none."""
     kinds: dict[Any, list[torch.Tensor]] = {}

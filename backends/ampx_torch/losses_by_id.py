@@ -54,9 +54,9 @@ class LossMixer:
                 member.drop_factors()
                 return
             owner.check_and_unscale()
-            member.mixes = True
-        self.loss_id = loss_id
         member.begin_change()  # until the body is entered
+        member.mixes = True
+        self.loss_id = loss_id
         for parameter in owner.gradients.parameters():
             if parameter.grad is not None:
                 # A copy: the gradient may be part of a communication buffer that the next backward overwrites.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from threading import get_ident
 from typing import Any, Final
 from typing import cast as type_as
 
@@ -24,6 +25,7 @@ from .debug import nonfinite_parameters
 from .gradients import GradientSet
 from .guard import StepGuard
 from .ledger import TensorLedger
+from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
 from .refusals import refuse_half
 from .stepping import Stepping
@@ -37,6 +39,10 @@ _NOT_COPIED: Final = frozenset(
         "_checked",
         "_norm",
         "revealed",
+        "leftovers",
+        "_entered",
+        "_entering",
+        "_thread",
         "_clipped",
         "_undo_fused",
         "_guard",
@@ -86,6 +92,10 @@ class AmpOptimizer(Stepping):
         self._checked = {}
         self._norm = None
         self.revealed = False
+        self.leftovers = Leftovers()
+        self._entered = 0  # so many bodies
+        self._entering = 1.0
+        self._thread: int | None = None  # of the last one
         self._clipped = False
         self._undo_fused = None
         self._guard = StepGuard(self.ampx_member)
@@ -123,13 +133,90 @@ class AmpOptimizer(Stepping):
             self.forget()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Put gradients of other losses aside."""
+        """Put gradients of other losses aside, and have those that are left from before carry the scale.
+
+        Raises:
+            ProtocolError: A skipped step left them, or nobody can tell what they carry.
+        """
         if self._must_be_prepared:
             self._check_prepared()
         if self.masters is not None:
             self.masters.begin()
-        if self.ampx_member.factors or self.mixer.evaluating:  # else it is the first loss since the last step
+        self._entered += 1
+        self._thread = get_ident()
+        self._entering = scale
+        if self.mixer.evaluating:
             self.mixer.before(self, loss_id)
+        elif self.ampx_member.factors:
+            if self.leftovers.notes:
+                self.bring_together()
+            self.mixer.before(self, loss_id)
+        elif self._keeps_gradients(scale):
+            self._take_up(scale)  # the first loss since the last step
+
+    def _keeps_gradients(self, scale: Any) -> bool:
+        """Tell whether gradients are left that might carry another scale; here a step costs time that has none."""
+        if not self.leftovers.notes and type(scale) is float and scale == 1.0:
+            return False
+        if self.masters is not None:
+            return True
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return True
+        return False
+
+    def _take_up(self, scale: Any) -> None:
+        """Have gradients that were not cleared carry the scale of those that are about to be added."""
+        plan = self.leftovers.plan(self.leaves(), scale, 1.0)
+        if plan:
+            self.ampx_member.begin_change()  # until the body is entered
+            divide(plan)
+        self.leftovers.notes = {}
+
+    def bring_together(self) -> None:
+        """Have gradients to which losses of other optimizers were added carry what the others of this one carry.
+
+        Raises:
+            ProtocolError: Nobody can tell what they carry, or they are true already and were tested before.
+        """
+        member = self.ampx_member
+        scale = member.factor if member.stage == "scaled" else 1.0
+        plan = self.leftovers.plan(self.leaves(), scale, scale)
+        if plan:
+            member.begin_change()
+            divide(plan)
+            member.end_change()
+        self.leftovers.notes = {}
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        """List the parameters whose gradients backward makes. Sync: none."""
+        parameters = self.gradients.parameters()
+        if self.masters is None:
+            return parameters
+        masters = {id(master) for _, master in self.masters.pairs}
+        return [*(one for one in parameters if id(one) not in masters), *self.masters.model_parameters()]
+
+    def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
+        """Look at the gradients before the body of other optimizers. Sync: none."""
+        member = self.ampx_member
+        config = member.group.config
+        unscaled = scale == 1.0 if type(scale) is float else False
+        if not member.group.enabled or (unscaled and not config.dynamic and config.init_scale == 1.0):
+            return None
+        # What a body of this one does, or another thread, is no other optimizer's doing.
+        if member.stage in ("inside", "interrupted") or self._thread not in (None, get_ident()):
+            return None
+        return self._entered, look(self.leaves())
+
+    def ampx_notice_foreign(self, before: tuple[int, list[Sight]], scale: Any) -> None:
+        """Note the gradients to which a body of other optimizers has written. Sync: none."""
+        entered, sights = before
+        if entered != self._entered or self._thread not in (None, get_ident()):
+            return
+        member = self.ampx_member
+        default = {"idle": 1.0, "scaled": member.factor}.get(member.stage)
+        self.leftovers.note_foreign(sights, default, scale)
 
     def _check_prepared(self) -> None:
         """Raise where the level asks for low-precision parameters and `prepare` never made any.
@@ -151,8 +238,10 @@ class AmpOptimizer(Stepping):
             self.mixer.after(self)
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Bring them back after an exception."""
+        """Bring them back after an exception; what the backward left carries its scale."""
         self.mixer.abandon(self)
+        if not self.ampx_member.factors:
+            self.leftovers.note(self.leaves(), self._entering)
 
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in nonfinite_parameters(self, None))
@@ -164,11 +253,12 @@ class AmpOptimizer(Stepping):
         member = self.ampx_member
         if member.stage == "interrupted":
             self.heal()
-        elif member.stage in ("scaled", "unscaled"):
+        elif member.stage in ("scaled", "unscaled") or (self.masters is not None and not member.pending):
             member.begin_change()
         self.optimizer.zero_grad(set_to_none)
         if self.masters is not None:
             self.masters.zero_grad(set_to_none)
+        self.leftovers.notes = {}
         if member.stage != "idle":
             self.forget()
 
@@ -208,7 +298,7 @@ class AmpOptimizer(Stepping):
         return {**kept, "_ledger": type(ledger) if isinstance(ledger, TensorLedger) else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back from a copy or a pickle; gradients did not travel, so nothing is pending."""
+        """Come back from a copy or a pickle; nothing is pending, whatever gradients came along."""
         make_ledger = state.pop("_ledger")
         self.__dict__.update(state)
         group = self.ampx_member.group
@@ -217,3 +307,4 @@ class AmpOptimizer(Stepping):
         self._attach()
         if self.ampx_member.stage != "idle":
             self.ampx_member.forget()
+            self.leftovers.note(self.leaves(), None)

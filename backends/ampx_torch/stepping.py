@@ -88,8 +88,10 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 loss = closure()
         gradients = self.pending_gradients()
         if gradients or (self._process_group is not None and member.stage != "idle"):
-            if not self._step_folded(gradients):
-                self.make_true(gradients)
+            folds = self._max_norm is not None or self.gradients.reads_fast  # else it never pays
+            if not (folds and self._step_folded(gradients)):
+                if member.stage == "scaled" or self.revealed:
+                    self.divide(gradients)
                 self._finish()
         else:
             self._step_without_gradients()
@@ -106,6 +108,8 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         member = self.ampx_member
         if member.stage in ("inside", "interrupted"):
             member.check_step()
+        if self.leftovers.notes and member.stage != "idle":
+            self.bring_together()
         gradients = self.collect()
         if member.stage == "idle":
             # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
@@ -118,39 +122,30 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     def check_and_unscale(self) -> None:
         """Make pending scaled gradients true and note their finiteness; nothing where that is done."""
-        if self.ampx_member.stage == "scaled" or self.revealed:
-            self.make_true(self.collect())
-            if self.ampx_member.stage == "interrupted":
-                self.ampx_member.note_unscaled()
-
-    def make_true(self, gradients: list[list[torch.Tensor]]) -> None:
-        """Divide scaled gradients, or test true ones again that somebody else may have written to since.
-
-        The stage is "interrupted" after it, where there was something to do.
-        """
         member = self.ampx_member
-        if member.stage == "scaled":
-            self.divide(gradients)
-        elif member.stage == "unscaled" and self.revealed:
-            member.begin_change()  # by 1.0: that tests them and changes none
-            self._note(next(iter(self._checked), 0), self.gradients.unscale(gradients, 1.0, fresh=self.on_device))
+        if member.stage == "scaled" or (member.stage == "unscaled" and self.revealed):
+            if self.leftovers.notes:
+                self.bring_together()
+            self.divide(self.collect())
+            member.note_unscaled()
 
     def divide(self, gradients: list[list[torch.Tensor]]) -> None:
-        """Divide scaled gradients by what they carry and note their finiteness; the stage is "interrupted" after it."""
-        member = self.ampx_member
-        loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
-        factor = member.factors[loss_id]
+        """Divide gradients by what they carry and note their finiteness; the stage is "interrupted" after it.
+
+        True ones are tested again: somebody else may have written to them since.
+        """
+        member, on_device = self.ampx_member, self.on_device
+        if member.stage == "unscaled":
+            loss_id, factor = next(iter(self._checked), 0), 1.0
+        else:
+            loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
+            factor = member.factors[loss_id]
         member.begin_change()
         try:
-            flags = self.gradients.unscale(gradients, factor, fresh=self.on_device)
+            flags = self.gradients.unscale(gradients, factor, fresh=on_device)
         except LowPrecisionParametersError:  # a refusal comes before anything is divided
             member.end_change()
             raise
-        self._note(loss_id, flags)
-
-    def _note(self, loss_id: int, flags: list[torch.Tensor]) -> None:
-        """Note the finiteness of a loss's gradients, beside what was found before."""
-        on_device = self.on_device
         if self._process_group is not None:
             flags = [self._agree(flags)]
         finite: Any = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
@@ -285,10 +280,17 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     def close_step(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""
         norm, self._norm = self._norm, None
+        self.leftovers.notes, on_device = {}, self.on_device
+        if not on_device and False in checked.values():
+            self.leftovers.note(self.leaves(), None)
+        elif self.masters is not None:  # only the masters' gradients became true
+            factor = self.ampx_member.factor if self.mixer.loss_id is None else None
+            if type(factor) is not float or factor != 1.0:
+                self.leftovers.note(self.masters.model_parameters(), factor)
         self.revealed = False
         self._clipped = False
         self.mixer.reset(self)
-        if self.on_device:
+        if on_device:
             ledger = cast("TensorLedger", self.ampx_member.group.ledger)
             checked = {loss_id: ledger.flag(found) for loss_id, found in checked.items()}
         self.ampx_member.finish(checked, norm)

@@ -192,3 +192,19 @@ def test_zero_grad_after_an_interruption_starts_over(name, error, first):
         for opt in subject.opts:
             for own, master in () if opt.masters is None else opt.masters.pairs:
                 assert torch.equal(own, master.to(own.dtype)), place
+
+
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if "closure" not in SUBJECTS[name]])
+def test_a_new_scale_loss_after_an_interruption_adds_up_or_is_refused(name):
+    for subject, place in interruptions(name, 7):
+        weights, new = subject.weights(), 5.0 * subject.losses
+        left = [0.0, 2.0 * subject.losses, *(part * subject.third for part in range(1, subject.losses + 1))]
+        choices = [subject.plainly(new + size) for size in left if math.isfinite(size)]
+        try:
+            subject.backward(5.0)
+            subject.step(5.0)
+        except ampx.AmpxError:
+            choices.append(weights)
+        if not all(opt.last_step.applied for opt in subject.opts):
+            choices.append(weights)
+        assert stands_at(subject.weights(), choices), place

@@ -306,6 +306,19 @@ def test_several_losses_and_accumulation_never_wait_with_the_scale_on_the_device
     assert count(step) == 0
 
 
+def test_gradients_that_nobody_cleared_never_wait_with_the_scale_on_the_device(amp):
+    (parameter, opt), (reached, other) = wrapped(), wrapped()
+
+    def step():
+        other.zero_grad()
+        for loss, one in ((parameter.sum() + reached.sum(), opt), (reached.sum(), other)):
+            with ampx.scale_loss(loss, one) as scaled:
+                scaled.backward()
+            one.step()
+
+    assert count(step) == 0
+
+
 def test_a_loss_on_an_accelerator_is_not_read():
     from ampx_torch.losses import inspect_loss
 

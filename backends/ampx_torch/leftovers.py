@@ -1,0 +1,124 @@
+"""Gradients that hang on the parameters before the first backward of a step, and the loss scale that they carry.
+
+A step leaves true gradients. What a skipped step, a body of `scale_loss` that raised, or the scaled loss of other
+optimizers leaves is noted with the tensor and how often it was written: if neither changed, nobody cleared it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+from ampx.errors import ProtocolError
+
+from .gradients import any_nonzero, unscale_
+
+# Gradients that have to be divided by the same number.
+Plan: TypeAlias = list[tuple[Any, list[torch.Tensor]]]
+# A parameter, its gradient, and how often that was written.
+Sight: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, int]
+# A gradient, how often it was written, and the scale that it carries; None: nobody can tell.
+Note: TypeAlias = tuple[weakref.ref[torch.Tensor], int, Any]
+
+
+class Leftovers:
+    """What is noted of one optimizer's gradients.
+
+    Attributes:
+        notes: By the parameter's id; empty nearly always.
+    """
+
+    def __init__(self) -> None:
+        """Know of nothing."""
+        self.notes: dict[int, Note] = {}
+
+    def note(self, parameters: Iterable[torch.Tensor], factor: Any) -> None:
+        """Note that the gradients of parameters carry this scale; None: nobody can tell which. Sync: none."""
+        if isinstance(factor, torch.Tensor):
+            factor = factor.clone()  # on a device the scale moves in place
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                self.notes[id(parameter)] = (weakref.ref(gradient), gradient._version, factor)
+
+    def factor_of(self, parameter: torch.Tensor, gradient: torch.Tensor, version: int, default: Any) -> Any:
+        """Return the scale that was noted of this very gradient, or else the default. Sync: none."""
+        note = self.notes.get(id(parameter))
+        same = note is not None and note[1] == version and note[0]() is gradient
+        return note[2] if note is not None and same else default
+
+    def note_foreign(self, before: Iterable[Sight], default: Any, scale: Any) -> None:
+        """Note the gradients that a backward of a loss has written to which was scaled for other optimizers.
+
+        Args:
+            before: The gradients before it.
+            default: The scale that they carried, unless otherwise noted; None where they must not be added to.
+            scale: The scale of the loss.
+
+        Sync: none.
+        """
+        for parameter, gradient, version in before:
+            carried = scale
+            if gradient is not None:
+                if parameter.grad is gradient and gradient._version == version:
+                    continue
+                carried = self.factor_of(parameter, gradient, version, default)
+            self.note((parameter,), scale if default is not None and _same(carried, scale) else None)
+
+    def plan(
+        self, parameters: Iterable[torch.Tensor], scale: Any, default: Any
+    ) -> list[tuple[Any, list[torch.Tensor]]]:
+        """List gradients that do not carry a scale yet, with what they must be divided by to do so.
+
+        Args:
+            parameters: Those whose gradients backward adds to.
+            scale: What the gradients shall carry.
+            default: What those carry of which nothing is noted.
+
+        Raises:
+            ProtocolError: Nobody can tell what some carry, and they are not zeros.
+
+        Sync: none; one for each gradient of which nobody can tell.
+        """
+        kinds: Plan = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            factor = self.factor_of(parameter, gradient, gradient._version, default) if self.notes else default
+            if factor is None:
+                if any_nonzero(gradient):
+                    raise ProtocolError(
+                        "gradients hang on the parameters that a skipped step left, or that carry more than one loss "
+                        "scale because a loss was scaled for other optimizers; accepted: cleared gradients, or "
+                        "scale_loss with all the optimizers whose gradients a backward makes. Call opt.zero_grad()."
+                    )
+            elif not _same(factor, scale):
+                for other, gradients in kinds:
+                    if _same(factor, other):
+                        gradients.append(gradient)
+                        break
+                else:
+                    kinds.append((factor, [gradient]))
+        return [(factor / scale, gradients) for factor, gradients in kinds]
+
+
+def divide(plan: Plan) -> None:
+    """Carry out a plan, in place. Sync: none."""
+    for divisor, gradients in plan:
+        unscale_(gradients, divisor)
+
+
+def look(parameters: Iterable[torch.Tensor]) -> list[Sight]:
+    """Look at the gradients of parameters. Sync: none."""
+    return [(one, grad, 0 if grad is None else grad._version) for one in parameters for grad in (one.grad,)]
+
+
+def _same(factor: Any, other: Any) -> bool:
+    """Return whether two scales are known to be equal without looking at a device."""
+    if isinstance(factor, torch.Tensor) or isinstance(other, torch.Tensor):
+        return factor is other
+    return bool(factor == other)
