@@ -69,6 +69,7 @@ class Run:
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False
     _waiting: str = ""
+    _was_on: bool = False
     _end_watch: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -110,6 +111,7 @@ class Run:
         finally:
             self._starting = False
         self.amp.on_event(self.recorder.hear)
+        self._was_on = True
         return self.amp
 
     def stand_down(self, why: str, waits: bool = False) -> None:
@@ -125,7 +127,7 @@ class Run:
             return
         self.stood_down = why
         if waits:
-            self._waiting = "from then on " if self.amp is not None else "always "
+            self._waiting = "from then on" if self._was_on else "all the time"
         if self.amp is not None:
             self.amp.shutdown()
             self.amp = None
@@ -186,7 +188,7 @@ class Run:
         if self._waiting and not self._followed:
             self.recorder.notes.append(
                 f"The script imports {self.stood_down}, which decides what is cast, and switched nothing on: "
-                f"{self._waiting}it computed as it does without ampx. Pass the script's own option for mixed precision."
+                f"{self._waiting} it computed as it does without ampx. Pass its own option for mixed precision."
             )
         elif self.stood_down:
             recipes = {following.amp.recipe or self.stood_down for following in self._followed} or {self.stood_down}

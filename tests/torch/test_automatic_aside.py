@@ -88,44 +88,51 @@ def test_operations_of_a_session_of_ampx_itself_are_told(automated):
     assert "by itself, with ampx;" in run.recorder.notes[0]
 
 
-# What each of these lines is in PyTorch and in genuine apex: float32, unless apex.amp was switched on.
+# Three forwards: after the optimizer is made, after apex.amp may have been switched on, after the first step.
 WAITING = """\
 import torch
 {top}
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-first = model(torch.ones(1, 4)).dtype
+seen = [model(torch.ones(1, 4)).dtype]
 {late}
 {call}
-second = model(torch.ones(1, 4)).dtype
-print(first, second)
+seen.append(model(torch.ones(1, 4)).dtype)
+if not {on}:
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    seen.append(model(torch.ones(1, 4)).dtype)
+print(*(str(dtype).removeprefix("torch.") for dtype in seen))
 """
-INITIALIZE = "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', verbosity=0, enabled={})"
+OFF = "model, optimizer = amp.initialize(model, optimizer, opt_level='O1', verbosity=0, enabled=False)"
+ON = OFF.replace("False", "True")
+EVER = "float32 float32 float32"
 
 
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
-        ({"top": "from apex import amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
-        ({"top": "from apex import amp", "call": INITIALIZE.format(True)}, "torch.float32 torch.float16"),
-        ({"top": "import apex.amp as amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
-        ({"top": "import apex; amp = apex.amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
-        ({"top": "from apex.amp import initialize"}, "torch.float32 torch.float32"),
-        ({"top": "from ampx_torch.apex import amp", "call": INITIALIZE.format(False)}, "torch.float32 torch.float32"),
-        ({"late": "from apex import amp", "call": INITIALIZE.format(False)}, "torch.bfloat16 torch.float32"),
-        ({"top": "from apex.optimizers import FusedAdam"}, "torch.bfloat16 torch.bfloat16"),
+        ({"top": "from apex import amp", "call": OFF}, EVER),
+        ({"top": "from apex import amp", "call": "handle = amp.init(enabled=False)"}, EVER),
+        ({"top": "from apex import amp", "call": ON, "on": True}, "float32 float16"),
+        ({"top": "import apex; amp = apex.amp", "call": OFF}, EVER),
+        ({"top": "from ampx_torch.apex import amp", "call": OFF}, EVER),
+        ({"late": "import apex.amp as amp", "call": OFF}, "bfloat16 float32 float32"),
+        ({"top": "from apex.amp import initialize"}, "float32 float32 bfloat16"),
+        ({"top": "from apex.optimizers import FusedAdam"}, "bfloat16 bfloat16 bfloat16"),
     ],
 )
 def test_nothing_is_cast_before_apex_amp_decides_in_a_script_that_imports_it(pieces, expected, tmp_path):
+    """Genuine apex and PyTorch compute in float32 unless apex.amp is on; a script that never uses it is automated."""
     pytest.importorskip("typer", reason="needs typer, of the extra cli")
     script = tmp_path / "train.py"
-    script.write_text(WAITING.format(**{"top": "", "late": "", "call": "", **pieces}))
+    script.write_text(WAITING.format(**{"top": "", "late": "", "call": "", "on": False, **pieces}))
     command = [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.stdout == f"{expected}\n", done.stderr
-    off = "enabled=False" in pieces.get("call", "") or "initialize" in pieces.get("top", "")
-    assert ("switched nothing on" in done.stderr) == off
-    assert ("always it computed" in done.stderr) == (off and "late" not in pieces)
+    assert ("switched nothing on: all the time it computed" in done.stderr) == (expected == EVER)
+    assert ("switched nothing on: from then on it computed" in done.stderr) == ("late" in pieces)
+    assert ("casting began there" in done.stderr) == (expected == "float32 float32 bfloat16")
 
 
 BY_HAND = """\

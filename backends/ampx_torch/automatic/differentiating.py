@@ -33,6 +33,8 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         inputs: Any = None,
     ) -> None:
         given = grad_tensors if grad_variables is None else grad_variables
+        if manager.held:
+            manager.decide()
         if manager.stood_down:
             with manager.records_only("backward"):
                 true(tensors, given, retain_graph, create_graph, inputs=inputs)
@@ -68,7 +70,8 @@ def _backward_scaled(
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
-    _refuse_by_hand(manager, found, leaves)
+    if manager.run.recorder.sampling:
+        _refuse_by_hand(manager, found, leaves)
     if not hidden:
         reached = {id(one) for key in leaves if (one := manager.owners.of(key)) is not None}
         found = [one for one in found if id(one) in reached]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ class Manager:
         factor: What its gradients are multiplied by; 1.0 outside.
         pending: Some gradients may carry a loss scale.
         quiet: Code of ampx is at work, which reads gradients as they are.
+        held: The script has imported apex.amp, which may be switched on: nothing is cast yet.
         script_scales: A GradScaler of the script multiplies the losses.
         config: What the script asked of its first GradScaler.
         scales: This run multiplies the losses: with bfloat16 it does not, unless asked.
@@ -49,6 +51,7 @@ class Manager:
         self.factor: Any = 1.0
         self.pending = False
         self.quiet = False
+        self.held = False
         self.script_scales = False
         self.config: LossScale | None = None
         self.scales = False
@@ -58,7 +61,7 @@ class Manager:
         self._sampler = Sampler(run.recorder)
         self._made: list[weakref.ref[torch.optim.Optimizer]] = []
         self.owners = Owners()
-        run.record_own_sessions(self._sampler.start)
+        run.record_own_sessions(self._follow)
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -66,9 +69,8 @@ class Manager:
         """Take over an optimizer that the script has just made; casting starts with the first."""
         if self.stood_down or isinstance(raw, AmpOptimizer):
             return
-        self.start()
-        if not self._made:
-            self._sampler.start()
+        if not self.held:
+            self.start()
         managed = Managed(raw, script_line())
         raw.__dict__["_ampx_managed"] = managed
         raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
@@ -76,7 +78,9 @@ class Manager:
 
     def start(self) -> None:
         """Start the session with the first optimizer, region or GradScaler of the script."""
+        self.held = False
         if self.run.amp is None:
+            self._sampler.start()
             amp = self.run.session(**self.options)
             if self.follows:
                 reason = "as the script's own regions say, of which none has computed in low precision"
@@ -84,6 +88,39 @@ class Manager:
             self.scales = self._scales()
             if self.scales:
                 self.watch()
+
+    def _follow(self) -> None:
+        """Only record from now on: the script has started a session by itself."""
+        self.held = False
+        self._sampler.start()
+
+    # -- apex.amp ----------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Cast nothing, because the script has imported apex.amp and may switch it on, until the first backward.
+
+        apex.amp has to be switched on or off before that. A script that has trained already goes on as it is.
+        """
+        if self.stood_down or any(managed.wrapped is not None for managed in self.known()):
+            return
+        self._sampler.stop()
+        if self.run.amp is not None:
+            self.run.amp.shutdown()
+            self.run.amp = None
+        self.held, self.scales = True, False
+
+    def decide(self) -> None:
+        """Begin at the first backward or step of a script that imports apex.amp, unless it switched that off."""
+        amp = sys.modules.get("ampx_torch.apex.amp._amp_state")
+        if amp is not None and amp._amp_state.switched_off:
+            self.held = False
+            self.stand_down("apex.amp", waits=True)
+        elif self._made:
+            self.start()
+            self.run.recorder.note(
+                "The script imports apex.amp and had not called amp.initialize when it first ran backward: casting "
+                "began there."
+            )
 
     def needs_no_scale(self) -> bool:
         """Return whether the user asked for a dtype whose losses are not scaled, whatever the script does."""
@@ -164,6 +201,8 @@ class Manager:
     def _shadow(self, managed: Managed) -> Callable[..., Any]:
         @functools.wraps(type(managed.raw).step)  # GradScaler looks at the parameters of `step`
         def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self.held:
+                self.decide()
             if managed.busy or self.run.stood_down:
                 return managed.run_raw(*args, **kwargs)
             return self._step(managed, args, kwargs)
@@ -323,6 +362,8 @@ class Manager:
 
     def release(self) -> None:
         """Give every optimizer its own `step` back."""
+        if self.held:
+            self.stand_down("apex.amp", waits=True)
         self._sampler.stop()
         for reference in self._made:
             raw = reference()

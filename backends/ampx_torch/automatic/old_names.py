@@ -104,7 +104,7 @@ class _Provided(importlib.abc.Loader):
 
 @contextmanager
 def old_names(manager: Manager) -> Iterator[None]:
-    """Let the script import apex. Whoever imports apex.amp decides by it what is cast, also by never calling it."""
+    """Let the script import apex. Nothing is cast in a script that imports apex.amp until it has had its say."""
     patches = ExitStack()
 
     def provided(name: str) -> None:
@@ -112,7 +112,7 @@ def old_names(manager: Manager) -> Iterator[None]:
         if not manager.run.settings.stand_ins_only:
             _watch_scales(manager, patches)
 
-    finder = _Finder(provided, lambda: manager.stand_down("apex.amp", waits=True))
+    finder = _Finder(provided, manager.hold)
     sys.meta_path.insert(0, finder)
     try:
         with patches:

@@ -28,6 +28,7 @@ class AmpState:
         allow_incoming_model_not_fp32: Take models that hold low-precision parameters already.
         session: The ampx session behind it; None before `initialize` and where it was disabled.
         initialized: `initialize` was called, perhaps with `enabled=False`.
+        switched_off: `initialize` or `init` was called with `enabled=False`.
         optimizers: Those that `initialize` returned and that are alive.
         models: Likewise.
     """
@@ -39,6 +40,7 @@ class AmpState:
     allow_incoming_model_not_fp32: bool = False
     session: Any = None
     initialized: bool = False
+    switched_off: bool = False
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 

@@ -81,6 +81,7 @@ def initialize(
     passed = models if optimizers is None else (models, optimizers)
     _amp_state.verbosity = verbosity
     if not enabled:
+        _amp_state.switched_off = True
         sessions.end()
         _amp_state.opt_properties = Properties()
         _amp_state.loss_scalers = []
@@ -156,6 +157,7 @@ def _cast(
 def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: object) -> AmpHandle | NoOpHandle:
     """Do what `init` says. Sync: none."""
     if not enabled:
+        _amp_state.switched_off = True
         return NoOpHandle()
     low = sessions.choose_low(dtype)
     scale = configure(choose("O1", low, {"loss_scale": loss_scale}).loss_scale, None, None)
