@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampx import callers
 from ampx.contract import CastPlan
@@ -42,24 +43,13 @@ _installed = _Installed()
 @cache
 def computable(dtype: torch.dtype) -> bool:
     """Return whether this CPU trains an LSTM in a dtype. A tiny one is tried, once a process. Sync: none."""
-    size = 1
-    x, state = torch.zeros(1, 1, size, dtype=dtype), torch.zeros(1, size, dtype=dtype)
-    weight = torch.zeros(4 * size, size, dtype=dtype, requires_grad=True)
-    bias = torch.zeros(4 * size, dtype=dtype)
-    layer: tuple[Any, ...] = (
-        False,
-        [],
-        2,
-        size,
-        1,
-        True,
-        False,
-        False,
-        True,
-    )  # not reversed, an LSTM of one layer with biases, trained
     off = torch.autocast(_DEVICE, enabled=False)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), off:
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), off:
+            x, state = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+            weight, bias = torch.zeros(4, 1, dtype=dtype, requires_grad=True), torch.zeros(4, dtype=dtype)
+            # Not reversed, no batch sizes, an LSTM (2) of size 1 and one layer with biases, in one direction, trained.
+            layer: tuple[Any, ...] = (False, [], 2, 1, 1, True, False, False, True)
             output = torch.ops.aten.mkldnn_rnn_layer(x, weight, weight, bias, bias, state, state, *layer)[0]
             output.sum().backward(inputs=[weight])
     except (NotImplementedError, RuntimeError):

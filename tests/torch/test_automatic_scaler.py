@@ -175,6 +175,22 @@ def test_input_gradients_are_divided_by_the_scale_where_a_dtype_was_asked_for_to
     same(loop, "float16")
 
 
+def test_operations_of_the_scaler_and_of_ampx_are_not_counted():
+    net, scaler = network(), None
+    run = Run("torch", RunSettings(device="cpu", replace_native=True))
+    with automated(run):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for x in batches():
+            with region():
+                loss = net(x).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert run.recorder.ops["addmm", "bfloat16"] == 6
+    assert not [name for name, _ in run.recorder.ops if name.startswith(("_amp", "mkldnn", "_foreach"))]
+
+
 def test_optimizers_of_one_scaler_share_its_scale_and_skip_each_for_itself():
     def loop():
         first, second = (torch.nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(2))

@@ -253,12 +253,19 @@ class Manager:
         """Let a GradScaler of the script step an optimizer: its `step` is then the raw one."""
         busy = managed.busy
         managed.busy = True
-        self._sampler.pause(True)
         try:
-            with self.run.recorder.phase("step"):
+            with self.run.recorder.phase("step"), self.uncounted():
                 yield
         finally:
             managed.busy = busy
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out operations of an optimizer or a scaler."""
+        self._sampler.pause(True)
+        try:
+            yield
+        finally:
             self._sampler.pause(False)
 
     def after_step(self) -> None:

@@ -169,9 +169,10 @@ class _Watch:
         seen = self._seen.get(scaler)
         if seen is not None and not seen.now.steps:
             seen.now.before = _held(scaler._scale)
-        native(scaler, new_scale)
-        if seen is not None:
-            self._turn(scaler, seen)
+        with self.manager.uncounted():
+            native(scaler, new_scale)
+            if seen is not None:
+                self._turn(scaler, seen)
 
     # -- looking and noting --------------------------------------------------------------------------
 
