@@ -109,8 +109,19 @@ class ApexAmp:
                 self._register(called, _REGISTER[verb])
             else:
                 raise NeedsHumanError(node, f"`{self._program.code(node)}` has no counterpart that is known", _BY_HAND)
+        scaled = [call for call in initialized if self._has_optimizer(call)]
+        if scaled and not regions:
+            raise NeedsHumanError(
+                scaled[0],
+                "`amp.initialize` with an optimizer, and no `amp.scale_loss` in these files",
+                "Whatever scales the loss for apex has to do it for ampx, by `ampx.scale_loss`. Rewrite this by hand.",
+            )
         if regions or masters:
             GradientReaders(self._plan, regions).rewrite(masters)
+
+    def _has_optimizer(self, call: ast.Call) -> bool:
+        optimizers = (arguments(call, _INITIALIZE) or {}).get("optimizers")
+        return optimizers is not None and not is_none(optimizers)
 
     def _module(self, node: Reference) -> None:
         """Rename the module where a script asks whether it is there, and where it says that it is not."""

@@ -17,7 +17,7 @@ from typing import Final, Literal, TypeAlias
 
 from .edits import Plan
 from .flow import Place
-from .program import FUNCTIONS, Function, called_name, dotted
+from .program import FUNCTIONS, Function, called_name, decided, dotted
 from .report import NeedsHumanError
 
 # What an optimizer's gradients are: none that count, times the loss scale, or true. `scaled before`: already when
@@ -648,19 +648,9 @@ class _Walk:
 
     def _facts(self, test: ast.expr, holds: bool) -> Iterator[Fact]:
         """Yield what is known when a test holds, or does not, of tests whose outcome stays."""
-        match test:
-            case ast.UnaryOp(op=ast.Not()):
-                yield from self._facts(test.operand, not holds)
-            case ast.BoolOp():
-                if isinstance(test.op, ast.And) is holds:
-                    for value in test.values:
-                        yield from self._facts(value, holds)
-            case ast.Compare(ops=[ast.IsNot()]) if self._stays(test):
-                yield ast.unparse(ast.Compare(test.left, [ast.Is()], test.comparators)), not holds
-            case ast.Compare(ops=[ast.NotEq()]) if self._stays(test):
-                yield ast.unparse(ast.Compare(test.left, [ast.Eq()], test.comparators)), not holds
-            case ast.Name() | ast.Attribute() | ast.Compare() if self._stays(test):
-                yield ast.unparse(test), holds
+        for part, text, outcome in decided(test, holds):
+            if isinstance(part, (ast.Name, ast.Attribute, ast.Compare)) and self._stays(part):
+                yield text, outcome
 
     def _stays(self, test: ast.expr) -> bool:
         """Return whether a test has one outcome while a function runs: of names that no loop changes."""

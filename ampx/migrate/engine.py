@@ -7,7 +7,6 @@ not at all: a session, a scaler or an optimizer that goes from one to the other 
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,9 @@ _HINT: Final = re.compile(
     rb"\bamp\b|autocast|auto_cast|mixed_precision|LossScaleOptimizer|\bapex\b|GradScaler|AmpScaler|amp_guard"
 )
 # What a file contains that works with a scaler made elsewhere.
-_RECEIVER: Final = re.compile(rb"\.unscale_\(|\.scale\(|\bscaler\b")
+_RECEIVER: Final = re.compile(
+    rb"\.unscale_\(|scaler\.(scale|step|update|minimize|get_scale|state_dict|load_state_dict)\b|\.scale\([^\n]*\)\.backward"
+)
 _SCALED: Final = ("torch", "paddle")
 
 
@@ -355,8 +356,7 @@ def _changed(program: Program, edits: Edits, roots: Mapping[str, bool]) -> bytes
 
 def _block(reports: Mapping[Path, FileReport], culprit: Path, finding: Finding, foreign: Iterable[Path] = ()) -> None:
     """Leave all files of a program as they are, because of one place in one of them."""
-    shown = os.path.relpath(culprit) if culprit.is_absolute() else str(culprit)
-    what = f"it is left as it is, with the program of {shown}: line {finding.line} there is for a human"
+    what = f"it is left as it is, with the program of {culprit}: line {finding.line} there is for a human"
     others = []
     for path, report in reports.items():
         report.after = report.before
@@ -368,7 +368,7 @@ def _block(reports: Mapping[Path, FileReport], culprit: Path, finding: Finding, 
             report.findings = [Finding(1, "note", what, "See to that first; then both can be migrated.")]
             others.append(report)
     if culprit in foreign or culprit not in reports:  # nobody would see its report
-        what = f"it belongs to a program with {shown}, where in line {finding.line} {finding.what}"
+        what = f"it belongs to a program with {culprit}, where in line {finding.line} {finding.what}"
         for report in [report for report in others if report.path not in foreign][:1]:
             report.findings = [Finding(1, "todo", what, finding.advice)]
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from ampx.errors import InvalidOptionError
 
 from .engine import Outline, Surroundings, is_hinted, outline, programs, rewrite
-from .program import Modules, beside
+from .program import Modules, beside, import_graph
 from .report import FileReport, Finding
 
 File: TypeAlias = tuple[Path, bytes]
@@ -91,7 +91,7 @@ def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[Fil
             before = data[read.path]
             reports[read.path] = FileReport(read.path, "error", [read.error], before, before)
     modules = Modules(data)
-    imports = {path: modules.imports_of(path, content) for path, content in data.items()}
+    imports = import_graph(data, modules)
     groups = [[(path, data[path]) for path in group] for group in programs(outlines, data, imports)]
     importers: dict[Path, list[Path]] = {}
     for path, imported in imports.items():

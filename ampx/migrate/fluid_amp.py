@@ -15,6 +15,21 @@ from .report import NeedsHumanError
 
 ROOTS: Final = ("paddle.fluid.contrib.mixed_precision",)
 EAGER: Final = ("paddle.fluid.dygraph.AmpScaler", "paddle.fluid.dygraph.amp_guard", "paddle.fluid.dygraph.amp")
+# What `ampx_paddle.fluid.contrib.mixed_precision` has.
+OFFERED: Final = frozenset(
+    f"{ROOTS[0]}{name}"
+    for name in (
+        "",
+        ".decorate",
+        ".decorator",
+        ".decorator.decorate",
+        ".decorator.OptimizerWithMixedPrecision",
+        ".AutoMixedPrecisionLists",
+        ".fp16_lists",
+        ".fp16_lists.AutoMixedPrecisionLists",
+        ".fp16_lists.CustomOpLists",
+    )
+)
 _MODULE: Final = "ampx_paddle.fluid"
 
 
@@ -37,6 +52,12 @@ def _rewrite_file(plan: Plan, tree: ast.Module) -> None:
                 node,
                 f"`{program.code(node)}` is fluid's eager mode",
                 "Write `paddle.amp` or ampx by hand: the manual's page on PaddlePaddle shows how.",
+            )
+        if name.startswith(ROOTS) and name not in OFFERED:
+            raise NeedsHumanError(
+                node,
+                f"`{name}` is not in `ampx_paddle.fluid`",
+                "Train with `decorate`, or write `paddle.amp` by hand: the manual's page on PaddlePaddle shows how.",
             )
     uses = [node for node, name in names if name.startswith(ROOTS)]
     imports = program.imports(tree)

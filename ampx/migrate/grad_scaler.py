@@ -15,7 +15,7 @@ from typing import Final
 from .edits import Edits, Plan
 from .flow import Binding, Flow, Place
 from .optimizers import keeps
-from .program import FUNCTIONS, Reference, called_name, dotted, is_none
+from .program import FUNCTIONS, Reference, called_name, decided, dotted, is_none
 from .report import NeedsHumanError
 from .source import Source
 
@@ -379,55 +379,58 @@ class ScalerRewriter:
             if self._program.function(point) is home and late:
                 raise self._block(call, "the state is loaded before the optimizer is made", BY_HAND)
 
-    def _is_switched_off(self, scaler: Scaler, node: ast.AST) -> bool:
-        """Return whether a node is only reached where the scaler's own switch is off, and the session with it."""
-        switches = [keyword.value for keyword in scaler.call.keywords if str(keyword.arg).startswith("enable")]
-        switch = self._program.code(switches[0]).removeprefix("self.") if switches else None
-        return any(
-            (not holds and self._program.code(branch.test).removeprefix("self.") == switch)
-            or self._holds_without_scaler(scaler, branch.test, holds)
-            for branch, holds in self._program.branches(node).items()
-        )
+    def _runs_without_session(self, scaler: Scaler, node: ast.AST) -> bool:
+        """Return whether a node is only reached where there is no session, or where it is switched off."""
+        there = self._when_there(scaler)
+        for branch, holds in self._program.branches(node).items():
+            for part, text, outcome in decided(branch.test, holds):
+                if there.get(text.removeprefix("self.")) is not (not outcome):
+                    continue
+                held = part.left if isinstance(part, ast.Compare) else part
+                if self._flow.place(held) not in scaler.places or self._everybody_passes(scaler, held):
+                    return True
+        return False
 
-    def _holds_without_scaler(self, scaler: Scaler, test: ast.expr, holds: bool) -> bool:
-        """Return whether a test has this outcome only where there is no scaler, while every caller passes the one."""
-        match test:
-            case ast.Compare(left=tested, ops=[ast.Is() | ast.IsNot() as operator], comparators=[other]) if is_none(
-                other
-            ):
-                none = isinstance(operator, ast.Is) is holds
-            case ast.UnaryOp(op=ast.Not(), operand=tested):
-                none = holds
-            case _:
-                tested, none = test, not holds
-        place = self._flow.place(tested)
-        if not none or place not in scaler.places:
-            return False
-        for binding in self._flow.bindings.get(place, []):
-            function = self._program.function(binding.node) if not isinstance(binding.node, ast.arg) else None
-            if isinstance(binding.node, ast.arg):
+    def _when_there(self, scaler: Scaler) -> dict[str, bool]:
+        """Return the tests whose outcome is known where there is a session that is switched on."""
+        facts = [
+            fact
+            for branch, holds in self._program.branches(scaler.call).items()
+            for fact in decided(branch.test, holds)
+        ]
+        choice = self._program.parent(scaler.call)
+        if isinstance(choice, ast.IfExp):
+            facts += decided(choice.test, choice.body is scaler.call)
+        for keyword in scaler.call.keywords:
+            if str(keyword.arg).startswith("enable"):
+                facts += decided(keyword.value, True)
+        there = {text.removeprefix("self."): holds for _, text, holds in facts}
+        for _, text in scaler.places:
+            name = text.removeprefix("self.")
+            there |= {name: True, f"{name} is None": False}
+        return there
+
+    def _everybody_passes(self, scaler: Scaler, node: ast.expr) -> bool:
+        """Return whether a parameter that holds the scaler gets it in every call."""
+        place = self._flow.place(node)
+        for binding in self._flow.bindings.get(place, []) if place is not None else ():
+            owner = self._program.parent(self._program.parent(binding.node))
+            if isinstance(binding.node, ast.arg) and isinstance(owner, FUNCTIONS) and place is not None:
                 arguments = self._flow.arguments(place)
-                owner = self._program.parent(self._program.parent(binding.node))
-                calls = self._flow.calls_of(owner) if isinstance(owner, FUNCTIONS) else []
-                if len(arguments) < len(calls) or any(map(is_none, arguments)):
+                if len(arguments) < len(self._flow.calls_of(owner)) or any(map(is_none, arguments)):
                     return False
-            elif is_none(binding.value) or function is None:
-                return False
         return True
 
     def _refuse_raw_steps(self, scaler: Scaler) -> None:
-        start = scaler.start
-        if start.maybe_none or self._program.is_branched(start.statement):
-            return  # the script steps either way, and wraps only where there is a session
         keys = [self._key(scaler, optimizer) for optimizer in scaler.optimizers]
         for call in self._program.every(ast.Call):
             func = call.func
             if isinstance(func, ast.Attribute) and func.attr == "step" and self._key(scaler, func.value) in keys:
-                if self._is_switched_off(scaler, call):
+                if self._runs_without_session(scaler, call):
                     continue
                 raise self._block(
                     call,
-                    f"`{self._program.code(call)}` steps without the scaler, which is always made",
+                    f"`{self._program.code(call)}` steps without the scaler where there may be one",
                     "Make the scaler with `enabled=` what decides here, use it in both cases, and migrate again.",
                 )
 

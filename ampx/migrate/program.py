@@ -6,7 +6,7 @@ import ast
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -74,11 +74,6 @@ class Modules:
         self._paths = {os.path.abspath(path): path for path in paths}
         self._known: dict[tuple[str, str], tuple[Path, list[str]] | None] = {}
 
-    def imports_of(self, path: Path, data: bytes) -> list[Path]:
-        """Return the files of the tree that a file imports."""
-        matches = (self.find(name, path) for name in imported_names(data))
-        return list(dict.fromkeys(match[0] for match in matches if match is not None and match[0] != path))
-
     def find(self, name: str, importer: Path) -> tuple[Path, list[str]] | None:
         """Return the file that holds a full name, and what of the name is left for the object in it.
 
@@ -118,16 +113,41 @@ class Modules:
         return None
 
 
-def imported_names(data: bytes) -> Iterator[str]:
-    """Yield the full names that a file seems to import, without parsing it."""
+def imported_names(data: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the full names that a file seems to import and what it calls them, without parsing it."""
     for match in _IMPORTS.finditer(data):
         module, names, modules = (None if part is None else part.decode(errors="replace") for part in match.groups())
-        if modules is not None:
-            yield from (word for part in modules.split(",") if (word := part.strip().split(" ")[0].rstrip("\\")))
-            continue
-        for part in re.sub(r"#[^\n]*|[()\\]", " ", names or "").split(","):
-            if words := part.split():
-                yield f"{module}{words[0]}" if str(module).endswith(".") else f"{module}.{words[0]}"
+        listed = re.sub(r"#[^\n]*|[()\\]", " ", str(modules if modules is not None else names))
+        for words in map(str.split, listed.split(",")):
+            if words:
+                dot = "" if modules is not None or str(module).endswith(".") else "."
+                yield f"{module or ''}{dot}{words[0]}", words[-1]
+
+
+def import_graph(data: Mapping[Path, bytes], modules: Modules) -> dict[Path, list[Path]]:
+    """Return which files of a tree each file imports something of; a name that is passed on is of the file that has it.
+
+    Args:
+        data: The bytes of all files of the tree.
+        modules: Knows them.
+    """
+    names = {path: list(imported_names(content)) for path, content in data.items()}
+
+    def home(name: str, importer: Path, depth: int) -> Iterator[Path]:
+        match = modules.find(name, importer)
+        if match is None:
+            return
+        path, rest = match
+        passed_on = [full for full, bound in names[path] if rest and bound in (rest[0], "*")] if depth else []
+        for full in passed_on:
+            yield from home(full if full.endswith("*") else ".".join([full, *rest[1:]]), path, depth - 1)
+        if not passed_on:
+            yield path
+
+    return {
+        path: list(dict.fromkeys(file for full, _ in names[path] for file in home(full, path, 8) if file != path))
+        for path in data
+    }
 
 
 def beside(importer: Path, data: bytes) -> Iterator[Path]:
@@ -135,7 +155,7 @@ def beside(importer: Path, data: bytes) -> Iterator[Path]:
     root = importer.parent
     while (root / "__init__.py").exists():
         root = root.parent
-    for name in imported_names(data):
+    for name, _ in imported_names(data):
         level = len(name) - len(name.lstrip("."))
         folders = [importer.parents[level - 1]] if 0 < level <= len(importer.parents) else [importer.parent, root]
         parts = name.lstrip(".").split(".")
@@ -454,6 +474,26 @@ def arguments(call: ast.Call, names: Iterable[str]) -> dict[str, ast.expr] | Non
     return found
 
 
+def decided(test: ast.expr, holds: bool) -> Iterator[tuple[ast.expr, str, bool]]:
+    """Yield what is known when a test holds, or does not: parts of it, their text, and whether they hold.
+
+    The negative of a comparison counts as its positive: of `x is not None` the text is that of `x is None`.
+    """
+    match test:
+        case ast.UnaryOp(op=ast.Not()):
+            yield from decided(test.operand, not holds)
+        case ast.BoolOp():
+            if isinstance(test.op, ast.And) is holds:
+                for value in test.values:
+                    yield from decided(value, holds)
+        case ast.Compare(ops=[ast.IsNot()]):
+            yield test, ast.unparse(ast.Compare(test.left, [ast.Is()], test.comparators)), not holds
+        case ast.Compare(ops=[ast.NotEq()]):
+            yield test, ast.unparse(ast.Compare(test.left, [ast.Eq()], test.comparators)), not holds
+        case _:
+            yield test, ast.unparse(test), holds
+
+
 def is_none(value: ast.AST | None) -> bool:
     """Return whether an expression is the word None."""
     return isinstance(value, ast.Constant) and value.value is None
@@ -570,7 +610,7 @@ class _Reader:
     def _elsewhere(self, node: Any, scope: Scope) -> None:
         for name in node.names:
             if isinstance(node, ast.Global):
-                scope.elsewhere[name] = self._module
+                scope.elsewhere.update({} if scope is self._module else {name: self._module})
             elif scope.outer is not None and (home := scope.outer.find(name)) is not None:
                 scope.elsewhere[name] = home
 

@@ -51,6 +51,8 @@ CASES = [
         model, optimizer = amp.initialize(
             model, optimizer, opt_level="O2", keep_batchnorm_fp32=True, loss_scale="128.0", verbosity=0
         )
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
         """,
         """\
         try:
@@ -63,6 +65,8 @@ CASES = [
         ampx.init("torch", dtype="float16", level="O2", loss_scale=128.0)
         model, optimizer = ampx.prepare(model, optimizer)
         optimizer = ampx.wrap_optimizer(optimizer)
+        with ampx.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
         """,
     ),
     (
@@ -104,6 +108,8 @@ CASES = [
         from apex import amp
 
         net, opt = amp.initialize(model, opt, opt_level=args.opt_level, loss_scale=args.loss_scale, enabled=args.amp)
+        with amp.scale_loss(loss, opt) as scaled_loss:
+            scaled_loss.backward()
         """,
         """\
         import ampx
@@ -122,6 +128,8 @@ CASES = [
         )
         net, opt = ampx.prepare(model, opt)
         opt = ampx.wrap_optimizer(opt)
+        with ampx.scale_loss(loss, opt) as scaled_loss:
+            scaled_loss.backward()
         """,
     ),
     (
@@ -217,6 +225,11 @@ CASES = [
 
         def build(model, opt):
             return amp.initialize(model, opt)
+
+        def step(loss, opt):
+            with amp.scale_loss(loss, opt) as scaled_loss:
+                scaled_loss.backward()
+            opt.step()
         """,
         """\
         import ops
@@ -233,6 +246,11 @@ CASES = [
             ampx.init("torch", dtype="float16")
             opt = ampx.wrap_optimizer(opt)
             return model, opt
+
+        def step(loss, opt):
+            with ampx.scale_loss(loss, opt) as scaled_loss:
+                scaled_loss.backward()
+            opt.step()
         """,
     ),
     (
@@ -304,6 +322,7 @@ def test_the_rest_of_apex_is_listed_once_a_name(migrate):
 def test_an_option_that_only_the_command_line_knows_is_left_to_a_human(migrate):
     status, _, findings = migrate(
         "from apex import amp\n\nm, o = amp.initialize(m, o, opt_level='O2', keep_batchnorm_fp32=args.keep)\n"
+        "with amp.scale_loss(loss, o) as scaled:\n    scaled.backward()\n"
     )
     assert status == "changed"
     assert findings == [(3, "todo", "`keep_batchnorm_fp32=args.keep` is left out")]

@@ -252,6 +252,12 @@ def test_it_becomes(before, after, migrate):
             "`fluid.dygraph.amp_guard` is fluid's eager mode",
         ),
         (
+            "import paddle\nfrom paddle.fluid.contrib.mixed_precision.fp16_utils import rewrite_program\n"
+            "rewrite_program(main)\n",
+            3,
+            "`paddle.fluid.contrib.mixed_precision.fp16_utils.rewrite_program` is not in `ampx_paddle.fluid`",
+        ),
+        (
             "import tensorflow as tf\nfor o in all:\n    o = tf.keras.mixed_precision.LossScaleOptimizer(o)\n",
             3,
             "an optimizer is wrapped in a loop",

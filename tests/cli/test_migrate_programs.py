@@ -404,7 +404,10 @@ def test_an_optimizer_that_somebody_else_goes_on_with_is_for_a_human(code, what,
 
 
 def test_branches_may_have_an_initialize_each(migrate):
-    code = "if args.o2:\n    m, o = amp.initialize(m, o, opt_level='O2')\nelse:\n    m, o = amp.initialize(m, o)\n"
+    code = (
+        "if args.o2:\n    m, o = amp.initialize(m, o, opt_level='O2')\nelse:\n    m, o = amp.initialize(m, o)\n"
+        "with amp.scale_loss(loss, o) as scaled:\n    scaled.backward()\n"
+    )
     status, after, findings = migrate(f"from apex import amp\n\n{code}")
     assert (status, findings) == ("changed", [])
     assert after.count("ampx.init(") == 2
@@ -452,6 +455,7 @@ def test_generated_lines_are_no_longer_than_100_characters(migrate):
         "from apex import amp\n\ndef main(args):\n    if args.fp16:\n        model, optimizer = amp.initialize(model, "
         "optimizer, opt_level=args.opt_level, loss_scale=args.static_loss_scale, min_loss_scale=args.minimum, "
         "max_loss_scale=args.maximum, enabled=args.enabled)\n"
+        "    with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()\n    optimizer.step()\n"
     )
     status, after, _ = migrate(code)
     assert status == "changed"

@@ -526,7 +526,7 @@ scaler.update()
             "`scaler.scale(loss)` is not followed by `.backward()`",
         ),
         (HEAD + LOOP + "scaler = other\n", 7, "`scaler` is the scaler here and something else there"),
-        (HEAD + LOOP + "optimizer.step()\n", 7, "`optimizer.step()` steps without the scaler, which is always made"),
+        (HEAD + LOOP + "optimizer.step()\n", 7, "`optimizer.step()` steps without the scaler where there may be one"),
         (
             HEAD + LOOP.replace("scaler.update()", "before = scaler.get_scale()\nscaler.update()"),
             6,
@@ -560,7 +560,8 @@ scaler.update()
             "import torch\nfrom apex import amp\n"
             + HEAD
             + LOOP
-            + 'model, opt = amp.initialize(model, opt, opt_level="O1")\n',
+            + 'model, opt = amp.initialize(model, opt, opt_level="O1")\n'
+            + "with amp.scale_loss(loss, opt) as scaled:\n    scaled.backward()\n",
             5,
             "the file uses both apex.amp and torch.amp",
         ),

@@ -60,3 +60,14 @@ def test_losses_of_an_eager_loop_are_those_before_and_an_overflow_is_skipped(tmp
     assert train_program(before, "2")[2][1] != train_program(before, "2")[1][1]
     skipped = train_program(made, "2")
     assert skipped[2][1] == skipped[1][1]
+
+
+def test_migrate_knows_what_fluids_mixed_precision_has():
+    from ampx.migrate import fluid_amp
+    from ampx_paddle.fluid.contrib import mixed_precision
+
+    root = fluid_amp.ROOTS[0]
+    names = {root} | {f"{root}.{name}" for name in mixed_precision.__all__}
+    for module in ("decorator", "fp16_lists"):
+        names |= {f"{root}.{module}.{name}" for name in getattr(mixed_precision, module).__all__}
+    assert names == fluid_amp.OFFERED

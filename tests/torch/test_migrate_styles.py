@@ -25,24 +25,27 @@ LEFT = {
     "apex_amp/nan_guard_without_zero.py": "it cannot be shown where gradients of `optimizer` have to be true",
     "apex_amp/other_name.py": "`optimizer.zero_grad()` uses the optimizer that was not wrapped",
     "apex_amp/pgd_unknown_delta.py": "`delta.grad`: it cannot be shown where gradients of `opt` have to be true",
+    "apex_amp/scaled_elsewhere.py": "`amp.initialize` with an optimizer, and no `amp.scale_loss` in these files",
     "apex_amp/setup_function.py": "`setup` wraps an optimizer that its callers go on with",
     "torch_amp/backward_in_method_two_optimizers.py": "it cannot be told which optimizers this backward is for",
     "torch_amp/gradient_penalty.py": "`scaler.scale(loss)` is not followed by `.backward()`",
     "torch_amp/held_before.py": "`loop = Loop(model, optimizer)` keeps the optimizer before the session begins",
     "torch_amp/lists_of_optimizers.py": "it cannot be told where `optimizer` is made",
     "torch_amp/optimizer_dict.py": 'it cannot be told where `optimizers["main"]` is made',
+    "torch_amp/raw_steps_in_the_same_branch.py": "`optimizer.step()` steps without the scaler where there may be one",
     "torch_amp/skip_detection.py": "asks for the scale between `step` and `update`",
-    "torch_amp/warmup_raw.py": "`optimizer.step()` steps without the scaler, which is always made",
+    "torch_amp/warmup_raw.py": "`optimizer.step()` steps without the scaler where there may be one",
     "several_files/annotation_only": "a scaler with arguments that cannot be read",
     "several_files/apex_kwargs": "`amp.initialize` with arguments that cannot be read",
     "several_files/executor": "it cannot be told which optimizer this is for",
-    "several_files/warmup_elsewhere": "`optimizer.step()` steps without the scaler, which is always made",
+    "several_files/warmup_elsewhere": "`optimizer.step()` steps without the scaler where there may be one",
 }
 # Arguments with which a script is run, where that is not once without any.
 ARGUMENTS = {
     "apex_amp/accumulate_hf.py": [[], ["--fp16"]],
     "apex_amp/input_gradient_helper.py": [[], ["--full"]],
     "torch_amp/conditional_scaler.py": [[], ["--amp"]],
+    "torch_amp/scaler_in_a_branch.py": [[], ["--use_amp"]],
 }
 # The loss scale of two optimizers moves with their steps, not with `update`: all but the trace of the scale is equal.
 SCALE_MOVES_WITH_STEPS = {"torch_amp/one_update.py", "torch_amp/critic_loop_one_update.py"}
