@@ -98,8 +98,9 @@ class TorchBackend(ampx.Backend):
         optimizer.zero_grad()
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
-        """Divide gradients by the scale in place and test them, in one pass."""
-        return Unscaled(grads, not unscale_(grads, scale).item())
+        """Divide gradients by the scale in place and test them, in one pass; in two where quotients may overflow."""
+        overflow = unscale_(grads, scale).item()
+        return Unscaled(grads, not overflow and (scale >= 1.0 or not unscale_(grads, 1.0).item()))
 
     def apply(self, optimizer: Any, grads: Any) -> None:
         """Run the raw optimizer."""

@@ -21,7 +21,7 @@ from ampx.contract import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
 
-from . import module_rules, oplists, rules, trees
+from . import compiled, module_rules, oplists, rules, trees
 from .trees import DTYPES
 
 # Names for callers that cannot afford a region: read the flag, switch off, restore in `finally`.
@@ -95,6 +95,7 @@ def deactivate(plan: CastPlan) -> None:
     _thread.switched += 1
     if before is not None:
         _set_flags(_thread.device, before)
+        compiled.release()
         torch.clear_autocast_cache()
 
 
@@ -105,9 +106,11 @@ def enter_thread(plan: CastPlan) -> None:
     if _thread.before is not None and _thread.device != plan.device:
         # A thread of an earlier session that casted on another device.
         _set_flags(_thread.device, _thread.before)
+        compiled.release()
         _thread.before = None
     if _thread.before is None:
         _thread.device, _thread.before = plan.device, _flags(plan.device)
+        compiled.keep_backward_uncast()
     _set_flags(plan.device, (True, DTYPES[plan.dtype], False))
     torch.clear_autocast_cache()
 
@@ -162,6 +165,7 @@ class On:
     def __enter__(self) -> None:
         """Switch on, rules included."""
         rules.install(self._plan)
+        compiled.keep_backward_uncast()
         self._switched = _thread.switched
         self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
         self._region.__enter__()
@@ -177,6 +181,7 @@ class On:
         self._region.__exit__(kind, error, trace)
         if now is not None:
             _set_flags(self._plan.device, now)
+        compiled.release()
         rules.uninstall(self._plan)
 
 

@@ -20,7 +20,7 @@ from ampx.scale_state import FLOAT32_MAX
 # From so many elements on, reading a gradient takes less time on a CPU than torch's kernel, which also writes it.
 LARGE: Final = 2**16
 # What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides.
-_EPSILON: Final = 1e-6
+EPSILON: Final = 1e-6
 
 
 class Folded(NamedTuple):
@@ -82,7 +82,7 @@ def on_host(gradients: Sequence[list[torch.Tensor]], scale: float, max_norm: flo
     norm = norm_of(gradients).item() / scale
     if not math.isfinite(norm):
         return None
-    divisor = scale * max(1.0, (norm + _EPSILON) / max_norm)
+    divisor = scale * max(1.0, (norm + EPSILON) / max_norm)
     if divisor > FLOAT32_MAX:
         return None
     return Folded(None if divisor == 1.0 else _scalar(divisor, gradients[0][0].device), None, norm)
@@ -103,11 +103,11 @@ def on_device(gradients: Sequence[list[torch.Tensor]], scale: torch.Tensor, max_
     """
     norms = torch._foreach_norm([one for bucket in gradients for one in bucket], 2, torch.float64)
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    overflow = (~torch.isfinite(norm)).float()
     scale = scale.to(norm.device)  # one backward for optimizers on several devices has the scale of one
     norm = norm / scale
-    divisor = scale * ((norm + _EPSILON) / max_norm).clamp(min=1.0)
-    return Folded(divisor.float(), overflow, norm.float())
+    divisor = (scale * ((norm + EPSILON) / max_norm).clamp(min=1.0)).float()
+    # Beyond float32 the kernel would apply zeros: that counts as an overflow, after which a smaller scale is tried.
+    return Folded(divisor, (~torch.isfinite(divisor)).float(), norm.float())
 
 
 def is_large(tensor: torch.Tensor) -> bool:

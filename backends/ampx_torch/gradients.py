@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, Final
 
 import torch
 
-from .folding import is_large, is_plain, reads_finite
+from .folding import EPSILON, is_large, is_plain, reads_finite
 from .refusals import refuse_half
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
@@ -72,13 +73,16 @@ class GradientSet:
         large = sum(parameter.numel() for bucket in on_cpu if is_large(bucket[0]) for parameter in bucket)
         self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))
 
-    def unscale(self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool) -> list[torch.Tensor]:
+    def unscale(
+        self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool, grows: bool = False
+    ) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass.
 
         Args:
             gradients: What `collect` gave.
             scale: Python float, or a float32 scalar tensor on the device.
-            fresh: Give flags that stay as they are; else flags that `finite` resets for the next step.
+            fresh: Return flags that stay as they are; else flags that `finite` resets for the next step.
+            grows: A scale on the device may be below 1, so that quotients may overflow.
 
         Returns:
             One float32 flag a device: 0 where all gradients were finite.
@@ -93,7 +97,9 @@ class GradientSet:
             for bucket in gradients:
                 if bucket[0].dtype is torch.float16:
                     refuse_half(self._optimizer.param_groups)
-        reads = self.reads_fast and not isinstance(scale, torch.Tensor) and scale == 1.0  # nothing to write
+        on_host = not isinstance(scale, torch.Tensor)
+        reads = self.reads_fast and on_host and scale == 1.0  # nothing to write
+        grows = grows or (on_host and scale < 1.0)
         for bucket in gradients:
             device = bucket[0].device
             flag = flags.get(device)
@@ -104,6 +110,8 @@ class GradientSet:
             if self._unusual:
                 bucket = [_plain_values(gradient) for gradient in bucket]
             self._unusual |= unscale_into(bucket, flag, self._reciprocal(device, scale))
+            if grows:  # torch's kernel looks at what it divides, not at the quotient
+                unscale_into(bucket, flag, torch.ones_like(flag))
         return list(flags.values())
 
     def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -208,6 +216,9 @@ def clip(
 ) -> torch.Tensor | None:
     """Clip true gradients in place by value, then by global L2 norm.
 
+    Gradients on a CPU are clipped as torch clips them, bit for bit. Elsewhere the norm is taken in float64, because
+    nobody could look without waiting whether a norm in float32 is infinite though the gradients are finite.
+
     Args:
         parameters: Whose gradients are clipped; those without are passed over.
         max_norm: Bound of the norm, or None.
@@ -216,7 +227,7 @@ def clip(
             by it would make all of them NaN). True, or a flag on the device; None where they are finite.
 
     Returns:
-        The norm before clipping by norm, a float32 scalar tensor; None where `max_norm` is None.
+        The norm before clipping by norm, a scalar tensor in float32 or float64; None where `max_norm` is None.
 
     Sync: none.
     """
@@ -225,11 +236,54 @@ def clip(
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
         return None
-    if overflow is None or not _HAS_TOTAL_NORM:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])
+    on_host = overflow is None or overflow is True
+    if not plain or (on_host and reads_free(gradients)):
+        norm = _native_norm(gradients)
+        whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
+        norm = norm if whole is None else whole()
+        if overflow is True:
+            return norm
+        if not plain or math.isfinite(norm.item()):
+            _shorten(parameters, max_norm, norm, overflow)
+            return norm
+    norm = _wide_norm(gradients)
+    if overflow is not True:
+        coefficient = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+        if overflow is not None:
+            coefficient = torch.where(overflow == 0, coefficient, 1.0)
+        unscale_(gradients, 1.0 / coefficient)
+    return norm
+
+
+def reads_free(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether nobody waits for a device to look at these: they are on the CPU."""
+    return all([tensor.is_cpu for tensor in tensors])
+
+
+def _native_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    if _HAS_TOTAL_NORM:
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _wide_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm in float64, in which no sum of squares of float32 numbers overflows."""
+    kinds: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(gradient.device, []).append(_plain_values(gradient))
+    norms = [norm for kind in kinds.values() for norm in torch._foreach_norm(kind, 2, torch.float64)]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _shorten(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.Tensor, overflow: Any) -> None:
+    if overflow is not None:
+        norm = torch.where(overflow == 0, norm, 0.0)
+    if _HAS_TOTAL_NORM:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     else:
-        norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-        if overflow is not True:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(overflow == 0, norm, 0.0))
-    whole = getattr(norm, "full_tensor", None)  # a sharded norm (DTensor) is partial until asked for
-    return whole() if whole is not None else norm
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)

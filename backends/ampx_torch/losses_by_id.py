@@ -65,15 +65,14 @@ class LossMixer:
 
     def after(self, owner: Stepping) -> None:
         """Make the new gradients true and add those put aside; only where there are several losses."""
-        owner.divide(owner.collect())
-        self._bring_back()
+        owner.divide_new()
         owner.ampx_member.note_unscaled()
 
     def abandon(self, owner: Stepping) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
         if self.loss_id is not None:
             _drop_gradients(owner)
-            self._bring_back()
+            self.bring_back()
 
     def reset(self, owner: Stepping) -> None:
         """Start afresh after a step."""
@@ -84,7 +83,13 @@ class LossMixer:
         self.loss_id = None
         self._aside = []
 
-    def _bring_back(self) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether gradients were put aside."""
+        return bool(self._aside)
+
+    def bring_back(self) -> None:
+        """Add the gradients put aside to those that are there. Sync: none."""
         aside, self._aside = self._aside, []
         with torch.no_grad():
             for parameter, gradient in aside:

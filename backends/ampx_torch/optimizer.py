@@ -44,6 +44,7 @@ _NOT_COPIED: Final = frozenset(
         "_entering",
         "_thread",
         "_clipped",
+        "_incomplete",
         "_undo_fused",
         "_guard",
         "_guard_handle",
@@ -97,6 +98,7 @@ class AmpOptimizer(Stepping):
         self._entering = 1.0
         self._thread: int | None = None  # of the last one
         self._clipped = False
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         self._undo_fused = None
         self._guard = StepGuard(self.ampx_member)
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
@@ -119,7 +121,7 @@ class AmpOptimizer(Stepping):
     def ampx_clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Unscale if not done, clip, and give the norm before clipping as a float32 scalar tensor."""
         self.ampx_unscale()
-        return type_as("torch.Tensor", self._clip(max_norm, None))
+        return type_as("torch.Tensor", self._clip(max_norm, None)).float()
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as it was."""
@@ -265,6 +267,7 @@ class AmpOptimizer(Stepping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the raw optimizer's state; the loss scale stays."""
         self.optimizer.load_state_dict(state_dict)
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if self._fused and not all(group["fused"] for group in self.param_groups):
             fusing.use(self.optimizer)  # the checkpoint was written by an optimizer that was not
         if self.on_device and not all(group.get("fused") for group in self.param_groups):
@@ -284,6 +287,7 @@ class AmpOptimizer(Stepping):
             LowPrecisionParametersError: It holds float16 parameters.
         """
         self.optimizer.add_param_group(param_group)
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         try:
             if not self._accepts_half:
                 refuse_half(self.param_groups[-1:])

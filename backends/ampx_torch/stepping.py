@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ampx.errors import LowPrecisionParametersError
+from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
 from ampx.ledger import HostLedger
 from ampx.optimizer import WrappedOptimizer
@@ -51,6 +51,8 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     revealed: bool
     # Whether the true gradients were clipped as `wrap_optimizer` was asked to.
     _clipped: bool
+    # Fused SGD: some parameters have no momentum yet.
+    _incomplete: bool
 
     @property
     def on_device(self) -> bool:
@@ -87,6 +89,8 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = self.pending_gradients()
+        if self._incomplete and gradients:
+            self._incomplete = not complete_momentum(self.optimizer)
         if gradients or (self._process_group is not None and member.stage != "idle"):
             folds = self._max_norm is not None or self.gradients.reads_fast  # else it never pays
             if not (folds and self._step_folded(gradients)):
@@ -142,23 +146,62 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             factor = member.factors[loss_id]
         member.begin_change()
         try:
-            flags = self.gradients.unscale(gradients, factor, fresh=on_device)
+            grows = on_device and self._may_grow(factor, loss_id)
+            flags = self.gradients.unscale(gradients, factor, on_device or self.mixer.waits, grows)
         except LowPrecisionParametersError:  # a refusal comes before anything is divided
             member.end_change()
             raise
-        if self._process_group is not None:
-            flags = [self._agree(flags)]
-        finite: Any = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
+        if self.mixer.waits:
+            finite: Any = self._add_up(flags)
+        else:
+            if self._process_group is not None:
+                flags = [self._agree(self.gradients.combine(flags))]
+            finite = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
         if loss_id in self._checked:
             earlier = self._checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self._checked[loss_id] = finite
 
-    def _agree(self, flags: list[torch.Tensor]) -> torch.Tensor:
-        """Make all processes of the group see an overflow that one of them has; one flag travels."""
-        flag = self.gradients.combine(flags)
+    def divide_new(self) -> None:
+        """Divide what the backward of one of several losses gave, and add what was put aside.
+
+        A backward that gave no gradient does not count for its loss.
+        """
+        gradients = self.collect()
+        if gradients or self._process_group is not None:  # others of the group may have some
+            self.divide(gradients)
+        self.mixer.bring_back()
+
+    def _add_up(self, flags: list[torch.Tensor]) -> Any:
+        """Add the gradients of other losses, which were put aside, and test the sum; return the finiteness.
+
+        A sum that overflows though its terms are finite counts for the loss that came last.
+        """
+        self.mixer.bring_back()
+        sums = self.gradients.unscale(self.gradients.collect(), 1.0, fresh=True)  # tests them and changes none
+        both = torch.stack([self.gradients.combine(flags), self.gradients.combine(sums)])
+        if self._process_group is not None:
+            both = self._agree(both)
+        earlier = list(self._checked.values())
+        if self.on_device:
+            fine = self.gradients.combine([*earlier, both[0]]) == 0
+            return torch.maximum(both[0], torch.where(fine, both[1], 0.0))
+        own, total = both.tolist()
+        return not own and not (total and all(earlier))
+
+    def _agree(self, flag: torch.Tensor) -> torch.Tensor:
+        """Make all processes of the group see an overflow that one of them has."""
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
         return flag
+
+    def _may_grow(self, scale: Any, loss_id: int) -> bool:
+        """Return whether a scale on the device may be below 1. Sync: none."""
+        group = self.ampx_member.group
+        if scale is not group.ledger.factor(group, loss_id):
+            return True  # another optimizer's
+        config = group.config
+        lowest = config.min_scale if config.dynamic else config.init_scale
+        return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
 
     def clip_gradients(self) -> None:
         """Clip the true gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
@@ -190,9 +233,14 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             scale = member.factor
             if not self.on_device:
                 # One backward with an optimizer whose scale is on a device gives a tensor, whose value is not known.
-                if not isinstance(scale, torch.Tensor):
+                # A quotient by less than 1 may overflow, which the kernel would not see.
+                if not isinstance(scale, torch.Tensor) and scale >= 1.0:
                     found = folding.on_host(gradients, scale, self._max_norm)
-            elif self._max_norm is not None and not makes_momentum(self.optimizer):
+            elif (
+                self._max_norm is not None
+                and not self._may_grow(scale, next(iter(member.factors)))
+                and not makes_momentum(self.optimizer)
+            ):
                 found = folding.on_device(gradients, scale, self._max_norm)
         if found is None:
             return False
@@ -356,3 +404,41 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
         if first is not None and group["momentum"] and optimizer.state.get(first, {}).get("momentum_buffer") is None:
             return True
     return False
+
+
+def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Start the momentum of parameters whose first gradient comes later than that of others.
+
+    Native defect: the kernel of fused SGD takes the momentum of all parameters or of none, and raises a TypeError.
+
+    Returns:
+        Whether every parameter has its momentum now, so that this need not be called again.
+
+    Raises:
+        UnsupportedByBackendError: The group dampens momentum, so that the first step is unlike the others.
+
+    Sync: none.
+    """
+    complete = True
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group.get("momentum"):
+            continue
+        new, old = [], False
+        for parameter in group["params"]:
+            if optimizer.state.get(parameter, {}).get("momentum_buffer") is not None:
+                old = True
+            elif parameter.grad is not None:
+                new.append(parameter)
+            else:
+                complete = False
+        if new and not old:
+            complete = False  # torch makes them, unless the step is skipped
+        elif new and group["dampening"]:
+            raise UnsupportedByBackendError(
+                "step got the first gradient of a parameter after others of its group had theirs, for fused SGD with "
+                "dampening, whose kernel cannot start one momentum by itself; accepted: dampening=0, or SGD that is "
+                "not fused. Make it with fused=False, and leave fused='auto' out."
+            )
+        for parameter in new if old else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return complete

@@ -1,12 +1,16 @@
 """Casting under torch.compile. The eager backends trace as the compiler does, without its code generation."""
 
+import concurrent.futures
+import contextlib
 import shutil
 
 import pytest
 import torch
+import torch._functorch.config
 from torch import nn
 
 import ampx
+import ampx_torch.compiled
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +135,84 @@ def test_code_cached_without_a_rule_is_not_used_with_it(x):
         dtypes.append(torch.compile(lambda x: torch.softmax(x, -1) * 3)(low).dtype)
     assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert torch.compiler.config.cache_key_tag == ""
+
+
+def gradients_beside_an_island(amp, compile, wide):
+    """Gradients of a layer in low precision, and of a matrix in a float32 region through which 65536 goes back."""
+    layer, matrix = nn.Linear(4, 4, bias=False), nn.Parameter(torch.eye(4))
+    nn.init.ones_(layer.weight)
+
+    def function(x):
+        low = layer(x)
+        with amp.autocast(False):
+            return ((low.float() * 2**-6) @ matrix).sum()
+
+    opt = amp.wrap_optimizer(torch.optim.SGD([layer.weight, matrix], lr=1.0))
+    with contextlib.nullcontext() if wide else amp.autocast():
+        loss = (compiled(function) if compile else function)(torch.ones(2, 4))
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    return layer.weight.grad, matrix.grad
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["process-wide", "region"])
+def test_a_float32_island_keeps_its_range_in_compiled_backward(wide):
+    options = torch._functorch.config
+    before = options.backward_pass_autocast
+    amp = ampx.init(
+        "torch", dtype="float16", device="cpu", on_unsupported="warn", process_wide=wide, loss_scale=2.0**16
+    )
+    eager = gradients_beside_an_island(amp, False, wide)
+    own = gradients_beside_an_island(amp, True, wide)
+    assert options.backward_pass_autocast == ("off" if wide else before)
+    amp.shutdown()
+    assert options.backward_pass_autocast == before
+    assert [gradient[0, 0].item() for gradient in eager] == [2048.0, 8192.0]  # as in float32
+    for one, other in zip(own, eager, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def in_a_thread(work):
+    """Run in a thread of its own: the option is looked up once a thread."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_what_somebody_chose_for_compiled_backward_stays():
+    options, chosen = torch._functorch.config, [{"device_type": "cpu"}]
+
+    def work():
+        options.backward_pass_autocast = chosen
+        with ampx.init("torch", dtype="bfloat16", device="cpu") as amp, amp.autocast():
+            inside = options.backward_pass_autocast
+        return inside, options.backward_pass_autocast
+
+    assert in_a_thread(work) == (chosen, chosen)
+
+
+def test_another_session_and_threads_keep_compiled_backward_uncast():
+    options = torch._functorch.config
+    before = options.backward_pass_autocast
+    for dtype in ("bfloat16", "float16"):
+        amp = ampx.init("torch", dtype=dtype, device="cpu", on_unsupported="warn")
+    assert options.backward_pass_autocast == "off"
+
+    def work():
+        with amp.autocast():
+            inside = options.backward_pass_autocast
+        ampx.enter_thread()
+        return inside, options.backward_pass_autocast
+
+    assert in_a_thread(work) == ("off", "off")
+    amp.shutdown()
+    assert options.backward_pass_autocast == before
+
+
+def test_a_torch_without_the_option_casts_as_before(x, monkeypatch):
+    monkeypatch.setattr(ampx_torch.compiled, "_OPTION", "no_such_option")
+
+    def work():
+        with ampx.init("torch", dtype="bfloat16", device="cpu"):
+            return compiled(nn.Linear(4, 4))(x).dtype
+
+    assert in_a_thread(work) == torch.bfloat16

@@ -60,3 +60,52 @@ def test_an_overflow_in_the_first_step_leaves_momentum_unmade(memory_holds_nan, 
         applied.append(opt.last_step.applied)
     assert applied == [math.isfinite(factor) for factor in FACTORS]
     assert torch.equal(parameter, expected())
+
+
+# -- a first gradient that comes later than others -----------------------------------------------------
+
+
+def late(opt, weights, steps=4):
+    for step in range(steps):
+        opt.zero_grad()
+        loss = weights[0].square().sum() + weights[0].sum()
+        if step >= 2:
+            loss = loss + (weights[1] * (step + 1.0)).sum()
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step()
+        assert opt.last_step.applied
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("device_scale", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"weight_decay": 0.1}, {"maximize": True}], ids=str)
+def test_a_parameter_may_get_its_first_gradient_later(options, device_scale, level):
+    amp = ampx.init("torch", dtype="bfloat16", device="cpu", level=level, process_wide=False)
+
+    def train(**how):
+        torch.manual_seed(0)
+        model = nn.ParameterList([torch.randn(5), torch.randn(3)])
+        raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+        if level == "O2":
+            amp.prepare(model, raw)
+        late(amp.wrap_optimizer(raw, loss_scale=64.0, **how), list(model))
+        return [parameter for group in raw.param_groups for parameter in group["params"]]
+
+    for fused, plain in zip(train(fused="auto", device_scale=device_scale), train(), strict=True):
+        torch.testing.assert_close(fused, plain)
+
+
+def test_with_dampening_a_late_first_gradient_is_refused_before_anything_changes():
+    ampx.init("torch", dtype="bfloat16", device="cpu", process_wide=False)
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    raw = torch.optim.SGD(weights, lr=0.1, momentum=0.9, dampening=0.5)
+    opt = ampx.wrap_optimizer(raw, loss_scale=64.0, fused="auto")
+    late(opt, weights, steps=2)
+    before = [weight.detach().clone() for weight in weights]
+    with pytest.raises(ampx.UnsupportedByBackendError, match="dampening"):
+        late(opt, weights, steps=3)
+    opt.zero_grad()
+    late(opt, weights[:1] * 2, steps=1)
+    assert not torch.equal(weights[0], before[0])
+    assert torch.equal(weights[1], before[1])

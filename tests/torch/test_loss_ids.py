@@ -1,6 +1,7 @@
 """Losses with loss scales of their own on one optimizer, and losses given as trees."""
 
 from collections import namedtuple
+from unittest import mock
 
 import pytest
 import torch
@@ -173,3 +174,58 @@ def test_a_loss_id_that_is_none_is_refused(bad, opt, amp):
         ampx.scale_loss(parameter_of(opt).sum(), opt, loss_id=bad),
     ):
         pytest.fail("the body ran")
+
+
+# -- sums, and losses without gradients ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [(3e38, 3e38), (3e38, -3e38), (1.0, 3e38, 3e38)], ids=str)
+def test_a_sum_that_overflows_though_its_terms_are_finite_is_not_applied(values, opt, amp, backward):
+    parameter = parameter_of(opt)
+    for loss_id in range(len(values)):
+        set_scale(amp, opt, loss_id, 1.0)
+    for loss_id, value in enumerate(values):
+        backward((parameter * value).sum(), opt, loss_id=loss_id)
+    overflows = abs(sum(values)) > 3.5e38
+    opt.step()
+    assert (opt.last_step.applied, opt.last_step.finite) == (not overflows, not overflows)
+    assert parameter.tolist() == [1.0, 1.0]  # 3e38 - 3e38 is nothing to apply
+    opt.zero_grad()
+    for loss_id in range(len(values)):
+        backward(parameter.sum(), opt, loss_id=loss_id)
+    opt.step()
+    assert opt.last_step.applied
+
+
+def test_a_sum_that_overflows_counts_for_the_loss_that_came_last(opt, amp, backward):
+    parameter = parameter_of(opt)
+    for loss_id in (0, 1):
+        set_scale(amp, opt, loss_id, 4.0)
+    backward((parameter * 8e37).sum(), opt, loss_id=1)
+    for _ in range(4):  # each is 3.2e38 when it is scaled; all together are 4e38 when they are true
+        backward((parameter * 8e37).sum(), opt, loss_id=0)
+    opt.step()
+    assert not opt.last_step.applied
+    assert scales(amp, opt) == {0: 2.0, 1: 4.0}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_a_loss_whose_backward_reaches_nothing_is_not_counted(order, opt, amp, backward):
+    parameter, elsewhere = parameter_of(opt), nn.Parameter(torch.ones(2))
+    for loss_id in order:
+        backward((elsewhere if loss_id else parameter).sum(), opt, loss_id=loss_id)
+    opt.step()
+    trackers = {one["loss_id"]: one["growth_tracker"] for one in amp.state_dict(opt)["groups"][0]["losses"]}
+    assert (trackers[0], trackers.get(1, 0)) == (1, 0)
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_testing_the_sum_costs_no_wait_on_the_host(amp, backward):
+    parameter = nn.Parameter(torch.ones(2))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=0.0))
+    reads = []
+    with mock.patch.object(torch.Tensor, "item", lambda self: reads.append(1) or self.tolist()):
+        for loss_id in (0, 1, 2):
+            backward(parameter.sum(), opt, loss_id=loss_id)
+        opt.step()
+    assert len(reads) == 1  # of the first loss; of the others list by list

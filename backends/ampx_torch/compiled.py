@@ -1,0 +1,54 @@
+"""Backward of compiled functions: not cast, as in eager mode.
+
+Native defect: torch.compile traces the backward of a function when it compiles the forward, and under the same
+autocast. So a float32 region loses its range in backward: finite gradients overflow, and steps are skipped. An option
+of the compiler tells it otherwise (torch 2.9 and later; before, compiled backwards are cast).
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from functools import cache
+from typing import Any, Final
+
+_OPTION: Final = "backward_pass_autocast"
+_AS_FORWARD: Final = ("same_as_forward", "default")
+
+
+class _Thread(threading.local):
+    """Who wants the option, and what it was when first asked: torch keeps it by thread, and asking takes long."""
+
+    users: int = 0
+    asked: bool = False
+    before: Any = None  # None: it is not there, or somebody chose it
+
+
+_thread = _Thread()
+
+
+def keep_backward_uncast() -> None:
+    """Have functions that are compiled from now on run backward without casts, until `release` was called as often.
+
+    What somebody chose before stays. Sync: none.
+    """
+    _thread.users += 1
+    if _thread.users > 1:
+        return
+    if not _thread.asked:
+        before = getattr(_options(), _OPTION, None)
+        _thread.asked, _thread.before = True, before if before in _AS_FORWARD else None
+    if _thread.before is not None:
+        setattr(_options(), _OPTION, "off")
+
+
+def release() -> None:
+    """Undo one `keep_backward_uncast`. Sync: none."""
+    _thread.users -= 1
+    if _thread.users == 0 and _thread.before is not None:
+        setattr(_options(), _OPTION, _thread.before)
+
+
+@cache
+def _options() -> Any:
+    return importlib.import_module("torch._functorch.config")  # not before it is needed: it takes milliseconds
