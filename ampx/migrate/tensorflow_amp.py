@@ -15,7 +15,9 @@ from .report import NeedsHumanError
 
 ROOTS: Final = ("tensorflow", "keras", "tf_keras")
 REWRITES: Final = ("enable_mixed_precision_graph_rewrite", "disable_mixed_precision_graph_rewrite")
+# Of Keras 2, under mixed_precision, and of Keras 3, under optimizers; Keras 3 has its own under both names.
 _NEW: Final = ("inner_optimizer", "dynamic", "initial_scale", "dynamic_growth_steps")
+_KERAS_3: Final = ("inner_optimizer", "initial_scale", "dynamic_growth_steps", "name")
 _OLD: Final = ("optimizer", "loss_scale")
 _FORMER_INIT_SCALE: Final = "2.0**15"
 _POLICIES: Final = {"set_global_policy", "set_dtype_policy", "global_policy", "dtype_policy", "Policy", "DTypePolicy"}
@@ -47,6 +49,8 @@ class TensorFlowAmp:
             if parts[-1] in REWRITES:
                 self._plan.of(node).expression(node, f"ampx_tensorflow.{parts[-1]}")
                 self._plan.of(node).imports["ampx_tensorflow"] = ""
+            elif parts[-2:] == ["optimizers", "LossScaleOptimizer"] and call is not None:
+                self._wrap(call, _KERAS_3)
             elif "mixed_precision" in parts[:-1]:
                 self._mixed_precision(node, call, parts)
         self._begin()
@@ -54,7 +58,7 @@ class TensorFlowAmp:
     def _mixed_precision(self, node: Reference, call: ast.Call | None, parts: list[str]) -> None:
         name, old = parts[-1], "experimental" in parts
         if name == "LossScaleOptimizer" and call is not None:
-            self._wrap(call, old)
+            self._wrap(call, _OLD if old else _NEW)
         elif name in ("set_policy", "Policy") and old:
             self._policy(node, call, name)
         elif name in _POLICIES or name == "LossScaleOptimizer":
@@ -76,14 +80,14 @@ class TensorFlowAmp:
         kept = self._program.code(module.value)
         self._plan.of(node).expression(node, f"{kept}.{'Policy' if name == 'Policy' else 'set_global_policy'}")
 
-    def _wrap(self, call: ast.Call, old: bool) -> None:
-        names = _OLD if old else _NEW
+    def _wrap(self, call: ast.Call, names: tuple[str, ...]) -> None:
         values = arguments(call, names)
         inner = None if values is None else values.get(names[0])
-        if values is None or inner is None or not values.keys() <= set(names):
+        unclear = names is _NEW and len(call.args) > 1
+        if values is None or inner is None or unclear or not values.keys() <= {*names, *_NEW}:
             raise NeedsHumanError(call, "`LossScaleOptimizer` with arguments that cannot be read", _BY_HAND)
         edits = self._plan.of(call)
-        scale = self._old_scale(call, values) if old else self._scale(call, values)
+        scale = self._old_scale(call, values) if names is _OLD else self._scale(call, values)
 
         def write() -> str:
             return edits.written(call, "ampx.wrap_optimizer", [edits.code(inner), f"loss_scale={scale}"])

@@ -197,6 +197,24 @@ CASES = [
         """,
     ),
     (
+        "Keras 3's LossScaleOptimizer",
+        """\
+        import keras
+
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), 2.0**12, dynamic_growth_steps=100)
+        """,
+        """\
+        import ampx
+        import keras
+
+        ampx.init("tensorflow", level="O0", loss_scale="dynamic")
+        optimizer = ampx.wrap_optimizer(
+            keras.optimizers.SGD(0.1),
+            loss_scale=ampx.LossScale(init_scale=2.0**12, growth_interval=100),
+        )
+        """,
+    ),
+    (
         "Keras' experimental names, two optimizers, a static scale",
         """\
         import tensorflow as tf
