@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -121,10 +122,10 @@ def python_blocks(path):
 
 
 # What the Python of the manual may need beyond ampx.
-OTHERS = set(
-    "torch tensorflow keras jax paddle mxnet numpy optax autograd flax equinox accelerate pytorch_lightning "
-    "lightning_fabric".split()
-)
+OTHERS = {
+    *("torch", "accelerate", "pytorch_lightning", "lightning_fabric"),
+    *("tensorflow", "keras", "mxnet", "paddle", "jax", "optax", "flax", "equinox", "numpy", "autograd"),
+}
 # Blocks that run one by one: those of the README are copied one by one, this page's are of several frameworks.
 ALONE = [ROOT / "README.md", ROOT / "docs" / "how-to" / "what-to-write.md"]
 
@@ -184,3 +185,26 @@ def test_what_the_readme_shows_of_a_framework_stands_on_its_page():
     pages = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("use-*.md")))
     assert len(shown) == 4
     assert [block for block in shown if block not in pages] == []
+
+
+TABLE = [
+    row.strip("| ").split(" | ")
+    for row in (ROOT / "docs" / "how-to" / "what-to-write.md").read_text().splitlines()
+    if re.match(r"\| [^*-]", row)
+]
+
+
+@pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
+@pytest.mark.parametrize("row", TABLE[1:], ids=lambda row: row[0].replace("`", "")[:40])
+def test_what_a_row_of_the_table_says_to_write_exists(row):
+    old, new, migrate = row
+    assert "`" in old
+    assert migrate in ("rewrites", "leaves", "rewrites or leaves", "is told", "unknown")
+    for code in re.findall(r"`([^`]+)`", new):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ampx"):
+                framework = ast.unparse(node).partition(".")[0].removeprefix("ampx_")
+                if framework == "ampx" or importlib.util.find_spec(framework) is not None:
+                    assert pkgutil.resolve_name(ast.unparse(node)) is not None
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("init", "ampx.init"):
+                inspect.signature(ampx.init).bind(*node.args, **{word.arg: word.value for word in node.keywords})
