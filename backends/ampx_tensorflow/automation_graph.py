@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # Reading the scale takes a run of the session; so many seconds apart nobody feels it.
 _LOOK_SECONDS: Final = 0.25
-SKIPS: Final = "in a session, of several steps that were skipped within a quarter of a second the summary tells one"
 
 
 def patches(this: Automation) -> Iterator[Any]:
@@ -85,6 +84,5 @@ def _look(this: Automation, session: Any) -> None:
             for wrapped in this.wrapped:
                 if isinstance(wrapped, GraphOptimizer) and wrapped._numbers.numbers() is not None:
                     this.count(wrapped)
-                    this.note(SKIPS)
     finally:
         this.depth.value -= 1

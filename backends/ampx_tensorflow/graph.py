@@ -15,7 +15,7 @@ from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale, LossScaleState
 
-from . import casting, gradients, guard
+from . import casting, gradients, guard, history
 from .variables import NamedLedger, ScaleVariables
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         if group.enabled:
             scale: Any = SpecifiedLossScale(group.config, group.state_of(0))
             group.ledger = NamedLedger(scale.numbers)
+            history.watch(group)
         else:  # adds nothing to the graph
             scale = _v1.mixed_precision.FixedLossScale(1.0)
         _v1.mixed_precision.MixedPrecisionLossScaleOptimizer.__init__(self, optimizer, scale)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
+from ampx.errors import AmpxWarning
 from ampx.events import StepResult
 from ampx.group import Member, Outcome, ScaleGroup
 from ampx.ledger import Ledger
 from ampx.scale_state import LossScale, LossScaleState, next_state, round_to_float32
 
-from . import retracing
+from . import history, retracing
 from .contexts import Contexts, on_host
 from .replicas import several
-
-# So many overflows of traces between two looks of the host send their events; of more, none do.
-REMEMBERED: Final = 64
-# The same of steps, which the host makes again to learn their events.
-REPLAYED: Final = 4096
 
 
 class Slots(NamedTuple):
@@ -38,25 +37,25 @@ class Slots(NamedTuple):
 class VariableLedger(Ledger):
     """Keeps one group's scale in variables."""
 
-    def __init__(self, group: ScaleGroup, scale: Any, counters: Any, traced: Any) -> None:
+    def __init__(self, group: ScaleGroup, scale: Any, counters: Any) -> None:
         """Take the variables.
 
         Args:
             group: The group on the host.
             scale: Float32 scalar.
             counters: Int64 vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps.
-            traced: What `make_traced` gave.
         """
         self.scale = scale
         self.counters = counters
-        self.traced = traced
+        self.history = history.History()
         self.given: Any = None  # what `factor` gave last
-        self._seen = self._overflows = 0
         self.slots: list[Slots] = []
         self.contexts = Contexts(group)
-        self._resolving = False
+        self._following = threading.Lock()
         self._moved = False
         self._pinned = False
+        if group.enabled:
+            history.watch(group)
 
     def join(self, slots: Slots) -> int:
         """Take the variables of one more optimizer; gives its position. Sync: none."""
@@ -122,6 +121,7 @@ class VariableLedger(Ledger):
 
         Sync: none.
         """
+        retracing.depend()  # the host looks when the function is called
         self._move(group, finite)
         self._note(group, Outcome(group.members[0], {0: finite}, scale, norm))
         self._moved = True
@@ -133,7 +133,7 @@ class VariableLedger(Ledger):
         if group.config.dynamic:
             self.scale.assign(after.scale)
         self.counters.assign(tf.stack([*_trackers(after), counters[3] + 1]))
-        self.traced.assign_add(_more_traced(self.traced, finite))
+        self.history.note(finite)
 
     def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
         (finite,) = outcome.finite.values()
@@ -143,33 +143,31 @@ class VariableLedger(Ledger):
 
     def resolve(self, group: ScaleGroup) -> None:
         """Follow the steps that traces have made, and send their events. Sync: one."""
-        if self._resolving or not on_host():
+        # Not waited for: listeners look as well, and one that waits for a thread that looks would wait for ever.
+        if not on_host() or not self._following.acquire(blocking=False):
             return
         try:
-            self._resolving = True
             self._follow(group)
         finally:
-            self._resolving = False
+            self._following.release()
+
+    def look(self, group: ScaleGroup) -> None:
+        """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
+        if on_host() and self.history.grew():
+            group.resolve()
 
     def _follow(self, group: ScaleGroup) -> None:
         *trackers, steps = (int(number) for number in self.counters.numpy())
         state = LossScaleState(float(self.scale.numpy()), *trackers)
-        count, overflows, *places = (int(number) for number in self.traced.numpy())
-        missed, self._seen = count - self._seen, count
-        if missed == 0 and state == group.states[0] and steps == group.steps:
+        missed = self.history.read()
+        if missed.steps == 0 and state == group.states[0] and steps == group.steps:
             return
-        lost = missed > REPLAYED or overflows - self._overflows > REMEMBERED
-        self._overflows = overflows
-        bits = [] if lost else [number in places for number in range(count - missed + 1, count + 1)]
         try:
-            if not lost and _replay(group, bits) == state:
-                for bad in bits:
-                    scale = group.states[0].scale
-                    group.advance([Outcome(group.members[0], {0: not bad}, scale)])
-        finally:  # a listener may raise; or there were too many steps, or a checkpoint was restored
+            follow(group, missed, state)
+        finally:  # or a checkpoint was restored
             group.steps, group.states[0] = steps, state
             for member, slots in zip(group.members, self.slots, strict=True):
-                if missed:
+                if missed.steps:
                     _take_over(member, slots, state)
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
@@ -220,29 +218,6 @@ def configurations() -> int:
     return _configurations.changed
 
 
-def make_traced() -> Any:
-    """Make the variable in which traces note their steps; no checkpoint saves it.
-
-    Returns:
-        An int64 vector: the steps that traces made in this process, how many of them overflowed, and the numbers of
-        the last that did.
-
-    Sync: none.
-    """
-    with tf.init_scope():
-        return tf.Variable(tf.zeros([2 + REMEMBERED], tf.int64), trainable=False)
-
-
-def _more_traced(traced: Any, finite: Any) -> Any:
-    """Give what one more step adds to `traced`; known to be finite, a constant."""
-    if finite is True:
-        return tf.constant([1, *[0] * (1 + REMEMBERED)], tf.int64)
-    now = tf.convert_to_tensor(traced)
-    bad = tf.cast(tf.logical_not(finite), tf.int64)
-    place = tf.one_hot(now[1] % REMEMBERED, REMEMBERED, dtype=tf.int64)
-    return tf.concat([[1], [bad], bad * place * (now[0] + 1 - now[2:])], 0)
-
-
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Choose in a trace; a Python number takes the dtype of what it meets. Sync: none."""
     if isinstance(condition, bool):
@@ -255,11 +230,74 @@ def _trackers(state: LossScaleState) -> tuple[Any, Any, Any]:
     return state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips
 
 
-def _replay(group: ScaleGroup, bits: Sequence[bool]) -> LossScaleState:
-    state = group.states[0]
-    for bad in bits:
-        state = next_state(group.config, state, not bad)
+def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> None:
+    """Repeat on the host the steps that traces made, so that their events become due.
+
+    Args:
+        group: The loss scale as the host knows it.
+        missed: What traces did since.
+        state: Where they left the scale. Another one means that somebody wrote it, as a checkpoint does: no events.
+
+    Sync: none.
+    """
+    if missed.lost:
+        warnings.warn(
+            f"{missed.steps} steps came in one call of a function, with overflows in more than {history.STRETCHES} "
+            f"stretches, of which {missed.lost} are not known one by one: none of these steps sends events. The loss "
+            f"scale is {state.scale:g}, after {state.consecutive_skips} skipped steps in a row. Call the function for "
+            f"fewer steps at a time.",
+            AmpxWarning,
+            stacklevel=2,
+        )
+    elif _replay(group.config, group.states[0], missed) == state:
+        for bad, count in _runs(missed):
+            if not bad:
+                _advance_finite(group, count)
+                continue
+            for _ in range(count):
+                group.advance([Outcome(group.members[0], {0: False}, group.states[0].scale)])
+
+
+def _runs(missed: history.Missed) -> Iterator[tuple[bool, int]]:
+    """Give the steps in order: whether they overflowed, and how many in a row."""
+    done = 0
+    for first, length in missed.stretches:
+        yield False, first - 1 - done
+        yield True, length
+        done = first - 1 + length
+    yield False, missed.steps - done
+
+
+def _replay(config: LossScale, state: LossScaleState, missed: history.Missed) -> LossScaleState:
+    for bad, count in _runs(missed):
+        while count:
+            alike = 0 if bad else _alike(config, state, count)
+            state = _after(config, state, alike) if alike else next_state(config, state, not bad)
+            count -= max(alike, 1)
     return state
+
+
+def _advance_finite(group: ScaleGroup, count: int) -> None:
+    while count:
+        alike = _alike(group.config, group.states[0], count)
+        if alike:
+            group.states[0] = _after(group.config, group.states[0], alike)
+            group.steps += alike
+        else:
+            group.advance([Outcome(group.members[0], {0: True}, group.states[0].scale)])
+        count -= max(alike, 1)
+
+
+def _alike(config: LossScale, state: LossScaleState, count: int) -> int:
+    """Return how many of so many finite steps only count: the scale does not grow."""
+    return min(count, config.growth_interval - 1 - int(state.growth_tracker)) if config.dynamic else count
+
+
+def _after(config: LossScale, state: LossScaleState, count: int) -> LossScaleState:
+    """Return the state after so many finite steps that only count."""
+    if not config.dynamic:
+        return replace(state, consecutive_skips=0)
+    return LossScaleState(state.scale, state.growth_tracker + count, config.hysteresis, 0)
 
 
 def _take_over(member: Member, slots: Slots, state: LossScaleState) -> None:

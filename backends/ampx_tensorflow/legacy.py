@@ -26,8 +26,8 @@ from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
 from ampx.scale_state import LossScale
 
-from . import casting, gradients, guard, legacy_casting, replicas
-from .ledger import VariableLedger, make_traced
+from . import casting, gradients, guard, history, legacy_casting, replicas
+from .ledger import VariableLedger
 from .optimizer import read_configuration
 from .protocol import Keras2Optimizer, make_slots
 
@@ -59,7 +59,7 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         self._max_grad_value = options["max_grad_value"]
         if not isinstance(group.ledger, VariableLedger):
             counters = self._loss_scale._add_weight("counters", [0, group.config.hysteresis, 0, 0], tf.int64)
-            group.ledger = VariableLedger(group, self._loss_scale.current_loss_scale, counters, make_traced())
+            group.ledger = VariableLedger(group, self._loss_scale.current_loss_scale, counters)
         self._ledger = group.ledger
         self._place = self._ledger.join(make_slots())
         if group.enabled:
@@ -198,6 +198,11 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         self._optimizer.build(variables)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Do what tf_keras does at the end of `fit`, and send the events that are still due. Sync: one."""
+        super().finalize_variable_values(var_list)
+        history.look()
 
     def _aggregate(self, pairs: Any) -> Any:
         return self._optimizer.aggregate_gradients(pairs)

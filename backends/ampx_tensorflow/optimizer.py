@@ -15,8 +15,8 @@ from ampx.events import UNCHECKED
 from ampx.group import Member, ScaleGroup
 from ampx.scale_state import LossScale
 
-from . import casting, gradients, guard, replicas
-from .ledger import VariableLedger, make_traced
+from . import casting, gradients, guard, history, replicas
+from .ledger import VariableLedger
 from .protocol import LedgerOptimizer, make_slots
 
 # The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
@@ -63,14 +63,14 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         if group.enabled:
             guard.watch(inner_optimizer, self, "apply")
 
-    def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any, Any]:
+    def _make_scale(self, group: ScaleGroup) -> tuple[Any, Any]:
         state = group.states[0]
         first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0]
         scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
         counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
         with tf.init_scope():  # in a trace this would be an operation of every step
             counters.assign(first)
-        return scale, counters, make_traced()
+        return scale, counters
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the raw optimizer's variables; the loss scale's are there already."""
@@ -184,6 +184,11 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
         guard.leave(self.inner_optimizer)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Do what Keras does at the end of `fit`, and send the events that are still due. Sync: one."""
+        super().finalize_variable_values(var_list)
+        history.look()
 
     def _build(self, variables: Sequence[Any] | None) -> None:
         if not self.built and variables is None and self.inner_optimizer.built:

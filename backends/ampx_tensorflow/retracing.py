@@ -26,6 +26,9 @@ _seen: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _decisions: Final[list[Callable[[], Hashable]]] = []
 
 
+# Called before every call of a function whose traces depend on something.
+_callers: Final[list[Callable[[], None]]] = []
+
 Decision = TypeVar("Decision", bound=Callable[[], Hashable])
 
 
@@ -33,6 +36,11 @@ def decided_by(decision: Decision) -> Decision:
     """Name something that traces depend on; a decorator. Sync: none."""
     _decisions.append(decision)
     return decision
+
+
+def before_calls(function: Callable[[], None]) -> None:
+    """Have a function called before every call of a function whose traces depend on something. Sync: none."""
+    _callers.append(function)
 
 
 def depend() -> None:
@@ -102,7 +110,11 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
     def lookup(self, function_type: Any, context: Any = None) -> Any:
         """Find a trace; a function that calls this one then depends on the same."""
-        depend()
+        if tf.executing_eagerly():
+            for function in _callers:
+                function()
+        else:
+            depend()
         context = _with_decisions(context)
         table = self._dispatch_dict.get(context)
         if type(table) is not _Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,9 @@ from ampx.events import StepResult
 from ampx.group import Outcome, ScaleGroup
 from ampx.ledger import Ledger
 from ampx.scale_state import LossScale, LossScaleState, next_state
+
+from . import history, retracing
+from .ledger import follow
 
 # The first two are called as in TensorFlow's own loss scales, so that their checkpoints load.
 _NAMES = {"scale": "current_loss_scale", "growth_tracker": "good_steps"}
@@ -47,6 +51,7 @@ class ScaleVariables:
         """
         self.config = config
         self.traced = False
+        self.history = history.History()
         # None: the variables are eager ones.
         self._graph = None if tf.compat.v1.executing_eagerly_outside_functions() else tf.compat.v1.get_default_graph()
         numbers = {field.name: getattr(first, field.name) for field in fields(LossScaleState)}
@@ -67,12 +72,13 @@ class ScaleVariables:
     def move(self, finite: Any) -> list[Any]:
         """Move the state by one step; gives the operations that do it, for graphs. Sync: none."""
         self.traced = self.traced or not tf.executing_eagerly()
+        retracing.depend()  # the host looks when the function is called
         state = self.state()
         after = next_state(self.config, state, finite, where=_where)
         changes = {one.name: getattr(after, one.name) for one in fields(LossScaleState)}
         changes |= {"used": state.scale, "finite": tf.cast(finite, tf.int64)}
         done = [self.variables[name].assign(value) for name, value in changes.items()]
-        return [*done, self.variables["steps"].assign_add(1)]
+        return [*done, self.variables["steps"].assign_add(1), *self.history.note(finite)]
 
     def numbers(self) -> dict[str, Any] | None:
         """Give the values; None where they cannot be read: there is no session, or it has not started them.
@@ -144,7 +150,7 @@ class NamedLedger(Ledger):
     def __init__(self, scale: ScaleVariables) -> None:
         """Remember the variables."""
         self.scale = scale
-        self._seen = 0
+        self._session: weakref.ref[Any] | None = None
 
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
         """Give the variable itself: a function that is traced reads it anew in every call."""
@@ -154,7 +160,7 @@ class NamedLedger(Ledger):
         """Do nothing: the variables were moved with the step."""
 
     def resolve(self, group: ScaleGroup) -> None:
-        """Read the variables, and send the events of the last step if they were not sent yet.
+        """Read the variables; events of steps since then become due.
 
         Raises:
             ProtocolError: The variables belong to a graph and there is no session to read them in.
@@ -168,23 +174,29 @@ class NamedLedger(Ledger):
                 "accepted: inside `with session.as_default():` (or `with Session() as session:`), after the "
                 "initializer ran. Ask there."
             )
-        before, steps = group.state_of(0), found["steps"]
-        after = LossScaleState(*(found[field.name] for field in fields(LossScaleState)))
-        group.states[0] = after
-        group.steps = steps
-        if steps == self._seen:
-            return
-        self._seen = steps
-        finite = bool(found["finite"])
-        if group.emit is not None and (not finite or after.scale != found["used"]):
-            then = LossScaleState(found["used"], before.growth_tracker, before.hysteresis_tracker, 0)
-            for event in group.events_of((group.framework, group.index, 0, steps), then, after, finite):
-                group.emit(group.framework, event)
+        session = tf.compat.v1.get_default_session() if self.scale.history.in_graph else None
+        if session is not None and (self._session is None or self._session() is not session):
+            self._session = weakref.ref(session)
+            self.scale.history.restart()
+            group.states[0] = group.config.initial_state()
+        missed = self.scale.history.read()
+        group.steps = found["steps"] - missed.steps
+        state = LossScaleState(*(found[field.name] for field in fields(LossScaleState)))
+        try:
+            follow(group, missed, state)
+        finally:  # a listener may raise; or a checkpoint was restored
+            group.states[0], group.steps = state, found["steps"]
+
+    def look(self, group: ScaleGroup) -> None:
+        """Follow functions, if they made steps, and send the events; sessions tell when asked. Sync: one or two."""
+        log = self.scale.history
+        if not log.in_graph and not tf.inside_function() and log.grew():
+            group.resolve()
 
     def close(self, group: ScaleGroup) -> None:
         """Send what is still due, where it can be read."""
         if not tf.inside_function() and self.scale.numbers() is not None:
-            self.resolve(group)
+            group.resolve()
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Tell what the outcome holds; there are none."""

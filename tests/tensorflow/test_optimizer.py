@@ -64,58 +64,6 @@ def test_the_reference_trace_and_its_events(amp, mode, outside):
     assert sum(isinstance(event, ampx.ScaleChanged) for event in seen) == sum(changes)
 
 
-def test_events_of_a_function_come_when_the_host_looks(amp):
-    """However many steps it made; the numbers are those of steps one by one."""
-    seen = []
-    amp.on_event(seen.append)
-    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1), loss_scale=ampx.LossScale(growth_interval=3))
-    step = trainer(opt, [tf.Variable([1.0])], tf.function)
-    for overflow in REFERENCE_PATTERN:
-        step(tf.constant(math.inf if overflow else 1.0))
-    assert seen == []
-    assert opt.loss_scale == REFERENCE_TRACE[-1]
-    found = [(event.step, event.next_scale) for event in seen if isinstance(event, ampx.ScaleChanged)]
-    expected, before = [], 65536.0
-    for number, scale in enumerate(REFERENCE_TRACE, start=1):
-        if scale != before:
-            expected.append((number, scale))
-        before = scale
-    assert found == expected
-    assert opt.last_step == ampx.StepResult(True, True, 32768.0, 65536.0, 0)
-
-
-def test_events_of_hundreds_of_steps_come_when_the_host_looks(amp):
-    """A function remembers its last 64 overflows by number, so that between them may lie any number of steps."""
-    seen = []
-    amp.on_event(seen.append)
-    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1), loss_scale=ampx.LossScale(growth_interval=30))
-    step = trainer(opt, [tf.Variable([1.0])], tf.function)
-    expected = []
-    for looks in range(1, 4):
-        for number in range(200):
-            overflow = number % 60 in (7, 9) or number == 199
-            step(tf.constant(math.inf if overflow else 1.0))
-            expected += [200 * (looks - 1) + number + 1] if overflow else []
-        scale = opt.loss_scale
-        assert [event.step for event in seen if isinstance(event, ampx.StepSkipped)] == expected
-        assert [event.next_scale for event in seen if isinstance(event, ampx.ScaleChanged)][-1] == scale
-
-
-def test_more_overflows_than_are_remembered_are_taken_over(amp):
-    seen = []
-    amp.on_event(seen.append)
-    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1), loss_scale=ampx.LossScale(growth_interval=30))
-    step = trainer(opt, [tf.Variable([1.0])], tf.function)
-    for number in range(100):
-        step(tf.constant(1.0 if number < 30 else math.inf))
-    assert opt.loss_scale == 1.0
-    assert opt.last_step == ampx.StepResult(False, False, 1.0, 1.0, 70)
-    assert seen == []
-    step(tf.constant(math.inf))
-    assert opt.last_step == ampx.StepResult(False, False, 1.0, 1.0, 71)
-    assert [event.step for event in seen] == [101]
-
-
 @pytest.mark.parametrize("bad", range(5))
 def test_an_overflow_in_any_gradient_is_found(amp, bad):
     """Small ones are tested together, large ones and those of other dtypes alone."""

@@ -1,0 +1,170 @@
+"""Which steps of traces overflowed: a log in variables, which the host reads now and then to send the events.
+
+A trace runs where Python does not, so the host learns of its steps later, from this log. Steps that overflow in a row
+are one entry, however many they are. The host looks before every so many calls of a function that trains, at the end
+of `fit`, at the end of the process, and whenever somebody asks an optimizer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import tensorflow as tf
+
+from ampx.group import ScaleGroup
+
+from . import retracing
+
+# So many stretches of overflows fit between two looks.
+STRETCHES: Final = 1024
+# The host looks after about so many steps of traces: less than 1 % of the smallest steps.
+LOOK_EVERY: Final = 256
+
+
+class Missed(NamedTuple):
+    """What traces did since the host looked last.
+
+    Attributes:
+        steps: How many steps.
+        stretches: Of steps that overflowed in a row: the number of the first, counted from 1, and how many.
+        lost: How many stretches were overwritten before anybody looked; `stretches` holds the latest.
+    """
+
+    steps: int
+    stretches: list[tuple[int, int]]
+    lost: int
+
+
+class History:
+    """The log of one loss scale. No checkpoint saves it.
+
+    Attributes:
+        in_graph: The variables belong to a graph of TensorFlow 1, and only its sessions know them.
+        counts: Int64 vector: steps that traces made in this process, how many overflowed, in how many stretches.
+        stretches: Int64 matrix, written in a ring: number of the first step of a stretch, and how many steps.
+    """
+
+    def __init__(self) -> None:
+        """Make the variables: in a graph of TensorFlow 1 such that no initializer has to run. Sync: none."""
+        self.in_graph = not tf.compat.v1.executing_eagerly_outside_functions()
+        with tf.init_scope():
+            make = functools.partial(tf.Variable, trainable=False)
+            if self.in_graph:  # known to no saver
+                make = functools.partial(tf.compat.v1.Variable, trainable=False, use_resource=True, collections=[])
+            self.counts = make(tf.zeros([3], tf.int64))
+            self.stretches = make(tf.zeros([STRETCHES, 2], tf.int64))
+        # A graph that is finished takes no more operations.
+        variables = (self.counts, self.stretches) if self.in_graph else ()
+        self._reads = {id(variable): self._value(variable) for variable in variables}
+        self._seen = 0, 0, 0
+
+    def note(self, finite: Any) -> list[Any]:
+        """Note one more step, in a trace or a graph. Sync: none.
+
+        Args:
+            finite: Boolean scalar tensor, or True or False where the trace knows.
+
+        Returns:
+            The operations that do it, for graphs.
+        """
+        if finite is True:
+            return [self.counts.assign_add([1, 0, 0])]
+        counts, stretches = self._value(self.counts), self._value(self.stretches)
+        step, number = counts[0] + 1, counts[2]
+        # Not an index, which would be a constant to XLA and compiled in every step.
+        last = tf.gather(stretches, (number - 1) % STRETCHES)
+        goes_on = tf.logical_and(number > 0, tf.equal(last[0] + last[1], step))
+        entry = tf.where(goes_on, last + tf.constant([0, 1], tf.int64), tf.stack([step, tf.ones_like(step)]))
+        place = tf.where(goes_on, number - 1, number) % STRETCHES
+        change = tf.equal(tf.range(STRETCHES, dtype=tf.int64), place)
+        new = tf.cast(tf.logical_not(goes_on), tf.int64)
+        more = tf.stack([tf.ones_like(new), tf.ones_like(new), new])
+        if finite is not False:
+            change = tf.logical_and(change, tf.logical_not(finite))
+            more *= tf.where(finite, tf.constant([1, 0, 0], tf.int64), tf.ones([3], tf.int64))
+        return [
+            self.stretches.assign(tf.where(change[:, None], entry, stretches)),
+            self.counts.assign(counts + more),
+        ]
+
+    def _value(self, variable: Any) -> Any:
+        if not self.in_graph:
+            return tf.convert_to_tensor(variable)
+        made = tf.compat.v1.is_variable_initialized(variable)
+        return tf.cond(made, variable.read_value, lambda: tf.zeros(variable.shape, variable.dtype))
+
+    def _numbers(self, variable: Any) -> Any:
+        if not self.in_graph:
+            return variable.numpy()
+        return tf.compat.v1.get_default_session().run(self._reads[id(variable)])
+
+    def restart(self) -> None:
+        """Read from the beginning next: another session has variables of its own. Sync: none."""
+        self._seen = 0, 0, 0
+
+    def grew(self) -> bool:
+        """Return whether traces made steps since `read`. Sync: one."""
+        return int(self._numbers(self.counts)[0]) != self._seen[0]
+
+    def read(self) -> Missed:
+        """Return what traces did since the last call. Sync: one; with overflows since, two."""
+        steps, overflows, number = (int(count) for count in self._numbers(self.counts))
+        before, overflows_before, number_before = self._seen
+        self._seen = steps, overflows, number
+        if overflows == overflows_before:
+            return Missed(steps - before, [], 0)
+        ring = self._numbers(self.stretches)
+        oldest = max(number_before - 1, 0)  # which may have gone on
+        lost = max(number - STRETCHES - oldest, 0)
+        stretches = []
+        for entry in range(oldest + lost, number):
+            first, length = (int(value) for value in ring[entry % STRETCHES])
+            first, end = max(first, before + 1), first + length
+            if first < end:
+                stretches.append((first - before, end - first))
+        return Missed(steps - before, stretches, lost)
+
+
+class _Looks:
+    """When the host looks: it counts calls, and how many steps they make."""
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakSet[ScaleGroup] = weakref.WeakSet()
+        self.left = self.interval = LOOK_EVERY
+
+    def count_call(self) -> None:
+        """Look if it is time."""
+        self.left -= 1
+        if self.left <= 0:
+            self.look()
+
+    def look(self) -> None:
+        """Let all loss scales follow their traces and send their events."""
+        before, calls = self.steps(), self.interval - self.left
+        self.left = self.interval  # a listener may call functions
+        try:
+            for group in list(self.watched):
+                ledger: Any = group.ledger
+                ledger.look(group)
+        finally:  # a listener may raise
+            steps = self.steps() - before
+            self.interval = max(1, min(LOOK_EVERY, LOOK_EVERY * max(calls, 1) // max(steps, 1)))
+            self.left = self.interval
+
+    def steps(self) -> int:
+        return sum(group.steps for group in self.watched)
+
+
+_looks: Final = _Looks()
+look: Final[Callable[[], None]] = _looks.look
+atexit.register(look)
+retracing.before_calls(_looks.count_call)
+
+
+def watch(group: ScaleGroup) -> None:
+    """Look at a loss scale from now on, as long as it lives; its ledger has a `look`. Sync: none."""
+    _looks.watched.add(group)
