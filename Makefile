@@ -5,18 +5,20 @@ FRAMEWORK ?= core,torch,jax,paddle,tensorflow,mxnet,example
 WEAKEST ?= AVX2
 BENCH ?= torch,tensorflow,mxnet,paddle,jax
 TOX = .venv-tox/bin/tox run
+# Two environments at a time.
+TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
 .PHONY: demo test test-all weakest evidence table lint types docs bench gpu clean
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
-test: .venv-tox/bin/tox ; $(TOX) -e $(FRAMEWORK)
+test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
 # Longer fuzzing and all trainings of all programs; the workflow runs it every night.
-test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 $(TOX) -e $(FRAMEWORK)
+test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 $(TOX_TWO) -e $(FRAMEWORK)
 # What computes in float16 depends on the CPU's instructions; these tests must not.
 weakest: .venv-tox/bin/tox
 	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs" tests/conformance/test_torch.py tests/torch
 	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e tensorflow -- -m "not gpu and not slow" -k "float16 or Tape" tests/conformance/test_tensorflow.py tests/tensorflow
-evidence: .venv-tox/bin/tox ; for one in $$(echo $(FRAMEWORK) | tr , ' '); do $(TOX) -e $$one -- --regenerate tests/conformance tests/$$one || exit 1; done
+evidence: .venv-tox/bin/tox ; for name in $$(echo $(FRAMEWORK) | tr , ' '); do AMPX_TEST_ALL=1 $(TOX) -e $$name -- --regenerate tests/conformance tests/$$name || exit 1; done
 table: .venv-tox/bin/tox ; $(TOX) -e table
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types

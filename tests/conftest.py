@@ -31,6 +31,17 @@ def pytest_configure(config):
     config.pluginmanager.register(plugin, "ampx evidence")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave tests marked `nightly` to `make test-all`, unless they are asked for."""
+    asked_for = "nightly" in config.option.markexpr or any("::" in argument for argument in config.args)
+    if os.environ.get("AMPX_TEST_ALL") or asked_for:
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=nightly)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
 @pytest.fixture
 def covers(record_property):
     """Put on record what a test shows, at its end; `where` is device/dtype/level as `ampx.init` takes them."""

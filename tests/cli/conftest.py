@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,17 @@ def migrate():
         return report.status, after, [(one.line, one.kind, one.what) for one in report.findings]
 
     return run
+
+
+@pytest.fixture
+def png_size():
+    """Give a function that reads width and height of a PNG."""
+
+    def read(path: Path) -> tuple[int, int]:
+        data = path.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert data[12:16] == b"IHDR"
+        assert data[-8:-4] == b"IEND"
+        return struct.unpack(">II", data[16:24])
+
+    return read

@@ -1,17 +1,12 @@
-"""`ampx backends` shows what is declared, and the README says the same."""
+"""`ampx backends` shows what is declared."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
-
-import pytest
 
 import ampx
-from ampx.cli.capability_table import BEGIN, END
 
-README = Path(__file__).parents[2] / "README.md"
 GHOST = """
 import ampx
 
@@ -19,10 +14,6 @@ import ampx
 def ampx_register_backends(register):
     register("ghost", lambda: __import__("ghost_framework"), roots=("ghost_framework",), requires="ghost-framework>=1")
 """
-
-
-def table_lines(markdown):
-    return markdown[markdown.index(BEGIN) : markdown.index(END)].splitlines()[1:]
 
 
 def test_json_holds_every_declared_capability(ampx_command):
@@ -88,14 +79,3 @@ def test_broken_plugin_is_named(ampx_command):
     ampx_command.add_plugin("shaky", "shaky_plugin")
     ampx_command.add_module("shaky_plugin", "raise RuntimeError('the plugin is shaky')")
     assert "Plugin shaky is broken" in ampx_command("backends").stdout
-
-
-def test_readme_shows_the_generated_table(ampx_command):
-    """Frameworks do not coexist, so each environment checks the lines of the frameworks that it has."""
-    readme = README.read_text(encoding="utf-8") if README.exists() else ""
-    if BEGIN not in readme or END not in readme:
-        pytest.fail(f"README.md has no table between {BEGIN} and {END}: paste what `ampx backends --markdown` prints.")
-    generated, shown = table_lines(ampx_command("backends", "--markdown").stdout), table_lines(readme)
-    missing = [line for line in generated if line not in shown and "| unavailable (" not in line]
-    assert not missing, f"README.md lacks these lines; update it from `ampx backends --markdown`: {missing}"
-    assert not any("| unavailable (" in line for line in shown), "README.md shows a framework as unavailable"

@@ -187,17 +187,3 @@ def test_without_anything_to_show_it_says_what_to_install(run):
 
 def test_all_and_a_framework_are_a_usage_error(run):
     assert "--all and --framework torch were both given" in run("--framework", "torch", code=2).stderr
-
-
-@pytest.mark.slow
-def test_the_frameworks_of_this_environment_run(run):
-    installed = [name for name in ("torch", "paddle", "jax") if importlib.util.find_spec(name)]
-    if not installed:
-        pytest.skip("no framework is installed")
-    run("--epochs", "1", AMPX_DISABLE_PLUGINS="")
-    found = comparison(run)
-    for name in installed:
-        assert found[name]["state"] == "ran"
-        for one in found[name]["runs"]:
-            if one["label"] == "float32, scaled":
-                assert one["equals_float32"]

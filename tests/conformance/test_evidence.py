@@ -1,64 +1,68 @@
 """What is on file as tested is backed by tests that exist, passed and showed it; else the run fails."""
 
 import json
-import os
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 
-CONFTEST = """
-import pathlib
 from ampx.testing.evidence import EvidencePlugin
 
-def pytest_addoption(parser):
-    parser.addoption("--regenerate", action="store_true")
+DECLARED = ("ampx.declared", ["mine", {"devices": ["cpu"]}])
+REFUSED = ("ampx.refused", ["mine", "cpu/float16/O3", "no."])
+SCALING = ("ampx.tested", ["mine", "cpu/float32/O0/scaling"])
+STATE = ("ampx.tested", ["mine", "cpu/float32/O0/state"])
+ON_GPU = ("ampx.tested", ["mine", "gpu/float32/O0/state"])
+TESTS = {
+    "test_a.py::test_declared": [DECLARED, REFUSED],
+    "test_a.py::test_scaling": [SCALING],
+    "test_a.py::test_state": [STATE],
+    "test_a.py::test_on_gpu": [ON_GPU],
+}
 
-def pytest_configure(config):
-    folder = pathlib.Path(__file__).parent / "evidence"
-    config.pluginmanager.register(EvidencePlugin(folder, config.getoption("--regenerate")))
-    config.addinivalue_line("markers", "gpu: needs one")
-"""
-TESTS = """
-import pytest
 
-def test_declared(record_property):
-    record_property("ampx.declared", ["mine", {"devices": ["cpu"]}])
-    record_property("ampx.refused", ["mine", "cpu/float16/O3", "no."])
+class Item(SimpleNamespace):
+    """A collected test, as far as the plugin asks."""
 
-def test_scaling(record_property):
-    record_property("ampx.tested", ["mine", "cpu/float32/O0/scaling"])
-
-def test_state(record_property):
-    record_property("ampx.tested", ["mine", "cpu/float32/O0/state"])
-
-@pytest.mark.gpu
-def test_on_gpu(record_property):
-    record_property("ampx.tested", ["mine", "gpu/float32/O0/state"])
-"""
+    def get_closest_marker(self, name):
+        return name == "gpu" and self.nodeid.endswith("on_gpu")
 
 
 class Project:
-    """A folder with tests and a file of what they showed."""
+    """A folder with a file of what tests showed; pytest's calls of the plugin are made by hand."""
 
     def __init__(self, folder):
         self.folder = folder
-        (folder / "conftest.py").write_text(CONFTEST)
-        self.write(TESTS)
+        self.tests = {}
+        self.outcomes = {}
+        self.replace(TESTS)
 
-    def write(self, tests, name="test_a.py"):
-        (self.folder / name).write_text(tests)
+    def replace(self, tests, **outcomes):
+        """Say what each test puts on record; `outcomes` are those of tests that do not pass, by name."""
+        self.tests = tests
+        self.outcomes = outcomes
+        for path in self.folder.glob("*.py"):
+            path.unlink()
+        for test in tests:
+            (self.folder / test.partition("::")[0]).touch()
 
-    def run(self, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={self.folder}", *arguments],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        )
-        return done.returncode, done.stdout + done.stderr
+    def run(self, *arguments, regenerate=False, chosen=lambda test: True):
+        """Run the tests that `arguments` and `chosen` leave; give the exit status and the problems."""
+        plugin = EvidencePlugin(self.folder / "evidence", regenerate)
+        collected = [test for test in self.tests if not arguments or test.startswith(arguments)]
+        plugin.pytest_collection_modifyitems([Item(nodeid=test) for test in collected])
+        status = pytest.ExitCode.OK
+        for test in filter(chosen, collected):
+            outcome = self.outcomes.get(test.partition("::")[2], "passed")
+            if outcome == "failed":
+                status = pytest.ExitCode.TESTS_FAILED
+            report = SimpleNamespace(
+                nodeid=test, when="call", passed=outcome == "passed", user_properties=self.tests[test]
+            )
+            plugin.pytest_runtest_logreport(report)
+        config = SimpleNamespace(rootpath=self.folder, args=arguments or (str(self.folder),))
+        session = SimpleNamespace(config=config, exitstatus=status)
+        plugin.pytest_sessionfinish(session)
+        return session.exitstatus, plugin.problems
 
     def on_file(self):
         return json.loads((self.folder / "evidence" / "mine.json").read_text())
@@ -66,10 +70,9 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path):
-    found = Project(tmp_path)
-    code, output = found.run("--regenerate")
-    assert code == 0, output
-    return found
+    project = Project(tmp_path)
+    assert project.run(regenerate=True) == (pytest.ExitCode.OK, [])
+    return project
 
 
 def test_what_passed_is_on_file_and_a_second_run_agrees(project):
@@ -83,72 +86,102 @@ def test_what_passed_is_on_file_and_a_second_run_agrees(project):
             "cpu/float32/O0/state": ["test_a.py::test_state"],
         },
     }
-    code, output = project.run()
-    assert code == 0, output
+    assert project.run() == (pytest.ExitCode.OK, [])
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problem"),
+    ("test", "becomes", "problem"),
     [
-        ("def test_state(", "def test_other(", "cpu/float32/O0/state: test_a.py::test_state does not exist"),
-        ("def test_state(", "def test_other(", "O0/state is not on file as shown by test_a.py::test_other"),
-        ("O0/state", "O0/casting", "cpu/float32/O0/state: test_a.py::test_state no longer shows it"),
+        ("test_state", {"test_other": [STATE]}, "cpu/float32/O0/state: test_a.py::test_state does not exist"),
+        ("test_state", {"test_other": [STATE]}, "O0/state is not on file as shown by test_a.py::test_other"),
         (
-            '    record_property("ampx.tested", ["mine", "cpu/float32/O0/state"])',
-            '    pytest.skip("not here")',
-            "cpu/float32/O0/state: test_a.py::test_state did not pass",
+            "test_state",
+            {"test_state": [("ampx.tested", ["mine", "cpu/float32/O0/casting"])]},
+            "cpu/float32/O0/state: test_a.py::test_state no longer shows it",
         ),
-        ('"no."', '"never."', "cpu/float16/O3 is refused with another message: never."),
-        ('["cpu"]}', '["cpu", "gpu"]}', "what the backend declares has changed"),
+        (
+            "test_declared",
+            {"test_declared": [DECLARED, ("ampx.refused", ["mine", "cpu/float16/O3", "never."])]},
+            "cpu/float16/O3 is refused with another message: never.",
+        ),
+        (
+            "test_declared",
+            {"test_declared": [("ampx.declared", ["mine", {"devices": ["cpu", "gpu"]}]), REFUSED]},
+            "what the backend declares has changed",
+        ),
     ],
 )
-def test_a_stale_file_fails_the_run_and_says_why(project, old, new, problem):
-    assert TESTS.count(old) >= 1
-    project.write(TESTS.replace(old, new, 1))
-    code, output = project.run()
-    assert code == 1, output
-    assert problem in output
-    assert "pytest --regenerate" in output
+def test_a_stale_file_fails_the_run_and_says_why(project, test, becomes, problem):
+    tests = dict(TESTS)
+    del tests[f"test_a.py::{test}"]
+    project.replace({**tests, **{f"test_a.py::{name}": records for name, records in becomes.items()}})
+    status, problems = project.run()
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert any(problem in line for line in problems)
+
+
+def test_the_problems_are_printed_with_what_to_do(project):
+    lines = []
+    plugin = EvidencePlugin(project.folder / "evidence", regenerate=False)
+    plugin.problems = ["mine.json: what the backend declares has changed"]
+    plugin.pytest_terminal_summary(SimpleNamespace(section=lambda title, **_: lines.append(title), line=lines.append))
+    assert lines[:2] == ["stale: evidence", "mine.json: what the backend declares has changed"]
+    assert "pytest --regenerate" in lines[2]
+
+
+def test_a_test_that_was_skipped_shows_nothing(project):
+    project.replace(TESTS, test_state="skipped")
+    status, problems = project.run()
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert problems == ["mine.json: cpu/float32/O0/state: test_a.py::test_state did not pass"]
 
 
 def test_a_framework_of_which_nothing_is_shown_any_more_is_stale_too(project):
-    project.write(
-        TESTS.replace("(record_property):", "():\n    pytest.skip('not here')\n\ndef not_a_test(record_property):")
-    )
-    code, output = project.run()
-    assert code == 1, output
-    assert "test_a.py::test_state did not pass" in output
+    project.replace(TESTS, test_declared="skipped", test_scaling="skipped", test_state="skipped")
+    status, problems = project.run()
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "mine.json: cpu/float32/O0/state: test_a.py::test_state did not pass" in problems
 
 
 def test_a_test_that_fails_shows_nothing(project):
-    project.write(TESTS.replace('"cpu/float32/O0/state"])', '"cpu/float32/O0/state"]); assert False', 1))
-    code, _ = project.run("--regenerate")
-    assert code == 1
+    project.replace(TESTS, test_state="failed")
+    status, _ = project.run(regenerate=True)
+    assert status == pytest.ExitCode.TESTS_FAILED
     assert list(project.on_file()["tested"]) == ["cpu/float32/O0/scaling"]
 
 
-@pytest.mark.parametrize("chosen", [["-k", "scaling"], ["test_a.py::test_scaling"], ["-m", "not gpu"]])
-def test_what_was_not_run_is_not_judged(project, chosen):
-    code, output = project.run(*chosen)
-    assert code == 0, output
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ((), lambda test: "scaling" in test),  # -k scaling
+        (("test_a.py::test_scaling",), lambda test: True),
+        ((), lambda test: "gpu" not in test),  # -m "not gpu"
+    ],
+)
+def test_what_was_not_run_is_not_judged(project, arguments, chosen):
+    assert project.run(*arguments, chosen=chosen) == (pytest.ExitCode.OK, [])
 
 
-@pytest.mark.parametrize("chosen", [["-k", "state or declared"], ["test_a.py::test_state"]])
-def test_regenerating_some_tests_keeps_what_the_others_showed(project, chosen):
+@pytest.mark.parametrize(
+    ("arguments", "chosen"),
+    [
+        ((), lambda test: "state" in test or "declared" in test),
+        (("test_a.py::test_state",), lambda test: True),
+    ],
+)
+def test_regenerating_some_tests_keeps_what_the_others_showed(project, arguments, chosen):
     before = project.on_file()
-    code, _ = project.run("--regenerate", *chosen)
-    assert code == 0
+    assert project.run(*arguments, regenerate=True, chosen=chosen) == (pytest.ExitCode.OK, [])
     assert project.on_file() == before
 
 
 def test_regenerating_one_file_keeps_what_others_showed(project):
-    project.write(TESTS.replace("test_scaling", "test_scale"), "test_b.py")
-    code, _ = project.run("--regenerate", "test_b.py")
-    assert code == 0
+    project.replace({**TESTS, "test_b.py::test_scale": [SCALING], "test_b.py::test_state": [STATE]})
+    assert project.run("test_b.py", regenerate=True) == (pytest.ExitCode.OK, [])
     assert project.on_file()["tested"]["cpu/float32/O0/scaling"] == ["test_a.py::test_scaling", "test_b.py::test_scale"]
-    (project.folder / "test_b.py").unlink()
-    code, output = project.run()
-    assert code == 1
-    assert "test_b.py::test_state does not exist" in output
-    project.run("--regenerate")
+    project.replace(TESTS)
+    status, problems = project.run()
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "mine.json: cpu/float32/O0/state: test_b.py::test_state does not exist" in problems
+    project.run(regenerate=True)
     assert project.on_file()["tested"]["cpu/float32/O0/scaling"] == ["test_a.py::test_scaling"]

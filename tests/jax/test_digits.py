@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 
 import jax
@@ -16,7 +17,8 @@ from ampx.registry import Registry
 from ampx_jax import casting
 from ampx_jax.demo import apply_network, make_parameters
 
-SEEDS = (0, 1, 2)
+# Accuracies are compared over three seeds, by `make test-all`; one shows what an overflow does.
+SEEDS = (0, 1, 2) if os.environ.get("AMPX_TEST_ALL") else (0,)
 EPOCHS = 15
 BATCH_SIZE = 32
 STEPS = EPOCHS * (1347 // BATCH_SIZE)
@@ -41,6 +43,7 @@ def of(results, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mixed_precision_is_as_accurate_as_float32(results, dtype):
     if not of(results, dtype):

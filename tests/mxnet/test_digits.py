@@ -1,11 +1,5 @@
 """Real training: casting costs next to no accuracy, and the scale alone costs nothing, because it is a power of two."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 import ampx
@@ -71,26 +65,3 @@ def test_training_leaves_mxnets_random_state_alone(trainer):
             trainer.train(load_digits(), Run("float32", 0, 1, 512), lambda: None)
         draws.append(mx.nd.random.uniform(shape=(3,)).asnumpy().tolist())
     assert draws[0] == draws[1]
-
-
-def test_the_demo_command_trains_and_draws(tmp_path):
-    pytest.importorskip("typer", reason="the command line is not installed")
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    command = [str(Path(sys.executable).with_name("ampx")), "demo", "--framework", "mxnet", "--epochs", "1", "--json"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "MPLBACKEND": "Agg"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
-    assert found["framework"] == "mxnet"
-    assert found["runs"][0]["dtype"] == "float32"
-    for run in found["runs"]:
-        assert len(run["losses"]) == 1347 // 32
-        assert (found["overflow_at"] in run["skipped"]) == (run["dtype"] != "float32")
-        assert run["accuracy"] > 0.5  # of ten digits, after one epoch

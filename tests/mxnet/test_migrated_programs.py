@@ -13,9 +13,9 @@ PROGRAMS = Path(__file__).parents[1] / "programs" / "mxnet"
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("gan.py", ["--amp", "--epochs", "1"]),
+        pytest.param("gan.py", ["--amp", "--epochs", "1"], marks=pytest.mark.nightly),
         ("image_classification.py", ["--dtype", "amp", "--epochs", "1"]),
-        ("word_language_model.py", ["--amp", "--steps", "10"]),
+        pytest.param("word_language_model.py", ["--amp", "--steps", "10"], marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_those_of_the_program_under_the_old_names(name, arguments, train_program, migrate_program):

@@ -13,8 +13,8 @@ PROGRAMS = Path(__file__).parents[1] / "programs" / "fluid"
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("gan.py", ["--use_amp", "--epoch", "1"]),
-        ("image_classification.py", ["--fp16", "--num_epochs", "1"]),
+        pytest.param("gan.py", ["--use_amp", "--epoch", "1"], marks=pytest.mark.nightly),
+        pytest.param("image_classification.py", ["--fp16", "--num_epochs", "1"], marks=pytest.mark.nightly),
         ("word2vec.py", ["--use_amp", "--steps", "20"]),
     ],
 )

@@ -438,7 +438,9 @@ def train(command, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("tensorflow_keras", 264), ("tensorflow_loop", 224)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("tensorflow_keras", 264), pytest.param("tensorflow_loop", 224, marks=pytest.mark.nightly)]
+)
 def test_an_unedited_program_is_as_accurate_as_in_float32(start, name, steps):
     start()  # skips where bfloat16 cannot be tried
     exact, exact_accuracy, _ = train([], name)

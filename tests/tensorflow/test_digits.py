@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 
@@ -16,7 +17,8 @@ import ampx
 from ampx.cli import demo
 from ampx.registry import Registry
 
-SEEDS = (0, 1, 2)
+# Accuracies are compared over three seeds, by `make test-all`; one shows what an overflow does.
+SEEDS = (0, 1, 2) if os.environ.get("AMPX_TEST_ALL") else (0,)
 EPOCHS = 15
 BATCH_SIZE = 32
 STEPS = EPOCHS * (1347 // BATCH_SIZE)
@@ -45,6 +47,7 @@ def mean_accuracy(results, dtype):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mixed_precision_is_as_accurate_as_float32(results, dtype):
     exact, mixed = mean_accuracy(results, "float32"), mean_accuracy(results, dtype)

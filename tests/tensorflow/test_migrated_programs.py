@@ -14,10 +14,10 @@ PROGRAMS = Path(__file__).parents[1] / "programs" / "tensorflow"
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("gan.py", ["--amp"]),
-        ("image_classification.py", ["--use_fp16"]),
+        pytest.param("gan.py", ["--amp"], marks=pytest.mark.nightly),
+        pytest.param("image_classification.py", ["--use_fp16"], marks=pytest.mark.nightly),
         ("keras2_custom_loop.py", ["--policy", "mixed_bfloat16", "--epochs", "2"]),
-        ("rnn_language_model.py", ["--amp"]),
+        pytest.param("rnn_language_model.py", ["--amp"], marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_those_of_the_program_under_the_old_names(name, arguments, train_program, migrate_program):

@@ -48,8 +48,13 @@ def binomial(count):
     ("name", "arguments", "good", "tolerance"),
     [
         ("image_classification", ["--use_fp16"], lambda accuracy: accuracy > 0.94, binomial(397)),
-        ("gan", ["--amp"], lambda share: share > 0.9, binomial(128)),  # as many points as a batch holds
-        ("rnn_language_model", ["--amp"], lambda perplexity: perplexity < 2, lambda one: one * 2.0**-4),
+        # as many points as a batch holds
+        pytest.param("gan", ["--amp"], lambda share: share > 0.9, binomial(128), marks=pytest.mark.nightly),
+        pytest.param(
+            *("rnn_language_model", ["--amp"]),
+            *(lambda perplexity: perplexity < 2, lambda perplexity: perplexity * 2.0**-4),
+            marks=pytest.mark.nightly,
+        ),
         ("keras2_custom_loop", ["--policy", "mixed_bfloat16"], lambda accuracy: accuracy > 0.9, binomial(397)),
     ],
 )

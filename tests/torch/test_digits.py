@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 
 import pytest
@@ -12,7 +13,8 @@ pytest.importorskip("sklearn")
 from ampx.cli import demo  # noqa: E402 -- after the check that there is anything to test
 from ampx.registry import Registry  # noqa: E402
 
-SEEDS = (0, 1, 2)
+# Accuracies are compared over three seeds, by `make test-all`; one shows what an overflow does.
+SEEDS = (0, 1, 2) if os.environ.get("AMPX_TEST_ALL") else (0,)
 EPOCHS = 15
 BATCH_SIZE = 32
 STEPS = EPOCHS * (1347 // BATCH_SIZE)
@@ -37,6 +39,7 @@ def of(results, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mixed_precision_is_as_accurate_as_float32(results, dtype):
     if not of(results, dtype):

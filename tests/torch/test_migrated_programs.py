@@ -12,6 +12,7 @@ from ampx_torch import lstm  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "programs"
 PROGRAMS = FOLDER / "torch_amp"
+NIGHTLY = pytest.mark.nightly
 APEX = "ampx_torch.apex"
 AMP = {"gan.py": [], "image_classification.py": ["--amp"], "language_model.py": ["--amp"]}
 FLOAT32 = {"gan.py": ["--fp32"], "image_classification.py": [], "language_model.py": []}
@@ -36,7 +37,14 @@ def migrated(migrate_program):
     return migrate
 
 
-@pytest.mark.parametrize("name", sorted(AMP))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gan.py", marks=NIGHTLY),
+        "image_classification.py",
+        pytest.param("language_model.py", marks=NIGHTLY),
+    ],
+)
 def test_losses_of_torch_amp_are_those_of_the_program_before(name, migrated, train_program):
     if name == "language_model.py" and not lstm.computable(torch.bfloat16):
         pytest.skip("PyTorch has no bfloat16 LSTM on this CPU, so the program before cannot run")
@@ -56,11 +64,11 @@ def test_switched_off_it_trains_in_float32_as_before(migrated, train_program):
 @pytest.mark.parametrize(
     ("name", "arguments", "else_of_apex"),
     [
-        ("gan.py", ["--niter", "1"], False),
-        ("gan.py", ["--niter", "1", "--opt-level", "O2"], False),
-        ("rnn.py", ["--epochs", "1"], False),
-        ("rnn.py", ["--epochs", "1", "--opt-level", "O2", "--loss-scale", "128.0"], False),
-        ("image_classification.py", ["--epochs", "1"], True),
+        pytest.param("gan.py", ["--niter", "1"], False, marks=NIGHTLY),
+        pytest.param("gan.py", ["--niter", "1", "--opt-level", "O2"], False, marks=NIGHTLY),
+        pytest.param("rnn.py", ["--epochs", "1"], False, marks=NIGHTLY),
+        pytest.param("rnn.py", ["--epochs", "1", "--opt-level", "O2", "--loss-scale", "128.0"], False, marks=NIGHTLY),
+        pytest.param("image_classification.py", ["--epochs", "1"], True, marks=NIGHTLY),
         ("image_classification.py", ["--epochs", "1", "--opt-level", "O2"], True),
     ],
 )
@@ -74,7 +82,7 @@ def test_losses_of_apex_are_those_of_the_program_under_the_old_name(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_clipping_of_apex_masters_differs_by_rounding_only(migrated, train_program):
     """A fused optimizer clips in its own kernel: float32 products in another order."""
     program, arguments = FOLDER / "apex" / "language_model.py", ["--fp16", "--num_train_epochs", "1"]

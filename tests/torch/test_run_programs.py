@@ -20,7 +20,14 @@ pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 pytest.importorskip("typer", reason="needs typer, of the extra cli")
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
-PLAIN = [f"plain/torch_{name}.py" for name in ("plain", "several_optimizers", "accumulation_clipping", "compile")]
+NIGHTLY = pytest.mark.nightly
+PLAIN = [
+    "plain/torch_plain.py",
+    *(
+        pytest.param(f"plain/torch_{name}.py", marks=NIGHTLY)
+        for name in ("several_optimizers", "accumulation_clipping", "compile")
+    ),
+]
 # With the arguments for mixed precision, and those for float32.
 NATIVE = {
     **{
@@ -31,6 +38,7 @@ NATIVE = {
     "torch_amp/gan.py": ([], ["--fp32"]),
     "torch_amp/language_model.py": (["--amp"], []),
 }
+EVERY_RUN = "torch_amp/image_classification.py"
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 # Four units of roundoff of the compute dtype, relative: the first loss, before training amplifies anything.
 FIRST = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11}
@@ -92,7 +100,9 @@ def test_an_unedited_program_trains_as_in_float32(name, dtype, tmp_path):
 
 
 @DTYPES
-@pytest.mark.parametrize("name", sorted(NATIVE))
+@pytest.mark.parametrize(
+    "name", [EVERY_RUN, *(pytest.param(name, marks=NIGHTLY) for name in sorted(NATIVE) if name != EVERY_RUN)]
+)
 def test_a_program_with_mixed_precision_of_its_own_is_carried_out_by_ampx(name, dtype, tmp_path):
     program, (amp, float32) = str(PROGRAMS / name), NATIVE[name]
     plain = results(train(program, *float32)[0])

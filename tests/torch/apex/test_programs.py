@@ -83,7 +83,12 @@ def judge(found, reference, accuracy=True):
 
 
 @pytest.mark.parametrize(
-    "options", [("O1",), ("O2",), ("O2", "--keep-batchnorm-fp32", "True", "--loss-scale", "128.0")]
+    "options",
+    [
+        ("O1",),
+        ("O2",),
+        pytest.param(("O2", "--keep-batchnorm-fp32", "True", "--loss-scale", "128.0"), marks=pytest.mark.nightly),
+    ],
 )
 def test_image_classification(options):
     reference = result("image_classification", "--opt-level", "O0")
@@ -91,6 +96,7 @@ def test_image_classification(options):
     judge(result("image_classification", "--opt-level", *options), reference)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gan_with_two_optimizers_and_three_losses(level):
     reference = result("gan", "--opt-level", "O0")
@@ -100,7 +106,7 @@ def test_gan_with_two_optimizers_and_three_losses(level):
     assert found["metric"] == pytest.approx(reference["metric"], abs=3 * 0.15 * math.sqrt(2 / 64))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.nightly), "O2"])
 def test_language_model_with_accumulation_and_clipping(level):
     reference = result("language_model", "--opt-level", "O0")
     assert statistics.fmean(last_quarter(reference["losses"])) < 0.6 * reference["losses"][0]
@@ -110,6 +116,7 @@ def test_language_model_with_accumulation_and_clipping(level):
     assert math.log(found["metric"]) == pytest.approx(math.log(reference["metric"]), abs=noise(reference["losses"]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [("O1",), ("O2",), ("O1", "--loss-scale", "1024")])
 def test_rnn(options):
     reference = result("rnn", "--opt-level", "O0")
@@ -117,14 +124,22 @@ def test_rnn(options):
     judge(result("rnn", "--opt-level", *options), reference)
 
 
-@pytest.mark.parametrize("options", [("--static-loss-scale", "128"), ("--dynamic-loss-scale",)])
+@pytest.mark.parametrize(
+    "options", [pytest.param(("--static-loss-scale", "128"), marks=pytest.mark.nightly), ("--dynamic-loss-scale",)]
+)
 def test_the_optimizer_from_before_amp(options):
     reference = result("fp16_optimizer", "--opt-level", "O0")
     assert reference["metric"] > 0.9
     judge(result("fp16_optimizer", "--fp16", *options), reference)
 
 
-@pytest.mark.parametrize("program", ["image_classification", "gan", "language_model", "rnn"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "image_classification",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gan", "language_model", "rnn")),
+    ],
+)
 def test_ampx_run_gives_what_install_gives(program):
     pytest.importorskip("typer", reason="the command line is an extra")
     found = finish(start(program, "--opt-level", "O1", runner=("-m", "ampx", "run")))
