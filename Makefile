@@ -1,6 +1,7 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
-FRAMEWORK ?= core,torch,jax,paddle,tensorflow,mxnet,example
+# Those that take longest first.
+FRAMEWORK ?= torch,tensorflow,jax,paddle,mxnet,example,core
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 BENCH ?= torch,tensorflow,mxnet,paddle,jax
