@@ -49,6 +49,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
+def to_dtype(value: Any, dtype: Any) -> Any:
+    """Return a value in a dtype; the same object where it has that."""
+    return value if jnp.result_type(value) == dtype else jnp.asarray(value).astype(dtype)
+
+
 def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating arrays of a tree; everything else stays the same object. Sync: none."""
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .casting import mark_of
+from .casting import mark_of, to_dtype
+from .products import product
 from .rules import FOLLOW, JaxPlan, primitives
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
@@ -38,7 +39,7 @@ def evaluate(plan: JaxPlan | None, closed: Any, inputs: Sequence[Any]) -> list[A
 
 def like(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Give arrays the dtypes of a trace. Sync: none."""
-    return [_to(value, aval.dtype) if is_narrow(aval) else value for value, aval in zip(values, avals, strict=True)]
+    return [to_dtype(value, aval.dtype) if is_narrow(aval) else value for value, aval in zip(values, avals, strict=True)]
 
 
 def is_narrow(thing: Any) -> bool:
@@ -47,12 +48,8 @@ def is_narrow(thing: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
 
 
-def _to(value: Any, dtype: Any) -> Any:
-    return value if jnp.result_type(value) == dtype else jnp.asarray(value).astype(dtype)
-
-
 def _all_to(values: Sequence[Any], avals: Sequence[Any], dtype: Any) -> list[Any]:
-    return [_to(value, dtype) if is_narrow(aval) else value for value, aval in zip(values, avals, strict=True)]
+    return [to_dtype(value, dtype) if is_narrow(aval) else value for value, aval in zip(values, avals, strict=True)]
 
 
 def _run(plan: JaxPlan | None, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -88,10 +85,9 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
     elif name in plan.full:
         values = _all_to(values, avals, jnp.float32)
     elif name in plan.low:
+        if name == "dot_general" and all(is_narrow(atom.aval) for atom in (*equation.invars, *equation.outvars)):
+            return [_product(plan, equation, values)]
         values = _all_to(values, avals, plan.dtype)
-        if _sums_apart(plan, equation):
-            results = _bind(equation, values, {**params, "preferred_element_type": jnp.dtype(jnp.float32)})
-            return [_to(result, plan.dtype) for result in results]
         if params.get("preferred_element_type") is not None and is_narrow(equation.outvars[0].aval):
             params = {**params, "preferred_element_type": jnp.dtype(plan.dtype)}
     elif name in FOLLOW:
@@ -103,15 +99,13 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
     return _bind(equation, values, params)
 
 
-def _sums_apart(plan: JaxPlan, equation: Any) -> bool:
-    """Tell whether a product gives its float32 sums, to be rounded after it, and not sums that it has rounded.
-
-    XLA's CPU compiler has instructions for bfloat16 factors only where the result is float32; for a bfloat16 result it
-    converts both factors to float32 first. The sums are the same.
-    """
-    narrow = all(is_narrow(atom.aval) for atom in (*equation.invars, *equation.outvars))
-    on_cpu = plan.device == "cpu" and plan.dtype == "bfloat16"
-    return on_cpu and narrow and equation.primitive.name == "dot_general"
+def _product(plan: JaxPlan, equation: Any, values: list[Any]) -> Any:
+    params = {name: value for name, value in equation.params.items() if name != "preferred_element_type"}
+    if watch is not None:
+        watch(equation.primitive.name, plan.dtype)
+    with equation.ctx.manager:
+        visible = not (plan.device == "cpu" and plan.dtype == "bfloat16")
+        return product(*values, plan.dtype, visible, **params)
 
 
 def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
