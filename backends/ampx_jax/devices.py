@@ -53,5 +53,6 @@ def _unsupported(name: str) -> ampx.UnsupportedDeviceError:
     present = sorted({"cuda" if one.platform == "gpu" else one.platform for one in jax.devices()} | {"cpu"})
     return ampx.UnsupportedDeviceError(
         f"device={name!r} is not a device of JAX that ampx knows here; accepted: 'auto', "
-        f"{', '.join(map(repr, present))}. Pass one of these."
+        f"{', '.join(map(repr, present))}. Pass one of these. To lower or export for a device that is absent, pass "
+        f"device='cpu' and a dtype by name: sessions of one dtype lower alike on all devices."
     )

@@ -39,7 +39,8 @@ def evaluate(plan: JaxPlan | None, closed: Any, inputs: Sequence[Any]) -> list[A
 
 def like(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     """Give arrays the dtypes of a trace. Sync: none."""
-    return [to_dtype(value, aval.dtype) if is_narrow(aval) else value for value, aval in zip(values, avals, strict=True)]
+    pairs = zip(values, avals, strict=True)
+    return [to_dtype(value, aval.dtype) if is_narrow(aval) else value for value, aval in pairs]
 
 
 def is_narrow(thing: Any) -> bool:
@@ -100,12 +101,13 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
 
 
 def _product(plan: JaxPlan, equation: Any, values: list[Any]) -> Any:
+    left, right = values
     params = {name: value for name, value in equation.params.items() if name != "preferred_element_type"}
     if watch is not None:
         watch(equation.primitive.name, plan.dtype)
+    visible = not (plan.device == "cpu" and plan.dtype == "bfloat16")
     with equation.ctx.manager:
-        visible = not (plan.device == "cpu" and plan.dtype == "bfloat16")
-        return product(*values, plan.dtype, visible, **params)
+        return product(left, right, plan.dtype, visible, **params)
 
 
 def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:

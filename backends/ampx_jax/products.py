@@ -1,9 +1,9 @@
 """Products of low-precision factors, whose derivatives have the dtypes in which the factors arrived.
 
-JAX gives a derivative the dtype of the factor that was multiplied. That is the low one: the gradient of a float32 weight
-would be rounded at once, and on several devices the rounded gradients would be added up in low precision, because the
-compiler adds them where the product makes them. Here the derivative for a float32 factor is a product of low-precision
-factors with a float32 result, which GPUs make as fast.
+JAX gives a derivative the dtype of the factor that was multiplied. That is the low one: the gradient of a float32
+weight would be rounded at once, and several devices would add up rounded gradients in low precision,
+because the compiler adds them where the product makes them. Here the derivative for a float32 factor is a product of
+low-precision factors with a float32 result, which GPUs make as fast.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .casting import to_dtype
 
-# Linear in each of two factors, which arrive in any floating dtype. `dtype` is that in which they are multiplied, `result`
-# that of the product; the other parameters are those of dot_general.
+# Linear in each of two factors, which arrive in any floating dtype. `dtype` is that in which they are multiplied,
+# `result` that of the product; the other parameters are those of dot_general.
 _product_p: Final = core.Primitive("ampx_product")
 _DOT: Final = jax.lax.dot_general_p
 

@@ -1,0 +1,103 @@
+"""What is trained on several devices, and what is lowered for a device that is absent."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ampx
+import ampx_jax
+
+# Whole numbers: products and float32 sums are exact, and neither dtype can hold most sums of one device.
+RANDOM = np.random.default_rng(0)
+WEIGHT = RANDOM.integers(-3, 4, (16, 8)).astype(np.float32)
+INPUTS = RANDOM.integers(1, 8, (512, 16)).astype(np.float32)
+UPSTREAM = RANDOM.integers(1, 8, (512, 8)).astype(np.float32)
+
+
+@pytest.fixture(params=["float16", "bfloat16"])
+def dtype(request):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        ampx.init("jax", dtype=request.param, device="cpu", loss_scale=1.0)
+    yield request.param
+    ampx.shutdown()
+
+
+def gradient(weight, inputs, upstream):
+    def loss(weight):
+        return jnp.sum(ampx_jax.autocast(jnp.matmul)(inputs, weight) * upstream)
+
+    return jax.grad(loss)(weight)
+
+
+def by_shardings(kind, *args):
+    mesh = jax.make_mesh((2,), ("batch",), (kind,))
+    rows, whole = NamedSharding(mesh, P("batch")), NamedSharding(mesh, P())
+    placed = [jax.device_put(array, place) for array, place in zip(args, (whole, rows, rows), strict=True)]
+    return jax.jit(gradient), placed
+
+
+def by_shard_map(checked, *args):
+    def step(*args):
+        gradients = gradient(*args)
+        return gradients if checked else jax.lax.psum(gradients, "batch")  # checked: JAX adds them up itself
+
+    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,))
+    specs = {"in_specs": (P(), P("batch"), P("batch")), "out_specs": P()}
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=checked, **specs)), args
+
+
+def by_pmap(weight, *rows):
+    step = jax.pmap(lambda *args: jax.lax.psum(gradient(*args), "batch"), axis_name="batch", in_axes=(None, 0, 0))
+    return step, (weight, *(array.reshape(2, -1, array.shape[1]) for array in rows))
+
+
+WAYS = {
+    "shardings": functools.partial(by_shardings, AxisType.Auto),
+    "shardings in types": functools.partial(by_shardings, AxisType.Explicit),
+    "shard_map": functools.partial(by_shard_map, True),
+    "shard_map without checks": functools.partial(by_shard_map, False),
+    "pmap": by_pmap,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_devices_add_up_gradients_of_weights_in_float32(way, dtype):
+    step, args = WAYS[way](WEIGHT, INPUTS, UPSTREAM)
+    exact = INPUTS.T @ UPSTREAM
+    assert not np.array_equal(exact, jnp.asarray(exact, dtype)), "the session's dtype cannot hold it"
+    for each_device in np.asarray(step(*args)).reshape(-1, *exact.shape):
+        np.testing.assert_array_equal(each_device, exact)
+    reductions = re.findall(r"= (\S+) all-reduce\(", step.lower(*args).compile().as_text())
+    assert [kind.partition("[")[0] for kind in reductions] == ["f32"]
+
+
+def test_a_session_on_a_cpu_lowers_for_a_gpu_what_suits_a_gpu(dtype):
+    def loss(first, second):
+        return jnp.sum(ampx_jax.autocast(lambda a, b: INPUTS @ a @ b)(first, second))
+
+    exported = jax.export.export(jax.jit(jax.grad(loss, (0, 1))), platforms=["cuda"])(WEIGHT, WEIGHT.T)
+    products = re.findall(r"dot_general .*: \((.*)\) -> tensor<\w+x(\w+)>", exported.mlir_module())
+    low = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    assert all(re.findall(r"x(b?f\d+)>", factors) == [low, low] for factors, _ in products)
+    # Low: the first product, and what flows back to it. Float32: the gradients of both weights.
+    assert sorted(result for _, result in products) == sorted([low, low, "f32", "f32"])
+
+
+def test_a_program_for_several_kinds_of_device_runs_here(dtype):
+    exported = jax.export.export(jax.jit(gradient), platforms=["cuda", "cpu"])(WEIGHT, INPUTS, UPSTREAM)
+    np.testing.assert_array_equal(exported.call(WEIGHT, INPUTS, UPSTREAM), INPUTS.T @ UPSTREAM)
+
+
+def test_a_session_for_a_gpu_that_is_absent_is_refused_with_the_way_to_lower_for_one():
+    if jax.default_backend() == "gpu":
+        pytest.skip("JAX sees a GPU")
+    with pytest.raises(ampx.UnsupportedDeviceError, match="device='cpu' and a dtype"):
+        ampx.init("jax", device="cuda", dtype="bfloat16")
