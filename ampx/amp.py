@@ -223,12 +223,16 @@ class Amp(Casting, Reporting):
         return wrapped.ampx_clip_grad_norm(max_norm)
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
-        """Give a scheduler whose `step` runs only when the optimizer's last step was applied.
+        """Return a scheduler, or an average of weights, that moves only when the optimizer's last step was applied.
 
         Args:
-            scheduler: Anything with a `step` method.
+            scheduler: Anything with a method `step`, `update` or `update_parameters`. These do nothing after a
+                skipped step, and return whether they did something; all else is the object's.
             opt: The wrapped optimizer, or a list of which all must have been applied. With optimizer state as
                 values: a function that gives the present state, or a list of such.
+
+        Raises:
+            InvalidOptionError: The object has none of these methods.
 
         Sync: one per step where the scale lives on the device, else none.
         """

@@ -180,6 +180,25 @@ def test_the_gate_waits_for_all_its_optimizers(trainer, alpha, make_trainer):
     assert gate.step() is True
 
 
+@pytest.mark.parametrize("verb", ["update", "update_parameters"])
+def test_averages_of_weights_wait_too(verb, trainer):
+    average = type("Average", (), {verb: lambda self, *arguments: moves.append(arguments), "rate": 0.9})()
+    moves = []
+    gate = ampx.gate(average, trainer.opt)
+    for size, expected in ((1.0, True), (INF, False), (1.0, True)):
+        trainer.step(size)
+        assert getattr(gate, verb)("model") is expected
+    assert moves == [("model",), ("model",)]
+    assert gate.rate == 0.9
+    with pytest.raises(AttributeError):
+        gate.step()
+
+
+def test_what_has_nothing_to_wait_with_is_refused(trainer):
+    with pytest.raises(ampx.InvalidOptionError, match="function, which has none of step, update"):
+        ampx.gate(lambda: None, trainer.opt)
+
+
 def test_the_gate_is_open_when_disabled(alpha, make_trainer):
     ampx.init("alpha", enabled=False)
     trainer, scheduler = make_trainer(alpha), Scheduler()

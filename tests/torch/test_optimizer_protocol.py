@@ -220,6 +220,25 @@ def test_clipping_by_the_wrapper_is_plain_torchs_bit_for_bit(max_norm, max_value
     assert same(train_clipped("wrapped", max_norm, max_value, backward, fused=False), plain)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": "auto"}, {"fused": "auto", "device_scale": True}], ids=str)
+def test_a_step_that_is_tried_again_because_a_hook_raised_clips_once(options, amp, backward):
+    weight, plain = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    raw = torch.optim.SGD([weight], lr=1.0)
+    opt = ampx.wrap_optimizer(raw, max_grad_norm=1e-3, **options)
+    handle = raw.register_step_pre_hook(lambda *_: 1 / 0)
+    backward(weight.sum(), opt)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            opt.step()
+    handle.remove()
+    opt.step()
+    plain.grad = torch.ones(3)
+    nn.utils.clip_grad_norm_([plain], 1e-3)  # each time would take off a thousandth
+    torch.optim.SGD([plain], lr=1.0).step()
+    torch.testing.assert_close(weight, plain, rtol=1e-6, atol=0.0)
+    assert opt.last_step.grad_norm == pytest.approx(3**0.5)
+
+
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(("max_norm", "max_value"), [(0.5, None), (None, 0.1), (0.5, 0.2), (1e6, None)])
 def test_clipping_in_the_kernel_is_plain_torchs_up_to_rounding(max_norm, max_value, on_device, amp, backward):
@@ -342,3 +361,17 @@ def test_after_a_failed_reduction_nothing_is_divided_again(amp, backward, monkey
     opt.step()
     assert opt.last_step == ampx.StepResult(True, True, 65536.0, 65536.0, 0)  # nobody kept the overflow's flag
     assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_an_update_beyond_the_weights_dtype_is_plain_torchs(backward):
+    """What no loss scale cures is not skipped: weights are not looked at (`docs/explanation/step-results.md`)."""
+    ampx.init("torch", dtype="bfloat16", device="cpu", loss_scale="dynamic", process_wide=False)
+    weight, plain = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([weight], lr=1e10))
+    backward((weight * 1e30).sum(), opt)
+    opt.step()
+    plain.grad = torch.full((2,), 1e30)
+    torch.optim.SGD([plain], lr=1e10).step()
+    assert torch.equal(weight, plain)
+    assert weight.isinf().all()
+    assert (opt.last_step.applied, opt.loss_scale) == (True, 2.0**16)

@@ -78,3 +78,25 @@ def test_the_scale_is_moved_once_a_step_through_a_schedulers_patch(amp, backward
     backward(parameter.sum(), opt)
     opt.step()
     assert amp.state_dict()["groups"][0]["losses"][0]["growth_tracker"] == 1
+
+
+def test_a_gated_average_of_weights_is_that_of_a_run_without_the_skipped_step(amp, backward):
+    average_of = swa_utils.get_ema_multi_avg_fn(0.75)
+    plain_parameter, plain = make()
+    plain_average = swa_utils.AveragedModel(nn.ParameterList([plain_parameter]), multi_avg_fn=average_of)
+    parameter, raw = make()
+    model = nn.ParameterList([parameter])
+    average = swa_utils.AveragedModel(model, multi_avg_fn=average_of)
+    opt = ampx.wrap_optimizer(raw)
+    gate = ampx.gate(average, opt)
+    for factor in (1.0, INF, 3.0, 2.0):
+        opt.zero_grad()
+        backward(parameter.sum() * factor, opt)
+        opt.step()
+        gate.update_parameters(model)
+        if factor != INF:
+            plain_parameter.grad = torch.full((1,), factor)
+            plain.step()
+            plain_average.update_parameters(nn.ParameterList([plain_parameter]))
+    assert average.n_averaged == plain_average.n_averaged == 3
+    assert torch.equal(average.module[0], plain_average.module[0])
