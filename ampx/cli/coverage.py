@@ -65,12 +65,14 @@ def read_gpu(folder: Path) -> dict[str, set[str]]:
 def make_rows(framework: str, evidence: Evidence, gpu: Iterable[str] = ()) -> list[Row]:
     """Give every combination of one framework's devices, dtypes and levels. Sync: none."""
     shown = {**dict.fromkeys(evidence.tested, "tested"), **dict.fromkeys(gpu, GPU)}
-    devices = dict.fromkeys([*evidence.declared["devices"], *sorted(cell.split("/")[0] for cell in shown)])
+    # A mode that is not a device of its own, such as static graphs, is known by its tests and refusals only.
+    known = sorted(cell for cell in {*shown, *evidence.refused} if "/" in cell)
+    devices = dict.fromkeys([*evidence.declared["devices"], *(cell.split("/")[0] for cell in known)])
     rows = []
     for device in devices:
         for dtype, level in COMBINATIONS:
-            # A mode that is not a device of its own, such as static graphs, is known by its tests only.
-            if device in evidence.declared["devices"] or any(c.startswith(f"{device}/{dtype}/{level}/") for c in shown):
+            asked = f"{device}/{dtype}/{level}/"
+            if device in evidence.declared["devices"] or any(f"{cell}/".startswith(asked) for cell in known):
                 rows.append(_make_row(framework, evidence, shown, device, dtype, level))
     return rows
 

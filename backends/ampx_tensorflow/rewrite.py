@@ -74,11 +74,21 @@ def check(plan: CastPlan) -> None:
 
 def casts(plan: CastPlan) -> bool:
     """Return whether the rewriter casts as a plan says; it is tried. Sync: one, the first time."""
-    return _works(plan.device, plan.dtype)
+    try:
+        check(plan)
+    except UnsupportedByBackendError:
+        return False
+    return True
 
 
 def _option(device: str, dtype: Dtype) -> str:
     option = _OPTIONS[dtype][0]
+    if dtype == "bfloat16" and device.startswith("gpu"):
+        raise UnsupportedByBackendError(
+            "graphs were to be computed in bfloat16 on a GPU, where TensorFlow's rewriter casts them to float16 only; "
+            "accepted: dtype='float16', or Keras layers, which compute in bfloat16 on GPUs by their dtype policies. "
+            "Choose dtype='float16', or cast inside the function with ampx.half_function."
+        )
     if not _works(device, dtype):
         raise UnsupportedByBackendError(
             f"graphs were to be computed in {dtype} on {device!r}, where TensorFlow's rewriter casts nothing (it was "

@@ -24,6 +24,7 @@ REFUSED = {
     "cpu/float16/O1": "the CPU casts nothing.",
     **{f"cpu/float16/{level}": f"{level} is not there." for level in ("O2", "O3")},
     **{f"cpu/bfloat16/{level}": "bfloat16 is not there." for level in ("O1", "O2", "O3")},
+    "gpu, compiled/float16/O1": "nothing casts compiled code.",
 }
 EVIDENCE = Evidence(
     DECLARED,
@@ -54,7 +55,10 @@ def test_a_cell_is_tested_declared_or_not_supported_with_its_reason():
     assert found["cpu, compiled/float16/O1/casting"] == ("tested", None)
     assert found["cpu, compiled/float16/O1/state"][0] == "not supported"
     assert "cpu, compiled/float32/O0/state" not in found
-    assert len(found) == (2 * len(COMBINATIONS) + 1) * len(ASPECTS)
+    assert {found[f"gpu, compiled/float16/O1/{aspect}"] for aspect in ASPECTS} == {
+        ("not supported", "nothing casts compiled code.")
+    }
+    assert len(found) == (2 * len(COMBINATIONS) + 2) * len(ASPECTS)
 
 
 def test_the_full_table_gives_each_reason_once():

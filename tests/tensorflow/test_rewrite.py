@@ -4,9 +4,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf.config_pb2 import ConfigProto
+from tensorflow.core.protobuf.device_properties_pb2 import DeviceProperties, NamedDevice
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+from tensorflow.python.grappler import cluster, tf_optimizer
 
 import ampx
+from ampx.contract import CastPlan
 from ampx_tensorflow import rewrite
+from ampx_tensorflow.backend import TensorFlowBackend
 
 DTYPES = ["bfloat16", "float16"]
 # 1 + 2**-9 + 2**-13: float16 keeps ten bits behind the point, bfloat16 seven.
@@ -129,3 +135,41 @@ def test_the_rest_is_the_functions_own():
         function = prepared(amp, plain)
         assert function.python_function is plain.python_function
         assert function.get_concrete_function(tf.ones([64, 64])) is not None
+
+
+def rewritten_for_a_gpu(option):
+    """The dtype of each operation after the rewriter saw a graph on a GPU, which it is told of and need not have."""
+    v1, place = tf.compat.v1, "/job:localhost/replica:0/task:0/device:GPU:0"
+    with tf.Graph().as_default() as graph, tf.device(place):
+        product = tf.matmul(v1.placeholder(tf.float32, [64, 64]), v1.placeholder(tf.float32, [64, 64]))
+        guarded = tf.math.log(tf.nn.softmax(product) + 1e-8)
+        v1.add_to_collection(v1.GraphKeys.TRAIN_OP, tf.identity(guarded, name="out"))
+        exported = v1.train.export_meta_graph(graph=graph)
+    gpu = DeviceProperties(type="GPU", environment={"architecture": "9.0", "cuda": "12000", "cudnn": "9000"})
+    config = ConfigProto()
+    options = config.graph_options.rewrite_options
+    options.optimizers.append(option)
+    options.meta_optimizer_iterations, options.min_graph_nodes = RewriterConfig.ONE, -1
+    nodes = tf_optimizer.OptimizeGraph(
+        config, exported, cluster=cluster.Cluster(devices=[NamedDevice(name=place, properties=gpu)])
+    ).node
+    return {node.op: tf.dtypes.as_dtype(node.attr["T"].type).name for node in nodes if node.attr["T"].type}
+
+
+def test_bfloat16_graphs_on_gpus_are_refused_since_the_rewriter_leaves_them_in_float32(record_property):
+    """Asked on a CPU: the rewriter needs no GPU to rewrite for one, and the refusal none to be made."""
+    option, _ = rewrite._OPTIONS["bfloat16"]
+    assert set(rewritten_for_a_gpu(option).values()) == {"float32"}
+    plan = CastPlan("gpu", "bfloat16", "O1", (), ())
+    with pytest.raises(ampx.UnsupportedByBackendError, match="dtype='float16'") as caught:
+        TensorFlowBackend().prepare(product(), None, plan)
+    assert not rewrite.casts(plan)
+    record_property("ampx.refused", ["tensorflow", "gpu, graphs/bfloat16/O1", str(caught.value)])
+
+
+def test_graphs_on_gpus_are_cast_to_float16_but_small_numbers_with_them():
+    """As the manual says: the logarithm of a probability is in float16, too, where 1e-8 is 0."""
+    option, _ = rewrite._OPTIONS["float16"]
+    dtypes = rewritten_for_a_gpu(option)
+    assert {dtypes[name] for name in ("MatMul", "Softmax", "Log")} == {"float16"}
+    assert tf.cast(tf.constant(1e-8), tf.float16) == 0
