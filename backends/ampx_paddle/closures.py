@@ -66,18 +66,23 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
             finite[loss_id] = found and finite.get(loss_id, True)
         if not all(finite.values()):
             raise _Overflow
+        if owner.ampx_member.stage == "unscaled":
+            owner.ampx_member.begin_change()  # the optimizer uses these gradients, once
         if isinstance(loss, paddle.Tensor) and loss.dtype in (paddle.float16, paddle.bfloat16):
             return loss.astype("float32")  # LBFGS makes its curvature in the dtype of the loss
         return loss
 
-    before = _Snapshot(owner)
+    before = _Snapshot(owner.optimizer)
     off: AbstractContextManager[Any] = casting.off() if cast else nullcontext()
+    result = None
     try:
         with off:
-            result = owner.optimizer.step(evaluate)
-    except _Overflow:
-        before.restore()
-        result = losses[-1]
+            try:
+                result = owner.optimizer.step(evaluate)
+            except _Overflow:
+                result = losses[-1]
+        if not all(finite.values()):
+            before.restore()
     except BaseException:
         before.restore()
         owner.drop_pending()
@@ -92,8 +97,8 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
 class _Snapshot:
     """Parameters and state of LBFGS before a step."""
 
-    def __init__(self, owner: AmpOptimizer) -> None:
-        self._optimizer = owner.optimizer
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
         self._weights = [(one, one.detach().clone()) for one in self._optimizer._params]
         self._state = {name: _copy(value) for name, value in self._optimizer.state.items()}
 
@@ -102,7 +107,7 @@ class _Snapshot:
             for parameter, value in self._weights:
                 paddle.assign(value, parameter)
         self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
+        self._optimizer.state.update({name: _copy(value) for name, value in self._state.items()})
 
 
 def _copy(value: Any) -> Any:

@@ -11,7 +11,7 @@ import paddle
 
 from ampx import sessions
 from ampx.contract import Unscaled
-from ampx.errors import UnsupportedByBackendError
+from ampx.errors import AmpxError, UnsupportedByBackendError
 from ampx.events import UNCHECKED
 from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _OWN: Final = frozenset(
     (
         *("optimizer", "ampx_member", "_backend", "_plan", "_max_grad_norm", "_max_grad_value", "_unscaled", "_norm"),
-        *("_brought", "_mixer", "_guard", "_writes", "_applied", "__weakref__"),
+        *("_brought", "_mixer", "_guard", "_writes", "__weakref__"),
     )
 )
 
@@ -131,14 +131,18 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
                 # `clear_grad` leaves zeros by default: nothing was computed since, so there is nothing to count.
                 self._nothing_to_do()
                 return loss
-        pending = member.group.enabled and member.pending
-        if pending:
-            self._writes.check()
-            _check_multi_tensor(self.optimizer)
-        self._applied = False
-        super().step()
-        if pending:
-            self._writes.note_step(self._applied)
+        if not (member.group.enabled and member.pending):
+            super().step()
+            return loss
+        member.check_step()
+        self._writes.check()
+        _check_multi_tensor(self.optimizer)
+        before = self._writes.begin_step()
+        try:
+            super().step()
+        except AmpxError:  # a refusal comes before anything is changed
+            self._writes.undo_step(before)
+            raise
         self._forget_losses()
         return loss
 
@@ -170,15 +174,18 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forget all gradients, pending ones included; Paddle leaves zeros unless told otherwise."""
+        member = self.ampx_member
+        inside = member.stage == "inside"
+        self._begin_drop()
         self.optimizer.clear_grad(set_to_zero)
-        self._writes.note_cleared()
+        self._writes.note_cleared(inside)
         self._unscaled = self._norm = None
-        if self.ampx_member.stage == "inside":
+        if inside:
             self._mixer.drop_aside()
         else:
             self._forget_losses()
-        if self.ampx_member.stage != "idle":
-            self.ampx_member.forget()
+        if member.stage != "idle":
+            member.forget()
 
     clear_gradients = clear_grad
 
@@ -202,6 +209,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         Sync: with a second loss id, one a gradient.
         """
         if self.ampx_member.stage == "idle":
+            self._forget_losses()  # an exception may have left them
             self._writes.take_up(collect(self.optimizer), scale)
         else:
             self._writes.check()
@@ -223,6 +231,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             member.mixes = True
         else:
             refuse_unmixable(self.optimizer)
+        member.begin_change()  # which ends with the body: until then gradients are missing
         self._mixer.put_aside(self.optimizer, loss_id)
 
     def ampx_after_backward(self, loss_id: int) -> None:
@@ -244,17 +253,16 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside. Sync: none."""
-        self._writes.leave()
+        self._writes.leave(unfinished=self._mixer.loss_id is None)
         if self._mixer.loss_id is not None:
             drop_gradients(self.optimizer)
             self._mixer.bring_back()
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
-        """Tell which losses were finite; where only their sum is not, none was. Sync: none."""
+        """Tell which losses were finite. Sync: none."""
         if self._mixer.loss_id is None:
             return super().ampx_finite_by_loss(finite)
-        found = dict(self._mixer.finite)
-        return found if finite or not all(found.values()) else dict.fromkeys(found, False)
+        return dict(self._mixer.finite)
 
     def ampx_unscale(self) -> None:
         """Make the pending gradients true.
@@ -335,8 +343,13 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         self._writes.note_step(all(finite.values()))
         self.ampx_member.finish(finite, norm)
 
+    def _begin_drop(self) -> None:
+        if self.ampx_member.stage not in ("idle", "inside"):
+            self.ampx_member.begin_change()
+
     def drop_pending(self) -> None:
         """Forget pending gradients without counting a step. Sync: none."""
+        self._begin_drop()
         self._unscaled = self._norm = None
         self._forget_losses()
         if self.ampx_member.stage != "idle":
@@ -351,13 +364,13 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         if self._max_grad_norm is not None or self._max_grad_value is not None:
             self._clip(grads)
         self._guard.watch(self.optimizer)
-        self._guard.open = True
         try:
+            self._guard.open = True
             with self.casting_region(False):
                 self._backend.apply(self.optimizer, grads)
         finally:
             self._guard.open = False
-        self._applied = True
+        self._writes.note_step(True)
 
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in name_nonfinite(self.optimizer, None))

@@ -8,9 +8,11 @@ tells when something was added; nothing is read from the device for it.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 from ampx.errors import ProtocolError
@@ -29,6 +31,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_watching: Final[weakref.WeakSet[Writes]] = weakref.WeakSet()
 # Those whose scaled losses were handed out of their bodies, so that backwards run outside.
 _late: Final[weakref.WeakSet[Member]] = weakref.WeakSet()
 
@@ -36,6 +39,12 @@ _late: Final[weakref.WeakSet[Member]] = weakref.WeakSet()
 def note_late_backward(member: Member) -> None:
     """Note that a loss is scaled for this member whose backward runs outside of its body. Sync: none."""
     _late.add(member)
+
+
+def _attribute() -> None:
+    """Tell whose backwards have written since the last time: as long as the same bodies run, it is the same."""
+    for writes in list(_watching):
+        writes.attribute()
 
 
 class Writes:
@@ -46,19 +55,24 @@ class Writes:
         self._member = member
         self._own = False  # a body of this optimizer wrote since the last step
         self._carried: set[float] = set()  # by what others wrote, or the last step left
+        self._written: dict[str, bool] = {}  # not empty: something wrote that was not attributed yet
 
     def watch(self, parameters: Iterable[Any]) -> None:
         """Have the parameters tell when a backward has added to their gradients.
 
-        Paddle's hook cannot be taken off: it holds this object weakly, and does nothing once it is gone.
+        Paddle's hook cannot be taken off. It runs no Python code, in which a signal could be handled: an exception
+        there would become a SystemError of Paddle's backward.
 
         Sync: none.
         """
+        _watching.add(self)
         for parameter in parameters:
-            parameter._register_backward_hook(_telling(weakref.ref(self)))
+            parameter._register_backward_hook(partial(operator.setitem, self._written, "written", True))
 
-    def written(self) -> None:
-        """Take note of gradients that a backward has added. Sync: none."""
+    def attribute(self) -> None:
+        """Tell by the bodies that run what scale it was written with. Sync: none."""
+        if not self._written:
+            return
         bodies = _thread.bodies
         if any(writes is self for writes, _ in bodies):
             self._own = True
@@ -67,13 +81,19 @@ class Writes:
         elif self._own or not self._member.pending:
             self._carried.add(UNKNOWN if any(member.pending for member in _late) else 1.0)
         # Else it is the backward of a loss that was scaled before: it runs outside of its body.
+        self._written.clear()
 
     def enter(self, scale: float) -> None:
         """Note that a body of this optimizer begins. Sync: none."""
-        _thread.bodies = (*_thread.bodies, (self, scale))
+        _attribute()
+        others = tuple(body for body in _thread.bodies if body[0] is not self)
+        _thread.bodies = (*others, (self, scale))
 
-    def leave(self) -> None:
-        """Note that it ends. Sync: none."""
+    def leave(self, unfinished: bool = False) -> None:
+        """Note that it ends; what an unfinished one wrote carries its scale, if it stays. Sync: none."""
+        _attribute()
+        if self._own and unfinished:
+            self._carried.update(scale for writes, scale in _thread.bodies if writes is self)
         _thread.bodies = tuple(body for body in _thread.bodies if body[0] is not self)
 
     def take_up(self, found: list[Any], scale: float) -> None:
@@ -88,14 +108,18 @@ class Writes:
 
         Sync: none; some where they carry several scales, or were left by a skipped step.
         """
+        _attribute()
         carried = self._carried
         if not carried:
             return
         if len(carried) == 1 and UNKNOWN not in carried:
             (factor,) = carried
             if factor != scale:
+                self._carried = {UNKNOWN}  # should an exception come in between
                 rescale(found, scale / factor)
-        elif any_nonzero(found):
+            self._carried = {scale}
+            return
+        if any_nonzero(found):
             raise ProtocolError(
                 f"scale_loss was called while gradients of a skipped step or of other losses hang on the parameters "
                 f"({', '.join(one.name for one in found[:5])}); they carry other loss scales, and nobody can tell "
@@ -112,6 +136,7 @@ class Writes:
 
         Sync: none.
         """
+        _attribute()
         factors = set(self._member.factors.values())
         if self._carried and (len(factors) > 1 or self._carried != factors):
             raise ProtocolError(
@@ -120,19 +145,26 @@ class Writes:
                 f"scale_loss all optimizers that a loss has parameters of, and call opt.clear_grad() to go on."
             )
 
+    def begin_step(self) -> set[float]:
+        """Note that a step uses the gradients: they may be anything until it is noted. Sync: none.
+
+        Returns:
+            What `undo_step` is given where the step was refused.
+        """
+        before, self._carried = self._carried, {UNKNOWN}
+        return before
+
+    def undo_step(self, before: set[float]) -> None:
+        """Note that the step changed nothing. Sync: none."""
+        self._carried = before
+
     def note_step(self, finite: bool) -> None:
         """Note that a step used the gradients: they are true now, or anything where it was skipped. Sync: none."""
         self._own, self._carried = False, {1.0 if finite else UNKNOWN}
 
-    def note_cleared(self) -> None:
-        """Note that the optimizer cleared its gradients. Sync: none."""
+    def note_cleared(self, inside: bool = False) -> None:
+        """Note that the optimizer cleared its gradients, perhaps inside of a body of its own. Sync: none."""
+        self._written.clear()
         self._own, self._carried = False, set()
-
-
-def _telling(reference: weakref.ref[Writes]) -> Callable[[], None]:
-    def tell() -> None:
-        writes = reference()
-        if writes is not None:
-            writes.written()
-
-    return tell
+        if not inside:
+            self.leave()
