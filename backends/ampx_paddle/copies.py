@@ -30,7 +30,8 @@ class CopiesWithCare(abc.ABC):
             ) from error
         new = object.__new__(type(self))
         memo[id(self)] = new
-        kept = {key: value for key, value in self.__dict__.items() if key not in ("optimizer", "_mixer", "_guard")}
+        anew = ("optimizer", "_mixer", "_guard", "_writes")
+        kept = {key: value for key, value in self.__dict__.items() if key not in anew}
         new.ampx_restore({**copy.deepcopy(kept, memo), "optimizer": raw})
         return new
 

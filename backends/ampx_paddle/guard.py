@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ampx.errors import RawStepError
@@ -15,15 +19,28 @@ class StepGuard:
 
     Its truth is False, so that steps run. That closes a native defect too: after a step that Paddle's own scaler
     skipped, its mark would make every plain step do nothing.
-
-    Attributes:
-        open: The wrapper itself is stepping.
     """
 
-    def __init__(self, member: Member) -> None:
-        """Watch one member."""
+    def __init__(self, member: Member, are_scaled: Callable[[], bool]) -> None:
+        """Watch one member.
+
+        Args:
+            member: The optimizer's place in the protocol.
+            are_scaled: Returns whether gradients of which nothing is pending are not true all the same.
+        """
         self._member = member
-        self.open = False
+        self._are_scaled = are_scaled
+        self._stepping = threading.Lock()
+
+    def opened(self) -> AbstractContextManager[Any]:
+        """Return a region in which the wrapper itself steps.
+
+        A lock, though nobody waits for it: leaving it is not Python code, in which a signal could be handled.
+
+        Sync: none.
+        """
+        self._stepping = threading.Lock()
+        return self._stepping
 
     def __bool__(self) -> bool:
         """Answer the raw optimizer's question whether to skip: no.
@@ -31,12 +48,24 @@ class StepGuard:
         Raises:
             RawStepError: Gradients would be applied scaled, or without having been checked.
         """
-        if not self.open and self._member.pending:
+        if self._stepping.locked():
+            return False
+        if self._member.pending:
             raise RawStepError(
                 "the raw optimizer was stepped while gradients of scale_loss are pending; they would be applied scaled "
                 "or unchecked. Call step() on the object that ampx.wrap_optimizer returned."
             )
+        if self._are_scaled():
+            raise RawStepError(
+                "the raw optimizer was stepped on gradients that a skipped step, an exception or a scaled loss of "
+                "other optimizers left; they would be applied scaled or unchecked. Call clear_grad() before the "
+                "backward whose gradients it shall apply."
+            )
         return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepGuard:
+        """Return a guard of the copied member; locks cannot be copied."""
+        return StepGuard(copy.deepcopy(self._member, memo), self._are_scaled)
 
     def watch(self, optimizer: Any) -> None:
         """Take the mark's place on a raw optimizer, whatever stood there. Sync: none."""

@@ -65,8 +65,9 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self._mixer = LossMixer()
-        self._guard = StepGuard(self.ampx_member)
         self._writes = Writes(self.ampx_member)
+        are_scaled = weakref.WeakMethod(self._are_scaled)
+        self._guard = StepGuard(self.ampx_member, lambda: (ask := are_scaled()) is not None and ask())
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
         group = self.ampx_member.group
@@ -228,10 +229,10 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             first = next(iter(member.factors))
             self.ampx_unscale()
             self._mixer.note(first, self._unscaled is None or bool(self._unscaled.finite))
-            member.mixes = True
         else:
             refuse_unmixable(self.optimizer)
         member.begin_change()  # which ends with the body: until then gradients are missing
+        member.mixes = True
         self._mixer.put_aside(self.optimizer, loss_id)
 
     def ampx_after_backward(self, loss_id: int) -> None:
@@ -311,6 +312,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
         Raises:
             NotScaledError: There are gradients whose loss did not go through `scale_loss`.
+            ProtocolError: The gradients of the evaluation before, or of an interrupted call, were not cleared.
 
         Sync: one a dtype.
         """
@@ -319,6 +321,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             if any_nonzero(found):
                 self.ampx_member.check_step()
             return {}
+        self.ampx_member.check_step()
         self._writes.check()
         if self._unscaled is None:
             self.ampx_unscale()
@@ -364,13 +367,12 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         if self._max_grad_norm is not None or self._max_grad_value is not None:
             self._clip(grads)
         self._guard.watch(self.optimizer)
-        try:
-            self._guard.open = True
-            with self.casting_region(False):
-                self._backend.apply(self.optimizer, grads)
-        finally:
-            self._guard.open = False
+        with self._guard.opened(), self.casting_region(False):
+            self._backend.apply(self.optimizer, grads)
         self._writes.note_step(True)
+
+    def _are_scaled(self) -> bool:
+        return self._writes.are_scaled(collect(self.optimizer))
 
     def _culprits(self) -> tuple[str, ...]:
         return tuple(name for name, _, _ in name_nonfinite(self.optimizer, None))

@@ -7,8 +7,8 @@ tells when something was added; nothing is read from the device for it.
 
 from __future__ import annotations
 
+import itertools
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from typing import Any, Final
 from ampx.errors import ProtocolError
 from ampx.group import Member
 
-from .gradients import any_nonzero, rescale
+from .gradients import any_nonzero, rescale, unscale
 
 # What gradients carry that no scale can be told of.
 UNKNOWN: Final = math.inf
@@ -27,11 +27,13 @@ UNKNOWN: Final = math.inf
 class _Thread(threading.local):
     """The `scale_loss` bodies that run in the calling thread, the innermost last."""
 
-    bodies: tuple[tuple[Writes, float], ...] = ()
+    bodies: tuple[tuple[weakref.ref[Writes], float], ...] = ()
 
 
 _thread = _Thread()
-_watching: Final[weakref.WeakSet[Writes]] = weakref.WeakSet()
+# By name, those whose gradients a backward of the calling thread has written to, and nobody has asked yet by whose.
+_written: Final = threading.local()
+_numbers: Final = itertools.count()
 # Those whose scaled losses were handed out of their bodies, so that backwards run outside.
 _late: Final[weakref.WeakSet[Member]] = weakref.WeakSet()
 
@@ -42,9 +44,17 @@ def note_late_backward(member: Member) -> None:
 
 
 def _attribute() -> None:
-    """Tell whose backwards have written since the last time: as long as the same bodies run, it is the same."""
-    for writes in list(_watching):
-        writes.attribute()
+    """Note whose backwards have written since the last time: as long as the same bodies run, it is the same."""
+    written: dict[str, weakref.ref[Writes]] = _written.__dict__
+    for name, reference in list(written.items()):
+        if (writes := reference()) is not None:
+            writes.attribute()
+        del written[name]
+
+
+def _bodies() -> list[tuple[Writes, float]]:
+    """Return the bodies that run in the calling thread; one that an exception kept open ends with its optimizer."""
+    return [(writes, scale) for reference, scale in _thread.bodies if (writes := reference()) is not None]
 
 
 class Writes:
@@ -55,25 +65,23 @@ class Writes:
         self._member = member
         self._own = False  # a body of this optimizer wrote since the last step
         self._carried: set[float] = set()  # by what others wrote, or the last step left
-        self._written: dict[str, bool] = {}  # not empty: something wrote that was not attributed yet
+        self._name = f"writes_{next(_numbers)}"
 
     def watch(self, parameters: Iterable[Any]) -> None:
         """Have the parameters tell when a backward has added to their gradients.
 
-        Paddle's hook cannot be taken off. It runs no Python code, in which a signal could be handled: an exception
-        there would become a SystemError of Paddle's backward.
+        Paddle's hook cannot be taken off: it holds this object weakly. It runs no Python code, in which a signal could
+        be handled: an exception there would become a SystemError of Paddle's backward.
 
         Sync: none.
         """
-        _watching.add(self)
+        note = partial(setattr, _written, self._name, weakref.ref(self))
         for parameter in parameters:
-            parameter._register_backward_hook(partial(operator.setitem, self._written, "written", True))
+            parameter._register_backward_hook(note)
 
     def attribute(self) -> None:
-        """Tell by the bodies that run what scale it was written with. Sync: none."""
-        if not self._written:
-            return
-        bodies = _thread.bodies
+        """Note by the bodies that run which scale a backward has written with. Sync: none."""
+        bodies = _bodies()
         if any(writes is self for writes, _ in bodies):
             self._own = True
         elif bodies:
@@ -81,20 +89,22 @@ class Writes:
         elif self._own or not self._member.pending:
             self._carried.add(UNKNOWN if any(member.pending for member in _late) else 1.0)
         # Else it is the backward of a loss that was scaled before: it runs outside of its body.
-        self._written.clear()
 
     def enter(self, scale: float) -> None:
         """Note that a body of this optimizer begins. Sync: none."""
         _attribute()
-        others = tuple(body for body in _thread.bodies if body[0] is not self)
-        _thread.bodies = (*others, (self, scale))
+        self._end_body()
+        _thread.bodies = (*_thread.bodies, (weakref.ref(self), scale))
 
     def leave(self, unfinished: bool = False) -> None:
         """Note that it ends; what an unfinished one wrote carries its scale, if it stays. Sync: none."""
         _attribute()
         if self._own and unfinished:
-            self._carried.update(scale for writes, scale in _thread.bodies if writes is self)
-        _thread.bodies = tuple(body for body in _thread.bodies if body[0] is not self)
+            self._carried.update(scale for writes, scale in _bodies() if writes is self)
+        self._end_body()
+
+    def _end_body(self) -> None:
+        _thread.bodies = tuple((weakref.ref(writes), scale) for writes, scale in _bodies() if writes is not self)
 
     def take_up(self, found: list[Any], scale: float) -> None:
         """Bring the gradients that are there before the first backward of a step to its scale.
@@ -114,8 +124,8 @@ class Writes:
             return
         if len(carried) == 1 and UNKNOWN not in carried:
             (factor,) = carried
-            if factor != scale:
-                self._carried = {UNKNOWN}  # should an exception come in between
+            if factor != scale and found:
+                self._member.begin_change()  # entering the body ends it, or leaving it
                 rescale(found, scale / factor)
             self._carried = {scale}
             return
@@ -145,6 +155,19 @@ class Writes:
                 f"scale_loss all optimizers that a loss has parameters of, and call opt.clear_grad() to go on."
             )
 
+    def are_scaled(self, found: list[Any]) -> bool:
+        """Return whether gradients of which nothing is pending are known not to be true.
+
+        Args:
+            found: The parameters that have a gradient.
+
+        Sync: one a gradient, where they may be so.
+        """
+        _attribute()
+        if UNKNOWN in self._carried:  # a skipped step left inf or NaN, if they were not cleared since
+            return any_nonzero(found) and not unscale(found, 1.0)
+        return not self._carried <= {1.0} and any_nonzero(found)
+
     def begin_step(self) -> set[float]:
         """Note that a step uses the gradients: they may be anything until it is noted. Sync: none.
 
@@ -164,7 +187,7 @@ class Writes:
 
     def note_cleared(self, inside: bool = False) -> None:
         """Note that the optimizer cleared its gradients, perhaps inside of a body of its own. Sync: none."""
-        self._written.clear()
+        _written.__dict__.pop(self._name, None)
         self._own, self._carried = False, set()
         if not inside:
             self.leave()

@@ -134,8 +134,8 @@ class Subject:
         if math.isinf(self.third):
             return [self.plainly()]
         parts = {self.third} if self.clears else {self.third + self.history[-1]}
-        parts |= {self.third / 2} if self.by == "twice" else set()
-        parts |= {self.third * part / self.losses for part in range(1, self.losses)}
+        backwards = self.losses * (2 if self.by == "twice" else 1)
+        parts |= {self.third * part / backwards for part in range(1, backwards)}
         return [self.plainly(), *(self.plainly(part) for part in parts)]
 
 
@@ -170,6 +170,7 @@ def interruptions(name, first, error=Interruption):
         assert subject.stand_at(*choices), place
         places += 1
         yield subject, place, choices
+        subject.clear_grad()  # nothing is left pending for the tests that follow
     assert places > 5
 
 
@@ -193,13 +194,14 @@ def test_the_raw_optimizer_after_an_interruption_steps_rightly_or_is_refused(nam
         pytest.skip("Paddle's LBFGS does not ask whether it may step")
     for subject, place, choices in interruptions(name, 2):
         left = [0.0, *subject.history, 1.5]  # gradients that were never scaled, or stepped with, are the user's
-        stepped = [] if subject.stand_at(choices[0]) or math.isinf(subject.third) else [subject.third]
+        third = subject.third if subject.clears else subject.third + subject.history[-1]
+        stepped = [] if subject.stand_at(choices[0]) or math.isinf(third) else [third]
         for raw in subject.raws:
             try:
                 raw.step()
             except ampx.RawStepError:
                 continue
-        again = [subject.plainly(*some, one) for some in ([], stepped) for one in (*left, subject.third)]
+        again = [subject.plainly(*some, one) for some in ([], stepped) for one in (*left, third)]
         assert subject.stand_at(*choices, *(one for one in again if math.isfinite(one))), place
 
 
@@ -234,7 +236,7 @@ def test_going_on_without_clear_grad_after_an_interruption_is_right_or_is_refuse
             subject.clear_grad()
             continue
         third = subject.third if math.isfinite(subject.third) else 0.0
-        parts = {0.0, third, third / 2, subject.history[-1], third + subject.history[-1]}
+        parts = {*(third * part / 4 for part in range(5)), subject.history[-1], third + subject.history[-1]}
         befores = [[one] for one in parts] if stepped or len(subject.opts) > 1 else []
         expected = [subject.plainly(*before, 5.0 + one) for before in (*befores, []) for one in parts]
         skipped = choices if math.isinf(subject.third) else []
