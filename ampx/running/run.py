@@ -53,7 +53,7 @@ class Run:
         misuse: An option of the command that cannot be honoured, which the script may have caught.
         stood_down: What the script does by itself, for a sentence; "" while this run automates it.
         provided: Modules that the script imported, are missing here, and that the backend provided.
-        lines: The lines of code that do the same by hand. Set it where those of `explain` do not fit the framework.
+        lines: The lines of code that do the same by hand, or none. Set it where those of `explain` do not fit.
     """
 
     framework: str
@@ -65,7 +65,7 @@ class Run:
     misuse: InvalidOptionError | None = None
     stood_down: str = ""
     provided: list[str] = field(default_factory=list)
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False
     _waiting: str = ""
@@ -260,8 +260,8 @@ class Run:
         """Return the lines of code that do by hand what this run did; none where nothing was cast. Sync: none."""
         if self.amp is not None and self.amp.effective.dtype is None and not self.stood_down:
             return ()
-        if self.lines or self.amp is None:
-            return self.lines
+        if self.lines is not None or self.amp is None:
+            return self.lines or ()
         return (
             f"amp = ampx.init({self.framework!r}, dtype={self.amp.effective.dtype!r}, level={self.settings.level!r})",
             "optimizer = ampx.wrap_optimizer(optimizer)",

@@ -74,13 +74,8 @@ class Automation:
             RunRefusedError: The script has mixed precision of its own.
             InvalidOptionError: The settings cannot be honoured.
         """
+        self.refuse_own_scaling()
         if self.run.amp is None:
-            for name in _OWN_SCALING:
-                if name in sys.modules:
-                    self.run.refuse(
-                        f"the script imports {name}, mixed precision of its own; accepted: float32 scripts. Run it "
-                        f"without ampx, or take it out"
-                    )
             amp = self.run.session(**self._preferred())
             self.regions.enter_context(self.run.recorder.phase("train"))
             if amp.casting is not None:
@@ -89,7 +84,7 @@ class Automation:
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
                 self.outcomes = outcomes.Outcomes(group.config, self._tell)
-            self.run.lines = _lines(amp.effective.dtype)
+            self.run.lines = _lines(amp.effective.dtype, self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
         if low:
             self.run.refuse(
@@ -98,6 +93,19 @@ class Automation:
             )
         assert self.member is not None
         self.run.recorder.add_optimizer(kind, float(self.member.group.states[0].scale), 0)
+
+    def refuse_own_scaling(self) -> None:
+        """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply.
+
+        Raises:
+            RunRefusedError: It has.
+        """
+        for name in _OWN_SCALING:
+            if name in sys.modules:
+                self.run.refuse(
+                    f"the script imports {name}, mixed precision of its own; accepted: float32 scripts. Run it "
+                    f"without ampx, or take it out"
+                )
 
     def _preferred(self) -> dict[str, str]:
         """Prefer bfloat16 where nothing was asked for: it needs no loss scale, which a compiled step must fetch."""
@@ -149,11 +157,13 @@ class Automation:
             self.member.finish({0: bool(finite)})
 
 
-def _lines(dtype: str | None) -> tuple[str, ...]:
+def _lines(dtype: str | None, scales: bool) -> tuple[str, ...]:
+    scaling = "with ampx.scale_loss(loss, opt_state) as scaled: return scaled  # at the end of what is differentiated"
     return (
-        f'amp = ampx.init("jax", dtype="{dtype or "float32"}")',
+        f'amp = ampx.init("jax", dtype="{dtype}")',
         "loss_of = ampx_jax.autocast(loss_of)",
         "tx = ampx.wrap_optimizer(tx)",
+        *((scaling,) if scales else ()),
     )
 
 
@@ -179,6 +189,7 @@ def automate(run: Run) -> Iterator[None]:
         finally:
             if this.casts and not this.differentiated:
                 run.recorder.notes.append(NO_GRADIENTS)
+                run.lines = ()
             this.live = False
             this.regions.close()
             run.close()
@@ -194,6 +205,8 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
 
     @functools.wraps(native)
     def managed(*args: Any, **kwargs: Any) -> Any:
+        if this.casts:
+            this.refuse_own_scaling()
         plain = native(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         function = given.pop("fun", None)
@@ -285,6 +298,7 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
             enabled = outermost and this.member is not None and this.member.group.enabled
             if not enabled or not jax.tree.leaves(updates):
                 return native(updates, state, params, **extra)
+            this.refuse_own_scaling()
             _, finite = optimizer.unscale(updates, jnp.float32(1.0))
             this.report(finite)
             return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), state)

@@ -166,6 +166,35 @@ def test_what_was_compiled_inside_is_as_before_outside():
     assert run.recorder.steps == 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_lines_by_hand_are_what_ran(dtype):
+    run, region = automate(dtype)
+    with region:
+        weights, _ = train([1.0, 2.0, 3.0])
+    lines = run.explain()
+    names = {"ampx": ampx, "ampx_jax": ampx_jax, "loss_of": loss_of, "tx": optax.adam(0.1)}
+    exec("\n".join(lines[:3]), names)
+    source = ["def differentiated(weights, x, opt_state):", "    loss = loss_of(weights, x)"]
+    exec("\n".join([*source, *(f"    {line}" for line in lines[3:] or ("return loss",))]), names)
+    by_hand, state = B, names["tx"].init(B)
+    for factor in (1.0, 2.0, 3.0):
+        grads = jax.jit(jax.grad(names["differentiated"]))(by_hand, A * factor, state)
+        updates, state = names["tx"].update(grads, state, by_hand)
+        by_hand = optax.apply_updates(by_hand, updates)
+    assert ampx.last_step(state).scale == (65536.0 if dtype == "float16" else 1.0)
+    # Weights below one, each update rounded once to the spacing of 2**-24, which the next steps carry on.
+    np.testing.assert_allclose(weights, by_hand, rtol=0, atol=3 * 2.0**-23)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"level": "O0"}, {}])
+def test_there_are_no_lines_by_hand_where_nothing_was_cast(settings):
+    run = Run("jax", RunSettings(device="cpu", **settings))
+    with ampx_jax.load().automate(run):
+        train([1.0])
+    assert run.recorder.steps == 1
+    assert run.explain() == ()
+
+
 def test_gradients_that_come_by_another_way_are_told_of():
     run, region = automate()
     with region:
@@ -175,6 +204,7 @@ def test_gradients_that_come_by_another_way_are_told_of():
         tx.update(pullback(jnp.float32(1.0))[0], state)
     (note,) = run.recorder.notes
     assert "jax.vjp" in note
+    assert run.explain() == ()
 
 
 def test_mixed_precision_of_the_scripts_own_is_refused(monkeypatch):
@@ -186,6 +216,24 @@ def test_mixed_precision_of_the_scripts_own_is_refused(monkeypatch):
     _, region = automate()
     with region, pytest.raises(ampx.RunRefusedError, match="imports jmp"):
         optax.sgd(0.1).init(B)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dynamic_scale_of_flax_is_refused_before_the_first_step_wherever_it_is_imported(dtype):
+    def step(weights, state, tx):
+        from flax.training.dynamic_scale import DynamicScale
+
+        _, _, _, grads = DynamicScale().value_and_grad(loss_of)(weights, A)
+        return tx.update(grads, state, weights)
+
+    pytest.importorskip("flax", reason="flax is not installed")
+    run, region = automate(dtype)
+    with region:
+        tx = optax.sgd(0.1)
+        state = tx.init(B)
+        with pytest.raises(ampx.RunRefusedError, match=r"imports flax\.training\.dynamic_scale"):
+            step(B, state, tx)
+    assert run.recorder.steps == 0
 
 
 def test_functions_that_look_at_values_are_refused_and_errors_of_the_script_are_its_own():
