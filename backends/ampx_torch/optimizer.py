@@ -112,11 +112,13 @@ class AmpOptimizer(Stepping):
     # -- what core asks ------------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true. Sync: one a device; none where the scale lives on the device."""
-        if not self.ampx_member.group.enabled or self.ampx_member.stage == "unscaled":
+        """Make the pending gradients true; the step tests them again, since they may change until then. Sync: none."""
+        if not self.ampx_member.group.enabled:
             return
-        self.ampx_member.check_step()
-        self.check_and_unscale()
+        if self.ampx_member.stage != "unscaled":
+            self.ampx_member.check_step()
+            self.check_and_unscale(reads=False)
+        self.revealed = True
 
     def ampx_clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Unscale if not done, clip, and give the norm before clipping as a float32 scalar tensor."""

@@ -17,7 +17,7 @@ from ampx.optimizer import WrappedOptimizer
 from . import casting, folding
 from .closures import evaluates_once, step_with_closure
 from .delegation import DelegatingOptimizer
-from .gradients import GradientSet, clip
+from .gradients import GradientSet, clip, reads_free
 from .guard import StepGuard
 from .ledger import TensorLedger
 from .losses_by_id import LossMixer
@@ -45,7 +45,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
     _casting_off: AbstractContextManager[Any]
     _guard: StepGuard
     _guard_handle: Any
-    # Finiteness by loss id of gradients that are true already: bools, or flags on the device.
+    # Finiteness by loss id of gradients that are true already: bools, or flags on a device that nobody has read.
     _checked: dict[int, Any]
     _norm: Any
     revealed: bool
@@ -94,8 +94,10 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         if gradients or (self._process_group is not None and member.stage != "idle"):
             folds = self._max_norm is not None or self.gradients.reads_fast  # else it never pays
             if not (folds and self._step_folded(gradients)):
-                if member.stage == "scaled" or self.revealed:
+                if member.stage == "scaled":
                     self.divide(gradients)
+                elif self.revealed:
+                    self.test_again(gradients)
                 self._finish()
         else:
             self._step_without_gradients()
@@ -124,30 +126,38 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             return []
         return gradients
 
-    def check_and_unscale(self) -> None:
-        """Make pending scaled gradients true and note their finiteness; nothing where that is done."""
+    def check_and_unscale(self, reads: bool = True) -> None:
+        """Make pending scaled gradients true and note their finiteness; test true ones that may have changed.
+
+        Args:
+            reads: As in `divide`.
+        """
         member = self.ampx_member
         if member.stage == "scaled" or (member.stage == "unscaled" and self.revealed):
             if self.leftovers.notes:
                 self.bring_together()
-            self.divide(self.collect())
+            if member.stage == "scaled":
+                self.divide(self.collect(), reads)
+            else:
+                self.test_again(self.collect())
             member.note_unscaled()
 
-    def divide(self, gradients: list[list[torch.Tensor]]) -> None:
-        """Divide gradients by what they carry and note their finiteness; the stage is "interrupted" after it.
+    def divide(self, gradients: list[list[torch.Tensor]], reads: bool = True) -> None:
+        """Divide gradients by the scale they carry and note their finiteness; the stage is "interrupted" after it.
 
-        True ones are tested again: somebody else may have written to them since.
+        Args:
+            gradients: What `collect` gave.
+            reads: Read the finiteness now, if the scale is on the host; False leaves it to the step where reading
+                would wait for a device.
         """
         member, on_device = self.ampx_member, self.on_device
-        if member.stage == "unscaled":
-            loss_id, factor = next(iter(self._checked), 0), 1.0
-        else:
-            loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
-            factor = member.factors[loss_id]
+        unread = on_device or not (reads or reads_free([one for bucket in gradients for one in bucket]))
+        loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
+        factor = member.factors[loss_id]
         member.begin_change()
         try:
             grows = on_device and self._may_grow(factor, loss_id)
-            flags = self.gradients.unscale(gradients, factor, on_device or self.mixer.waits, grows)
+            flags = self.gradients.unscale(gradients, factor, unread or self.mixer.waits, grows)
         except LowPrecisionParametersError:  # a refusal comes before anything is divided
             member.end_change()
             raise
@@ -156,11 +166,32 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         else:
             if self._process_group is not None:
                 flags = [self._agree(self.gradients.combine(flags))]
-            finite = self.gradients.combine(flags) if on_device else self.gradients.finite(flags)
+            finite = self.gradients.combine(flags) if unread else self.gradients.finite(flags)
         if loss_id in self._checked:
             earlier = self._checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self._checked[loss_id] = finite
+
+    def test_again(self, gradients: list[list[torch.Tensor]]) -> None:
+        """Test true gradients again: somebody may have written to them since. The stage is "interrupted" after it.
+
+        What is not finite counts for the first loss; for none, where one had overflowed before.
+        """
+        self.ampx_member.begin_change()
+        unread = [found for found in self._checked.values() if isinstance(found, torch.Tensor)]
+        if len(unread) < len(self._checked) and not all(self._checked.values()):
+            return  # the step is skipped, whatever they are
+        loss_id = next(iter(self._checked), 0)
+        flag = self.gradients.combine(self.gradients.unscale(gradients, 1.0, fresh=True))
+        if self._process_group is not None:
+            flag = self._agree(flag)
+        if not self.on_device:
+            self._checked[loss_id] = not self.gradients.combine([*unread, flag]).item()
+        elif unread:
+            flag = torch.where(self.gradients.combine(unread) == 0, flag.to(unread[0].device), 0.0)
+            self._checked[loss_id] = self.gradients.combine([unread[0], flag])
+        else:
+            self._checked[loss_id] = flag
 
     def divide_new(self) -> None:
         """Divide what the backward of one of several losses gave, and add what was put aside.
@@ -211,10 +242,9 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
         """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
-        overflow: Any = (
-            self.gradients.combine(list(self._checked.values())) if self.on_device and self._checked else None
-        )
-        if not self.on_device and not all(self._checked.values()):
+        unread = [found for found in self._checked.values() if isinstance(found, torch.Tensor)]
+        overflow: Any = self.gradients.combine(unread) if unread else None
+        if False in [found for found in self._checked.values() if isinstance(found, bool)]:
             max_value, overflow = None, True
         member = self.ampx_member
         begins = member.stage != "interrupted"
@@ -364,11 +394,11 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_member.restart()
 
     def take_checked(self) -> dict[int, bool]:
-        """Give and forget the finiteness found so far, by loss id. Sync: where the scale is on the device."""
+        """Return and forget the finiteness so far, by loss id. Sync: where it was not read yet."""
         checked, self._checked = self._checked, {}
-        if self.on_device:
-            return {loss_id: not bool(flag) for loss_id, flag in checked.items()}
-        return checked
+        return {
+            loss_id: not bool(found) if isinstance(found, torch.Tensor) else found for loss_id, found in checked.items()
+        }
 
     def heal(self) -> None:
         """Put right what an exception left half done, except the gradients, which are about to be cleared."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ampx
+from ampx_torch import stepping
 
 LARGE = 2**16  # elements from which on a gradient is read before the kernel divides it
 PATHS = {
@@ -101,3 +102,37 @@ def test_a_norm_beyond_float32_is_told_and_an_overflow_is_still_one(amp, backwar
 def test_a_backend_asked_to_unscale_by_less_than_1_tests_the_quotient(value, amp):
     unscaled = amp.backend.unscale([torch.full((2,), value)], 2.0**-10)
     assert unscaled.finite == (value == 1.0)
+
+
+# -- written after unscale -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["", "as on an accelerator"])
+@pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 1.0)], ids=["unscale", "clip"])
+@pytest.mark.parametrize("path", PATHS)
+def test_what_becomes_infinite_after_unscale_is_not_applied(path, call, elsewhere, amp, backward, monkeypatch):
+    if elsewhere:
+        monkeypatch.setattr(stepping, "reads_free", lambda tensors: False)
+    weights, opt = wrapped(3, **PATHS[path])
+    for late in (torch.inf, 1.0, torch.nan, 2.0):  # from another process's sum, say
+        opt.zero_grad()
+        before = weights[0].detach().clone()
+        backward(sum(weight.sum() for weight in weights), opt)
+        call(opt)
+        weights[0].grad.data *= late
+        opt.step()
+        assert opt.last_step.applied == opt.last_step.finite == math.isfinite(late)
+        assert torch.equal(weights[0], before) != math.isfinite(late)
+    assert opt.loss_scale == 2.0**14
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_after_unscale_an_overflow_of_one_loss_still_counts_for_that_one_only(path, amp, backward):
+    weights, opt = wrapped(3, **PATHS[path])
+    for loss_id, value in enumerate((1.0, torch.inf)):
+        backward((weights[0] * value).sum() + weights[1].sum(), opt, loss_id=loss_id)
+    ampx.unscale(opt)
+    opt.step()
+    losses = amp.state_dict(opt)["groups"][0]["losses"]
+    assert {loss["loss_id"]: loss["scale"] for loss in losses} == {0: 2.0**16, 1: 2.0**15}
+    assert not opt.last_step.applied

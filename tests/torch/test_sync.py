@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampx
-from ampx_torch import gradients
+from ampx_torch import gradients, stepping
 
 INF = float("inf")
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
@@ -278,6 +278,32 @@ def test_a_step_waits_no_more_often_than_torchs_scaler_and_never_with_the_scale_
         assert count(ampx_step(*fresh(), device_scale=True, **bound)) == native == 0
     else:
         assert count(ampx_step(*fresh(), **bound)) <= native
+
+
+def test_unscale_and_a_step_wait_no_more_often_than_torchs_scaler(amp, monkeypatch):
+    for module in (gradients, stepping):
+        monkeypatch.setattr(module, "reads_free", lambda tensors: False)  # as on an accelerator
+    parameter, scaler = nn.Parameter(torch.ones(3)), torch.amp.GradScaler("cpu")
+    raw = torch.optim.SGD([parameter], lr=0.1)
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=0.1))
+
+    def native():
+        raw.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(raw)
+        parameter.grad *= 2
+        scaler.step(raw)
+        scaler.update()
+
+    def step():
+        opt.zero_grad()
+        with ampx.scale_loss(parameter.sum(), opt) as scaled:
+            scaled.backward()
+        ampx.unscale(opt)
+        parameter.grad *= 2
+        opt.step()
+
+    assert count(step) == count(native) > 0
 
 
 def test_waits_are_counted():

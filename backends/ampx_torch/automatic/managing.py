@@ -337,7 +337,6 @@ class Manager:
         quiet, self.quiet = self.quiet, True
         try:
             managed.wrapped.ampx_unscale()
-            managed.wrapped.revealed = True
         except AmpxError as error:
             self.run.refuse_for(error)
         finally:
