@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Set
 from typing import Final
 
 from .apex_gradients import GradientReaders
 from .edits import WIDTH, Plan
 from .flow import Flow, Place
 from .numbers import as_bool, loss_scale, number
-from .optimizers import keeps
+from .optimizers import asks_for_type, keeps
 from .program import FUNCTIONS, Function, Reference, arguments, dotted, is_none
 from .report import NeedsHumanError
 
@@ -117,7 +118,7 @@ class ApexAmp:
                 "Whatever scales the loss for apex has to do it for ampx, by `ampx.scale_loss`. Rewrite this by hand.",
             )
         if regions or masters:
-            GradientReaders(self._plan, regions).rewrite(masters)
+            GradientReaders(self._plan, regions, initialized).rewrite(masters)
 
     def _has_optimizer(self, call: ast.Call) -> bool:
         optimizers = (arguments(call, _INITIALIZE) or {}).get("optimizers")
@@ -268,10 +269,14 @@ class ApexAmp:
         for raw in _elements_of(optimizers):
             place = flow.place(raw)
             if place is None:
+                self._check_made_here(raw, target)
                 continue
             for use in flow.uses.get(place, []):
                 if program.inside(use, call) or program.function(use) is not home:
                     continue
+                if asks_for_type(program, use):
+                    code = program.code(program.parent(use))
+                    raise NeedsHumanError(use, f"`{code}` is the wrapper's class", "Use isinstance.")
                 statement = program.code(program.statement(use)).strip().split("\n")[0]
                 if program.order(use) < program.order(call) and keeps(program, use):
                     raise NeedsHumanError(
@@ -286,9 +291,22 @@ class ApexAmp:
             ):
                 self._check_left(call, home, place)
             else:
-                self._check_makers(home, raw)
+                self._check_makers(home, raw, targets)
 
-    def _check_makers(self, home: Function | ast.Module, raw: ast.expr) -> None:
+    def _check_made_here(self, raw: ast.expr, target: ast.expr) -> None:
+        """Refuse optimizers that are taken out of something, which goes on with those that are not wrapped.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        code = self._program.code(raw).strip()
+        makes = isinstance(raw, ast.Call) and (self._program.qualified(raw.func) or self._flow.place(raw.func))
+        if not makes and ast.unparse(raw) not in [ast.unparse(element) for element in _elements_of(target)]:
+            raise NeedsHumanError(
+                raw, f"`{code}`: what it is taken from keeps the optimizers that are not wrapped", _BY_HAND
+            )
+
+    def _check_makers(self, home: Function | ast.Module, raw: ast.expr, targets: Set[Place | None]) -> None:
         """Refuse where the function that made the optimizer steps it itself, and another one wraps it.
 
         Raises:
@@ -297,7 +315,7 @@ class ApexAmp:
         program, flow = self._program, self._flow
         for origin in flow.origins(raw) or ():
             place = flow.place(origin.node)
-            if program.function(origin.node) is home or place is None:
+            if program.function(origin.node) is home or place is None or place in targets:
                 continue
             for use in flow.uses.get(place, []):
                 method = program.parent(use)

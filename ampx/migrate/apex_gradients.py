@@ -21,8 +21,8 @@ from .program import FUNCTIONS, Function, called_name, decided, dotted
 from .report import NeedsHumanError
 
 # What an optimizer's gradients are: none that count, times the loss scale, or true. `scaled before`: already when
-# the present function was called, so that its caller has to see to them.
-State: TypeAlias = Literal["clear", "scaled", "scaled before", "true"]
+# the present function was called, so that its caller has to see to them. `never scaled`: of a plain backward.
+State: TypeAlias = Literal["clear", "scaled", "scaled before", "true", "never scaled"]
 Fact: TypeAlias = tuple[str, bool]  # the text of a test, and whether it holds
 
 _CLIPS: Final = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grad_value"}
@@ -31,6 +31,7 @@ _NO_GRADIENTS: Final = re.compile(
     r"zero_?grad|no_?grad|enable_grad|requires_grad|retain_grad|grad_enabled|autograd|gradscaler|grad(ient)?_?accum",
     flags=re.I,
 )
+_MODELS: Final = {"parameters", "named_parameters"}  # what only a model has
 _ENDS: Final = {"sys.exit", "exit", "quit", "os._exit", "os.abort"}
 _NEW_TENSORS: Final = re.compile(
     r"(torch\.(zeros|ones|empty|full|rand|randn|randint)(_like)?|torch\.(tensor|from_numpy|as_tensor|stack|cat|clamp|"
@@ -78,10 +79,12 @@ class Frame:
     Attributes:
         names: Which of its parameters the optimizer is, and what that is in the outermost function.
         depth: How many calls it is away from that.
+        branched: Whether one of those calls stands in a branch.
     """
 
     names: tuple[tuple[Place, Place], ...]
     depth: int
+    branched: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,12 @@ class Findings:
 class GradientReaders:
     """Plans what makes gradients true in time, and the end of `master_params`."""
 
-    def __init__(self, plan: Plan, regions: dict[ast.AST, ast.expr]) -> None:
-        """Take the `scale_loss` blocks, each with the expression of its optimizers."""
+    def __init__(self, plan: Plan, regions: dict[ast.AST, ast.expr], initialized: list[ast.Call]) -> None:
+        """Take the `scale_loss` blocks, each with the expression of its optimizers, and the calls of `initialize`."""
         self._plan = plan
         self.program = plan.program
         self.regions = regions
+        self.initialized = initialized
         self._by_function: dict[ast.AST, list[ast.AST]] = {}
         for region in regions:
             self._by_function.setdefault(self.program.function(region), []).append(region)
@@ -138,6 +142,11 @@ class GradientReaders:
         while self._load_callees():
             self.flow = plan.flow
             self._reached = self._lead_to_a_block()
+        self.models = self._find_models()
+        functions: list[Function] = [*self.program.every(ast.FunctionDef), *self.program.every(ast.AsyncFunctionDef)]
+        self.readers = {
+            function.name for function in functions if any(map(self.looks_at_gradients, ast.walk(function)))
+        }
 
     def rewrite(self, masters: list[ast.Call]) -> None:
         """Plan the edits.
@@ -273,6 +282,62 @@ class GradientReaders:
             for inner in ast.walk(node)
         )
 
+    # -- who may look at gradients ---------------------------------------------------------------------------
+
+    def _find_models(self) -> set[Place]:
+        """Return what holds a model: what is asked for its parameters, and what that is passed on to."""
+        attributes = [node for name in _MODELS for node in self.flow.attributes.get(name, [])]
+        places = {place for node in attributes if (place := self.flow.place(node.value)) is not None}
+        waiting = list(places)
+        while waiting:
+            for use in self.flow.uses.get(waiting.pop(), []):
+                passed = [place for place in self.flow.receivers(use) if place not in places]
+                places.update(passed)
+                waiting += passed
+        return places
+
+    def looks_at_gradients(self, node: ast.AST) -> bool:
+        """Return whether a node by itself looks at gradients: `p.grad`, "grad", or a function named for them."""
+        if isinstance(node, ast.Attribute) and node.attr == "grad":
+            return True
+        if isinstance(node, ast.Constant):
+            return node.value == "grad"
+        return isinstance(node, (ast.Name, ast.Attribute)) and self.is_named_for_gradients(node)
+
+    def is_named_for_gradients(self, function: ast.expr) -> bool:
+        """Return whether what is called is named for gradients, here or where it is imported from."""
+        last = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        for full in self.program.qualified(function) or {last}:
+            names = {last, full.rpartition(".")[2]}
+            reads = any(_GRADIENTS.search(name) for name in names) and not _NO_GRADIENTS.search(full)
+            if names & _CLIPS or reads:
+                return True
+        return False
+
+    def may_look(self, call: ast.Call) -> bool:
+        """Return whether a call may look at gradients, as far as names and arguments tell."""
+        function = call.func
+        if self.is_named_for_gradients(function):
+            return True
+        if any(isinstance(value, ast.Constant) and value.value == "grad" for value in call.args):
+            return True
+        if self.program.qualified(function) or self.flow.called(call) is not None:
+            return False
+        root: ast.AST = function
+        while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
+            root = root.func if isinstance(root, ast.Call) else root.value
+        place = self.flow.place(root)
+        bindings = self.flow.bindings.get(place, []) if place is not None else []
+        values = [binding.value for binding in bindings if binding.value is not None]
+        if any(self.looks_at_gradients(inner) for value in values for inner in ast.walk(value)):
+            return True
+        if place is None or place in self.models:  # a builtin, or a model's own method
+            return False
+        return called_name(call) in self.readers or any(
+            self.flow.place(value) in self.models or (isinstance(value, ast.Call) and called_name(value) in _MODELS)
+            for value in (*call.args, *(keyword.value for keyword in call.keywords))
+        )
+
 
 def elements(optimizers: ast.expr) -> list[ast.expr]:
     """Return the optimizers of a block, which may be a list."""
@@ -339,8 +404,8 @@ class _Walk:
 
     def _guard(self, worlds: Worlds) -> Fact | None:
         """Return the test by which the ways that led through a block differ from the others; None for no need."""
-        scaled = [world for world in worlds if world.state != "clear"]
-        clear = [world for world in worlds if world.state == "clear"]
+        scaled = [world for world in worlds if world.state not in ("clear", "never scaled")]
+        clear = [world for world in worlds if world.state in ("clear", "never scaled")]
         if not clear or not scaled:
             return None
         for test, holds in sorted(frozenset.intersection(*(world.facts for world in scaled))):
@@ -416,7 +481,7 @@ class _Walk:
             after = set()
             for world in worlds:
                 skipped = unscale.guard is not None and (unscale.guard[0], not unscale.guard[1]) in world.facts
-                if not skipped and world.state == "clear":
+                if not skipped and world.state in ("clear", "never scaled"):
                     self._findings.wrong.append(statement)
                 after.add(world if skipped else World("true", world.facts))
             worlds = frozenset(after)
@@ -500,9 +565,23 @@ class _Walk:
         for event in _events(node):
             if isinstance(event, ast.Call):
                 worlds = self._call(event, worlds, statement, frame)
+            elif isinstance(event, ast.Name):
+                if self._hands_over_a_reader(event):
+                    self._read(event, worlds, statement, frame)
             elif not self._program.qualified(event) and not self._is_no_parameter(event):
                 self._read(event, worlds, statement, frame)
         return worlds
+
+    def _hands_over_a_reader(self, name: ast.Name) -> bool:
+        """Return whether a name is a function that looks at gradients, and is given to somebody who may call it."""
+        place, outer = self._flow.place(name), self._program.parent(name)
+        passed = isinstance(outer, ast.keyword) or (isinstance(outer, ast.Call) and name is not outer.func)
+        if place is None or not passed:
+            return False
+        values = [binding.value for binding in self._flow.bindings.get(place, []) if binding.value is not None]
+        lambdas = [value for value in values if isinstance(value, ast.Lambda)]
+        reads = any(self._readers.looks_at_gradients(inner) for value in lambdas for inner in ast.walk(value))
+        return reads or (name.id in self._readers.readers and not values)
 
     def _call(self, call: ast.Call, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
         name, function = called_name(call), call.func
@@ -513,9 +592,16 @@ class _Walk:
             if call.args or call.keywords or self._muted:  # a closure
                 self._findings.wrong.append(call)
             self._findings.steps = True
+            if any(world.state == "never scaled" and not world.facts for world in worlds):
+                self._check_scaled(call)
             return _in_state(worlds, "clear")
+        callee = self._flow.called(call)
+        plain = name == "backward" and holder is not None and callee is None
+        if plain and not self._muted and not self._is_branched(call, frame):
+            return frozenset(World("never scaled" if w.state == "clear" else w.state, w.facts) for w in worlds)
         if name == "zero_grad":  # of the model: ampx notices that true gradients went, and scaled ones may stay scaled
-            return frozenset(World("clear" if own or w.state == "true" else w.state, w.facts) for w in worlds)
+            gone = ("true", "never scaled")
+            return frozenset(World("clear" if own or w.state in gone else w.state, w.facts) for w in worlds)
         if dotted(function) in _ENDS:
             return _NOWHERE
         if call in self._clips:
@@ -523,17 +609,36 @@ class _Walk:
             assert isinstance(master, ast.Call)
             if self._readers.known_as(master.args[0], names) != self._optimizer:
                 return worlds
-            if any(world.state == "clear" for world in worlds):
+            if any(world.state in ("clear", "never scaled") for world in worlds):
                 self._findings.wrong.append(call)
             return _in_state(worlds, "true")
-        callee = self._flow.called(call)
         if callee is not None and callee not in self._running and frame.depth < _DEPTH:
             return self._inline(call, callee, worlds, statement, frame)
-        full = min(self._program.qualified(function), default=name)
         of_masters = call in self._masters and self._program.parent(call) not in self._clips
-        if of_masters or name in _CLIPS or (_GRADIENTS.search(name) and not _NO_GRADIENTS.search(full)):
+        if of_masters or self._readers.may_look(call):
             self._read(call, worlds, statement, frame)
         return worlds
+
+    def _is_branched(self, call: ast.Call, frame: Frame) -> bool:
+        """Return whether a call is not always reached."""
+        return frame.branched or self._program.is_branched(call)
+
+    def _check_scaled(self, step: ast.Call) -> None:
+        """Refuse a step on gradients of a plain backward, once the optimizer is wrapped.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        program = self._program
+        for call in self._readers.initialized:
+            if program.function(call) is program.function(step) and program.order(step) < program.order(call):
+                return
+        code = program.code(step)
+        raise NeedsHumanError(
+            step,
+            f"`{code}` also steps on gradients of a loss that did not go through `amp.scale_loss`",
+            "ampx steps on scaled gradients only: scale that loss, too, and migrate again.",
+        )
 
     def _inline(self, call: ast.Call, callee: Function, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
         """Go through a function that is called."""
@@ -542,12 +647,13 @@ class _Walk:
         after: set[World] = set()
         for world in worlds:
             state: State = "scaled before" if world.state == "scaled" else world.state
-            key = callee, own, state, self._muted
+            branched = self._is_branched(call, frame)
+            key = callee, own, state, self._muted, branched
             if key not in self._seen:
                 exits = Exits()
                 self._running.append(callee)
                 self._bubbling.append([])
-                ends = self._block(callee.body, frozenset({World(state)}), Frame(own, frame.depth + 1), exits)
+                ends = self._block(callee.body, frozenset({World(state)}), Frame(own, frame.depth + 1, branched), exits)
                 self._running.pop()
                 self._seen[key] = ends | exits.returns, self._bubbling.pop()
             ends, reads = self._seen[key]
@@ -668,13 +774,15 @@ def _in_state(worlds: Worlds, state: State) -> Worlds:
     return frozenset(World(state, world.facts) for world in worlds)
 
 
-def _events(node: ast.AST) -> Iterator[ast.Call | ast.Attribute]:
-    """Yield the calls and the looks at gradients in a statement, each after what it contains."""
+def _events(node: ast.AST) -> Iterator[ast.Call | ast.Attribute | ast.Name]:
+    """Yield the calls, the names and the looks at gradients in a statement, each after what it contains."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (*FUNCTIONS, ast.Lambda, ast.ClassDef)):
+        if isinstance(child, ast.Lambda):  # who gets it may call it at once
+            yield from (event for event in _events(child.body) if not isinstance(event, ast.Call))
+        elif not isinstance(child, (*FUNCTIONS, ast.ClassDef)):
             yield from _events(child)
     reads = isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)
-    if isinstance(node, ast.Call) or reads:
+    if isinstance(node, (ast.Call, ast.Name)) or reads:
         yield node  # type: ignore[misc]
     elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Attribute) and node.target.attr == "grad":
         yield node.target

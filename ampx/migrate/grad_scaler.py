@@ -14,7 +14,7 @@ from typing import Final
 
 from .edits import Edits, Plan
 from .flow import Binding, Flow, Place
-from .optimizers import keeps
+from .optimizers import asks_for_type, keeps
 from .program import FUNCTIONS, Reference, called_name, decided, dotted, is_none
 from .report import NeedsHumanError
 from .source import Source
@@ -467,6 +467,7 @@ class ScalerRewriter:
         else:
             for binding in late:
                 self._check_after(binding, start)
+                self._check_not_replaced(binding, late)
             points = [program.statement(binding.node) for binding in late]
             if len(names) == 1:
                 if len(late) < len(bindings):
@@ -530,6 +531,29 @@ class ScalerRewriter:
         name = program.code(binding.node)
         raise self._block(binding.node, f"it cannot be told whether `{name}` is made after the session begins", _WRAP)
 
+    def _check_not_replaced(self, binding: Binding, others: list[Binding]) -> None:
+        """Refuse an optimizer that takes another's place: the scaler goes on, a wrapped optimizer's scale begins anew.
+
+        Raises:
+            NeedsHumanError: So it is.
+        """
+        program = self._program
+        home = program.function(binding.node)
+        calls = self._flow.calls_of(home) if isinstance(home, FUNCTIONS) else []
+        again = any(program.loops(node) for node in (binding.node, *calls))
+        place, branches = self._flow.place(binding.node), program.branches(binding.node)
+        for other in others:
+            if other is not binding and self._flow.place(other.node) == place and program.function(other.node) is home:
+                here = program.branches(other.node)
+                again = again or not any(branches.get(branch, holds) is not holds for branch, holds in here.items())
+        if again:
+            raise self._block(
+                binding.node,
+                f"`{program.code(binding.node)}` is made more than once; the scaler goes on, and a wrapped "
+                "optimizer's scale begins anew",
+                "Wrap each of them by hand, with `loss_scale=` where the scale shall go on; or make it once.",
+            )
+
     def _check_not_held(self, binding: Binding, points: list[ast.stmt]) -> None:
         """Refuse where something got the raw optimizer to keep, before it is wrapped.
 
@@ -540,6 +564,10 @@ class ScalerRewriter:
         place = self._flow.place(binding.node)
         home = program.function(binding.node)
         for use in self._flow.uses.get(place, []) if place is not None else ():
+            if asks_for_type(program, use):
+                raise self._block(
+                    use, f"`{program.code(program.parent(use))}` is the wrapper's class", "Use isinstance."
+                )
             early = any(
                 program.function(point) is home is program.function(use) and program.order(use) < program.order(point)
                 for point in points

@@ -22,3 +22,11 @@ def keeps(program: Program, use: Reference) -> bool:
         return False
     name = called_name(call)
     return name[:1].isupper() and not _SCHEDULER.search(name)
+
+
+def asks_for_type(program: Program, use: Reference) -> bool:
+    """Return whether a script asks for the exact class of an optimizer, which is another one when it is wrapped."""
+    parent = program.parent(use)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr == "__class__"
+    return isinstance(parent, ast.Call) and use in parent.args and called_name(parent) == "type"

@@ -19,6 +19,17 @@ STYLES = Path(__file__).parents[1] / "programs" / "styles"
 
 # Why a script needs a human: words of the finding.
 LEFT = {
+    "apex_amp/optimizers_of_a_dict.py": "`list(opts.values())`: what it is taken from keeps the optimizers",
+    "apex_amp/plain_backward_first.py": "`opt.step()` also steps on gradients of a loss that did not go through",
+    "torch_amp/dataclass_holder.py": "the scaler is passed to `State`, which is no function of the files",
+    "torch_amp/in_a_list.py": '`GradScaler("cpu")` is not kept in a variable',
+    "torch_amp/in_keywords.py": "the scaler is passed to `train`, which is no function of the files",
+    "torch_amp/inherited_trainer.py": "it cannot be told whether `self.opt` is made after the session begins",
+    "torch_amp/made_by_partial.py": "`GradScaler` is used without being called",
+    "torch_amp/methods_by_name.py": "`scaler.scale` has no counterpart that is known",
+    "torch_amp/optimizer_per_epoch.py": "`opt` is made more than once",
+    "torch_amp/optimizer_replaced.py": "`opt` is made more than once",
+    "torch_amp/type_of_optimizer.py": "`type(opt)` is the wrapper's class",
     "apex_amp/class_trainer_outside.py": "`engine = Engine(model, optimizer)` keeps the optimizer before",
     "apex_amp/clip_each_micro_step.py": "it cannot be shown where gradients of `optimizer` have to be true",
     "apex_amp/closure.py": "`closure` leaves gradients of `optimizer` behind",

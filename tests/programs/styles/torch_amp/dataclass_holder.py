@@ -1,0 +1,30 @@
+"""A dataclass holds model, optimizer and scaler."""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.amp import GradScaler, autocast
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+data = [(X[i:i+8], Y[i:i+8]) for i in range(0, 64, 8)]
+
+from dataclasses import dataclass
+@dataclass
+class State:
+    model: nn.Module
+    opt: torch.optim.Optimizer
+    scaler: GradScaler
+def train(s):
+    for x, y in data:
+        s.opt.zero_grad()
+        with autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(s.model(x), y)
+        s.scaler.scale(loss).backward()
+        s.scaler.step(s.opt)
+        s.scaler.update()
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cpu")
+state = State(model, opt, scaler)
+train(state)
+result = [model[0].weight.tolist(), scaler.get_scale()]

@@ -1,0 +1,21 @@
+"""The scaler is in a list."""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.amp import GradScaler, autocast
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+data = [(X[i:i+8], Y[i:i+8]) for i in range(0, 64, 8)]
+
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+scalers = [GradScaler("cpu")]
+for x, y in data:
+    opt.zero_grad()
+    with autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(model(x), y)
+    scalers[0].scale(loss).backward()
+    scalers[0].step(opt)
+    scalers[0].update()
+result = [model[0].weight.tolist(), scalers[0].get_scale()]
