@@ -90,7 +90,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 loss = closure()
         gradients = self.pending_gradients()
         if self._incomplete and gradients:
-            self._incomplete = not complete_momentum(self.optimizer)
+            check_momentum(self.optimizer)
         if gradients or (self._process_group is not None and member.stage != "idle"):
             folds = self._max_norm is not None or self.gradients.reads_fast  # else it never pays
             if not (folds and self._step_folded(gradients)):
@@ -332,6 +332,8 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 guard.begins = True
             elif member.stage != "interrupted":
                 member.begin_change()
+            if self._incomplete:
+                self._incomplete = not complete_momentum(raw)
             with self._casting_off:
                 result = raw.step(*args)
         finally:
@@ -436,39 +438,53 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+def check_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a first gradient that comes too late, before anything changes.
+
+    Raises:
+        UnsupportedByBackendError: The group dampens momentum, so that its first step is unlike the others.
+
+    Sync: none.
+    """
+    for group in optimizer.param_groups:
+        late, _ = _without_momentum(optimizer, group)
+        if late and group["dampening"]:
+            raise UnsupportedByBackendError(
+                "step got the first gradient of a parameter after others of its group had theirs, for fused SGD with "
+                "dampening, whose kernel cannot start one momentum by itself; accepted: dampening=0, or SGD that is "
+                "not fused. Make it with fused=False, and leave fused='auto' out."
+            )
+
+
 def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Start the momentum of parameters whose first gradient comes later than that of others.
 
     Native defect: the kernel of fused SGD takes the momentum of all parameters or of none, and raises a TypeError.
 
     Returns:
-        Whether every parameter has its momentum now, so that this need not be called again.
-
-    Raises:
-        UnsupportedByBackendError: The group dampens momentum, so that the first step is unlike the others.
+        Whether every parameter will have its momentum after this step, so that this need not be called again.
 
     Sync: none.
     """
     complete = True
     for group in optimizer.param_groups:
-        if not group.get("fused") or not group.get("momentum"):
-            continue
-        new, old = [], False
-        for parameter in group["params"]:
-            if optimizer.state.get(parameter, {}).get("momentum_buffer") is not None:
-                old = True
-            elif parameter.grad is not None:
-                new.append(parameter)
-            else:
-                complete = False
-        if new and not old:
-            complete = False  # torch makes them, unless the step is skipped
-        elif new and group["dampening"]:
-            raise UnsupportedByBackendError(
-                "step got the first gradient of a parameter after others of its group had theirs, for fused SGD with "
-                "dampening, whose kernel cannot start one momentum by itself; accepted: dampening=0, or SGD that is "
-                "not fused. Make it with fused=False, and leave fused='auto' out."
-            )
-        for parameter in new if old else ():
+        late, waits = _without_momentum(optimizer, group)
+        for parameter in late:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        complete = complete and not waits
     return complete
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
+    """List parameters of fused SGD that have a gradient and no momentum while others have theirs.
+
+    Returns:
+        The list, and whether parameters will be without momentum after the step.
+    """
+    if not group.get("fused") or not group.get("momentum"):
+        return [], False
+    without = [one for one in group["params"] if optimizer.state.get(one, {}).get("momentum_buffer") is None]
+    late = [parameter for parameter in without if parameter.grad is not None]
+    if len(without) == len(group["params"]):
+        return [], True  # torch makes them, unless the step is skipped
+    return late, len(late) < len(without)

@@ -96,6 +96,22 @@ def test_a_parameter_may_get_its_first_gradient_later(options, device_scale, lev
         torch.testing.assert_close(fused, plain)
 
 
+def test_a_late_first_gradient_that_overflows_leaves_the_state_as_it_was():
+    ampx.init("torch", dtype="bfloat16", device="cpu", process_wide=False)
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    raw = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    opt = ampx.wrap_optimizer(raw, loss_scale=64.0, fused="auto")
+    late(opt, weights, steps=2)
+    opt.zero_grad()
+    with ampx.scale_loss((weights[0] + weights[1] * torch.inf).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert not opt.last_step.applied
+    assert weights[1] not in raw.state
+    late(opt, weights, steps=3)
+    assert torch.equal(raw.state[weights[1]]["momentum_buffer"], torch.full((2,), 3.0))
+
+
 def test_with_dampening_a_late_first_gradient_is_refused_before_anything_changes():
     ampx.init("torch", dtype="bfloat16", device="cpu", process_wide=False)
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
