@@ -25,6 +25,8 @@ def summary_lines(report: dict[str, Any], failed: bool = False) -> Iterator[str]
     shown = report if report["framework"] is not None or not children else children[0]
     if shown["framework"] is not None:
         yield f"ampx run: {headline(shown)}"
+    elif not failed and report["notes"]:
+        yield "ampx run: nothing was automated, as the notes say"
     elif not failed:
         yield "ampx run: nothing to automate: the script made no optimizer of a framework that ampx knows"
     rank, size = report["rank"], report["world_size"]

@@ -57,7 +57,7 @@ class Following:
     def finish(self) -> None:
         """Take the last steps over, at the end of the run. Sync: where the scale lives on the device."""
         for group in self._groups.values():
-            group.resolve()
+            group.ledger.close(group)  # a graph of TensorFlow 1 cannot be asked any more
         self.look()
         for position, group in self._groups.items():
             if len(group.states) > 1:

@@ -15,6 +15,7 @@ from .recorder import Recorder
 
 if TYPE_CHECKING:
     from ampx.amp import Amp
+    from ampx.effective import Effective
 
 
 _BY_ITSELF: Final = ("the script has it by hand: its own calls decide",)
@@ -54,6 +55,7 @@ class Run:
         stood_down: What the script does by itself, for a sentence; "" while this run automates it.
         provided: Modules that the script imported, are missing here, and that the backend provided.
         lines: The lines of code that do the same by hand, or none. Set it where those of `explain` do not fit.
+        effective: What was in effect, where no session says it or another dtype computed; else the session's counts.
     """
 
     framework: str
@@ -66,6 +68,7 @@ class Run:
     stood_down: str = ""
     provided: list[str] = field(default_factory=list)
     lines: tuple[str, ...] | None = None
+    effective: Effective | None = None
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False
     _waiting: str = ""

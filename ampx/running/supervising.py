@@ -58,7 +58,7 @@ class Finished:
             run.look()
             if run.amp is not None or run.stood_down:
                 self.run = run
-                self.effective = None if run.amp is None else run.amp.effective
+                self.effective = run.effective or (None if run.amp is None else run.amp.effective)
         if isinstance(self.error, RunRefusedError):
             self.refusal = str(self.error)
         refusals = [str(run.refusal) for run in self.runs if run.refusal is not None]

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 from unittest import mock
 
@@ -21,11 +22,25 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.trainer import Trainer
 
+from ampx.effective import Effective
 from ampx.errors import AmpxError, RunRefusedError
+from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
+from ampx.policy import Policy, normalise_dtype
 from ampx.running import Run
 
-from . import automation_graph, automation_models, gradients, graph_rewrite, guard, old_names, replicas, rewrite
+from . import (
+    automation_graph,
+    automation_models,
+    devices,
+    gradients,
+    graph_rewrite,
+    guard,
+    keras2,
+    old_names,
+    replicas,
+    rewrite,
+)
 from .automation_operations import Operations
 from .contexts import on_host
 from .ledger import is_one
@@ -34,6 +49,7 @@ from .optimizer import AmpOptimizer
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
 _BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _GRAPHS: Final = "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"
+_RECIPE: Final = "keras.mixed_precision.LossScaleOptimizer"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -52,9 +68,11 @@ class Automation:
         self.made: weakref.WeakSet[Any] = weakref.WeakSet()
         self.managed: dict[int, tuple[Any, Any]] = {}  # by the id of the raw optimizer, which is held
         self.wrapped: list[Any] = []
+        self.held: set[Any] = set()
         self.counted: dict[int, int] = {}
         self.depth = _Depth()
         self.operations = Operations(run.recorder)
+        run.record_own_sessions(self.stand_down, _kind_of)
 
     # -- the session -------------------------------------------------------------------------------
 
@@ -111,6 +129,79 @@ class Automation:
         self.counted.setdefault(group.index, 0)
         self.wrapped.append(wrapped)
 
+    # -- mixed precision of the script's own -------------------------------------------------------
+
+    @property
+    def stood_down(self) -> bool:
+        """Whether the script has mixed precision of its own, which is recorded."""
+        return bool(self.run.stood_down)
+
+    def stand_down(self) -> None:
+        """Leave casting and scaling to the script, and go on to count. Sync: none."""
+        rewrite.process.off()
+        graph_rewrite.stand_alone()
+        self.operations.start(casts=False)
+
+    def keep(self, wrapped: Any) -> None:
+        """Record an optimizer of the script's own that scales the loss and belongs to no session. Sync: none."""
+        if not self.stood_down:
+            if self.run.amp is not None:
+                self.refuse(f"{_RECIPE}, beside optimizers that do not scale the loss")
+            self.run.stand_down(_RECIPE)
+            self.run.recorder.restart_sampling()
+            self.stand_down()
+        recorder, group = self.run.recorder, wrapped.ampx_member.group
+        group.index, send = len(recorder.optimizers), group.emit
+
+        def emit(framework: str, event: Event) -> None:
+            recorder.hear(event)
+            send(framework, event)
+
+        group.emit = emit
+        self.add(wrapped, type(wrapped.inner_optimizer).__name__)
+
+    def look(self, wrapped: Any) -> None:
+        """Record what an optimizer of the script's own did. Sync: one, outside of functions."""
+        self.run.look()
+        if not on_host():
+            return
+        if wrapped in self.wrapped:
+            self.count(wrapped)
+        elif isinstance(wrapped, WrappedOptimizer):
+            wrapped.ampx_member.group.resolve()
+            self.run.look()
+        if not self.run.recorder.sampling:
+            self.operations.take_down()
+
+    def in_effect(self) -> Effective | None:
+        """Return what was in effect where no session says it, or it says something else; otherwise None. Sync: none.
+
+        Operations in low precision show it; without any, Keras's policy tells.
+        """
+        low = {dtype for _, dtype in self.run.recorder.ops} & {"float16", "bfloat16"}
+        if self.run.amp is not None:
+            said = self.run.amp.effective
+            if said.dtype is None or low or not self.run.recorder.ops:
+                return None
+            reason = f"the session is for {said.dtype}, in which no operation computed"
+            return replace(said, dtype=None, reason=reason)
+        if not self.wrapped:
+            return None
+        dtype = normalise_dtype(min(low, default=keras.config.dtype_policy().compute_dtype))
+        device = devices.describe("auto")
+        return Effective(
+            framework="tensorflow",
+            device=device.name,
+            dtype=None if dtype == "float32" else dtype,
+            level="O0" if dtype == "float32" else "O1",
+            policy=Policy(compute_dtype=dtype),
+            loss_scale=self.wrapped[0].ampx_member.group.config,
+            native=dtype in device.native,
+            process_wide=True,
+            enabled=True,
+            reason="as Keras's dtype policies of the script say",
+        )
+
     def count(self, wrapped: Any) -> None:
         """Tell the recorder what an optimizer has stepped since the last time. Sync: one."""
         group = wrapped.ampx_member.group
@@ -157,6 +248,8 @@ class Automation:
 
         Gradients are true again before the script sees them, so that any scale is right.
         """
+        if self.stood_down:
+            return None
         self.manage_all()
         wrapped = [one for _, one in self.managed.values() if isinstance(one, AmpOptimizer)]
         scales = [
@@ -184,6 +277,7 @@ def automate(run: Run) -> Iterator[None]:
 
 def _finish(this: Automation) -> None:
     this.operations.stop()
+    this.run.effective = this.in_effect()
     for wrapped in this.wrapped:
         if isinstance(wrapped, AmpOptimizer):
             this.count(wrapped)
@@ -200,6 +294,8 @@ def _patches(this: Automation) -> Iterator[Any]:
     @functools.wraps(make)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
+        if this.stood_down:
+            return
         if not isinstance(self, keras.optimizers.LossScaleOptimizer):
             this.made.add(self)
 
@@ -214,6 +310,8 @@ def _patches(this: Automation) -> Iterator[Any]:
     @functools.wraps(apply)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def applied(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if this.stood_down:
+            return apply(self, grads, trainable_variables)
         known = this.managed.get(id(self))
         if isinstance(self, keras.optimizers.LossScaleOptimizer):
             if not isinstance(self, WrappedOptimizer):
@@ -232,9 +330,24 @@ def _patches(this: Automation) -> Iterator[Any]:
             this.operations.take_down()
         return None
 
+    own_apply = AmpOptimizer.apply
+
+    @functools.wraps(own_apply)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def applied_by_itself(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not this.stood_down:
+            return own_apply(self, *args, **kwargs)
+        this.run.look()
+        if not on_host():
+            return own_apply(self, *args, **kwargs)
+        with this.run.recorder.phase("step"):
+            result = own_apply(self, *args, **kwargs)
+        this.look(self)
+        return result
+
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
-        if on_host():  # the first forward is to be cast, too
+        if on_host() and not this.stood_down:  # the first forward is to be cast, too
             this.manage_all()
         return enter(self)
 
@@ -262,7 +375,8 @@ def _patches(this: Automation) -> Iterator[Any]:
     @functools.wraps(compile_)
     def compiled(self: Any, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
         optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
-        if optimizer is None or isinstance(optimizer, WrappedOptimizer):
+        this.run.look()
+        if this.stood_down or optimizer is None or isinstance(optimizer, WrappedOptimizer):
             return compile_(self, optimizer, *args, **kwargs)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             this.refuse("keras.optimizers.LossScaleOptimizer")
@@ -283,7 +397,9 @@ def _patches(this: Automation) -> Iterator[Any]:
         def trained(self: Any, *args: Any, **kwargs: Any) -> Any:
             with this.run.recorder.phase("train"):
                 found = native(self, *args, **kwargs)
-            if isinstance(self.optimizer, AmpOptimizer):
+            if this.stood_down:
+                this.look(self.optimizer)
+            elif isinstance(self.optimizer, AmpOptimizer):
                 raw = self.optimizer.inner_optimizer
                 if id(raw) in this.managed and native is fit:
                     this.count(self.optimizer)
@@ -291,8 +407,17 @@ def _patches(this: Automation) -> Iterator[Any]:
 
         return trained
 
+    make_own = keras2.LossScaleOptimizer.__init__
+
+    @functools.wraps(make_own)
+    def made_own(self: Any, *args: Any, **kwargs: Any) -> None:
+        make_own(self, *args, **kwargs)
+        this.keep(self)
+
     yield mock.patch.object(base, "__init__", made)
+    yield mock.patch.object(keras2.LossScaleOptimizer, "__init__", made_own)
     yield mock.patch.object(base, "apply", applied)
+    yield mock.patch.object(AmpOptimizer, "apply", applied_by_itself)
     yield mock.patch.object(AmpOptimizer, "_update", updated)
     yield mock.patch.object(tf.GradientTape, "__enter__", entered)
     yield mock.patch.object(tf.GradientTape, "gradient", differentiated)
@@ -316,3 +441,8 @@ def _is_loss(target: Any) -> bool:
 
 def _flat(found: Any) -> list[Any]:
     return list(tf.nest.flatten(found)) if tf.nest.is_nested(found) else [found]
+
+
+def _kind_of(wrapped: Any) -> str:
+    """Return the class of what a wrapper of Keras or of TensorFlow 1 holds."""
+    return type(getattr(wrapped, "inner_optimizer", None) or getattr(wrapped, "_optimizer", wrapped)).__name__

@@ -55,8 +55,9 @@ def _managed(this: Automation, native: Callable[..., Any], name: str) -> Callabl
     @functools.wraps(native)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, GraphOptimizer):
+            this.held.add(self)  # the script may forget it, and its graph goes on
             return _inside(this, native)(self, *args, **kwargs)
-        if this.depth.value or not is_optimizer(self):
+        if this.depth.value or this.stood_down or not is_optimizer(self):
             return native(self, *args, **kwargs)
         wrapped = this.manage(self, True)
         return this.guarded(_inside(this, getattr(type(wrapped), name)))(wrapped, *args, **kwargs)
@@ -81,6 +82,11 @@ def _look(this: Automation, session: Any) -> None:
     this.depth.value += 1
     try:
         with session.graph.as_default(), session.as_default():
+            if this.stood_down and this.run.amp is not None:
+                this.run.look()
+                for group in this.run.amp.live_groups():
+                    group.ledger.close(group)  # where it can be read
+                this.run.look()
             for wrapped in this.wrapped:
                 if isinstance(wrapped, GraphOptimizer) and wrapped._numbers.numbers() is not None:
                     this.count(wrapped)

@@ -60,13 +60,18 @@ class Operations:
     def __init__(self, recorder: Recorder) -> None:
         """Start switched off."""
         self._recorder = recorder
-        self._on = False
+        self._on = self._casts = False
         self._collecting = False
         self._sampled_runs = 0
         self._only_graphs = True
 
-    def start(self) -> None:
-        """Cast from now on as the session says, and collect the graphs that TensorFlow rewrites. Sync: none."""
+    def start(self, casts: bool = True) -> None:
+        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says. Sync: none.
+
+        Args:
+            casts: False: only count, because the script casts by itself.
+        """
+        self._casts = casts
         if self._on:
             return
         self._on = True
@@ -136,7 +141,7 @@ class Operations:
             passed = {**dict(zip(names, args, strict=False)), **kwargs}
             values = [tf.convert_to_tensor(value) for value in _flat(passed, operands)]
             dtype = DTYPES[compute_dtype()]
-            casts = dtype != tf.float32 and all(value.dtype == tf.float32 for value in values)
+            casts = self._casts and dtype != tf.float32 and all(value.dtype == tf.float32 for value in values)
             if casts:
                 values = [tf.cast(value, dtype) for value in values]
             passed.update({"inputs": values} if operands == ("inputs",) else zip(operands, values, strict=True))

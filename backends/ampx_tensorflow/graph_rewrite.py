@@ -72,6 +72,11 @@ def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> It
         _request.start = _request.tell = None
 
 
+def stand_alone() -> None:
+    """Let `enable_...` start sessions of its own again inside `started_by`. Sync: none."""
+    _request.start = _request.tell = None
+
+
 def check_plan(plan: CastPlan) -> CastPlan:
     """Give the plan of a session that is being started.
 

@@ -17,9 +17,11 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
+from ampx.cli.run_summary import headline
 from ampx.registry import Registry
 from ampx.running import Run, RunSettings
-from ampx_tensorflow import rewrite
+from ampx.running.supervising import Finished
+from ampx_tensorflow import devices, rewrite
 
 v1 = tf.compat.v1
 PLAIN = Path(__file__).parents[1] / "programs" / "plain"
@@ -354,6 +356,90 @@ def test_the_old_recipe_runs_in_the_session_of_the_run(start):
         assert run.amp is ampx.current()
     (seen,) = run.recorder.optimizers.values()
     assert (seen.kind, seen.initial_scale, seen.steps) == ("SGD", 2.0**15, 2)
+
+
+def fitting(optimizer):
+    """Trains four batches, of which the second overflows."""
+    ours = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+    ours.compile(optimizer=optimizer, loss="mse")
+    x = np.ones((8, 4), "float32")
+    x[2:4] = np.inf
+    ours.fit(x, np.zeros((8, 1), "float32"), batch_size=2, shuffle=False, verbose=0)
+
+
+def looping(optimizer, decorate=lambda step: step):
+    """The same with a tape, as scripts for Keras 2 have it."""
+    layer = keras.layers.Dense(4)
+    layer.build((2, 4))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(tf.reduce_mean(tf.square(tf.cast(layer(x), tf.float32))))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, layer.trainable_variables))
+        optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+
+    step = decorate(step)
+    for number in range(4):
+        step(tf.fill([2, 4], math.inf if number == 1 else 1.0))
+
+
+@pytest.fixture(params=["session", "policy"])
+def by_itself(request):
+    """A script that starts mixed precision by itself: its dtype, and the optimizer that it makes."""
+    described = devices.describe("cpu")
+    computed = described.native | described.emulated
+    if not computed:
+        pytest.skip(f"no low precision here: {described.reason}")
+    dtype, before = "float16" if "float16" in computed else "bfloat16", keras.config.dtype_policy()
+
+    def begin():
+        if request.param == "session":
+            amp = ampx.init("tensorflow", dtype=dtype, device="cpu", loss_scale="dynamic", nan_loss="skip")
+            return amp.wrap_optimizer(keras.optimizers.SGD(0.01), loss_scale=ampx.LossScale(init_scale=2.0**15))
+        keras.config.set_dtype_policy(f"mixed_{dtype}")
+        return keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+
+    yield dtype, begin
+    keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("train", [fitting, looping, lambda optimizer: looping(optimizer, tf.function)])
+def test_what_a_script_starts_itself_is_the_headline(start, by_itself, train):
+    """With dtype, operations, steps, skips and scale, as for any other script."""
+    dtype, begin = by_itself
+    run, region = start(graphs=False)
+    with region:
+        train(begin())
+    finished = Finished(run.recorder, [run])
+    finished.settle()
+    assert headline(finished.to_json()).startswith(f"tensorflow in {dtype} on cpu, level O1")
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.kind, seen.initial_scale, seen.steps, seen.skipped) == ("SGD", 2.0**15, 4, [2])
+    assert seen.scales == [(2, 2.0**14)]
+    assert dtype in {computed for _, computed in run.recorder.ops}
+    assert "by itself" in run.recorder.notes[-1]
+
+
+def test_a_session_that_cast_nothing_is_no_headline_in_its_dtype(start, by_itself):
+    """Graphs of TensorFlow 1 have no layers, which are what a session casts."""
+    dtype, _ = by_itself
+    run, region = start(graphs=False)
+    with region, tf.Graph().as_default():
+        amp = ampx.init("tensorflow", dtype=dtype, device="cpu", loss_scale="dynamic", nan_loss="skip")
+        variable, factor = v1.get_variable("v", initializer=np.ones((4, 4), "float32")), v1.placeholder(tf.float32, [])
+        loss = tf.reduce_sum(tf.matmul(variable, variable)) * factor
+        train = amp.wrap_optimizer(v1.train.GradientDescentOptimizer(0.01)).minimize(loss)
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            for value in (1.0, math.inf, 1.0):
+                session.run(train, {factor: value})
+    finished = Finished(run.recorder, [run])
+    finished.settle()
+    assert headline(finished.to_json()).startswith("tensorflow in float32 on cpu")
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.kind, seen.steps, seen.skipped) == ("GradientDescentOptimizer", 3, [2])
+    assert {computed for _, computed in run.recorder.ops} == {"float32"}
+    ampx.shutdown()
 
 
 def test_mixed_precision_of_the_script_is_refused(start):
