@@ -366,3 +366,14 @@ def test_a_checkpoint_of_the_model_is_float32_and_loads_in_the_model_as_it_was(o
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     plain.register_buffer("table", torch.zeros(2))
     plain.load_state_dict(model.state_dict())
+
+
+def test_with_a_scale_below_1_the_true_gradient_decides_whether_a_step_is_skipped():
+    model = torch.nn.Linear(2, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O0", loss_scale=2.0**-10, verbosity=0)
+    with amp.scale_loss(model(torch.full((10, 2), 3e38)).sum(), optimizer) as scaled:  # ten times beyond float32
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before)

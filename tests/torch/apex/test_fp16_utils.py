@@ -251,6 +251,18 @@ def test_an_overflow_skips_the_step(dynamic, capsys):
     assert (low.tolist(), full.tolist()) == ([0.0, 0.0], [0.0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_with_a_scale_below_1_the_true_gradient_counts(dtype):
+    weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+    optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=2.0**-110), static_loss_scale=2.0**-120, verbose=False)
+    for size, overflow in ((2.0**10, True), (2.0**-10, False)):  # 2**130 is beyond float32
+        optimizer.zero_grad()
+        optimizer.backward((weight.float() * size * 2.0**120).sum())
+        assert optimizer.overflow == overflow
+        optimizer.step()
+        assert weight.isfinite().all()
+
+
 def test_clipping_is_that_of_the_true_gradients():
     low, full, opt = make(static_loss_scale=128.0)
     opt.backward(loss_of(low, full))

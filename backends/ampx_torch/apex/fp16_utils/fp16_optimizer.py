@@ -141,6 +141,8 @@ class FP16Optimizer:
         if gradients and self.loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
         self._full_unscaled = True
+        if self.loss_scale < 1.0:  # a quotient may overflow though what was divided did not
+            self.overflow = self.loss_scaler.has_overflow([*(one for _, one in self._masters.pairs), *self._full])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the unscaled gradients of all parameters together.
