@@ -60,7 +60,7 @@ class Amp(Casting, Reporting):
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[list[Listener]] = []
         self._wrapped_values = 0
-        self.wrapped_optimizers = 0  # so many were wrapped
+        self.wrapped_optimizers = 0  # at least so many may be reached by a backward
         self._observed = {}
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
@@ -144,6 +144,7 @@ class Amp(Casting, Reporting):
         group.index = len(self.live_groups())
         self._groups.append((group, [weakref.ref(one) for one in wrapped]))
         self.wrapped_optimizers += len(wrapped)
+        sessions.note_wrapped(self.framework, wrapped)
         for one in optimizers:
             self._remember(one)
         return wrapped if several else wrapped[0]
@@ -184,9 +185,9 @@ class Amp(Casting, Reporting):
         return ScaleLoss(self, loss, optimizers, loss_id)
 
     def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
-        """List the living wrapped optimizers of the session but these. Sync: none."""
-        living = [one() for _, references in self._groups for one in references]
-        return [one for one in living if one is not None and not any(one is other for other in optimizers)]
+        """List the living wrapped optimizers of the framework but these. Sync: none."""
+        living = sessions.living_optimizers(self.framework)
+        return [one for one in living if not any(one is other for other in optimizers)]
 
     def unscale(self, opt: Any) -> None:
         """Make the pending gradients of a wrapped optimizer true; idempotent until its next step.
@@ -248,6 +249,7 @@ class Amp(Casting, Reporting):
             self.backend.activate(self.plan)
         self._active = True
         self.casting = self.plan if self.enabled else None
+        self.wrapped_optimizers = len(sessions.living_optimizers(self.framework))
         sessions.add(self)
 
     def shutdown(self) -> None:

@@ -91,11 +91,8 @@ class ScaleGroup:
         return member
 
     def state_of(self, loss_id: int) -> LossScaleState:
-        """Give the state of one loss, starting it where it is new. Sync: none."""
-        state = self.states.get(loss_id)
-        if state is None:
-            state = self.states[loss_id] = self.config.initial_state()
-        return state
+        """Return the state of one loss: the first where it had no part in a step yet. Sync: none."""
+        return self.states.get(loss_id) or self.config.initial_state()
 
     def resolve(self) -> None:
         """Bring `states` and the members' results up to date, and send the events. Sync: as the ledger needs."""
@@ -122,7 +119,7 @@ class ScaleGroup:
             if outcome.member is member and outcome.latest:
                 found = self.ledger.read(outcome)
                 finite = all(found.values())
-                state = self.states.get(min(found)) or self.config.initial_state()  # to look starts no state
+                state = self.state_of(min(found))
                 skips = 0 if finite else state.consecutive_skips + 1
                 norm = outcome.grad_norm if finite else None
                 return StepResult(finite, finite, float(outcome.scale), state.scale, skips, norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from .amp import Amp
 
 _active: dict[str, Amp] = {}
+# The wrapped optimizers by framework, those of ended sessions too: any backward may reach their parameters.
+_wrapped: dict[str, list[weakref.ref[Any]]] = {}
 _watchers: list[list[Callable[[Amp], None]]] = []
 
 
@@ -57,6 +60,20 @@ def remove(session: Amp) -> None:
 def get(framework: str) -> Amp | None:
     """Give the session of a framework, if there is one."""
     return _active.get(framework)
+
+
+def note_wrapped(framework: str, optimizers: Iterable[Any]) -> None:
+    """Note optimizers that a session has wrapped."""
+    _wrapped.setdefault(framework, []).extend(map(weakref.ref, optimizers))
+
+
+def living_optimizers(framework: str) -> list[Any]:
+    """List the wrapped optimizers of a framework that are alive, whichever session wrapped them."""
+    references = _wrapped.get(framework, [])
+    living = [optimizer for reference in references if (optimizer := reference()) is not None]
+    if len(living) < len(references):
+        _wrapped[framework] = [reference for reference in references if reference() is not None]
+    return living
 
 
 def all_sessions() -> list[Amp]:

@@ -24,6 +24,11 @@ class Harness(abc.ABC):
         detaches: The framework tells a loss from which no gradient can flow.
         dtype: Compute dtype of the tests. The loss scale is given explicitly, so any will do.
         device: Device of the tests.
+        clears_to_zero: Clearing leaves gradients of zeros, not none.
+        copies: How optimizers of the framework can be copied: "deepcopy", "pickle".
+        guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
+        watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
+            is refused; elsewhere the user clears it.
     """
 
     framework: ClassVar[str]
@@ -31,6 +36,10 @@ class Harness(abc.ABC):
     detaches: ClassVar[bool] = True
     dtype: ClassVar[Dtype] = "float16"
     device: ClassVar[str] = "auto"
+    clears_to_zero: ClassVar[bool] = False
+    copies: ClassVar[tuple[str, ...]] = ()
+    guards_raw_steps: ClassVar[bool] = False
+    watches_others: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:
@@ -50,7 +59,7 @@ class Harness(abc.ABC):
 
     @abc.abstractmethod
     def optimizer(self, parameters: list[Any], momentum: bool) -> Any:
-        """Make a raw optimizer: gradient descent with learning rate 0.5; with momentum it must have state."""
+        """Make a raw optimizer: gradient descent with learning rate 0.5, perhaps with momentum 0.5, which is state."""
 
     @abc.abstractmethod
     def optimizer_state(self, raw: Any) -> Any:
@@ -106,6 +115,11 @@ class Harness(abc.ABC):
     def zero_grad(self, opt: Any) -> None:
         """Forget gradients that hang on parameters."""
         opt.zero_grad()
+
+    def write_gradients(self, raw: Any, parameters: list[Any], gradients: Chosen) -> None:
+        """Put gradients on parameters without any call of ampx."""
+        self.zero_grad(raw)
+        self.backward(self.loss(parameters, gradients), parameters)
 
     def step_closure(self, opt: Any, closure: Any) -> Any:
         """Step with a closure."""

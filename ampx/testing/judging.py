@@ -9,6 +9,7 @@ from hypothesis import Phase, settings
 import ampx
 from ampx.registry import default_registry
 
+from .base import KitTests
 from .suite import BackendSuite
 from .toy.mutation import Mutant
 
@@ -26,8 +27,8 @@ class _Plugin:
         register(self.name, self.backend, roots=("ampx",), requires="ampx")
 
 
-def suite_for(mutant: Mutant, **attributes: Any) -> type[BackendSuite]:
-    """Give the suite of a mutant, with few and unshrunk random cases."""
+def suite_for(mutant: Mutant, base: type[KitTests] = BackendSuite, **attributes: Any) -> type[KitTests]:
+    """Return the suite of a mutant, with few and unshrunk random cases."""
     name = f"mutant-{mutant.name}"
     backend = type(mutant.name, (mutant.backend,), {"name": name})
     if name not in default_registry().names():
@@ -41,4 +42,4 @@ def suite_for(mutant: Mutant, **attributes: Any) -> type[BackendSuite]:
         phases=(Phase.generate,),
         report_multiple_bugs=False,
     )
-    return type(f"{mutant.name}Suite", (BackendSuite,), {"harness": harness, "hypothesis": few, **attributes})
+    return type(f"{mutant.name}Suite", (base,), {"harness": harness, "hypothesis": few, **attributes})

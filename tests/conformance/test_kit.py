@@ -13,7 +13,7 @@ import pytest
 
 import ampx
 import ampx.testing.kit
-from ampx.testing import BackendSuite, Harness, PluginSuite, oracle
+from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite, oracle
 from ampx.testing.bench import Bench
 from ampx.testing.checks import refused
 from ampx.testing.judging import suite_for
@@ -31,7 +31,7 @@ MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__in
 def test_every_test_is_reachable_from_the_exported_suites(module):
     tree = ast.parse((FOLDER / f"{module}.py").read_text())
     loaded = importlib.import_module(f"ampx.testing.kit.{module}")
-    exported = {*BackendSuite.__mro__, *PluginSuite.__mro__}
+    exported = {*BackendSuite.__mro__, *PluginSuite.__mro__, *FuzzSuite.__mro__}
     reachable = {id(function) for suite in exported for function in vars(suite).values()}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Tests", "Suite")):
@@ -41,7 +41,7 @@ def test_every_test_is_reachable_from_the_exported_suites(module):
             for name in names:
                 assert id(vars(getattr(loaded, node.name))[name]) in reachable
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            assert any(name.startswith("test_") and name == node.name for name in dir(BackendSuite) + dir(PluginSuite))
+            assert node.name in dir(BackendSuite) + dir(PluginSuite) + dir(FuzzSuite)
 
 
 def test_no_test_hides_another():

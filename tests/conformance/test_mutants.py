@@ -5,20 +5,23 @@ import sys
 
 import pytest
 
-from ampx.testing import BackendSuite, PluginSuite
+from ampx.group import ScaleGroup
+from ampx.optimizer import GenericOptimizer
+from ampx.scaling import ScaleLoss
+from ampx.testing import BackendSuite, FuzzSuite, PluginSuite
 from ampx.testing.judging import suite_for
 from ampx.testing.refusals import REFUSALS
 from ampx.testing.runner import judge, list_tests
 from ampx.testing.toy import framework
 from ampx.testing.toy.explicit import BareToy, ExplicitToy
 from ampx.testing.toy.mutants import MUTANTS
-from ampx.testing.toy.mutation import HalfToy, verbs
+from ampx.testing.toy.mutation import HalfToy, patched, verbs
 
 ABILITIES = sorted(REFUSALS)
 
 
-def verdict(mutant, test):
-    suite = suite_for(mutant)
+def verdict(mutant, test, base=BackendSuite, **attributes):
+    suite = suite_for(mutant, base, **attributes)
     try:
         return judge(suite, test, mutant.patches())
     finally:
@@ -53,6 +56,46 @@ def test_every_refusal_rejects_a_mutant(ability):
 @pytest.mark.parametrize("base", [None, HalfToy, ExplicitToy, BareToy])
 def test_what_is_no_mutant_is_not_rejected(base):
     assert not rejections(verbs(f"Sound{base.__name__}", base) if base else verbs("Sound"))
+
+
+def scale_of_now(true, self):
+    member = self._optimizers[0].ampx_member
+    return member.group.ledger.factor(member.group, self._loss_id)
+
+
+def close_at_once(true, self, outcome):
+    if outcome is not None:
+        self.ledger.settle(self, [outcome])
+
+
+# Mistakes that show only in an order of calls.
+ORDERS = [
+    patched("ThawsTheScale", ScaleLoss, "_choose_scale", scale_of_now),
+    patched("WaitsForNobody", ScaleGroup, "close", close_at_once),
+    patched("DividesLeftovers", GenericOptimizer, "ampx_before_backward", lambda true, *args: None),
+]
+NUMBERS = (
+    *(
+        "NeverUnscales",
+        "UnscalesTwice",
+        "AlwaysFinite",
+        "NeverSkips",
+        "CountsSkips",
+        "UnscalesAgain",
+        "IgnoresClipping",
+    ),
+    *("LateUpdate", "IgnoresHysteresis", "IgnoresMinScale", "MovesStaticScales", "ForgetsTracker", "KeepsGradients"),
+    *("OverwritesGradients", "SharesOneScale", "KeepsFailedBodies", "NestsAnything", "LeaksAutocast", "StepsEagerly"),
+    *("IgnoresLossId", "SendsNoEvents"),
+)
+
+
+@pytest.mark.parametrize(
+    "mutant", [*ORDERS, *(one for one in MUTANTS if one.name in NUMBERS)], ids=lambda mutant: mutant.name
+)
+def test_the_fuzzer_rejects_mistakes_in_numbers_and_in_the_order_of_calls(mutant):
+    (test,) = list_tests(FuzzSuite)
+    assert verdict(mutant, test, FuzzSuite, steps=2000) == "failed"
 
 
 HOOK = """

@@ -1,6 +1,6 @@
 """The kit passes on the toy framework, in all variants."""
 
-from ampx.testing import BackendSuite, PluginSuite
+from ampx.testing import BackendSuite, FuzzSuite, PluginSuite
 from ampx.testing.toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
 
 
@@ -13,6 +13,18 @@ class TestExplicit(BackendSuite):
 
 
 class TestBare(BackendSuite):
+    harness = BareToyHarness
+
+
+class TestFuzzImplicit(FuzzSuite):
+    harness = ImplicitToyHarness
+
+
+class TestFuzzExplicit(FuzzSuite):
+    harness = ExplicitToyHarness
+
+
+class TestFuzzBare(FuzzSuite):
     harness = BareToyHarness
 
 

@@ -16,6 +16,7 @@ class ImplicitToyHarness(Harness):
 
     framework: ClassVar[str] = "toy"
     plugin: ClassVar[str] = "ampx.testing.toy.plugin"
+    copies: ClassVar[tuple[str, ...]] = ("deepcopy",)
 
     def tensor(self, values: Sequence[float], dtype: str) -> Tensor:
         """Make a vector."""

@@ -168,8 +168,11 @@ class ToyOptimizer(GenericOptimizer):
 
     def step(self, grads: Any = None) -> None:
         """Step, and start afresh."""
-        super().step(grads)
-        self._start_afresh()
+        try:
+            super().step(grads)
+        finally:
+            if self.ampx_member.stage == "idle":  # so even if a listener raised, which comes last
+                self._start_afresh()
 
     def zero_grad(self) -> None:
         """Forget the gradients, those put aside included."""

@@ -6,7 +6,7 @@ from ampx_autograd.optimizer import SGD
 from autograd.core import backward_pass
 from autograd.extend import VJPNode, defvjp, primitive
 
-from ampx.testing import BackendSuite, Harness, PluginSuite
+from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 
 
 @primitive
@@ -61,6 +61,10 @@ class AutogradHarness(Harness):
 
 
 class TestBackend(BackendSuite):
+    harness = AutogradHarness
+
+
+class TestFuzz(FuzzSuite):
     harness = AutogradHarness
 
 

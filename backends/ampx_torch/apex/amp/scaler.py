@@ -103,7 +103,7 @@ class LossScaler:
         self.loss_id = loss_id
         self._has_overflow = False
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
-        group.state_of(loss_id)
+        group.states.setdefault(loss_id, group.config.initial_state())
 
     def loss_scale(self) -> float:
         """Give the current loss scale. Sync: none."""
