@@ -333,7 +333,10 @@ class GradientReaders:
             return True
         if place is None or place in self.models:  # a builtin, or a model's own method
             return False
-        return called_name(call) in self.readers or any(
+        if called_name(call) in self.readers:
+            return True
+        # A callback gets the model. Methods that get it save or validate it, if they are not named for gradients.
+        return not isinstance(function, ast.Attribute) and any(
             self.flow.place(value) in self.models or (isinstance(value, ast.Call) and called_name(value) in _MODELS)
             for value in (*call.args, *(keyword.value for keyword in call.keywords))
         )
