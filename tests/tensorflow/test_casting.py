@@ -178,3 +178,24 @@ def test_bfloat16_is_native_only_where_onednn_computes_it(monkeypatch, onednn, f
     if bfloat16 == "refused":
         with pytest.raises(ampx.UnsupportedDtypeError, match="float16"):
             ampx.init("tensorflow", dtype="bfloat16", device="cpu")
+
+
+def test_weights_written_between_prepare_and_the_first_step_count():
+    """There are no masters that could be older: what `prepare` casts is the computation, and weights are float32."""
+    described = devices.describe("cpu")
+    computed = sorted(described.native | described.emulated)
+    if not computed:
+        pytest.skip(f"no low precision here: {described.reason}")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    with ampx.init("tensorflow", dtype=computed[-1], device="cpu", loss_scale=1024.0) as amp:
+        amp.prepare(model)
+        optimizer = amp.wrap_optimizer(keras.optimizers.SGD(0.5))
+        model.set_weights([np.array([[3.0], [5.0]], "float32")])
+        with (
+            tf.GradientTape() as tape,
+            ampx.scale_loss(tf.reduce_sum(model(tf.constant([[1.0, 2.0]]))), optimizer) as scaled,
+        ):
+            pass
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    assert model.get_weights()[0].ravel().tolist() == [3.0 - 0.5, 5.0 - 1.0]
