@@ -5,10 +5,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from ampx.errors import RawStepError
 from ampx.group import Member
+
+from .compat import amp
+
+_NUMBERS: Final = ("_loss_scale", "_next_loss_scale", "_max_loss_scale", "_scale_seq_len", "_unskipped")
+
+
+class SavedScaler(amp.loss_scaler.LossScaler):  # type: ignore[misc]
+    """The numbers of a trainer's loss scale, by MXNet's names, as they were copied or pickled; it checks nothing."""
+
+    def __init__(self, numbers: dict[str, float]) -> None:
+        """Hold them."""
+        self.__dict__.update(numbers)
+
+    def has_overflow(self, params: Iterable[Any]) -> bool:
+        """Return False: a copied trainer has nothing that is scaled. Sync: none."""
+        return False
 
 
 class OverflowHook:
@@ -36,8 +52,13 @@ class OverflowHook:
         self._check: Callable[[], bool] | None = None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Copy as no scaler at all: the copy of a wrapper makes its own."""
-        return type(None), ()
+        """Copy as the numbers alone: the copy of a wrapper makes its own."""
+        return SavedScaler, ({name: getattr(self, name) for name in _NUMBERS},)
+
+    def take_over(self, scaler: Any) -> None:
+        """Go on with the numbers of a scaler of MXNet's, or of one that was saved. Sync: none."""
+        numbers = [getattr(scaler, name) for name in _NUMBERS[1:]]
+        self._next_loss_scale, self._max_loss_scale, self._scale_seq_len, self._unskipped = numbers
 
     def has_overflow(self, parameters: Iterable[Any]) -> bool:
         """Answer MXNet's question whether to skip the update; it passes its parameters.

@@ -107,6 +107,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Set on the raw trainer what is not the wrapper's own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
+        elif name == "_amp_loss_scaler" and hasattr(value, "_next_loss_scale") and self.ampx_member.group.enabled:
+            self._hook.take_over(value)  # as scripts resume: MXNet's amp has no other way
         else:
             setattr(self.trainer, name, value)
 

@@ -10,7 +10,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedB
 from ampx.group import Member
 
 from .dtypes import name_of
-from .hook import OverflowHook
+from .hook import OverflowHook, SavedScaler
 from .taking_over import move_out
 from .trainer import AmpTrainer
 
@@ -59,7 +59,7 @@ def _wrap(backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[
 
 def _check_native(trainer: Any) -> None:
     scaler = getattr(trainer, "_amp_loss_scaler", None)
-    if scaler is not None and not isinstance(scaler, OverflowHook):
+    if scaler is not None and not isinstance(scaler, (OverflowHook, SavedScaler)):
         raise ProtocolError(
             "wrap_optimizer got a trainer for which mxnet's amp.init_trainer was called; its gradients would be "
             "unscaled twice. Leave amp.init_trainer out."

@@ -120,6 +120,16 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         """Set the scale, as Paddle does."""
         self._configure(True, init_scale=float(new_init_loss_scaling))
 
+    @property
+    def _scale(self) -> paddle.Tensor:
+        """The scale by the name under which trainers read and set it; of shape [1], float32."""
+        return paddle.to_tensor([self._group.states[0].scale], "float32")
+
+    @_scale.setter
+    def _scale(self, value: Any) -> None:
+        if value is not None:  # as Paddle's constructor has it
+            self.set_init_loss_scaling(float(np.asarray(value).item()))
+
     def get_incr_ratio(self) -> float:
         """Give the growth factor."""
         return float(self._group.config.growth_factor)

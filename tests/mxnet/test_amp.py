@@ -1,5 +1,6 @@
 """`ampx_mxnet.amp`: scripts written for MXNet's own amp, unedited."""
 
+import copy
 import json
 import os
 import pathlib
@@ -247,6 +248,51 @@ def test_numbers_of_the_trainers_scaler_are_those_of_the_loss_scale(dense):
         scales.append(scaler.loss_scale)
     assert scales == [2.0**17, 2.0**17, 2.0**17, 2.0**17, 2.0**16]
     assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_saved_scaler_holds_the_numbers_and_is_resumed_from(dense, duplicate):
+    """MXNet's scaler has no state dict: scripts save the object, and put it on the trainer that goes on."""
+
+    def start():
+        trainer = mx.gluon.Trainer(dense().collect_params(), "sgd", {"learning_rate": 1.0})
+        ampx_mxnet.amp.init_trainer(trainer)
+        return trainer
+
+    ampx_mxnet.amp.init()
+    trainer = start()
+    trainer._amp_loss_scaler._scale_seq_len = 3
+    for slope in (np.inf, 1.0, 1.0):
+        with mx.autograd.record():
+            loss = (trainer._params[0].data() * slope).sum()
+            with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+                mx.autograd.backward(scaled)
+        trainer.step(1)
+    saved = duplicate(trainer._amp_loss_scaler)
+    assert isinstance(saved, compat.amp.loss_scaler.LossScaler)
+    other = start()
+    other._amp_loss_scaler = saved
+    with mx.autograd.record(), ampx_mxnet.amp.scale_loss(other._params[0].data().sum(), other) as scaled:
+        mx.autograd.backward(scaled)
+    assert scaled.asscalar() == 2.0 * 2.0**15
+    other.step(1)
+    assert other._amp_loss_scaler.loss_scale == 2.0**16  # the third finite step in a row, counted over both
+    assert other._params[0].data().asnumpy().tolist() == [[0.0, 0.0]]
+
+
+def test_gradients_of_a_scaled_loss_divided_by_hand_are_true(dense):
+    """A gradient penalty, or the gradient of an input: what a script computes between `scale_loss` and the step."""
+    ampx_mxnet.amp.init()
+    net = dense()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    ampx_mxnet.amp.init_trainer(trainer)
+    x = mx.nd.array([[3.0, 4.0]])
+    with mx.autograd.record():
+        x.attach_grad()
+        loss = (x * net.weight.data()).sum()
+        with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+            (by_input,) = mx.autograd.grad(scaled, [x], retain_graph=True)
+    assert (by_input / trainer._amp_loss_scaler.loss_scale).asnumpy().tolist() == [[1.0, 1.0]]
 
 
 # -- init ------------------------------------------------------------------------------------------------------

@@ -178,3 +178,40 @@ def test_after_a_refused_step_of_the_raw_trainer_nothing_is_added_up_twice(amp, 
     assert _weights(net) == [[1.0, 1.0], [1.0, 1.0]]
     _train(net, opt, [0.25, 0.5])
     assert _weights(net) == [[0.25, 0.25], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize("verb", ["step", "allreduce_grads", "unscale"])
+def test_a_step_after_the_sum_over_contexts_had_failed_adds_nothing_twice(amp, monkeypatch, verb):
+    """The store fails at the second parameter: the first one's gradients are added up already."""
+    pair = [mx.gluon.Parameter(name, shape=(2,)) for name in ("one", "other")]
+    for parameter in pair:
+        parameter.initialize(mx.init.One(), ctx=CONTEXTS)
+    opt = amp.wrap_optimizer(mx.gluon.Trainer(pair, "sgd", {"learning_rate": 0.25}))
+
+    def train(act):
+        with mx.autograd.record():
+            losses = [sum(parameter.data(context).sum() for parameter in pair) for context in CONTEXTS]
+        with ampx.scale_loss(losses, opt) as scaled:
+            mx.autograd.backward(scaled)
+        act()
+
+    train(lambda: opt.step(1))
+    native = type(opt._kvstore).pushpull
+
+    def fail(store, key, *args, **options):
+        if key == 1:
+            raise mx.MXNetError("a peer is gone")
+        return native(store, key, *args, **options)
+
+    act = {"step": lambda: opt.step(1), "unscale": lambda: ampx.unscale(opt)}.get(verb, opt.allreduce_grads)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(opt._kvstore), "pushpull", fail)
+        with pytest.raises(mx.MXNetError, match="a peer is gone"):
+            train(act)
+    with pytest.raises(ampx.ProtocolError, match=r"interrupted .*Call opt\.zero_grad"):
+        opt.step(1)
+    opt.zero_grad()
+    train(lambda: opt.step(1))
+    assert [parameter.data(context).asnumpy().tolist() for parameter in pair for context in CONTEXTS] == [
+        [0.0, 0.0]
+    ] * 4

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import ampx
+from ampx_mxnet import gradients
 from ampx_mxnet.compat import mx
+from ampx_mxnet.hook import OverflowHook
 
 gluon, autograd = mx.gluon, mx.autograd
 
@@ -311,7 +313,8 @@ def test_a_trainer_that_is_disabled_or_copied_carries_no_hook(dense, disabled):
         assert "_amp_loss_scaler" not in vars(raw)
     assert copy.copy(raw._optimizer) is not None
     twin = pickle.loads(pickle.dumps(raw))
-    assert getattr(twin, "_amp_loss_scaler", None) is None
+    assert not isinstance(getattr(twin, "_amp_loss_scaler", None), OverflowHook)
+    ampx.wrap_optimizer(twin)
 
 
 def _clipped_by_hand(net, opt):
@@ -451,3 +454,48 @@ def test_adding_to_gradients_of_another_loss_is_refused(amp, dense):
     _backward(net, opt)
     opt.step(1)
     assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("verb", ["step", "unscale"])
+@pytest.mark.parametrize("kernel", ["multi_all_finite", "asnumpy"])
+def test_a_step_after_a_kernel_had_failed_divides_once_or_is_refused(dense, monkeypatch, verb, kernel):
+    """Clipping needs true gradients, so they are divided before they are tested."""
+    amp = ampx.init("mxnet", level="O0", loss_scale=1024.0)
+    net = dense()
+    opt = amp.wrap_optimizer(_trainer(net), max_grad_norm=100.0)
+    _backward(net, opt)
+
+    def fail(*_, **__):
+        raise mx.MXNetError("the device is gone")
+
+    def act():
+        if verb == "unscale":
+            ampx.unscale(opt)
+        opt.step(1)
+
+    with monkeypatch.context() as patch:
+        if kernel == "asnumpy":
+            patch.setattr(mx.nd.NDArray, "asnumpy", fail)
+        else:
+            patch.setattr(gradients, "_multi_all_finite", fail)
+        with pytest.raises(mx.MXNetError):
+            act()
+    with pytest.raises(ampx.ProtocolError, match=r"interrupted .*Call opt\.zero_grad"):
+        opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
+    opt.zero_grad()
+    _backward(net, opt)
+    opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
+
+
+def test_weights_written_between_wrapping_and_the_first_step_count(amp, weights, backward):
+    """As a broadcast or an initialization writes them: MXNet makes masters in the first step, of what is there then."""
+    parameter = weights(1.0, 1.0, dtype="float16")
+    options = {"learning_rate": 0.5, "multi_precision": True}
+    opt = amp.wrap_optimizer(gluon.Trainer({"w": parameter}, "sgd", options), loss_scale=4.0)
+    parameter.set_data(mx.nd.array([0.25, 0.25], dtype="float16"))
+    for expected in (-0.25, -0.75):
+        backward(lambda: parameter.data().astype("float32").sum(), opt)
+        opt.step(1)
+        assert parameter.data().asnumpy().tolist() == [expected, expected]

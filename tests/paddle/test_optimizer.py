@@ -272,3 +272,53 @@ def test_nonfinite_parameters_have_the_models_names(amp, backward):
     opt.step()
     assert [one.name for one in ampx.debug.nonfinite_parameters(opt, net)] == ["2.bias"]
     assert [one.name for one in ampx.debug.nonfinite_parameters(opt)] == [net[2].bias.name]
+
+
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"]])
+@pytest.mark.parametrize("verb", ["step", "unscale"])
+def test_a_step_after_a_kernel_had_failed_divides_once_or_is_refused(amp, backward, monkeypatch, dtypes, verb):
+    """With two dtypes one call has divided before the other fails."""
+    one = paddle.nn.initializer.Constant(1.0)
+    pair = [paddle.create_parameter([1], dtype, default_initializer=one) for dtype in dtypes]
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=pair), loss_scale=1024.0)
+    native, left = paddle._C_ops.check_finite_and_unscale_, list(dtypes)
+
+    def fail(*args):
+        result = native(*args)
+        left.pop()
+        if not left:
+            raise RuntimeError("the device is gone")
+        return result
+
+    def train():
+        backward(sum(parameter.astype("float32").sum() for parameter in pair), opt)
+        if verb == "unscale":
+            ampx.unscale(opt)
+        opt.step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paddle._C_ops, "check_finite_and_unscale_", fail)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            train()
+    with pytest.raises(ampx.ProtocolError, match=r"interrupted .*Call opt\.zero_grad"):
+        opt.step()
+    assert [parameter.item() for parameter in pair] == [1.0] * len(pair)
+    opt.zero_grad()
+    train()
+    assert [parameter.item() for parameter in pair] == [0.5] * len(pair)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}, {"max_grad_value": 1.0}])
+@pytest.mark.parametrize("numbers", [1, 100_000])
+def test_scales_below_one_that_overflow_on_dividing_are_skipped(amp, backward, options, numbers):
+    """The scaled gradient is finite, the true one is beyond float32."""
+    zero = paddle.nn.initializer.Constant(0.0)
+    parameter = paddle.create_parameter([numbers], "float32", default_initializer=zero)
+    scale = ampx.LossScale(init_scale=2.0**-14, min_scale=2.0**-20)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]), loss_scale=scale, **options)
+    with ampx.scale_loss(parameter.sum(), opt) as scaled:
+        scaled.backward()
+        parameter.grad = paddle.full([numbers], 1e38)
+    opt.step()
+    assert (opt.last_step.applied, opt.last_step.finite, opt.loss_scale) == (False, False, 2.0**-15)
+    assert not parameter.any().item()

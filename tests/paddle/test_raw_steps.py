@@ -35,6 +35,26 @@ def test_stepping_the_raw_optimizer_on_pending_gradients_is_refused(name, groupe
     assert parameter.tolist() != [1.0, 2.0]
 
 
+@pytest.mark.parametrize("left_by", ["a skipped step", "a scaled loss of another"])
+def test_stepping_the_raw_optimizer_on_what_others_left_is_refused(left_by, amp, weights, backward):
+    parameter, other = weights(1.0), weights(1.0)
+    raw = paddle.optimizer.SGD(1.0, parameters=[parameter])
+    opt = amp.wrap_optimizer(raw)
+    if left_by == "a skipped step":
+        backward(parameter.sum() * math.inf, opt)
+        opt.step()
+    else:
+        generator = amp.wrap_optimizer(paddle.optimizer.SGD(1.0, parameters=[other]), loss_scale=4.0)
+        backward(parameter.sum() + other.sum(), generator)
+    with pytest.raises(ampx.RawStepError, match="Call clear_grad"):
+        raw.step()
+    assert parameter.item() == 1.0
+    opt.clear_grad()
+    parameter.sum().backward()
+    raw.step()
+    assert parameter.item() == 0.0
+
+
 def test_gradients_that_were_never_scaled_may_go_to_the_raw_optimizer(amp, weights, backward):
     """Also after a skip, when Paddle's own mark would make the step do nothing."""
     parameter = weights(1.0)

@@ -1,6 +1,8 @@
 """Paddle's own loops, which call a GradScaler: `Model.fit`, `Model.train_batch`, scripts."""
 
+import copy
 import math
+import pickle
 import warnings
 
 import numpy as np
@@ -163,3 +165,34 @@ def test_strangers_are_refused(amp):
     scaler.scale(weight.sum()).backward()
     scaler.step(raw)  # the raw optimizer means its wrapper
     assert opt.last_step.applied
+
+
+def test_what_a_script_computes_with_scaled_losses_and_the_scale_is_true(amp, weights):
+    """A gradient penalty, as scripts write it: the gradients of the scaled loss, divided by hand."""
+    parameter = weights(3.0, 4.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]), loss_scale=SCALE)
+    scaler = GradScaler(opt)
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    (scaled,) = paddle.grad(scaler.scale((x * parameter).sum()), [x], create_graph=True)
+    penalty = (scaled / scaler._scale).square().sum()
+    assert penalty.item() == 25.0
+    scaler.scale(penalty).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert parameter.tolist() == [0.0, 0.0]  # 0.5 times the gradient 2 w
+    scaler._scale = paddle.to_tensor([4.0])
+    assert (opt.loss_scale, scaler._scale.tolist()) == (4.0, [4.0])
+
+
+def test_copies_of_a_scaler_go_their_own_way_and_pickles_name_what_to_save(amp, weights):
+    parameter = weights(1.0)
+    scaler = GradScaler(amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]), loss_scale=SCALE))
+    twin = copy.deepcopy(scaler)
+    twin.set_init_loss_scaling(4.0)
+    assert (twin._scale.item(), scaler._scale.item()) == (4.0, 16.0)
+    with pytest.raises(ampx.UnsupportedByBackendError, match=r"cannot be pickled, .*Save opt\.state_dict"):
+        pickle.dumps(scaler)
+    state = pickle.loads(pickle.dumps(twin.state_dict()))
+    scaler.load_state_dict(state)
+    assert scaler._scale.item() == 4.0
