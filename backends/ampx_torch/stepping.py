@@ -151,7 +151,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
                 would wait for a device.
         """
         member, on_device = self.ampx_member, self.on_device
-        unread = on_device or not (reads or reads_free([one for bucket in gradients for one in bucket]))
+        unread = on_device or not (reads or reads_free([gradient for bucket in gradients for gradient in bucket]))
         loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
         factor = member.factors[loss_id]
         member.begin_change()
@@ -178,7 +178,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         What is not finite counts for the first loss; for none, where one had overflowed before.
         """
         self.ampx_member.begin_change()
-        unread = [found for found in self._checked.values() if isinstance(found, torch.Tensor)]
+        unread = self._unread()
         if len(unread) < len(self._checked) and not all(self._checked.values()):
             return  # the step is skipped, whatever they are
         loss_id = next(iter(self._checked), 0)
@@ -192,6 +192,10 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             self._checked[loss_id] = self.gradients.combine([unread[0], flag])
         else:
             self._checked[loss_id] = flag
+
+    def _unread(self) -> list[torch.Tensor]:
+        """List the flags that nobody has read. Sync: none."""
+        return [finite for finite in self._checked.values() if isinstance(finite, torch.Tensor)]
 
     def divide_new(self) -> None:
         """Divide what the backward of one of several losses gave, and add what was put aside.
@@ -242,9 +246,9 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
         """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
-        unread = [found for found in self._checked.values() if isinstance(found, torch.Tensor)]
+        unread = self._unread()
         overflow: Any = self.gradients.combine(unread) if unread else None
-        if False in [found for found in self._checked.values() if isinstance(found, bool)]:
+        if not unread and not all(self._checked.values()):
             max_value, overflow = None, True
         member = self.ampx_member
         begins = member.stage != "interrupted"
@@ -483,8 +487,9 @@ def _without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     """
     if not group.get("fused") or not group.get("momentum"):
         return [], False
-    without = [one for one in group["params"] if optimizer.state.get(one, {}).get("momentum_buffer") is None]
+    states, parameters = optimizer.state, group["params"]
+    without = [parameter for parameter in parameters if states.get(parameter, {}).get("momentum_buffer") is None]
     late = [parameter for parameter in without if parameter.grad is not None]
-    if len(without) == len(group["params"]):
+    if len(without) == len(parameters):
         return [], True  # torch makes them, unless the step is skipped
     return late, len(late) < len(without)
