@@ -75,7 +75,10 @@ def wrap(
         return states.make(settings, group, max_grad_norm is not None and enabled, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
+        clips = max_grad_norm is not None or max_grad_value is not None
         if not enabled:
+            if clips:
+                updates, _ = clip(updates, max_grad_norm, max_grad_value)
             updates, after = inner.update(updates, state.inner, params, **extra)
             return updates, state._replace(inner=after, applied=jnp.array(True), step_scale=jnp.float32(1.0))
         if not jax.tree.leaves(updates):
@@ -84,7 +87,7 @@ def wrap(
         for axis in axes:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
         norm = state.grad_norm
-        if max_grad_norm is not None or max_grad_value is not None:
+        if clips:
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
             norm = norm if measured is None else measured
 

@@ -204,8 +204,8 @@ def read(tree: Any) -> ScaleValue | None:
         scale=numbers.step_scale,
         next_scale=numbers.scale,
         consecutive_skips=numbers.consecutive_skips,
-        # A skipped step has no norm. Under vmap there are several steps, and under a trace nobody knows yet.
-        grad_norm=None if numbers.finite is False else numbers.grad_norm,
+        # A step that was not applied has no norm. Under vmap there are several, and under a trace nobody knows yet.
+        grad_norm=None if numbers.applied is False else numbers.grad_norm,
     )
     if not traced and isinstance(numbers.step_scale, float) and numbers.step_scale == 0.0:
         result = None

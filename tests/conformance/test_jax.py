@@ -13,7 +13,7 @@ optax = pytest.importorskip("optax", reason="optax is not installed")
 import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
 
 import ampx_jax  # noqa: E402
-from ampx.testing import BackendSuite, MatrixSuite, PluginSuite, TransferSuite, ValueHarness  # noqa: E402
+from ampx.testing import BackendSuite, FuzzSuite, MatrixSuite, PluginSuite, TransferSuite, ValueHarness  # noqa: E402
 from ampx_jax import casting  # noqa: E402
 from ampx_jax.state import find_all  # noqa: E402
 
@@ -110,6 +110,10 @@ class TestBfloat16(BackendSuite):
 class TestFloat16(BackendSuite):
     harness = Float16Harness
     hypothesis = FEW
+
+
+class TestFuzz(FuzzSuite):
+    harness = JaxHarness
 
 
 if any(device.platform == "gpu" for device in jax.devices()):

@@ -277,7 +277,12 @@ class Training(RuleBasedStateMachine):
         """Scale a loss for some optimizers and run backward; it may depend on others' parameters, or not on all."""
         receivers = self._some(named)
         others = self.implicit and (self.harness.watches_others or not self.amp.enabled)
-        reaches = [one for one in self._some(reached) if others or one in receivers] if self.implicit else receivers
+        reaches = [
+            one
+            for one in (self._some(reached) if self.implicit else receivers)
+            # An optimizer whose true gradients are all zeros may be taken for one without.
+            if one in receivers or (others and (one.reference.true is None or any(elements(one.reference.true))))
+        ]
         self._backward(receivers, reaches or receivers, loss_id, slopes, body)
         self._verify()
 
@@ -797,6 +802,11 @@ class Training(RuleBasedStateMachine):
             bench.opt = loaded
         if config["dynamic"] == scale.config["dynamic"]:
             scale.load(config, rows)
+            if self.values and trainee.reference.told is not None:
+                # What the last step did is read from the same state.
+                applied, finite, carried, _, _, norm = trainee.reference.told
+                row = rows[0]
+                trainee.reference.told = applied, finite, carried, row["scale"], row["consecutive_skips"], norm
         else:
             assert "the current loss scale" in str(self.warned[told].message)
             del self.warned[told]
