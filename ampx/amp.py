@@ -245,12 +245,13 @@ class Amp(Casting, Reporting):
 
     def activate(self) -> None:
         """Become the framework's session and switch process-wide casting on, as `init` does."""
+        # The session is known first, and forgotten last: whatever interrupts either, `shutdown` does the rest.
+        self._active = True
+        sessions.add(self)
+        self.wrapped_optimizers = len(sessions.living_optimizers(self.framework))
+        self.casting = self.plan if self.enabled else None
         if self.plan is not None and self.enabled and self.effective.process_wide:
             self.backend.activate(self.plan)
-        self._active = True
-        self.casting = self.plan if self.enabled else None
-        self.wrapped_optimizers = len(sessions.living_optimizers(self.framework))
-        sessions.add(self)
 
     def shutdown(self) -> None:
         """Leave the framework as it was before `init`; repeated calls do nothing.
@@ -260,16 +261,24 @@ class Amp(Casting, Reporting):
         Sync: where the scale lives on the device (events still due are sent).
         """
         if not self._active:
+            sessions.remove(self)  # where the first call was interrupted before it did
             return
         try:
             for group in self.live_groups():
                 group.ledger.close(group)
         finally:  # a listener may raise; the framework is restored all the same
-            self._active = False
             self.casting = None
-            sessions.remove(self)
-            if self.plan is not None and self.enabled and self.effective.process_wide:
-                self.backend.deactivate(self.plan)
+            try:
+                if self.plan is not None and self.enabled and self.effective.process_wide:
+                    self.backend.deactivate(self.plan)
+            except Exception:  # the backend would fail again
+                self._forget()
+                raise
+            self._forget()
+
+    def _forget(self) -> None:
+        self._active = False
+        sessions.remove(self)
 
     def __enter__(self) -> Amp:
         """Give the session itself."""

@@ -157,7 +157,7 @@ class Backend(abc.ABC):
         self.refuse("process-wide casting")
 
     def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`: leave the framework as it was. Sync: none."""
+        """Undo `activate`, also one that an exception interrupted: leave the framework as it was. Sync: none."""
         self.refuse("process-wide casting")
 
     def enter_thread(self, plan: CastPlan) -> None:

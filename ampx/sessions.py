@@ -28,6 +28,8 @@ def replace(session: Amp) -> None:
             former.shutdown()
         session.activate()
     except BaseException:
+        if _active.get(session.framework) is session:  # what it switched on before the exception goes off again
+            session.shutdown()
         if former is not None:
             former.activate()
         raise

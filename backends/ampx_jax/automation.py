@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -36,10 +37,19 @@ NO_GRADIENTS: Final = (
 )
 
 
-class _Depth(threading.local):
-    """How deep the calling thread is inside transformations: the script calls the outermost."""
+class _Call:
+    """Stands for a call of a transformation."""
 
-    value = 0
+
+class _Calls(threading.local):
+    """The calls of transformations in one thread.
+
+    Attributes:
+        outermost: What the script called and is not over; the reference is dead where an exception came between the end
+            of the call and its being noted.
+    """
+
+    outermost: weakref.ref[_Call] | None = None
 
 
 class Automation:
@@ -48,7 +58,7 @@ class Automation:
     def __init__(self, run: Run) -> None:
         """Start without a session."""
         self.run = run
-        self.depth = _Depth()
+        self.calls = _Calls()
         self.live = True
         self.differentiated = False
         self.member: Member | None = None
@@ -273,11 +283,15 @@ def _making(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _inside(this: Automation) -> Iterator[bool]:
     """Go into a transformation; tells whether the script called it, and no other transformation."""
-    this.depth.value += 1
+    calls, call = this.calls, _Call()
+    if calls.outermost is not None and calls.outermost() is not None:
+        yield False
+        return
     try:
-        yield this.live and this.depth.value == 1
+        calls.outermost = weakref.ref(call)
+        yield this.live
     finally:
-        this.depth.value -= 1
+        calls.outermost = None
 
 
 def _initialising(this: Automation, native: Callable[..., Any], kind: str) -> Callable[..., Any]:

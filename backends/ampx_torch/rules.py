@@ -56,7 +56,8 @@ def uninstall(plan: CastPlan, last: bool = False) -> None:
     if not isinstance(plan, TorchPlan):
         return
     with _lock:
-        _installed.users.remove(plan)
+        if plan in _installed.users:  # else an interrupted call has removed it
+            _installed.users.remove(plan)
         if _installed.users:
             return
         _take_away()
