@@ -83,7 +83,7 @@ def test_a_step_after_an_interruption_is_that_without_one(compiled):
         training.go_on()
         assert same(training.after, expected.after), place
         assert amp.observe(training.after[1]).applied
-    assert count > 5
+    assert count > 3
 
 
 def test_an_interrupted_change_of_sessions_leaves_one_of_them_or_none():
@@ -190,7 +190,7 @@ def test_an_unedited_script_goes_on_after_an_interruption(by, stride):
         script.go_on(0.5)
         assert np.array_equal(script.weights, plainly(*done, 0.125, 0.5)), place
     scripts[-1].close()
-    assert count > 5
+    assert count > 3
     for script in scripts[:-1]:  # each but the last was interrupted
         (record,) = script.run.recorder.optimizers.values()
         assert len(record.skipped) == 1
