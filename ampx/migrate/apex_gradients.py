@@ -143,6 +143,7 @@ class GradientReaders:
             self.flow = plan.flow
             self._reached = self._lead_to_a_block()
         self.models = self._find_models()
+        self.followed: set[ast.AST] = set()  # looks at gradients of which it is known when they happen
         functions: list[Function] = [*self.program.every(ast.FunctionDef), *self.program.every(ast.AsyncFunctionDef)]
         self.readers = {
             function.name for function in functions if any(map(self.looks_at_gradients, ast.walk(function)))
@@ -162,6 +163,7 @@ class GradientReaders:
         if inserted is None and clips:
             clips = set()
             inserted = self._insertions(clips, set(masters))
+        self._check_all_followed()
         for call in masters:
             optimizer = self.program.code(call.args[0])
             clip = self._clip_of(call)
@@ -281,6 +283,34 @@ class GradientReaders:
             )
             for inner in ast.walk(node)
         )
+
+    def _check_all_followed(self) -> None:
+        """Refuse looks at gradients in functions that are used, and of which it is not seen when they are called.
+
+        Raises:
+            NeedsHumanError: There is one: a property, a wrapper that a decorator makes, the end of a generator.
+        """
+        functions: list[Function] = [*self.program.every(ast.FunctionDef), *self.program.every(ast.AsyncFunctionDef)]
+        for function in functions:
+            place = self.program.scope(function), function.name
+            if function.name not in self.readers:
+                continue
+            if not self.flow.uses.get(place) and function.name not in self.flow.attributes:
+                continue
+            for node in ast.walk(function):
+                if self._looks(node) and self.program.function(node) is function and node not in self.followed:
+                    raise NeedsHumanError(
+                        node,
+                        f"`{self.program.code(node)}` in `{function.name}`: it cannot be told when gradients are read",
+                        _ADVICE,
+                    )
+
+    def _looks(self, node: ast.AST) -> bool:
+        """Return whether a node is a look at gradients that the walks would come by."""
+        if isinstance(node, ast.Call):
+            return self.is_named_for_gradients(node.func) and self.flow.called(node) is None
+        reads = isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load)
+        return reads and not self.program.qualified(node)
 
     # -- who may look at gradients ---------------------------------------------------------------------------
 
@@ -565,6 +595,13 @@ class _Walk:
 
     def _evaluate(self, node: ast.AST, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
         """Carry out what a statement, or an expression of its head, does to the gradients."""
+        function = self._program.function(node)
+        later = isinstance(function, FUNCTIONS) and _is_generator(function)  # it runs on when others have done more
+        yields = later and any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
+        if yields and any(world.state == "scaled" for world in worlds):
+            self._findings.wrong.append(node)  # who goes on there may look at gradients
+        if not later or any(world.state in ("scaled", "scaled before", "true") for world in worlds):
+            self._readers.followed.update(_events(node))
         for event in _events(node):
             if isinstance(event, ast.Call):
                 worlds = self._call(event, worlds, statement, frame)
@@ -582,8 +619,13 @@ class _Walk:
         if place is None or not passed:
             return False
         values = [binding.value for binding in self._flow.bindings.get(place, []) if binding.value is not None]
-        lambdas = [value for value in values if isinstance(value, ast.Lambda)]
-        reads = any(self._readers.looks_at_gradients(inner) for value in lambdas for inner in ast.walk(value))
+        functions = [
+            value
+            for value in values
+            if isinstance(value, ast.Lambda)
+            or (isinstance(value, ast.Call) and called_name(value) in ("partial", "attrgetter"))
+        ]
+        reads = any(self._readers.looks_at_gradients(inner) for value in functions for inner in ast.walk(value))
         return reads or (name.id in self._readers.readers and not values)
 
     def _call(self, call: ast.Call, worlds: Worlds, statement: ast.stmt, frame: Frame) -> Worlds:
@@ -775,6 +817,10 @@ class _Walk:
 
 def _in_state(worlds: Worlds, state: State) -> Worlds:
     return frozenset(World(state, world.facts) for world in worlds)
+
+
+def _is_generator(function: Function) -> bool:
+    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in ast.walk(function))
 
 
 def _events(node: ast.AST) -> Iterator[ast.Call | ast.Attribute | ast.Name]:

@@ -19,6 +19,11 @@ STYLES = Path(__file__).parents[1] / "programs" / "styles"
 
 # Why a script needs a human: words of the finding.
 LEFT = {
+    "apex_amp/callbacks.py": "in `cb`: it cannot be told when gradients are read",
+    "apex_amp/reader_behind_a_region.py": "in `watch`: it cannot be told when gradients are read",
+    "apex_amp/reader_in_a_wrapper.py": "in `inner`: it cannot be told when gradients are read",
+    "apex_amp/reader_is_a_property.py": "in `size`: it cannot be told when gradients are read",
+    "apex_amp/training_is_a_generator.py": "`yield loss`: it cannot be shown where gradients of `opt` have to be true",
     "apex_amp/optimizers_of_a_dict.py": "`list(opts.values())`: what it is taken from keeps the optimizers",
     "apex_amp/plain_backward_first.py": "`opt.step()` also steps on gradients of a loss that did not go through",
     "torch_amp/dataclass_holder.py": "the scaler is passed to `State`, which is no function of the files",
