@@ -124,8 +124,11 @@ def test_mistakes_change_nothing():
             ampx_tensorflow.enable_mixed_precision_graph_rewrite(opt, wrong)
     with pytest.raises(ampx.NotAnOptimizerError):
         enable("sgd")
-    with pytest.raises(ampx.AlreadyWrappedError):
-        enable(keras.optimizers.LossScaleOptimizer(opt))
+    for module in (keras.optimizers, tf_keras.mixed_precision):
+        with pytest.raises(ampx.AlreadyWrappedError, match="loss_scale"):
+            enable(
+                module.LossScaleOptimizer(tf_keras.optimizers.SGD() if module.__name__.startswith("tf_keras") else opt)
+            )
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with pytest.raises(ampx.ProtocolError, match="policy"):
