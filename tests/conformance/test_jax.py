@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 from typing import Any, ClassVar
 
 import pytest
@@ -83,9 +84,9 @@ class JaxHarness(ValueHarness):
 
     def computes_in(self):
         ones = jnp.ones((2, 2))
-        shown = jax.make_jaxpr(ampx_jax.autocast(lambda a, b: jax.lax.dot(a, b)))(ones, ones)
-        (product,) = (one for one in shown.jaxpr.eqns if one.primitive.name == "dot_general")
-        return str(product.invars[0].aval.dtype)  # sums may be wider
+        lowered = jax.jit(ampx_jax.autocast(lambda a, b: jax.lax.dot(a, b))).lower(ones, ones).as_text()
+        (factor,) = re.findall(r"dot_general .*: \(tensor<2x2x(\w+)>", lowered)  # sums may be wider
+        return {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[factor]
 
     def operation(self):
         return "dot_general"

@@ -29,4 +29,5 @@ def session():
 def nothing_of_its_own(monkeypatch):
     """What other tests imported is no mixed precision of a script's own, for which `ampx run` looks."""
     for name in ("jmp", "flax.training.dynamic_scale"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)  # so that it is as before afterwards, also where a test imports it
+        monkeypatch.delitem(sys.modules, name)
