@@ -79,7 +79,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         """
         member = self.ampx_member
         if not member.group.enabled:
-            loss = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+            loss = self._step_disabled(closure)
             member.note_result(UNCHECKED)
             return loss
         if closure is not None and not evaluates_once(self.optimizer):
@@ -102,6 +102,22 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         else:
             self._step_without_gradients()
         return loss
+
+    def _step_disabled(self, closure: Callable[[], Any] | None) -> Any:
+        """Step the raw optimizer, after clipping as `wrap_optimizer` was asked to."""
+        max_norm, max_value, parameters = self._max_norm, self._max_value, self.gradients.parameters
+        if max_norm is None and max_value is None:
+            return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        if closure is None:
+            clip(parameters(), max_norm, max_value)
+            return self.optimizer.step()
+
+        def clipped() -> Any:
+            loss = closure()
+            clip(parameters(), max_norm, max_value)
+            return loss
+
+        return self.optimizer.step(clipped)
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, pulled from a low-precision model where there is one."""

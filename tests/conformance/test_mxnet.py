@@ -10,7 +10,7 @@ if importlib.util.find_spec("mxnet") is None:
 
 import numpy as np
 
-from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
+from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import DTYPES, name_of
 
@@ -31,6 +31,7 @@ class Pull(mx.autograd.Function):
 
 class MXNetHarness(Harness):
     framework, plugin, device, dtype = "mxnet", "ampx_mxnet", "cpu", "bfloat16"
+    guards_raw_steps = True
     detaches = False  # MXNet tells only in backward, which raises
 
     def tensor(self, values, dtype):
@@ -83,6 +84,11 @@ class MXNetHarness(Harness):
     def gradients(self, parameters):
         return [p.grad().asnumpy().tolist() if p.data()._fresh_grad else None for p in parameters]
 
+    def write_gradients(self, raw, parameters, gradients):
+        for parameter, values in zip(parameters, gradients, strict=True):
+            parameter.grad()[:] = np.array(values, "float32")
+            parameter.data()._fresh_grad = True  # else the framework takes them for those of an old step
+
     def step(self, opt, gradients):
         opt.step(1)
 
@@ -96,6 +102,7 @@ class MXNetHarness(Harness):
             watch()
             return update(*args)
 
+        watched.states = update.states
         raw._updaters[0] = watched
 
     def zero_grad(self, opt):
@@ -124,6 +131,10 @@ class MXNetHarness(Harness):
 
 
 class TestCpu(BackendSuite):
+    harness = MXNetHarness
+
+
+class TestFuzz(FuzzSuite):
     harness = MXNetHarness
 
 

@@ -9,7 +9,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
+from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 
 
 class Pull(paddle.autograd.PyLayer):
@@ -28,6 +28,7 @@ class Pull(paddle.autograd.PyLayer):
 
 class PaddleHarness(Harness):
     framework, plugin, device = "paddle", "ampx_paddle", "cpu"
+    clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
 
     def __init__(self):
         paddle.set_device(self.device)
@@ -52,7 +53,9 @@ class PaddleHarness(Harness):
         return paddle.optimizer.SGD(0.5, parameters=parameters)
 
     def optimizer_state(self, raw):
-        return [value.tolist() for value in raw.state_dict().values()]
+        # Paddle makes momenta of zeros as soon as somebody tries to step, refused or not.
+        momenta = [value.tolist() for value in raw.state_dict().values()]
+        return [numbers for numbers in momenta if any(numbers)]
 
     def loss(self, parameters, gradients):
         pairs = zip(parameters, gradients, strict=True)
@@ -63,6 +66,11 @@ class PaddleHarness(Harness):
 
     def gradients(self, parameters):
         return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+    def write_gradients(self, raw, parameters, gradients):
+        for parameter, values in zip(parameters, gradients, strict=True):
+            # Not `parameter.grad = ...`: after clear_grad the next backward overwrites that, in plain Paddle too.
+            parameter._set_grad_ivar(self.tensor(values, "float32"))
 
     def zero_grad(self, opt):
         opt.clear_grad()
@@ -88,6 +96,10 @@ class PaddleHarness(Harness):
 
 
 class TestCpu(BackendSuite):
+    harness = PaddleHarness
+
+
+class TestFuzz(FuzzSuite):
     harness = PaddleHarness
 
 

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite  # noqa: E402
+from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite  # noqa: E402
 
 
 class Pull(torch.autograd.Function):
@@ -26,6 +26,7 @@ class Pull(torch.autograd.Function):
 class TorchHarness(Harness):
     framework, plugin, device = "torch", "ampx_torch", "cpu"
     dtype: ClassVar[Any] = "bfloat16"
+    copies, guards_raw_steps, watches_others = ("deepcopy", "pickle"), True, True
 
     def tensor(self, values, dtype):
         return torch.tensor(values, dtype=getattr(torch, dtype), device=self.device)
@@ -60,6 +61,12 @@ class TorchHarness(Harness):
     def gradients(self, parameters):
         return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
+    def write_gradients(self, raw, parameters, gradients):
+        for parameter, values in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.copy_(torch.tensor(values))
+
     def casting(self):
         kinds = ("cpu", "cuda")
         state = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
@@ -93,6 +100,10 @@ class TestBfloat16(BackendSuite):
 
 class TestFloat16(BackendSuite):
     harness = Float16Harness
+
+
+class TestFuzz(FuzzSuite):
+    harness = TorchHarness
 
 
 if torch.cuda.is_available():

@@ -280,8 +280,8 @@ class Training(RuleBasedStateMachine):
         reaches = [
             one
             for one in (self._some(reached) if self.implicit else receivers)
-            # An optimizer whose true gradients are all zeros may be taken for one without.
-            if one in receivers or (others and (one.reference.true is None or any(elements(one.reference.true))))
+            # What foreign losses add to gradients after `unscale` is told apart by some backends only.
+            if one in receivers or (others and (one.reference.phase != "unscaled" or not self.amp.enabled))
         ]
         self._backward(receivers, reaches or receivers, loss_id, slopes, body)
         self._verify()
@@ -669,8 +669,10 @@ class Training(RuleBasedStateMachine):
                 self._refused(ampx.NotScaledError, lambda: self._call_step(trainee, spent))
         elif any(elements(reference.extra)):
             self._refused(ampx.ProtocolError, lambda: self._call_step(trainee, None))
-        elif self.harness.clears_to_zero or not elements(reference.extra):
-            self._call_step(trainee, None)
+        elif not self.harness.clears_to_zero and elements(reference.extra):
+            pass  # zeros that nobody cleared may be taken for gradients or not
+        elif self._allowed(ampx.ProtocolError, lambda: self._call_step(trainee, None)):
+            # Stale gradients, cleared or not, are an error in some frameworks.
             reference.scale.step_without_gradients(reference)
 
     def _interrupt(self, trainee: Trainee, may: type[Exception] | None) -> None:
