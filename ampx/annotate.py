@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from .casting import Casting
-    from .policy import Dtype
+from .backend import Backend, CastPlan
+from .policy import Dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = Literal["float", "half", "promote"]
+Casting: TypeAlias = tuple[Backend, CastPlan]
 
 
 class _Entered(threading.local):
@@ -66,18 +66,17 @@ def annotate(function: Function, kind: Kind, find: Callable[..., Casting | None]
     Args:
         function: What to annotate.
         kind: `"float"`: float32. `"half"`: the compute dtype. `"promote"`: the widest among the arguments.
-        find: Gives the session for the arguments of a call, or None: then the function runs as it is.
+        find: Returns backend and plan for the arguments of a call, or None: then the function runs as it is.
 
     Sync: none.
     """
 
     @functools.wraps(function)
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        session = find(args, kwargs)
-        plan = None if session is None else session.casting
-        if session is None or plan is None:
+        casting = find(args, kwargs)
+        if casting is None:
             return function(*args, **kwargs)
-        backend = session.backend
+        backend, plan = casting
         dtype: Dtype = "float32" if kind == "float" else plan.dtype
         if kind == "promote":
             dtype = backend.widest((args, kwargs), plan.dtype)

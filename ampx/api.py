@@ -7,14 +7,13 @@ from contextlib import ExitStack
 from inspect import isroutine
 from typing import Any
 
-from . import annotate, sessions
-from .amp import Amp
+from . import annotate
 from .annotate import Region
 from .events import Listener, StepResult
-from .gating import Gate
+from .plugins import default_registry
 from .policy import normalise_dtype
-from .registry import default_registry
 from .scaling import ScaleLoss
+from .session import Amp, Gate, sessions
 
 
 def current(framework: str | None = None) -> Amp:
@@ -71,22 +70,23 @@ def autocast(enabled: bool = True, dtype: object = None) -> Region:
 
 def float_function(function: annotate.Function) -> annotate.Function:
     """Compute a function in float32; without a session it runs as it is: see `Amp.float_function`."""
-    return annotate.annotate(function, "float", _session_of)
+    return annotate.annotate(function, "float", _casting_of)
 
 
 def half_function(function: annotate.Function) -> annotate.Function:
     """Compute a function in the compute dtype: see `Amp.half_function`."""
-    return annotate.annotate(function, "half", _session_of)
+    return annotate.annotate(function, "half", _casting_of)
 
 
 def promote_function(function: annotate.Function) -> annotate.Function:
     """Compute a function in the widest dtype of its arguments: see `Amp.promote_function`."""
-    return annotate.annotate(function, "promote", _session_of)
+    return annotate.annotate(function, "promote", _casting_of)
 
 
-def _session_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Amp | None:
+def _casting_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> annotate.Casting | None:
     active = sessions.all_sessions()
-    return active[0] if len(active) == 1 else sessions.search((args, kwargs))
+    session = active[0] if len(active) == 1 else sessions.search((args, kwargs))
+    return None if session is None else session.casting_now
 
 
 def enter_thread() -> None:

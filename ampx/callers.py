@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from .registry import default_registry
+from .plugins import default_registry
 
 _STANDARD: Final = tuple({f"{Path(sysconfig.get_path(name)).resolve()}/" for name in ("stdlib", "platstdlib")})
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))

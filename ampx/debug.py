@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import sessions
 from .api import trace_overflow as trace_overflow
 from .errors import NotWrappedError
 from .optimizer import WrappedOptimizer
+from .session import sessions
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from .contract import Loss
+from .backend import Backend, CastPlan, Loss
 from .errors import (
     AlreadyScaledError,
     DetachedLossError,
@@ -20,15 +20,26 @@ from .errors import (
     UnsupportedByBackendError,
     shown,
 )
-from .group import Member, Region
 from .optimizer import WrappedOptimizer
+from .protocol import Member, Region
 from .scale_state import Scalar
-
-if TYPE_CHECKING:
-    from .amp import Amp
 
 _REMEMBERED = 64
 _ENTERED = object()  # stands in for a loss that was scaled already
+
+
+class Session(Protocol):
+    """What a region asks of its session, which is `Amp`."""
+
+    backend: Backend
+    enabled: bool
+    casting: CastPlan | None
+    check_nan: bool | None
+    scaled: dict[int, Callable[[], Any]]
+    wrapped_optimizers: int
+
+    def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
+        """List the living wrapped optimizers of the session but these."""
 
 
 class ScaleLoss:
@@ -38,7 +49,7 @@ class ScaleLoss:
     __slots__ = ("_amp", "_casting", "_entered", "_loss", "_loss_id", "_optimizers", "_scale", "_watched")
 
     def __init__(
-        self, amp: Amp, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
+        self, amp: Session, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
     ) -> None:
         """Made by `Amp.scale_loss`; `scale` is given where it comes from a state and not from optimizers."""
         self._scale = scale
@@ -186,8 +197,8 @@ class ScaleLoss:
             )
         if loss_id and not self._amp.backend.capabilities.per_loss_scales:
             raise UnsupportedByBackendError(
-                f"backend {self._amp.framework!r} has one loss scale an optimizer; loss_id={loss_id} is not accepted. "
-                f"Leave loss_id out."
+                f"backend {self._amp.backend.name!r} has one loss scale an optimizer; loss_id={loss_id} is not "
+                f"accepted. Leave loss_id out."
             )
 
     def _check_loss(self, loss: Loss) -> None:
@@ -200,7 +211,7 @@ class ScaleLoss:
         check_loss(self._amp, loss)
 
 
-def check_loss(amp: Amp, loss: Loss) -> None:
+def check_loss(amp: Session, loss: Loss) -> None:
     """Raise for a loss that cannot be scaled.
 
     Raises:

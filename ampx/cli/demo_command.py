@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ampx.errors import AmbiguousFrameworkError, FrameworkNotInstalledError, InvalidOptionError
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 
-from .demo import Run, casts_nothing, choose_dtypes, load_digits, plan_runs, report, train_all
-from .demo import write as write
+from .demo import Run, casts_nothing, choose_dtypes, load_digits, plan_runs, report, train_all, write as write
 from .frameworks import is_installed
 from .probe import probe
 

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from ampx.effective import Effective
 from ampx.events import Event, ScaleChanged, StepSkipped
+from ampx.policy import Effective
 
 from .demo import Run, RunResult
 

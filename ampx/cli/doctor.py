@@ -11,7 +11,7 @@ from typing import Any
 
 import ampx
 from ampx.errors import UnknownFrameworkError
-from ampx.registry import DISABLE_VARIABLE
+from ampx.plugins import DISABLE_VARIABLE
 
 from .frameworks import Framework, find_frameworks
 from .machine import describe_machine

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ampx.levels import OptLevel
-from ampx.policy import Dtype
+from ampx.policy import Dtype, OptLevel
 
 SCHEMA: Final = "ampx.evidence/1"
 ASPECTS: Final = ("casting", "scaling", "master weights", "distributed", "state")

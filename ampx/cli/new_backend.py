@@ -11,7 +11,7 @@ from string import Template
 from typing import Final
 
 from ampx.errors import InvalidOptionError
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import ampx
 from ampx.backend import Backend
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 
 
 def run(question: str, arguments: list[Any]) -> None:

@@ -35,5 +35,4 @@ from __future__ import annotations
 from ampx.callers import script_line as script_line
 
 from .recorder import Recorder as Recorder
-from .run import Run as Run
-from .run import RunSettings as RunSettings
+from .run import Run as Run, RunSettings as RunSettings

@@ -11,8 +11,8 @@ from ampx.events import Event, StepSkipped
 from .recorder import Recorder
 
 if TYPE_CHECKING:
-    from ampx.amp import Amp
-    from ampx.group import ScaleGroup
+    from ampx.protocol import ScaleGroup
+    from ampx.session import Amp
 
 
 class Following:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from ampx import sessions
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
+from ampx.session import sessions
 
 from .following import Following
 from .recorder import Recorder
 
 if TYPE_CHECKING:
-    from ampx.amp import Amp
-    from ampx.effective import Effective
+    from ampx.policy import Effective
+    from ampx.session import Amp
 
 
 _BY_ITSELF: Final = ("the script has it by hand: its own calls decide",)

@@ -11,10 +11,9 @@ from typing import Any, Final
 from unittest import mock
 
 from ampx.errors import AmpxError, InvalidOptionError, PrecisionWarning, RunRefusedError, UnsupportedByBackendError
-from ampx.levels import find_level
-from ampx.policy import normalise_dtype
-from ampx.registry import default_registry
-from ampx.starting import check_settings
+from ampx.plugins import default_registry
+from ampx.policy import find_level, normalise_dtype
+from ampx.session import check_settings
 
 from . import children
 from .importing import ImportWatch

@@ -37,8 +37,7 @@ pytest.register_assert_rewrite(
 )
 
 from .bench import Bench as Bench  # noqa: E402  (asserts are rewritten only in modules imported after this)
-from .harness import Harness as Harness  # noqa: E402
-from .harness import ValueHarness as ValueHarness  # noqa: E402
+from .harness import Harness as Harness, ValueHarness as ValueHarness  # noqa: E402
 from .kit.fuzz import FuzzSuite as FuzzSuite  # noqa: E402
 from .kit.plugins import PluginSuite as PluginSuite  # noqa: E402
 from .matrix import MatrixSuite as MatrixSuite  # noqa: E402

@@ -12,8 +12,8 @@ import hypothesis
 import pytest
 
 import ampx
-from ampx.amp import Amp
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
+from ampx.session import Amp
 
 from .bench import Bench
 from .harness import Harness, ValueHarness

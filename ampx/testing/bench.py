@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ampx.amp import Amp
+from ampx.session import Amp
 
 from .harness import Chosen, Harness
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import Phase, settings
 
 import ampx
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 
 from .base import KitTests
 from .suite import BackendSuite

@@ -12,10 +12,9 @@ from typing import Any, Final
 import pytest
 
 import ampx
-from ampx.amp import Amp
 from ampx.cli.evidence import COMBINATIONS
-from ampx.levels import OptLevel
-from ampx.policy import Dtype
+from ampx.policy import Dtype, OptLevel
+from ampx.session import Amp
 
 from .base import KitTests
 from .bench import Bench

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ampx.amp import Amp
+from ampx.session import Amp
 
 from .bench import Bench
 from .harness import Chosen, ValueHarness

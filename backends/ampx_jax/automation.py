@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx import sessions
-from ampx.group import Member, ScaleGroup
+from ampx.protocol import Member, ScaleGroup
 from ampx.running import Run
+from ampx.session import sessions
 
 from . import casting, devices, interpreter, optimizer, outcomes
 from .transform import autocast

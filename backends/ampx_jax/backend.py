@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import reject_unknown
-from ampx.contract import CastPlan, Device, LossInfo, ScaleValue, Unscaled
+from ampx.backend import CastPlan, Device, LossInfo, ScaleValue, Unscaled, reject_unknown
 from ampx.policy import Dtype
 from ampx.running import Run
 from ampx.scale_state import LossScale, LossScaleState

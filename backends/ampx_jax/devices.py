@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 import ampx
-from ampx.contract import Device
+from ampx.backend import Device
 from ampx.policy import Dtype
 
 _BOTH: frozenset[Dtype] = frozenset({"float16", "bfloat16"})

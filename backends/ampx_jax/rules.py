@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import ampx
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 
 
 def _names_in(text: str) -> frozenset[str]:

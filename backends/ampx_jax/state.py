@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.contract import ScaleValue
+from ampx.backend import ScaleValue
 from ampx.scale_state import LossScale, LossScaleState
 
 jax.tree_util.register_dataclass(

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import ampx
-from ampx import sessions
 from ampx.errors import NotAnOptimizerError, NotInitializedError, NotWrappedError, UnsupportedByBackendError
 from ampx.scaling import ScaleLoss
+from ampx.session import sessions
 
 from .amp_convert import convert_bucketing_module, convert_hybrid_block, convert_model, convert_symbol
 from .amp_lists import (
@@ -30,8 +30,7 @@ from .amp_lists import (
     list_widest_type_cast,
     native_lists,
 )
-from .compat import amp as _native
-from .compat import mx
+from .compat import amp as _native, mx
 from .oplists import NativeLists
 from .trainer import AmpTrainer
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.contract import CastPlan, Device, LossInfo, Unscaled
-from ampx.group import Member
+from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
+from ampx.protocol import Member
 from ampx.running import Run
 
 from . import casting, clipping, devices, dtypes, gradients

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from ampx import sessions
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.session import sessions
 
 from . import accumulation, hybrid, oplists, switch
 from .compat import amp, mx

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from ampx.group import ScaleGroup
-from ampx.session_state import dump_session, load_session
+from ampx.protocol import ScaleGroup
+from ampx.saved_state import dump_session, load_session
 
 # Under this name the optimizer in the file carries the loss scale: an attribute that plain MXNet takes along.
 _SAVED: Final = "ampx_loss_scale"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.policy import Dtype, normalise_dtype
 

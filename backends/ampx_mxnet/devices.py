@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ampx.contract import Device
+from ampx.backend import Device
 from ampx.errors import UnsupportedDeviceError
 
 from .compat import mx

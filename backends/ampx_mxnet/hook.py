@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 from ampx.errors import RawStepError
-from ampx.group import Member
+from ampx.protocol import Member
 
 from .compat import amp
 

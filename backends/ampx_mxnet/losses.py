@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ampx.contract import LossInfo
+from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 
 from .compat import mx

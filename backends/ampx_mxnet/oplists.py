@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 
 from .compat import amp, mx

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 
 _UNSET: Final = object()
 

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from ampx import sessions
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED, StepResult
-from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member
 from ampx.scale_state import FLOAT32_MAX
+from ampx.session import sessions
 
 from . import checkpoints, gradients, switch
 from .accumulation import Accumulation, check_adds

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampx.backend import reject_unknown
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
-from ampx.group import Member
+from ampx.protocol import Member
 
 from .dtypes import name_of
 from .hook import OverflowHook, SavedScaler

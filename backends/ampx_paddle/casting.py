@@ -12,7 +12,7 @@ import paddle
 from paddle.amp.auto_cast import amp_global_state
 from paddle.incubate.autograd.phi_ops_map import op_map
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
 

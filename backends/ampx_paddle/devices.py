@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import paddle
 
-from ampx.contract import Device
+from ampx.backend import Device
 from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from ampx.errors import RawStepError
-from ampx.group import Member
+from ampx.protocol import Member
 
 MARK: Final = "found_inf"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import paddle
 
-from ampx.contract import LossInfo
+from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 
 

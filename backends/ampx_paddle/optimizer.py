@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
 
-from ampx import sessions
-from ampx.contract import Unscaled
+from ampx.backend import Unscaled
 from ampx.errors import AmpxError, UnsupportedByBackendError
 from ampx.events import UNCHECKED
-from ampx.group import Member
 from ampx.optimizer import GenericOptimizer
+from ampx.protocol import Member
 from ampx.scale_state import FLOAT32_MAX
+from ampx.session import sessions
 
 from . import sharding
 from .closures import needs_closure, refuse_missing, step_with_closure

@@ -6,7 +6,7 @@ from typing import Any
 
 import paddle
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDeviceError
 
 from .optimizer import AmpOptimizer

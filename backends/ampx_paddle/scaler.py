@@ -11,8 +11,8 @@ import paddle
 
 import ampx
 from ampx.errors import InvalidOptionError, NotWrappedError, UnsupportedByBackendError
+from ampx.saved_state import parse_state
 from ampx.scale_state import LossScale, LossScaleState
-from ampx.state import parse_state
 
 from .optimizer import AmpOptimizer
 from .writes import note_late_backward

@@ -12,9 +12,8 @@ import paddle
 
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.events import Event, StepResult
-from ampx.group import Member, Outcome, ScaleGroup
-from ampx.ledger import Ledger
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScaleState, next_state
 
 from . import casting

@@ -9,7 +9,7 @@ import paddle
 
 from ampx.backend import reject_unknown
 from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
-from ampx.group import Member
+from ampx.protocol import Member
 
 from . import sharding
 from .gradients import parameters

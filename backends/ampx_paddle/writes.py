@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from ampx.errors import ProtocolError
-from ampx.group import Member
+from ampx.protocol import Member
 
 from .gradients import any_nonzero, rescale, unscale
 

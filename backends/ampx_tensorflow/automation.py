@@ -22,11 +22,10 @@ import keras
 import tensorflow as tf
 from keras.src.trainers.trainer import Trainer
 
-from ampx.effective import Effective
 from ampx.errors import AmpxError, RunRefusedError
 from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
-from ampx.policy import Policy, normalise_dtype
+from ampx.policy import Effective, Policy, normalise_dtype
 from ampx.running import Run
 
 from . import (

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras.src.models import Functional
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.running import Run
 
 from . import casting

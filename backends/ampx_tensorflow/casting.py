@@ -11,7 +11,7 @@ from typing import Any, Final
 import keras
 import tensorflow as tf
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.policy import Dtype
 
 from . import retracing

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ampx.group import Member, ScaleGroup
+from ampx.protocol import Member, ScaleGroup
 
 
 def on_host() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_util_port
 
-from ampx.contract import Device
+from ampx.backend import Device
 from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
 

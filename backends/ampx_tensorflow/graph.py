@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ampx import sessions
 from ampx.backend import reject_unknown
 from ampx.errors import AlreadyWrappedError, LowPrecisionParametersError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
-from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member
 from ampx.scale_state import LossScale, LossScaleState
+from ampx.session import sessions
 
 from . import casting, gradients, guard, history
 from .variables import NamedLedger, ScaleVariables

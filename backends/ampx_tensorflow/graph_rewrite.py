@@ -19,10 +19,10 @@ import keras
 import tensorflow as tf
 
 import ampx
-from ampx import sessions
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import AmpxWarning, InvalidOptionError, ProtocolError
 from ampx.scale_state import LossScale
+from ampx.session import sessions
 
 from . import rewrite
 from .optimizer import FORMER_INIT_SCALE

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from ampx.group import ScaleGroup
+from ampx.protocol import ScaleGroup
 
 from . import retracing
 

@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from ampx.errors import AmpxWarning
 from ampx.events import StepResult
-from ampx.group import Member, Outcome, ScaleGroup
-from ampx.ledger import Ledger
+from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state, round_to_float32
 
 from . import history, retracing

@@ -14,7 +14,6 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from ampx import sessions
 from ampx.errors import (
     AlreadyWrappedError,
     InvalidOptionError,
@@ -22,9 +21,10 @@ from ampx.errors import (
     NotInitializedError,
     UnsupportedByBackendError,
 )
-from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member
 from ampx.scale_state import LossScale
+from ampx.session import sessions
 
 from . import casting, gradients, guard, history, legacy_casting, replicas
 from .ledger import VariableLedger

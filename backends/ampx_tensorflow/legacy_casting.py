@@ -8,10 +8,10 @@ from typing import Any
 
 import tf_keras
 
-from ampx import sessions
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.policy import Dtype
+from ampx.session import sessions
 
 from .graph_rewrite import GraphPlan
 

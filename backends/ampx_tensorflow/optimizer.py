@@ -9,11 +9,11 @@ from typing import Any, Final, NoReturn
 import keras
 import tensorflow as tf
 
-from ampx import sessions
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED
-from ampx.group import Member, ScaleGroup
+from ampx.protocol import Member, ScaleGroup
 from ampx.scale_state import LossScale
+from ampx.session import sessions
 
 from . import casting, gradients, guard, history, replicas
 from .ledger import VariableLedger

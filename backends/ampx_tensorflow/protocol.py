@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED, StepResult
-from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member
 from ampx.scale_state import LossScale
 
 from . import gradients, replicas

@@ -20,7 +20,7 @@ from keras.src.trainers import trainer as keras_trainer
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.client.session import BaseSession
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.policy import Dtype
 

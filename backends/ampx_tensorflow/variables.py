@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from ampx.errors import AmpxWarning, ProtocolError
 from ampx.events import StepResult
-from ampx.group import Outcome, ScaleGroup
-from ampx.ledger import Ledger
+from ampx.protocol import Ledger, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
 
 from . import history, retracing

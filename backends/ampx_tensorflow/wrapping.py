@@ -10,8 +10,8 @@ import keras
 
 from ampx.backend import reject_unknown
 from ampx.errors import AlreadyWrappedError, InvalidOptionError, LowPrecisionParametersError
-from ampx.group import Member
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member
 
 from . import graph
 from .optimizer import AmpOptimizer

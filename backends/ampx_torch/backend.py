@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 import ampx
-from ampx.contract import CastPlan, Device, LossInfo, Unscaled
-from ampx.group import Member
+from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
+from ampx.protocol import Member
 from ampx.running import Run
 
 from . import casting, debug, devices, prepare
@@ -51,7 +51,7 @@ class TorchBackend(ampx.Backend):
 
     def is_optimizer(self, candidate: object) -> bool:
         """Tell whether this is a torch optimizer, not wrapped."""
-        return isinstance(candidate, torch.optim.Optimizer) and not self.is_wrapped(candidate)
+        return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Give a torch.autocast region."""

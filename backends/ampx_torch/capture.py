@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
-from ampx.group import Outcome, ScaleGroup
+from ampx.protocol import Outcome, ScaleGroup
 from ampx.scale_state import LossScaleState, next_state
 
 from .ledger import TensorLedger

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
 

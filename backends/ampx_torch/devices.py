@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ampx.contract import Device
+from ampx.backend import Device
 from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ampx.errors import RawStepError
-from ampx.group import Member
+from ampx.protocol import Member
 
 
 class StepGuard:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampx.group import Outcome, ScaleGroup
-from ampx.ledger import Ledger
+from ampx.protocol import Ledger, Outcome, ScaleGroup
 from ampx.scale_state import FLOAT32_MAX, LossScale, LossScaleState, next_state, round_to_float32
 
 # So many unread steps start a copy to the host; events are late by at most twice as many steps.

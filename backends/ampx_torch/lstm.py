@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ampx import callers
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import PrecisionWarning
 
 from . import kernels

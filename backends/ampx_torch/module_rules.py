@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 
 from .oplists import Kind, TorchPlan

@@ -10,15 +10,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from threading import get_ident
-from typing import Any, Final
-from typing import cast as type_as
+from typing import Any, Final, cast as type_as
 
 import torch
 
-from ampx import sessions
 from ampx.errors import LowPrecisionParametersError, ProtocolError
-from ampx.group import Member
-from ampx.ledger import HOST_LEDGER
+from ampx.protocol import HOST_LEDGER, Member
+from ampx.session import sessions
 
 from . import casting, fusing, masters
 from .debug import nonfinite_parameters

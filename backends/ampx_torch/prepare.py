@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError, UnsupportedOpError
 
 from . import lowering, masters, module_rules

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 
 from . import kernels, lstm, module_rules
 from .oplists import TorchPlan

@@ -11,8 +11,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
-from ampx.ledger import HostLedger
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import HostLedger
 
 from . import casting, folding
 from .closures import evaluates_once, step_with_closure

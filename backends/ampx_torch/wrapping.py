@@ -9,9 +9,8 @@ import torch
 
 from ampx.backend import reject_unknown
 from ampx.errors import InvalidOptionError
-from ampx.group import Member
-from ampx.ledger import HOST_LEDGER
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import HOST_LEDGER, Member
 
 from . import casting, fusing
 from .capture import CapturableLedger

@@ -9,8 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ampx.migrate import files
 from ampx.migrate.engine import migrate as migrate_bytes

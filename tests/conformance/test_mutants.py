@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ampx.group import ScaleGroup
 from ampx.optimizer import GenericOptimizer
+from ampx.protocol import ScaleGroup
 from ampx.scaling import ScaleLoss
 from ampx.testing import BackendSuite, FuzzSuite, PluginSuite
 from ampx.testing.judging import suite_for

@@ -7,7 +7,8 @@ import types
 import pytest
 
 import ampx
-from ampx import registry, sessions
+from ampx import plugins
+from ampx.session import sessions
 
 SUPPORTED = frozenset({"float16", "bfloat16"})
 
@@ -166,7 +167,7 @@ class Framework:
 @pytest.fixture(autouse=True)
 def _isolated(monkeypatch):
     monkeypatch.delenv("AMPX_DISABLE_PLUGINS", raising=False)
-    monkeypatch.setattr(registry, "_default", [registry.Registry(entry_points=[])])
+    monkeypatch.setattr(plugins, "_default", [plugins.Registry(entry_points=[])])
     monkeypatch.setattr(sessions, "_active", {})
 
 

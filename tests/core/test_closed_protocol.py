@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROTOCOL = "ampx/group.py"
+PROTOCOL = "ampx/protocol.py"
 CLOSED = {"stage", "factors", "result"}
 CHANGING = {"clear", "pop", "popitem", "setdefault", "update", "__setitem__", "__delitem__", "__ior__"}
 

@@ -11,12 +11,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ampx
 from ampx import InvalidStateError, UnknownSchemaError
-from ampx.state import parse_state
+from ampx.saved_state import parse_state
 
 
 class Array:

@@ -1,6 +1,7 @@
 """What `import ampx` costs, which names it has, and in which direction its modules import each other."""
 
 import ast
+import graphlib
 import importlib
 import importlib.metadata
 import os
@@ -16,25 +17,6 @@ ROOT = Path(ampx.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "mxnet", "paddle", "jax", "jaxlib", "numpy", "cupy"}
 CORE = sorted(ROOT.glob("*.py"))
 
-# Imports go down, never up or sideways. A module that is missing here fails the test.
-LEVELS = [
-    {"errors"},
-    {"policy", "scale_state", "events"},
-    {"levels", "ledger", "effective", "annotate"},
-    {"contract", "group", "state"},
-    {"backend", "interop", "session_state"},
-    {"optimizer", "hookspecs", "casting"},
-    {"checks", "gating", "loading", "scaling"},
-    {"registry"},
-    {"sessions", "callers"},
-    {"values"},
-    {"reporting"},
-    {"amp"},
-    {"api", "starting"},
-    {"debug"},
-]
-LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-
 
 def run(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -45,7 +27,7 @@ def run(program):
 def test_import_loads_no_framework_and_no_machinery():
     loaded = set(run("import ampx, sys; print(*sys.modules)").split())
     assert not {name.partition(".")[0] for name in loaded} & FRAMEWORKS
-    assert not loaded & {"pluggy", "importlib.metadata", "inspect", "typing_extensions", "ampx.registry"}
+    assert not loaded & {"pluggy", "importlib.metadata", "inspect", "typing_extensions", "ampx.plugins"}
 
 
 def test_every_module_of_core_loads_no_framework():
@@ -60,47 +42,21 @@ def test_import_adds_less_than_30_ms():
     assert min(float(run(program)) for _ in range(7)) < 0.030
 
 
-def literal(tree, name):
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(name)
-
-
-def test_the_lazy_names_are_the_typed_names():
-    tree = ast.parse((ROOT / "__init__.py").read_text())
-    (guarded,) = [node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
-    imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
-    typed = {(alias.asname or alias.name, node.module or alias.name) for node in imports for alias in node.names}
-    lazy = {(name, module) for module, names in literal(tree, "_MODULES").items() for name in names}
-    assert lazy == typed
-    for node in imports:
-        for alias in node.names:
-            assert alias.asname == alias.name, "mypy exports only `import x as x`"
-
-
-def test_type_checkers_do_not_see_the_function_that_would_give_every_name():
-    (hidden,) = [
-        node
-        for node in ast.parse((ROOT / "__init__.py").read_text()).body
-        if any(isinstance(one, ast.FunctionDef) and one.name == "__getattr__" for one in ast.walk(node))
-    ]
-    assert isinstance(hidden, ast.If)
-    assert ast.unparse(hidden.test) == "not TYPE_CHECKING"
-
-
 def test_the_version_is_that_of_the_distribution():
     assert ampx.__version__ == importlib.metadata.version("ampx")
 
 
-def test_every_public_name_is_importable_and_comes_from_where_the_table_says():
-    for path in CORE:  # a submodule must not hide a name: importing it sets an attribute of the package
+def test_every_name_of_the_stub_can_be_imported_and_is_no_submodule_that_hides_it():
+    for path in CORE:  # importing a submodule sets an attribute of the package
         importlib.import_module(f"ampx.{path.stem}")
-    for name in dir(ampx):
-        value = getattr(ampx, name)
-        home = ampx._HOMES[name]
-        expected = importlib.import_module(f"ampx.{home}")
-        assert value is (expected if name == home else getattr(expected, name)), name
+    stub = ast.parse((ROOT / "__init__.pyi").read_text())
+    listed = {
+        alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert dir(ampx) == sorted(listed)
+    for name, module in listed.items():
+        home = importlib.import_module(f"ampx.{module or name}")
+        assert getattr(ampx, name) is (home if module is None else getattr(home, name)), name
 
 
 def test_names_survive_the_import_of_every_submodule():
@@ -115,15 +71,10 @@ def test_unknown_names_are_refused_as_python_does():
         ampx.initialise  # noqa: B018
 
 
-def imports_at_run_time(path):
-    """Give the modules that a file imports, but for those under `if TYPE_CHECKING`."""
+def imports(path):
+    """Return the modules that a file imports, in functions and under `if TYPE_CHECKING` too; "." is core."""
     found = []
-
-    def visit(node):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            nodes = node.orelse
-        else:
-            nodes = list(ast.iter_child_nodes(node))
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -131,26 +82,37 @@ def imports_at_run_time(path):
                 found.extend([f".{node.module}"] if node.module else [f".{alias.name}" for alias in node.names])
             else:
                 found.append(node.module)
-        for child in nodes:
-            visit(child)
-
-    visit(ast.parse(path.read_text()))
     return found
 
 
-@pytest.mark.parametrize("path", [path for path in CORE if path.stem != "__init__"], ids=lambda path: path.stem)
-def test_imports_point_down(path):
-    for name in imports_at_run_time(path):
-        if not name.startswith("."):
-            continue
-        if (path.stem, name) == ("backend", ".optimizer"):
-            continue  # inside the default of one verb; it is the only upward import, and says why
-        assert LEVEL[name[1:]] < LEVEL[path.stem], f"{path.stem} imports {name}"
+def test_no_module_of_core_imports_itself_by_way_of_others():
+    graph = {path.stem: {name[1:] for name in imports(path) if name.startswith(".")} for path in CORE}
+    order = graphlib.TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names the modules of the cycle
+
+
+def test_a_cycle_through_type_imports_would_be_found(tmp_path):
+    (tmp_path / "a.py").write_text("if TYPE_CHECKING:\n    from .b import B\n")
+    (tmp_path / "b.py").write_text("def f():\n    from . import a\n")
+    assert [imports(tmp_path / f"{name}.py") for name in "ab"] == [[".b"], [".a"]]
+
+
+def test_core_knows_none_of_its_sub_packages():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert {"cli", "testing"} <= packages
+    for path in CORE:
+        if path.stem not in ("__init__", "__main__"):
+            used = {part for name in imports(path) for part in name.split(".")[:2]}
+            assert not used & packages, path.stem
+
+
+def test_core_is_small_enough_to_be_known():
+    assert len([path for path in CORE if path.stem != "__init__"]) <= 17
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
 def test_core_imports_the_standard_library_and_pluggy_only(path):
-    absolute = {name.partition(".")[0] for name in imports_at_run_time(path) if not name.startswith(".")}
+    absolute = {name.partition(".")[0] for name in imports(path) if not name.startswith(".")}
     assert absolute <= {*sys.stdlib_module_names, "pluggy"}
 
 

@@ -5,8 +5,7 @@ import struct
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ampx import InvalidOptionError, LossScale, LossScaleState, next_state
 from ampx.scale_state import round_to_float32

@@ -3,8 +3,7 @@ import itertools
 import pytest
 
 from ampx import Policy, UnsupportedDtypeError, UnsupportedLevelError
-from ampx.levels import find_level
-from ampx.policy import normalise_dtype
+from ampx.policy import find_level, normalise_dtype
 
 DTYPES = ("float16", "bfloat16", "float32")
 

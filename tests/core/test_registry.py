@@ -9,7 +9,7 @@ import types
 import pytest
 
 import ampx
-from ampx.registry import Registry
+from ampx.plugins import Registry
 
 
 class Dist:
@@ -331,7 +331,7 @@ def test_the_package_of_a_plugin_is_no_imported_framework(monkeypatch):
 
 def test_backends_lists_the_broken_with_the_reason(monkeypatch):
     registry = Registry([Dist("good", lambda: plugin("good")), Dist("bad", BROKEN["value"])])
-    monkeypatch.setattr("ampx.registry._default", [registry])
+    monkeypatch.setattr("ampx.plugins._default", [registry])
     listed = ampx.backends()
     assert listed["good"] == "registered"
     assert listed["bad"].startswith("broken: ")

@@ -84,7 +84,7 @@ def test_a_refusal_names_the_line_of_the_script_and_is_remembered():
 
 
 def test_an_automated_loop_is_explained_by_lines_of_code(toy):
-    from ampx.registry import default_registry
+    from ampx.plugins import default_registry
     from ampx.testing.toy import framework
 
     run = Run("toy", RunSettings(dtype="float16"))

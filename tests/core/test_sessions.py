@@ -10,8 +10,8 @@ import types
 import pytest
 
 import ampx
-from ampx import sessions
 from ampx.optimizer import GenericOptimizer
+from ampx.session import sessions
 
 INF = math.inf
 

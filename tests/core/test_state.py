@@ -8,7 +8,7 @@ import pytest
 
 import ampx
 from ampx import InvalidStateError, LossScale, LossScaleState, StateError, UnknownSchemaError
-from ampx.state import dump_state, parse_state
+from ampx.saved_state import dump_state, parse_state
 
 # No field has its default, so a forgotten one shows.
 CONFIG = LossScale(4096.0, 3.0, 0.25, 7, 4, 2.0, 2.0**20, True, 9)

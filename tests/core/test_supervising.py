@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 import ampx
-from ampx.registry import Registry
+from ampx.plugins import Registry
 from ampx.running import RunSettings, supervising
 from ampx.running.program import Program
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import ampx
-from ampx import errors, hookspecs
-from ampx.amp import Amp
+from ampx import errors, plugins
+from ampx.session import Amp
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ampx.__file__).parent
@@ -46,7 +46,7 @@ def test_every_error_and_warning_has_a_heading():
 
 
 def test_every_hook_has_a_heading_and_its_exact_signature():
-    hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("ampx_")}
+    hooks = {name: hook for name, hook in vars(plugins).items() if name.startswith("ampx_")}
     assert hooks
     for name, hook in hooks.items():
         assert f"\n## {name}\n\n`{name}{bare_signature(hook)}`\n" in REFERENCE["plugins-and-hooks.md"], name

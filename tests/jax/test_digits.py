@@ -13,7 +13,7 @@ pytest.importorskip("sklearn")
 
 import ampx
 from ampx.cli import demo
-from ampx.registry import Registry
+from ampx.plugins import Registry
 from ampx_jax import casting
 from ampx_jax.demo import apply_network, make_parameters
 

@@ -12,14 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import ampx
 import ampx_jax
-from ampx import sessions
-from ampx.loading import Registration
-from ampx.registry import default_registry
+from ampx.plugins import Registration, default_registry
+from ampx.session import sessions
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE, Oracle
 from ampx_jax.state import find_all
 

@@ -13,8 +13,7 @@ import ampx
 from ampx.running import Run, RunSettings
 from ampx_mxnet.automatic import automate
 from ampx_mxnet.automatic.managing import ManagedTrainer
-from ampx_mxnet.compat import amp as native_amp
-from ampx_mxnet.compat import mx
+from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.devices import describe
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"

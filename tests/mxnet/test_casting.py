@@ -5,8 +5,7 @@ import logging
 import pytest
 
 import ampx
-from ampx_mxnet.compat import amp as native_amp
-from ampx_mxnet.compat import mx
+from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.dtypes import name_of
 
 

@@ -6,8 +6,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import gluon, nd
-from mxnet.gluon.contrib.estimator import BatchProcessor as NativeProcessor
-from mxnet.gluon.contrib.estimator import Estimator
+from mxnet.gluon.contrib.estimator import BatchProcessor as NativeProcessor, Estimator
 
 import ampx
 from ampx_mxnet.estimator import BatchProcessor

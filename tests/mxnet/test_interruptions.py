@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx import sessions
+from ampx.session import sessions
 from ampx.testing.interruptions import Interruption, interrupted_everywhere
 from ampx_mxnet.compat import mx
 

@@ -8,7 +8,7 @@ import pytest
 from paddle.amp.auto_cast import amp_global_state
 
 import ampx
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx_paddle import casting
 from ampx_paddle.prepare import prepare
 

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 import ampx
-from ampx import sessions
+from ampx.session import sessions
 from ampx.testing.interruptions import Interruption, interrupted_everywhere
 from ampx_paddle.scaler import GradScaler
 

@@ -12,7 +12,7 @@ import paddle
 import pytest
 
 import ampx
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx_paddle import casting
 
 LOW, WIDE = "bfloat16", "float32"

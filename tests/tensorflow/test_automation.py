@@ -18,7 +18,7 @@ from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
 from ampx.cli.run_summary import headline
-from ampx.registry import Registry
+from ampx.plugins import Registry
 from ampx.running import Run, RunSettings
 from ampx.running.supervising import Finished
 from ampx_tensorflow import devices, rewrite

@@ -15,7 +15,7 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 import ampx
 from ampx.cli import demo
-from ampx.registry import Registry
+from ampx.plugins import Registry
 
 # Accuracies are compared over three seeds, by `make test-all`; one shows what an overflow does.
 SEEDS = (0, 1, 2) if os.environ.get("AMPX_TEST_ALL") else (0,)

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tf_keras
 
 import ampx
-from ampx import sessions
+from ampx.session import sessions
 from ampx.testing.interruptions import Interruption, interrupted_everywhere
 from ampx_tensorflow.contexts import on_host
 

@@ -10,7 +10,7 @@ from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.grappler import cluster, tf_optimizer
 
 import ampx
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx_tensorflow import rewrite
 from ampx_tensorflow.backend import TensorFlowBackend
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ampx.errors import PrecisionWarning
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 from ampx.running import Run, RunSettings
 
 STEPS = 24

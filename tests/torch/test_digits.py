@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 from ampx.cli import demo  # noqa: E402 -- after the check that there is anything to test
-from ampx.registry import Registry  # noqa: E402
+from ampx.plugins import Registry  # noqa: E402
 
 # Accuracies are compared over three seeds, by `make test-all`; one shows what an overflow does.
 SEEDS = (0, 1, 2) if os.environ.get("AMPX_TEST_ALL") else (0,)

@@ -7,8 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -39,4 +39,4 @@ reveal_type(ampx.__version__)
 ampx.debug
 """
     lines = check(program)
-    assert [line.split('"')[1] for line in lines] == ["ampx.amp.Amp", "str"]
+    assert [line.split('"')[1] for line in lines] == ["ampx.session.Amp", "str"]

@@ -19,8 +19,7 @@ from dataclasses import asdict, astuple, fields
 from typing import Any, ClassVar, Final, TypeAlias
 
 import pytest
-from hypothesis import HealthCheck, note, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, note, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import ampx

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ampx
-from ampx.contract import Device
+from ampx.backend import Device
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW
 from ampx.testing.checks import refused

@@ -7,8 +7,8 @@ import sys
 from typing import ClassVar
 
 import ampx
-from ampx import hookspecs
-from ampx.registry import Registry
+from ampx import plugins
+from ampx.plugins import Registry
 
 # What importing, loading and using a plugin must not change.
 _WATCH = """
@@ -41,7 +41,7 @@ _USE = """
 for name in {modules!r}:
     importlib.import_module(name)
 before = world()
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 backend = default_registry().load({framework!r})
 level = "O1" if "O1" in backend.capabilities.levels else "O0"
 warnings_before = list(warnings.filters)
@@ -92,7 +92,7 @@ class PluginSuite:
         """Every marked function is a hook of ampx."""
         marked = [name for name in dir(self._module()) if hasattr(getattr(self._module(), name), "ampx_impl")]
         assert "ampx_register_backends" in marked
-        assert set(marked) <= {name for name in vars(hookspecs) if name.startswith("ampx_")}
+        assert set(marked) <= {name for name in vars(plugins) if name.startswith("ampx_")}
 
     def test_the_backend_loads(self) -> None:
         """The loader gives a backend of that name, and the same one again."""

@@ -11,7 +11,7 @@ import pytest
 
 import ampx
 from ampx import debug
-from ampx.registry import default_registry
+from ampx.plugins import default_registry
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, Bench, chosen
 from ampx.testing.oracle import REFERENCE_PATTERN, Oracle

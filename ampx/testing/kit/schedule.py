@@ -6,8 +6,7 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ampx
 from ampx.testing.base import KitTests

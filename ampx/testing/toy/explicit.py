@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import ampx
-from ampx.contract import Device
+from ampx.backend import Device
 
 from .framework import Optimizer, Tensor
 from .verbs import ToyVerbs

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import reject_unknown
-from ampx.contract import CastPlan, Unscaled
-from ampx.group import Member
+from ampx.backend import CastPlan, Unscaled, reject_unknown
 from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
+from ampx.protocol import Member
 from ampx.running import Run
 
 from .automation import automate

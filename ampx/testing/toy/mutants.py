@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any, Final
 
 import ampx
-from ampx import sessions
-from ampx.amp import Amp
-from ampx.backend import reject_unknown
-from ampx.contract import LossInfo
-from ampx.group import Member
+from ampx.backend import LossInfo, reject_unknown
 from ampx.optimizer import GenericOptimizer
+from ampx.protocol import Member
 from ampx.scale_state import LossScale
 from ampx.scaling import ScaleLoss
+from ampx.session import Amp, sessions
 
 from . import framework
 from .explicit import BareToy, ExplicitToy

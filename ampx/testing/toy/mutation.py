@@ -10,9 +10,8 @@ from typing import Any
 from unittest import mock
 
 import ampx
-from ampx.contract import Device, Unscaled
-from ampx.group import Outcome, ScaleGroup
-from ampx.ledger import HostLedger
+from ampx.backend import Device, Unscaled
+from ampx.protocol import HostLedger, Outcome, ScaleGroup
 from ampx.running import Run
 from ampx.testing.harness import Harness
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import ampx
-from ampx.contract import CastPlan, Device, LossInfo, Unscaled
+from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
 
 from . import framework

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ampx import sessions
 from ampx.running import Run
+from ampx.session import sessions
 from ampx_mxnet import amp
 
 from .differentiating import backward_scaled

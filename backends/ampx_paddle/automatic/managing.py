@@ -12,9 +12,9 @@ from unittest import mock
 
 import paddle
 
-from ampx import sessions
 from ampx.errors import AmpxError
 from ampx.running import Run
+from ampx.session import sessions
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.optimizer import AmpOptimizer
 from ampx_paddle.static import GraphLedger, StaticOptimizer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from paddle.nn import ClipGradByGlobalNorm as GradientClipByGlobalNorm
-from paddle.nn import ClipGradByNorm as GradientClipByNorm
-from paddle.nn import ClipGradByValue as GradientClipByValue
+from paddle.nn import (
+    ClipGradByGlobalNorm as GradientClipByGlobalNorm,
+    ClipGradByNorm as GradientClipByNorm,
+    ClipGradByValue as GradientClipByValue,
+)
 
 from .missing import refuse_missing
 

@@ -6,7 +6,9 @@ Importing this package imports no framework.
 
 from __future__ import annotations
 
-from .installing import ApexPartMissingError as ApexPartMissingError
-from .installing import ApexPresentError as ApexPresentError
-from .installing import install as install
-from .installing import uninstall as uninstall
+from .installing import (
+    ApexPartMissingError as ApexPartMissingError,
+    ApexPresentError as ApexPresentError,
+    install as install,
+    uninstall as uninstall,
+)

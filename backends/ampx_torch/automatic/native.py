@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.amp.autocast_mode import autocast
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.policy import Dtype
 from ampx_torch import devices, lstm
 from ampx_torch.trees import DTYPES

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from ampx import sessions
 from ampx.errors import AmpxError
 from ampx.scale_state import LossScale, LossScaleState
+from ampx.session import sessions
 from ampx_torch.gradients import GradientSet
 from ampx_torch.stepping import makes_momentum
 

@@ -8,17 +8,15 @@ lists what differs and why.
 
 from __future__ import annotations
 
-from ._amp_state import _amp_state as _amp_state
-from ._amp_state import master_params as master_params
-from .amp import float_function as float_function
-from .amp import half_function as half_function
-from .amp import init as init
-from .amp import promote_function as promote_function
-from .amp import register_float_function as register_float_function
-from .amp import register_half_function as register_half_function
-from .amp import register_promote_function as register_promote_function
-from .frontend import initialize as initialize
-from .frontend import load_state_dict as load_state_dict
-from .frontend import state_dict as state_dict
-from .handle import disable_casts as disable_casts
-from .handle import scale_loss as scale_loss
+from ._amp_state import _amp_state as _amp_state, master_params as master_params
+from .amp import (
+    float_function as float_function,
+    half_function as half_function,
+    init as init,
+    promote_function as promote_function,
+    register_float_function as register_float_function,
+    register_half_function as register_half_function,
+    register_promote_function as register_promote_function,
+)
+from .frontend import initialize as initialize, load_state_dict as load_state_dict, state_dict as state_dict
+from .handle import disable_casts as disable_casts, scale_loss as scale_loss

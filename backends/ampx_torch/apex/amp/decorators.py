@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ampx import sessions
 from ampx.annotate import Function, Kind
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
+from ampx.session import sessions
 from ampx_torch import casting, trees
 from ampx_torch.kernels import LOW
 

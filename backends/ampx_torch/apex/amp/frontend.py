@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from ampx import sessions as core_sessions
 from ampx.errors import InvalidOptionError, InvalidStateError
-from ampx.group import ScaleGroup
-from ampx.state import parse_loss_state
+from ampx.protocol import ScaleGroup
+from ampx.saved_state import parse_loss_state
+from ampx.session import sessions as core_sessions
 from ampx_torch import masters
 from ampx_torch.lowering import LOW
 
-from . import models as casts
-from . import sessions
+from . import models as casts, sessions
 from ._amp_state import _amp_state
 from .checks import check_models, check_optimizers, device_of, flatten
 from .errors import CheckpointError, CheckpointWarning

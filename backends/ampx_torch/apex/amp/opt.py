@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from ampx import sessions
 from ampx.errors import UnsupportedByBackendError
 from ampx.events import StepResult
-from ampx.group import Member, ScaleGroup
 from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member, ScaleGroup
+from ampx.session import sessions
 from ampx_torch import casting, masters
 from ampx_torch.closures import evaluates_once
 from ampx_torch.debug import nonfinite_parameters

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampx.annotate import Kind
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, UnsupportedOpError
 from ampx_torch.oplists import Rule, TorchPlan, resolve
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from ampx.events import Event, StepSkipped
-from ampx.group import ScaleGroup
+from ampx.protocol import ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
 from ampx_torch.apex import amp_c
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 
 import ampx
-from ampx import sessions
 from ampx.errors import InvalidOptionError, NotInitializedError
 from ampx.policy import normalise_dtype
+from ampx.session import sessions
 from ampx_torch.trees import DTYPES
 
 from . import lists, registry

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampx.errors import ProtocolError
-from ampx.group import Member
+from ampx.protocol import Member
 
 from .opt import ApexOptimizer, make
 from .scaler import send, settle

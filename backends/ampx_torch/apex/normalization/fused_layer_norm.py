@@ -9,18 +9,21 @@ from torch import nn
 
 from ampx.errors import UnsupportedByBackendError
 
-from .functional import FusedLayerNormAffineFunction as FusedLayerNormAffineFunction
-from .functional import FusedLayerNormFunction as FusedLayerNormFunction
-from .functional import FusedRMSNormAffineFunction as FusedRMSNormAffineFunction
-from .functional import FusedRMSNormFunction as FusedRMSNormFunction
-from .functional import Shape, warn_about_memory
-from .functional import fused_layer_norm as fused_layer_norm
-from .functional import fused_layer_norm_affine as fused_layer_norm_affine
-from .functional import fused_rms_norm as fused_rms_norm
-from .functional import fused_rms_norm_affine as fused_rms_norm_affine
-from .functional import manual_rms_norm as manual_rms_norm
-from .functional import mixed_dtype_fused_layer_norm_affine as mixed_dtype_fused_layer_norm_affine
-from .functional import mixed_dtype_fused_rms_norm_affine as mixed_dtype_fused_rms_norm_affine
+from .functional import (
+    FusedLayerNormAffineFunction as FusedLayerNormAffineFunction,
+    FusedLayerNormFunction as FusedLayerNormFunction,
+    FusedRMSNormAffineFunction as FusedRMSNormAffineFunction,
+    FusedRMSNormFunction as FusedRMSNormFunction,
+    Shape,
+    fused_layer_norm as fused_layer_norm,
+    fused_layer_norm_affine as fused_layer_norm_affine,
+    fused_rms_norm as fused_rms_norm,
+    fused_rms_norm_affine as fused_rms_norm_affine,
+    manual_rms_norm as manual_rms_norm,
+    mixed_dtype_fused_layer_norm_affine as mixed_dtype_fused_layer_norm_affine,
+    mixed_dtype_fused_rms_norm_affine as mixed_dtype_fused_rms_norm_affine,
+    warn_about_memory,
+)
 
 
 class FusedLayerNorm(nn.LayerNorm):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch.distributed import ReduceOp as ReduceOp
 
-from .distributed import DistributedDataParallel as DistributedDataParallel
-from .distributed import Reducer as Reducer
+from .distributed import DistributedDataParallel as DistributedDataParallel, Reducer as Reducer
 from .larc import LARC as LARC
-from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-from .sync_batchnorm import convert_syncbn_model as convert_syncbn_model
-from .sync_batchnorm import create_syncbn_process_group as create_syncbn_process_group
+from .sync_batchnorm import (
+    SyncBatchNorm as SyncBatchNorm,
+    convert_syncbn_model as convert_syncbn_model,
+    create_syncbn_process_group as create_syncbn_process_group,
+)
 
 __all__ = [
     "LARC",

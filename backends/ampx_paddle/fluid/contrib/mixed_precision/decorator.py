@@ -7,9 +7,9 @@ from typing import Any, Final, NoReturn
 import paddle
 
 import ampx
-from ampx import sessions
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.events import StepResult
+from ampx.session import sessions
 from ampx_paddle.fluid.missing import refuse_missing
 from ampx_paddle.fluid.optimizer import find_parameters
 from ampx_paddle.fluid.programs import raw

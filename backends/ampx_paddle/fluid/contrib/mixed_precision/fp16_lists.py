@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ampx.contract import CastPlan
+from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx_paddle.casting import check_plan
 from ampx_paddle.fluid.missing import refuse_missing

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any, Final
 
 from .errors import InvalidStateError, StateError, UnknownSchemaError, shown
+from .saved_state import GroupState, dump_state, has_schema, parse_state
 from .scale_state import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
-from .state import GroupState, dump_state, has_schema, parse_state
 
 Fields = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Find plugins and load backends, lazily and one at a time.
+"""Plugins: the hooks they may implement, how they are found, and how a backend is loaded, one at a time.
 
 Nothing is discovered when ampx is imported; no framework is imported until it is asked for; a plugin that
 is broken is reported by its name and breaks nobody else.
@@ -6,21 +6,164 @@ is broken is reported by its name and breaks nobody else.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
-from . import hookspecs
-from .backend import Backend
-from .errors import AmbiguousFrameworkError, AmpxError, DuplicateBackendError, PluginError, UnknownFrameworkError
-from .loading import Registration, check_registration, implemented_hooks, load_backend
+from .backend import Backend, Capabilities
+from .errors import (
+    AmbiguousFrameworkError,
+    AmpxError,
+    BackendLoadError,
+    DuplicateBackendError,
+    FrameworkNotInstalledError,
+    PluginError,
+    UnknownFrameworkError,
+)
+from .events import Event
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+PROJECT = "ampx"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class Register(Protocol):
+    """The callable that `ampx_register_backends` receives."""
+
+    def __call__(
+        self,
+        name: str,
+        load: Callable[[], Backend],
+        *,
+        roots: Sequence[str],
+        requires: str,
+        stands_in_for: Sequence[str] = (),
+    ) -> None:
+        """Register one framework.
+
+        Args:
+            name: What `ampx.init(framework=…)` takes.
+            load: Gives the backend; the only place where the plugin imports the framework.
+            roots: Root modules of the framework's objects, such as `("torch",)`.
+            requires: The requirement to install, such as `"torch>=2.4"`.
+            stands_in_for: Modules that the backend's `automate` provides to a script where they are missing, such as
+                `("apex",)`: `ampx run` imports the framework first when the script asks for one.
+        """
+
+
+@hookspec
+def ampx_register_backends(register: Register) -> None:
+    """Register backends: call `register(name, load, roots=…, requires=…)` for each."""
+
+
+@hookspec
+def ampx_event(event: Event) -> Any:
+    """Receive every event of every framework, in order. An exception reaches the user's `step`."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a plugin said about one framework.
+
+    Attributes:
+        name: The framework's name.
+        load: Gives the backend.
+        roots: Root modules of the framework's objects.
+        requires: The requirement to install.
+        plugin: Name of the plugin.
+        module: Name of the plugin's module, for messages.
+        stands_in_for: Modules that `ampx run` can provide to a script where they are missing.
+    """
+
+    name: str
+    load: Callable[[], Backend]
+    roots: tuple[str, ...]
+    requires: str
+    plugin: str
+    module: str
+    stands_in_for: tuple[str, ...] = ()
+
+
+def check_registration(name: object, load: object, roots: object, requires: object) -> None:
+    """Check what a plugin passes to `register`.
+
+    Raises:
+        PluginError: It cannot be meant so.
+
+    Sync: none.
+    """
+    listed = isinstance(roots, (list, tuple, set, frozenset)) and all(isinstance(root, str) for root in roots)
+    texts = isinstance(name, str) and isinstance(requires, str)
+    if not (listed and roots and texts and callable(load)):
+        raise PluginError(
+            f"a plugin called register({name!r}, {load!r}, roots={roots!r}, requires={requires!r}); accepted: a name, "
+            f"a function without arguments, a tuple of root module names, and a requirement. Correct the plugin."
+        )
+
+
+def implemented_hooks(plugin: Any) -> list[str]:
+    """List the functions of a plugin that carry the marker. Sync: none."""
+    marker = f"{PROJECT}_impl"
+    functions = [name for name in dir(plugin) if inspect.isroutine(getattr(plugin, name, None))]
+    return [name for name in functions if hasattr(getattr(plugin, name), marker)]
+
+
+def load_backend(found: Registration) -> Backend:
+    """Load a framework's backend.
+
+    Raises:
+        FrameworkNotInstalledError: The framework is not importable.
+        BackendLoadError: It is there, but loading it failed; or what was loaded is no backend of that name.
+        AmpxError: The plugin itself refuses what it found, and says why.
+
+    Sync: none.
+    """
+    try:
+        backend = found.load()
+    except AmpxError:
+        raise
+    except ImportError as error:
+        if error.name is not None and error.name in found.roots and not _is_present(error.name):
+            raise FrameworkNotInstalledError(
+                f"framework={found.name!r} needs {found.requires}, which is not importable: {error}. Install it with "
+                f"`pip install '{found.requires}'`, or as the framework's own instructions say for your GPU.",
+                name=error.name,
+            ) from error
+        raise _load_error(found, error) from error
+    except (Exception, SystemExit) as error:
+        raise _load_error(found, error) from error
+    declared = isinstance(getattr(backend, "capabilities", None), Capabilities)
+    if not isinstance(backend, Backend) or not declared or getattr(backend, "name", None) != found.name:
+        raise BackendLoadError(
+            f"plugin {found.plugin!r} gave {backend!r} for framework {found.name!r}; accepted: an instance of "
+            f"ampx.Backend with name={found.name!r} and capabilities. Correct the plugin."
+        )
+    return backend
+
+
+def _is_present(root: str) -> bool:
+    """Tell whether a module can be found. `from torch import missing` names torch in its ImportError, too."""
+    if root in sys.modules:
+        return sys.modules[root] is not None
+    return importlib.util.find_spec(root) is not None
+
+
+def _load_error(found: Registration, error: BaseException) -> BackendLoadError:
+    return BackendLoadError(
+        f"framework={found.name!r} is installed, but loading it failed: {error!r}. It needs {found.requires}; repair "
+        f"or reinstall it (`ampx doctor` tells more)."
+    )
+
 
 GROUP = "ampx"
 DISABLE_VARIABLE = "AMPX_DISABLE_PLUGINS"
@@ -48,8 +191,8 @@ class Registry:
         """The pluggy manager, after one scan of the entry points."""
         with self._scanning:
             if self._manager is None:
-                self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-                self._manager.add_hookspecs(hookspecs)
+                self._manager = pluggy.PluginManager(PROJECT)
+                self._manager.add_hookspecs(sys.modules[__name__])
                 try:
                     self._scan()
                 except BaseException:  # Ctrl-C: what was not reached yet would be missing without a word
@@ -75,7 +218,7 @@ class Registry:
         manager = self.manager
         label = name or str(getattr(plugin, "__name__", repr(plugin)))
         module = str(getattr(plugin, "__name__", type(plugin).__module__))
-        known = {hook for hook in vars(hookspecs) if hook.startswith("ampx_")}
+        known = {hook for hook in globals() if hook.startswith("ampx_")}
         misspelt = sorted(hook for hook in implemented_hooks(plugin) if hook not in known)
         if misspelt:
             raise PluginError(

@@ -1,0 +1,1029 @@
+"""One framework's session, the table of sessions, and `ampx.init`, which starts one.
+
+`Amp` holds one framework's policy and everything that its calls need; it knows no framework itself, and computes
+nothing: the backend does.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Final, Literal
+
+from . import annotate, callers
+from .backend import Backend, CastPlan, Device, ScaleValue
+from .errors import (
+    AlreadyWrappedError,
+    InvalidOptionError,
+    NotAnOptimizerError,
+    NotInitializedError,
+    NotWrappedError,
+    PrecisionWarning,
+    ProtocolError,
+    ScaleCollapsedWarning,
+    UnsupportedByBackendError,
+    UnsupportedDtypeError,
+)
+from .events import Event, Listener, ScaleCollapsed, StepResult
+from .optimizer import (
+    GenericOptimizer,
+    WrappedOptimizer,
+    check_bound,
+    check_clipping,
+    one_wrapped_optimizer,
+    wrapped_optimizers,
+)
+from .plugins import default_registry
+from .policy import Dtype, Effective, Level, OptLevel, find_level, normalise_dtype
+from .protocol import Member, ScaleGroup
+from .saved_state import dump_session, load_session
+from .scale_state import LossScale
+from .scaling import ScaleLoss
+
+
+class Amp:
+    """Holds one framework's policy; every module-level function of ampx is a method of it.
+
+    A context manager: leaving it shuts the session down.
+
+    Attributes:
+        recipe: What started it, where that is an old recipe that ampx carries out, such as `"apex.amp"`; for reports.
+    """
+
+    recipe: str = ""
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: CastPlan | None,
+        level: Level,
+        effective: Effective,
+        nan_loss: str,
+    ) -> None:
+        """Made by `ampx.init`, not by hand."""
+        self.backend = backend
+        self.effective = effective
+        self.plan = plan
+        self.level = level
+        # Whether calls do anything. Plain attributes, like the two below: every training step reads them.
+        self.enabled = effective.enabled
+        # The plan for regions and functions; None where nothing is cast.
+        self.casting = plan if effective.enabled else None
+        # Whether a loss is tested for NaN: yes, no, or (None) where that is free.
+        self.check_nan: bool | None = {"auto": None, "raise": True, "skip": False}[nan_loss]
+        self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
+        self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._listeners: list[list[Listener]] = []
+        self._wrapped_values = 0  # so many transformations were wrapped
+        self.wrapped_optimizers = 0  # at least so many may be reached by a backward
+        self._observed: dict[int, int] = {}  # the last step of each transformation whose events were sent
+        self._active = True
+        # Losses that came out of scale_loss, by id; an entry goes with its object.
+        self.scaled: dict[int, Callable[[], Any]] = {}
+
+    @property
+    def framework(self) -> str:
+        """Name of the framework."""
+        return self.backend.name
+
+    # -- optimizers --------------------------------------------------------------------------------
+
+    def wrap_optimizer(
+        self,
+        opt: Any,
+        *,
+        loss_scale: object = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Give an optimizer that unscales, checks, skips and keeps its own loss scale.
+
+        Args:
+            opt: An optimizer of the framework, or a list of them: a list shares one loss scale.
+            loss_scale: As in `init`; None for the session's.
+            max_grad_norm: Clip the true gradients to this global L2 norm in every step.
+            max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
+            **options: What the backend accepts beyond (torch: `process_group`, `device_scale`, `fused`,
+                `capturable`; mxnet: `in_place`).
+
+        Returns:
+            The wrapped optimizer (or the list): the framework accepts it wherever it accepts the raw one.
+
+        Raises:
+            NotAnOptimizerError: It is no optimizer of this framework.
+            AlreadyWrappedError: It is wrapped already, or twice in the list.
+            LowPrecisionParametersError: It holds float16 or bfloat16 parameters without master weights.
+            InvalidOptionError: An option is unknown or has a value that is not accepted.
+            UnsupportedByBackendError: The backend does not clip gradients.
+
+        Sync: none.
+        """
+        self._check_active()
+        several = type(opt) in (list, tuple)  # an optimizer may be a named tuple
+        optimizers = list(opt) if several else [opt]
+        if not optimizers:
+            raise NotAnOptimizerError(
+                "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
+            )
+        for position, one in enumerate(optimizers):
+            self._check_raw(one, optimizers[:position])
+        for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
+            check_bound(name, bound)
+        if max_grad_norm is not None or max_grad_value is not None:
+            check_clipping(self.backend)
+        if reserved := options.keys() & {"plan", "level"}:
+            raise InvalidOptionError(
+                f"wrap_optimizer got {', '.join(sorted(reserved))}, which init decides; accepted: loss_scale, "
+                f"max_grad_norm, max_grad_value and what the backend adds. Pass it to ampx.init."
+            )
+        config = self.effective.loss_scale if loss_scale is None else LossScale.parse(loss_scale)
+        settings = {
+            "plan": self.plan,
+            "level": self.level,
+            "max_grad_norm": max_grad_norm,
+            "max_grad_value": max_grad_value,
+            **options,
+        }
+        if self.backend.capabilities.state_values:
+            return self.wrap_transformation(opt, config, settings)
+        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
+        wrapped: list[WrappedOptimizer] = []
+        try:
+            for one in optimizers:
+                wrapped.append(self._wrap(one, group.add_member(), settings))
+        except BaseException:  # all or none
+            for made in reversed(wrapped):
+                made.ampx_unwrap()
+            raise
+        group.index = len(self.live_groups())
+        self._groups.append((group, [weakref.ref(one) for one in wrapped]))
+        self.wrapped_optimizers += len(wrapped)
+        sessions.note_wrapped(self.framework, wrapped)
+        for one in optimizers:
+            self._remember(one)
+        return wrapped if several else wrapped[0]
+
+    def _wrap(self, opt: Any, member: Member, settings: Mapping[str, Any]) -> WrappedOptimizer:
+        wrapped: WrappedOptimizer | None = self.backend.wrap_optimizer(opt, member, settings)
+        return GenericOptimizer(self.backend, opt, member, settings) if wrapped is None else wrapped
+
+    def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
+        """Give a region that yields the scaled loss, with casting off inside.
+
+        Args:
+            loss: Floating scalar tensor of any dtype, or a list, tuple or dict of such (same shape returned).
+            opt: The wrapped optimizer whose gradients this backward makes, or a list of them. Optimizers with
+                different scales are served by the smallest.
+            loss_id: Which of the optimizer's loss scales; every id has its own.
+
+        Returns:
+            A context manager yielding the loss in float32 times the loss scale.
+
+        Raises:
+            NotWrappedError: `opt` does not come from `wrap_optimizer`.
+            LossShapeError, LossDtypeError, DetachedLossError, AlreadyScaledError, NonFiniteLossError: The loss
+                is not a scalar, not floating, detached, scaled before, or NaN.
+            NestedScaleError: A body for the same optimizer is running.
+            ProtocolError: The gradients were unscaled and no step has come since.
+
+        Sync: none, unless `init(nan_loss="raise")` and the loss lives on an accelerator.
+        """
+        if isinstance(opt, WrappedOptimizer):
+            return ScaleLoss(self, loss, (opt,), loss_id)
+        if self.backend.capabilities.state_values:
+            value = self.find_scale(opt, "scale_loss")
+            return ScaleLoss(self, loss, (), loss_id, value.state.scale if value.enabled else None)
+        optimizers = wrapped_optimizers(opt, "scale_loss")
+        if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
+            passed = "one of them twice" if optimizers else "an empty list"
+            raise InvalidOptionError(
+                f"scale_loss got {len(optimizers)} optimizers, {passed}; accepted: one or several different ones. "
+                f"Pass those whose gradients this backward makes."
+            )
+        return ScaleLoss(self, loss, optimizers, loss_id)
+
+    def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
+        """List the living wrapped optimizers of the framework but these. Sync: none."""
+        living = sessions.living_optimizers(self.framework)
+        return [one for one in living if not any(one is other for other in optimizers)]
+
+    def unscale(self, opt: Any) -> None:
+        """Make the pending gradients of a wrapped optimizer true; idempotent until its next step.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+
+        Sync: at most one.
+        """
+        self.refuse_value(opt, "unscale")
+        for one in wrapped_optimizers(opt, "unscale"):
+            one.ampx_unscale()
+
+    def clip_grad_norm(self, opt: Any, max_norm: float) -> Any:
+        """Unscale if not done, clip the true gradients by their global L2 norm.
+
+        Args:
+            opt: The wrapped optimizer.
+            max_norm: Largest norm that stays as it is; positive.
+
+        Returns:
+            The norm of the true gradients before clipping, as the framework's scalar.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+            UnsupportedByBackendError: The backend does not clip gradients.
+
+        Sync: at most one.
+        """
+        check_bound("max_norm", max_norm)
+        self.refuse_value(opt, "clip_grad_norm")
+        wrapped = one_wrapped_optimizer(opt, "clip_grad_norm")
+        check_clipping(self.backend)
+        return wrapped.ampx_clip_grad_norm(max_norm)
+
+    def gate(self, scheduler: Any, opt: Any) -> Gate:
+        """Return a scheduler, or an average of weights, that moves only when the optimizer's last step was applied.
+
+        Args:
+            scheduler: Anything with a method `step`, `update` or `update_parameters`. These do nothing after a
+                skipped step, and return whether they did something; all else is the object's.
+            opt: The wrapped optimizer, or a list of which all must have been applied. With optimizer state as
+                values: a function that gives the present state, or a list of such.
+
+        Raises:
+            InvalidOptionError: The object has none of these methods.
+
+        Sync: one per step where the scale lives on the device, else none.
+        """
+        return Gate(scheduler, self.last_steps(opt))
+
+    # -- casting --------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: Any, opt: Any = None) -> Any:
+        """Do to a model what the level needs (O2, O3) and resolve name patterns of the op lists.
+
+        Args:
+            model: The framework's model; changed in place where the framework can.
+            opt: Its optimizer, raw or wrapped; for O2 it then updates float32 master weights.
+
+        Returns:
+            The model, or (model, opt) where an optimizer was given.
+
+        Raises:
+            UnsupportedByBackendError: The backend has no such level.
+
+        Sync: none.
+        """
+        if self.casting is None:
+            return model if opt is None else (model, opt)
+        return self.backend.prepare(model, opt, self.casting)
+
+    def autocast(self, enabled: bool = True, dtype: object = None) -> annotate.Region:
+        """Give a region with casting on or off; nestable, exception safe, also a decorator.
+
+        Args:
+            enabled: False computes in float32 inside.
+            dtype: Compute dtype inside; the session's by default.
+
+        Raises:
+            UnsupportedDtypeError: The device cannot compute in it.
+
+        Sync: none.
+        """
+        wanted = None if dtype is None else normalise_dtype(dtype)
+        return annotate.Region(lambda: self.autocast_now(enabled, wanted))
+
+    def autocast_now(self, enabled: bool, dtype: Dtype | None = None) -> AbstractContextManager[Any]:
+        """Give the backend's own region, to be entered at once."""
+        plan = self.casting
+        if plan is None:
+            return nullcontext()
+        if dtype == "float32":
+            enabled = False
+        elif dtype is not None and dtype != plan.dtype:
+            device = self.backend.device(plan.device)
+            supported = device.native | device.emulated
+            if dtype not in supported:
+                raise UnsupportedDtypeError(
+                    f"autocast(dtype={dtype!r}) is not supported by backend {self.backend.name!r} on {plan.device!r}; "
+                    f"supported: {', '.join(sorted(supported))}. Choose one of these."
+                )
+            plan = self.backend.check_plan(CastPlan(plan.device, dtype, plan.level, plan.allow, plan.deny))
+        return self.backend.autocast(plan, enabled)
+
+    @property
+    def casting_now(self) -> annotate.Casting | None:
+        """The backend and the plan for regions and functions; None where nothing is cast."""
+        return None if self.casting is None else (self.backend, self.casting)
+
+    def enter_thread(self) -> None:
+        """Switch process-wide casting on in the calling thread too; call it first thing in a new thread.
+
+        Frameworks keep the switch by thread. A thread pool takes it as `initializer=amp.enter_thread`.
+
+        Sync: none.
+        """
+        if self.casting is not None and self.effective.process_wide:
+            self.backend.enter_thread(self.casting)
+
+    def float_function(self, function: annotate.Function) -> annotate.Function:
+        """Compute a function in float32: floating arguments are cast, casting is off inside. Sync: none."""
+        return annotate.annotate(function, "float", lambda *_: self.casting_now)
+
+    def half_function(self, function: annotate.Function) -> annotate.Function:
+        """Compute a function in the compute dtype: floating arguments are cast, casting is off inside. Sync: none."""
+        return annotate.annotate(function, "half", lambda *_: self.casting_now)
+
+    def promote_function(self, function: annotate.Function) -> annotate.Function:
+        """Compute a function in the widest dtype of its floating arguments, casting off inside. Sync: none."""
+        return annotate.annotate(function, "promote", lambda *_: self.casting_now)
+
+    # -- what a step did; states and events -----------------------------------------------------------------------
+
+    def last_step(self, opt: Any) -> StepResult | None:
+        """Tell what the last step did; None before the first.
+
+        Args:
+            opt: A wrapped optimizer, or an optimizer state (or anything that holds one). Where the state is
+                traced, the fields are tensors, and before the first step `scale` is 0.
+
+        Raises:
+            NotWrappedError: It is neither.
+
+        Sync: where the scale lives on the device, unless traced.
+        """
+        if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
+            return one_wrapped_optimizer(opt, "last_step").last_step
+        return self.find_scale(opt, "last_step").result
+
+    def loss_scale(self, opt: Any) -> Any:
+        """Give the current loss scale.
+
+        Args:
+            opt: As in `last_step`.
+
+        Raises:
+            NotWrappedError: It is neither.
+
+        Sync: where the scale lives on the device, unless traced.
+        """
+        if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
+            return one_wrapped_optimizer(opt, "loss_scale").loss_scale
+        return self.find_scale(opt, "loss_scale").state.scale
+
+    def observe(self, opt: Any) -> StepResult | None:
+        """Send the events of the last step that were not sent yet, and give its result.
+
+        An optimizer object sends its events by itself. A state that is a value cannot: its steps run in compiled
+        code, so events come when the host looks. Look after every step to see every event; of several steps since
+        the last look, only the last one's events are sent.
+
+        Args:
+            opt: A wrapped optimizer, or an optimizer state outside traced code.
+
+        Raises:
+            NotWrappedError: It is neither.
+            ProtocolError: The state is traced.
+
+        Sync: one.
+        """
+        if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
+            return self.last_step(opt)
+        value = self.find_scale(opt, "observe")
+        group, result = self._host_group(value, "observe"), value.result
+        if result is None or not value.enabled:
+            return result
+        if self._observed.get(value.group, 0) == value.steps:
+            return result
+        self._observed[value.group] = value.steps
+        before = replace(value.state, scale=result.scale)
+        told = (self.backend.name, value.group, 0, value.steps)
+        for event in group.events_of(told, before, value.state, bool(result.finite)):
+            sessions.emit(self.backend.name, event)
+        return result
+
+    # -- for the rest of the session -----------------------------------------------------------------
+
+    def wrap_transformation(self, opt: Any, config: LossScale, settings: Mapping[str, Any]) -> Any:
+        """Give an optimizer whose state carries the loss scale."""
+        if type(opt) in (list, tuple):
+            raise UnsupportedByBackendError(
+                f"wrap_optimizer got a list of {len(opt)} optimizers, but backend {self.backend.name!r} keeps the "
+                f"loss scale in one optimizer state; accepted: one optimizer. Join them in one before wrapping."
+            )
+        enabled = self.effective.enabled
+        wrapped = self.backend.wrap_transformation(opt, config, enabled, self._wrapped_values, settings)
+        self._wrapped_values += 1
+        return wrapped
+
+    def find_scale(self, opt: Any, call: str) -> ScaleValue:
+        """Find the loss scale in an optimizer state.
+
+        Raises:
+            NotWrappedError: There is none.
+        """
+        value = self.backend.read_scale(opt)
+        if value is None:
+            raise NotWrappedError(
+                f"{call} got {type(opt).__name__}, which an optimizer that wrap_optimizer did not return has made; "
+                f"accepted: the state that a wrapped optimizer's init or update gave. Call "
+                f"tx = ampx.wrap_optimizer(tx) first and pass its state."
+            )
+        return value
+
+    def refuse_value(self, opt: Any, call: str) -> None:
+        """Raise for a call that needs gradients on parameters, where `opt` is an optimizer state."""
+        if self.backend.capabilities.state_values:
+            self.find_scale(opt, call)
+            raise ProtocolError(
+                f"{call} was called, but backend {self.backend.name!r} has gradients as values, which only update "
+                f"sees; accepted: wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+            )
+
+    def last_steps(self, opt: Any) -> Sequence[Callable[[], StepResult | None]]:
+        """Give what tells the last step of each optimizer, for `gate`."""
+        if not self.backend.capabilities.state_values:
+            return [lambda one=one: one.last_step for one in wrapped_optimizers(opt, "gate")]  # type: ignore[misc]
+        found = list(opt) if isinstance(opt, list) else [opt]
+        for one in found:
+            if not callable(one):
+                raise NotWrappedError(
+                    f"gate got {type(one).__name__}, which wrap_optimizer did not return; accepted: a function that "
+                    f"gives the present state of a wrapped optimizer. Pass lambda: opt_state, after "
+                    f"tx = ampx.wrap_optimizer(tx)."
+                )
+        return [lambda one=one: self.last_step(one()) for one in found]  # type: ignore[misc]
+
+    def group_of(self, opt: Any) -> ScaleGroup:
+        """Give the bookkeeping of one optimizer state, for saving and loading."""
+        if opt is None:
+            raise UnsupportedByBackendError(
+                f"state_dict and load_state_dict need the optimizer state, because backend {self.backend.name!r} keeps "
+                f"the loss scale there and not in the session; accepted: amp.state_dict(opt_state), "
+                f"opt_state = amp.load_state_dict(d, opt_state). Pass it."
+            )
+        return self._host_group(self.find_scale(opt, "state_dict"), "state_dict")
+
+    def with_scale(self, opt: Any, groups: Sequence[ScaleGroup]) -> Any:
+        """Give the optimizer state with what was loaded into its group; an optimizer object as it is."""
+        if not self.backend.capabilities.state_values:
+            return opt
+        (group,) = groups
+        return self.backend.write_scale(opt, group.config, group.states[0])
+
+    def _host_group(self, value: ScaleValue, call: str) -> ScaleGroup:
+        if value.traced:
+            raise ProtocolError(
+                f"{call} was called inside traced code, where numbers are not known; accepted: a state outside of it. "
+                f"Call it after the compiled function has returned."
+            )
+        return ScaleGroup(self.backend.name, value.config, value.enabled, index=value.group, states={0: value.state})
+
+    def live_groups(self) -> list[ScaleGroup]:
+        """List the loss scales whose optimizers are alive, in order of wrapping."""
+        self._groups = [entry for entry in self._groups if any(wrapped() is not None for wrapped in entry[1])]
+        groups = [group for group, _ in self._groups]
+        for position, group in enumerate(groups):
+            group.index = position
+        return groups
+
+    def optimizers_of(self, group: ScaleGroup) -> list[Any]:
+        """List the wrapped optimizers that a loss scale was made for and that are alive. Sync: none."""
+        return [
+            one for known, wrapped in self._groups if known is group for made in wrapped if (one := made()) is not None
+        ]
+
+    def state_dict(self, opt: Any = None) -> dict[str, Any]:
+        """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
+
+        Args:
+            opt: Only that of this optimizer. With optimizer state as values: the state, which is required.
+
+        Sync: where the scale lives on the device.
+        """
+        return dump_session(self.effective.framework, self._chosen_groups(opt))
+
+    def load_state_dict(self, state: object, opt: Any = None) -> Any:
+        """Take over loss scales, before or after the first step; from any framework.
+
+        Args:
+            state: What `state_dict` or `ampx.import_state` gave.
+            opt: Only that of this optimizer; the state must then hold one. With optimizer state as values: the
+                optimizer state, which is required.
+
+        Returns:
+            `opt`; where optimizer state is a value, a new state that holds the loaded loss scale.
+
+        Raises:
+            UnknownSchemaError: The state is of another schema.
+            InvalidStateError: A value is missing or not acceptable, or the number of loss scales differs.
+
+        Sync: where the scale lives on the device.
+        """
+        if not self.effective.enabled:
+            return opt
+        groups = self._chosen_groups(opt)
+        load_session(state, groups)
+        return self.with_scale(opt, groups)
+
+    def on_event(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener(event)` for every event of this session.
+
+        Returns:
+            A function that removes the listener again.
+
+        Raises:
+            InvalidOptionError: It cannot be called.
+
+        Sync: none; where the scale lives on the device, events come some steps late instead.
+        """
+        if not callable(listener):
+            raise InvalidOptionError(
+                f"on_event got the listener {listener!r}; accepted: a function of one event. Pass one."
+            )
+        entry = [listener]  # an identity of its own: a listener may be registered twice
+        self._listeners.append(entry)
+
+        def remove() -> None:
+            self._listeners[:] = [one for one in self._listeners if one is not entry]
+
+        return remove
+
+    def emit(self, event: Event) -> None:
+        """Hand an event to the listeners."""
+        for (listener,) in tuple(self._listeners):
+            listener(event)
+
+    def _chosen_groups(self, opt: Any) -> list[ScaleGroup]:
+        if self.backend.capabilities.state_values:
+            return [self.group_of(opt)]
+        if opt is None:
+            return self.live_groups()
+        found: list[ScaleGroup] = []
+        for one in wrapped_optimizers(opt, "state_dict"):
+            if one.ampx_member.group not in found:
+                found.append(one.ampx_member.group)
+        return found
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def activate(self) -> None:
+        """Become the framework's session and switch process-wide casting on, as `init` does."""
+        # The session is known first, and forgotten last: whatever interrupts either, `shutdown` does the rest.
+        self._active = True
+        sessions.add(self)
+        self.wrapped_optimizers = len(sessions.living_optimizers(self.framework))
+        self.casting = self.plan if self.enabled else None
+        if self.plan is not None and self.enabled and self.effective.process_wide:
+            self.backend.activate(self.plan)
+
+    def shutdown(self) -> None:
+        """Leave the framework as it was before `init`; repeated calls do nothing.
+
+        Optimizers wrapped here keep their loss scales, but `scale_loss` needs a session of the framework.
+
+        Sync: where the scale lives on the device (events still due are sent).
+        """
+        if not self._active:
+            sessions.remove(self)  # where the first call was interrupted before it did
+            return
+        try:
+            for group in self.live_groups():
+                group.ledger.close(group)
+        finally:  # a listener may raise; the framework is restored all the same
+            self.casting = None
+            try:
+                if self.plan is not None and self.enabled and self.effective.process_wide:
+                    self.backend.deactivate(self.plan)
+            except Exception:  # the backend would fail again
+                self._forget()
+                raise
+            self._forget()
+
+    def _forget(self) -> None:
+        self._active = False
+        sessions.remove(self)
+
+    def __enter__(self) -> Amp:
+        """Give the session itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check_active(self) -> None:
+        if not self._active:
+            raise ProtocolError(
+                f"this session for {self.framework!r} was shut down; accepted: an active session. Call ampx.init again."
+            )
+
+    def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:
+        known = (
+            isinstance(opt, WrappedOptimizer) or self.backend.is_wrapped(opt) or any(opt is other for other in before)
+        )
+        if known or self._is_remembered(opt):
+            raise AlreadyWrappedError(
+                f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "
+                f"be unscaled twice. Use the object that the first call returned."
+            )
+        if not self.backend.is_optimizer(opt):
+            raise NotAnOptimizerError(
+                f"wrap_optimizer got {type(opt).__module__}.{type(opt).__qualname__}, which is no optimizer of "
+                f"{self.framework!r}; accepted: one of the framework's optimizers or a list of them. Pass that."
+            )
+
+    def _is_remembered(self, opt: Any) -> bool:
+        try:
+            return opt in self._wrapped
+        except TypeError:
+            return False
+
+    def _remember(self, opt: Any) -> None:
+        try:
+            self._wrapped.add(opt)
+        except TypeError:
+            # Values such as named tuples have no identity to remember; wrapping them again is no error.
+            return
+
+
+def init(
+    framework: str | None = None,
+    *,
+    dtype: object = "auto",
+    level: OptLevel = "O1",
+    device: str = "auto",
+    loss_scale: object = "auto",
+    process_wide: bool = True,
+    allow: Iterable[Any] = (),
+    deny: Iterable[Any] = (),
+    on_unsupported: Literal["raise", "warn"] = "raise",
+    nan_loss: Literal["auto", "raise", "skip"] = "auto",
+    enabled: bool = True,
+) -> Amp:
+    """Start mixed precision for one framework. A former session of the same framework is shut down first.
+
+    Args:
+        framework: `"torch"` or any registered name; None for the only supported one already imported.
+        dtype: `"float16"`, `"bfloat16"`, or `"auto"`: float16 on an NVIDIA GPU with Tensor Cores, bfloat16 on
+            a CPU that computes it natively, else off with one warning.
+        level: `"O0"` float32, `"O1"` casting by op lists, `"O2"` low-precision parameters with float32 norms
+            and master weights (needs `prepare`), `"O3"` all low precision.
+        device: Whose computation is cast: `"auto"`, or a name such as `"cuda"` or `"cpu"`.
+        loss_scale: `"auto"`: dynamic for float16 at O1 and O2, else no scaling. Or `"dynamic"`, a positive
+            number (static), or a `LossScale`.
+        process_wide: Casting is on everywhere; False: only inside `autocast` regions.
+        allow: Operations to compute in low precision beyond the framework's own list.
+        deny: Operations, modules or name patterns to compute in float32. With mixed precision off (O0, float32, or
+            nothing better on this device) everything is computed in float32 anyway; the entries are checked still.
+        on_unsupported: What to do when the device cannot compute the dtype: `"raise"`, or `"warn"` and fall
+            back to what it can.
+        nan_loss: A loss that is NaN before scaling: `"auto"` raises where looking is free (the loss is on the
+            host) and skips the step elsewhere; `"raise"` always looks; `"skip"` never does.
+        enabled: False makes every call transparent, so that a script need not change.
+
+    Returns:
+        The session.
+
+    Raises:
+        UnknownFrameworkError, AmbiguousFrameworkError, FrameworkNotInstalledError, BackendLoadError,
+        PluginError: There is no backend to use.
+        UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError,
+        UnsupportedOpError, InvalidOptionError: An argument cannot be honoured.
+
+    Sync: none.
+    """
+    found_level = find_level(level)
+    wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
+    scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)
+    allowed, denied = _entries("allow", allow), _entries("deny", deny)
+    _check_choice("on_unsupported", on_unsupported, ("raise", "warn"))
+    _check_choice("nan_loss", nan_loss, ("auto", "raise", "skip"))
+    _check_choice("process_wide", process_wide, (True, False))
+    _check_choice("enabled", enabled, (True, False))
+    registry = default_registry()
+    backend = registry.load(registry.guess() if framework is None else framework)
+    _check_level(backend, found_level)
+    target = backend.device(device)
+    chosen, reason = _choose_dtype(backend, target, wanted, found_level, on_unsupported, enabled)
+    casts = chosen not in (None, "float32") and found_level.name != "O0" and enabled
+    plan = None
+    if casts and chosen is not None:
+        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied))
+    elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
+        assumed: OptLevel = "O1" if found_level.name == "O0" else found_level.name
+        backend.check_plan(CastPlan(target.name, "float16", assumed, allowed, denied))
+    effective = Effective(
+        framework=backend.name,
+        device=target.name,
+        dtype=chosen if casts else None,
+        level=found_level.name,
+        policy=found_level.policy(chosen if casts and chosen is not None else "float32"),
+        loss_scale=scale or _default_scale(chosen if casts else None, found_level),
+        native=chosen in target.native,
+        process_wide=process_wide and found_level.casts_ops,
+        enabled=enabled,
+        reason=reason,
+    )
+    session = Amp(backend, plan, found_level, effective, nan_loss)
+    sessions.replace(session)
+    return session
+
+
+def check_settings(backend: Backend, dtype: str, level: str, device: str) -> None:
+    """Raise what `init` would say of settings, as far as it can be known without disturbing the framework.
+
+    A device that was not named is not looked for: that would wake the driver, before the script has said which
+    devices it wants to see, or has forked.
+
+    Raises:
+        UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError: A setting
+            cannot be honoured.
+
+    Sync: none.
+    """
+    found_level = find_level(level)
+    _check_level(backend, found_level)
+    wanted = None if dtype == "auto" else normalise_dtype(dtype)
+    if device != "auto":
+        found = backend.device(device)
+        if wanted is not None and wanted != "float32" and found_level.name != "O0":
+            _check_dtype(backend, found, wanted)
+
+
+def _check_level(backend: Backend, level: Level) -> None:
+    if level.name not in backend.capabilities.levels:
+        raise UnsupportedByBackendError(
+            f"level={level.name!r} is not supported by backend {backend.name!r}; supported: "
+            f"{', '.join(sorted(backend.capabilities.levels))}. Choose one of these."
+        )
+
+
+def _check_dtype(backend: Backend, device: Device, wanted: Dtype) -> None:
+    if wanted not in device.native | device.emulated:
+        raise UnsupportedDtypeError(
+            f"{_unsupported(backend, device, wanted)}. Choose one of these, another device, or on_unsupported='warn' "
+            f"to fall back."
+        )
+
+
+def _unsupported(backend: Backend, device: Device, wanted: Dtype) -> str:
+    can = ", ".join(sorted(device.native | device.emulated)) or f"none: only float32 ({device.reason})"
+    return f"dtype={wanted!r} is not supported by backend {backend.name!r} on {device.name!r}; supported: {can}"
+
+
+def _choose_dtype(
+    backend: Backend, device: Device, wanted: Dtype | None, level: Level, on_unsupported: str, enabled: bool
+) -> tuple[Dtype | None, str]:
+    """Give the compute dtype (None: off) and why, warning where it is not what was hoped for."""
+    if not enabled:
+        return None, "disabled by enabled=False"
+    if level.name == "O0" or wanted == "float32":
+        return None, f"float32 was asked for (level={level.name}, dtype={wanted or 'auto'})"
+    if wanted is None:
+        if device.preferred is None:
+            advice = " Pass dtype=… to force it." if device.native | device.emulated else ""
+            callers.warn(f"mixed precision is off on {device.name}: {device.reason}.{advice}", PrecisionWarning)
+        return device.preferred, device.reason
+    if wanted in device.native:
+        return wanted, f"asked for; computed natively on {device.name}"
+    if wanted in device.emulated:
+        reason = f"asked for; {device.name} has no hardware for {wanted}, so it is emulated and slow"
+        callers.warn(f"dtype={wanted!r}: {reason}.", PrecisionWarning)
+        return wanted, reason
+    if on_unsupported == "raise":
+        _check_dtype(backend, device, wanted)
+    message = _unsupported(backend, device, wanted)
+    callers.warn(f"{message}; falling back to {device.preferred or 'float32'}.", PrecisionWarning)
+    return device.preferred, f"{wanted} is not supported on {device.name}; fell back as asked"
+
+
+def _default_scale(dtype: Dtype | None, level: Level) -> LossScale:
+    # bfloat16 has the exponents of float32: nothing underflows that scaling could save.
+    return LossScale() if level.scales_loss and dtype == "float16" else LossScale.static(1.0)
+
+
+def _entries(name: str, entries: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        raise InvalidOptionError(f"{name}={entries!r} is not a list; accepted: a list of entries. Pass [{entries!r}].")
+    return tuple(entries)
+
+
+def _check_choice(name: str, value: object, accepted: tuple[object, ...]) -> None:
+    if value not in accepted:
+        raise InvalidOptionError(
+            f"{name}={value!r} is not a choice; accepted: {', '.join(map(repr, accepted))}. Pass one of these."
+        )
+
+
+class Sessions:
+    """The active sessions of this process, one a framework: the only global state of ampx."""
+
+    def __reduce__(self) -> str:
+        """Copy and pickle it as the one that there is."""
+        return "sessions"
+
+    def __init__(self) -> None:
+        self._active: dict[str, Amp] = {}
+        # The wrapped optimizers by framework, those of ended sessions too: any backward may reach their parameters.
+        self._wrapped: dict[str, list[weakref.ref[Any]]] = {}
+        self._watchers: list[list[Callable[[Amp], None]]] = []
+
+    def replace(self, session: Amp) -> None:
+        """Make a session the one of its framework; the former one is shut down, and stays if that fails."""
+        former = self._active.get(session.framework)
+        try:
+            if former is not None:
+                former.shutdown()
+            session.activate()
+        except BaseException:
+            if (
+                self._active.get(session.framework) is session
+            ):  # what it switched on before the exception goes off again
+                session.shutdown()
+            if former is not None:
+                former.activate()
+            raise
+        for (started,) in tuple(self._watchers):
+            started(session)
+
+    def watch(self, started: Callable[[Amp], None]) -> Callable[[], None]:
+        """Call a function with every session that `init` starts from now on; the result of this ends that."""
+        entry = [started]
+        self._watchers.append(entry)
+
+        def end() -> None:
+            self._watchers[:] = [one for one in self._watchers if one is not entry]
+
+        return end
+
+    def add(self, session: Amp) -> None:
+        """Make a session the one of its framework."""
+        self._active[session.framework] = session
+
+    def remove(self, session: Amp) -> None:
+        """Forget a session."""
+        if self._active.get(session.framework) is session:
+            del self._active[session.framework]
+
+    def get(self, framework: str) -> Amp | None:
+        """Give the session of a framework, if there is one."""
+        return self._active.get(framework)
+
+    def note_wrapped(self, framework: str, optimizers: Iterable[Any]) -> None:
+        """Note optimizers that a session has wrapped."""
+        self._wrapped.setdefault(framework, []).extend(map(weakref.ref, optimizers))
+
+    def living_optimizers(self, framework: str) -> list[Any]:
+        """List the wrapped optimizers of a framework that are alive, whichever session wrapped them."""
+        references = self._wrapped.get(framework, [])
+        living = [optimizer for reference in references if (optimizer := reference()) is not None]
+        if len(living) < len(references):
+            self._wrapped[framework] = [reference for reference in references if reference() is not None]
+        return living
+
+    def all_sessions(self) -> list[Amp]:
+        """List the active sessions."""
+        return list(self._active.values())
+
+    def only(self, call: str, framework: str | None = None) -> Amp:
+        """Give the only active session, or that of a framework.
+
+        Raises:
+            NotInitializedError: There is none, or several.
+        """
+        found = self._active.get(framework) if framework is not None else None
+        if framework is None and len(self._active) == 1:
+            found = next(iter(self._active.values()))
+        if found is None:
+            raise self._not_initialized(call)
+        return found
+
+    def find(self, call: str, *objects: Any) -> Amp:
+        """Give the session of the framework that these objects belong to, importing nothing.
+
+        Raises:
+            NotInitializedError: No session is active for it.
+        """
+        found: Amp | None
+        member = getattr(objects[0], "ampx_member", None)
+        if member is not None:
+            found = self._active.get(member.group.framework)
+        elif len(self._active) == 1:
+            found = next(iter(self._active.values()))
+        else:
+            found = self.search(objects)
+        if found is None:
+            raise self._not_initialized(call)
+        return found
+
+    def search(self, objects: Iterable[Any]) -> Amp | None:
+        """Give the session whose framework owns the first recognised object, looking into containers."""
+        for item in objects:
+            member = getattr(item, "ampx_member", None)
+            if member is not None:
+                return self._active.get(member.group.framework)
+            found = self._owner(
+                item
+            )  # first: a named tuple such as optax's has an owner, and functions inside that have none
+            if found is None and isinstance(item, (list, tuple)):
+                found = self.search(item)
+            elif found is None and isinstance(item, dict):
+                found = self.search(item.values())
+            if found is not None:
+                return found
+        return None
+
+    def _owner(self, item: Any) -> Amp | None:
+        modules = {base.__module__.partition(".")[0] for base in type(item).__mro__}
+        for name, session in self._active.items():
+            if modules.intersection(default_registry().registration(name).roots):
+                return session
+        return None
+
+    def emit(self, framework: str, event: Event) -> None:
+        """Send an event to the framework's session and to the plugins; warn once a collapse."""
+        session = self._active.get(framework)
+        if session is not None:
+            session.emit(event)
+        default_registry().manager.hook.ampx_event(event=event)
+        if isinstance(event, ScaleCollapsed):
+            names = ", ".join(event.parameters) or "(the backend cannot tell)"
+            warnings.warn(
+                f"{event.consecutive_skips} steps in a row were skipped on {framework}; the loss scale is "
+                f"{event.next_scale:g}. Gradients that are not finite: {names}. The loss or a layer overflows whatever "
+                f"the scale: look with ampx.trace_overflow(model), lower the learning rate, or use bfloat16.",
+                ScaleCollapsedWarning,
+                stacklevel=2,
+            )
+
+    def _not_initialized(self, call: str) -> NotInitializedError:
+        active = ", ".join(sorted(self._active)) or "none"
+        return NotInitializedError(
+            f"{call} found no session for what it was given; active sessions: {active}. Call "
+            f"ampx.init(framework=…) first, or, with several sessions, call the method of the one you mean."
+        )
+
+
+sessions: Final = Sessions()
+
+
+_VERBS: Final = ("step", "update", "update_parameters")
+
+
+class Gate:
+    """Delegates to a scheduler or to an average of weights; its verbs do nothing after a skipped optimizer step."""
+
+    def __init__(self, scheduler: Any, last_steps: Sequence[Callable[[], StepResult | None]]) -> None:
+        """Remember whom to ask; the scheduler is not touched.
+
+        Raises:
+            InvalidOptionError: There is nothing to wait with.
+        """
+        if not any(hasattr(scheduler, verb) for verb in _VERBS):
+            raise InvalidOptionError(
+                f"gate got {type(scheduler).__name__}, which has none of {', '.join(_VERBS)}; accepted: a scheduler, "
+                f"an average of weights, or another object with one of these methods. Pass the object itself."
+            )
+        self.scheduler = scheduler
+        self._last_steps = tuple(last_steps)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look everything else up on the scheduler."""
+        if name.startswith("__") or "scheduler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *args: Any, **kwargs: Any) -> bool:
+        """Step the scheduler if every optimizer's last step was applied.
+
+        Returns:
+            Whether the scheduler stepped.
+
+        Sync: one where the scale lives on the device, else none.
+        """
+        return self._pass_on(self.scheduler.step, args, kwargs)
+
+    def update(self, *args: Any, **kwargs: Any) -> bool:
+        """Call `update`, the verb of most averages, as `step` does. Sync: as `step`."""
+        return self._pass_on(self.scheduler.update, args, kwargs)
+
+    def update_parameters(self, *args: Any, **kwargs: Any) -> bool:
+        """Call `update_parameters`, the verb of torch's `AveragedModel`, as `step` does. Sync: as `step`."""
+        return self._pass_on(self.scheduler.update_parameters, args, kwargs)
+
+    def _pass_on(self, verb: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        results = [last_step() for last_step in self._last_steps]
+        applied = all(result is not None and result.applied for result in results)
+        if applied:
+            verb(*args, **kwargs)
+        return applied
