@@ -19,7 +19,7 @@ from workloads import Batch, Workload, chosen
 import ampx
 from ampx.running import Run, RunSettings
 from ampx.running.recorder import SAMPLED_STEPS
-from ampx_torch.automatic import automate
+from ampx_torch.run import automate
 
 DTYPES = ("bfloat16", "float16")
 EACH_MODEL = chosen(quick=True)

@@ -122,8 +122,8 @@ class JaxBackend(ampx.Backend):
         return _write(state, config, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
-        """Cast and check what a script differentiates and applies; see `ampx_jax.automation`."""
-        from .automation import automate
+        """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""
+        from .run.manager import automate
 
         return automate(run)
 

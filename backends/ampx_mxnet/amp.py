@@ -32,7 +32,7 @@ from .amp_lists import (
 )
 from .compat import amp as _native, mx
 from .oplists import NativeLists
-from .trainer import AmpTrainer
+from .optimizer import AmpTrainer
 
 __all__ = [
     "convert_bucketing_module",

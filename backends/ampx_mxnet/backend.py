@@ -15,7 +15,7 @@ from ampx.running import Run
 from . import casting, clipping, devices, dtypes, gradients
 from .compat import mx
 from .losses import inspect_loss, scale_loss
-from .trainer import AmpTrainer
+from .optimizer import AmpTrainer
 from .wrapping import make_wrapper
 
 
@@ -111,7 +111,7 @@ class MXNetBackend(ampx.Backend):
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         """Give a region in which unedited scripts train in mixed precision."""
-        from .automatic import automate  # patches, which nothing else should come near
+        from .run import automate  # patches, which nothing else should come near
 
         return automate(run)
 

@@ -11,8 +11,8 @@ from ampx.protocol import Member
 
 from .dtypes import name_of
 from .hook import OverflowHook, SavedScaler
-from .taking_over import move_out
-from .trainer import AmpTrainer
+from .in_place import move_out
+from .optimizer import AmpTrainer
 
 if TYPE_CHECKING:
     from .backend import MXNetBackend

@@ -27,7 +27,7 @@ from ampx.scale_state import LossScale
 from ampx.session import sessions
 
 from . import casting, gradients, guard, history, legacy_casting, replicas
-from .ledger import VariableLedger
+from .device_scale import VariableLedger
 from .optimizer import read_configuration
 from .protocol import Keras2Optimizer, make_slots
 

@@ -16,7 +16,7 @@ from ampx.scale_state import LossScale
 from ampx.session import sessions
 
 from . import casting, gradients, guard, history, replicas
-from .ledger import VariableLedger
+from .device_scale import VariableLedger
 from .protocol import LedgerOptimizer, make_slots
 
 # The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.

@@ -16,7 +16,7 @@ from ampx.scale_state import LossScale
 
 from . import gradients, replicas
 from .contexts import on_host
-from .ledger import Slots, VariableLedger, is_one
+from .device_scale import Slots, VariableLedger, is_one
 from .losses import scale_loss
 
 

@@ -131,7 +131,7 @@ class TorchBackend(ampx.Backend):
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Patch torch for a script that is not edited."""
-        from .automatic import automate  # only `ampx run` needs it
+        from .run import automate  # only `ampx run` needs it
 
         return automate(run)
 

@@ -13,7 +13,7 @@ from ampx.errors import UnsupportedByBackendError
 from . import casting
 
 if TYPE_CHECKING:
-    from .stepping import Stepping
+    from .step import Stepping
 
 
 class _Overflow(Exception):  # noqa: N818 - never seen outside this module

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from .folding import EPSILON, is_large, is_plain, reads_finite
+from .folded_step import EPSILON, is_large, is_plain, reads_finite
 from .refusals import refuse_half
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.

@@ -14,7 +14,7 @@ import torch
 from ampx.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from .stepping import Stepping
+    from .step import Stepping
 
 
 class LossMixer:

@@ -18,15 +18,15 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError
 from ampx.protocol import HOST_LEDGER, Member
 from ampx.session import sessions
 
-from . import casting, fusing, masters
+from . import casting, fused, masters
 from .debug import nonfinite_parameters
+from .device_scale import TensorLedger
 from .gradients import GradientSet
 from .guard import StepGuard
-from .ledger import TensorLedger
 from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
 from .refusals import refuse_half
-from .stepping import Stepping
+from .step import Stepping
 
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.
 _NOT_COPIED: Final = frozenset(
@@ -80,7 +80,7 @@ class AmpOptimizer(Stepping):
         self._fused = options.get("fused") is not None and member.group.enabled
         self._attach()
         if self._fused:
-            self._undo_fused = fusing.use(optimizer)
+            self._undo_fused = fused.use(optimizer)
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
@@ -269,7 +269,7 @@ class AmpOptimizer(Stepping):
         self.optimizer.load_state_dict(state_dict)
         self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if self._fused and not all(group["fused"] for group in self.param_groups):
-            fusing.use(self.optimizer)  # the checkpoint was written by an optimizer that was not
+            fused.use(self.optimizer)  # the checkpoint was written by an optimizer that was not
         if self.on_device and not all(group.get("fused") for group in self.param_groups):
             # torch takes over `fused` with the other options: only fused kernels know how to skip by themselves.
             self.ampx_member.group.resolve()

@@ -19,7 +19,7 @@ from torch import nn
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError, UnsupportedOpError
 
-from . import lowering, masters, module_rules
+from . import low_precision_models, masters, module_rules
 from .oplists import TorchPlan
 from .trees import DTYPES
 
@@ -90,7 +90,7 @@ def _lower(models: list[nn.Module], optimizers: list[Any], found: dict[nn.Module
     copies = _make_masters(lowered, raws) if plan.level == "O2" else {}
     dtype = DTYPES[plan.dtype]
     for tensor in lowered:
-        lowering.convert(tensor, dtype)
+        low_precision_models.convert(tensor, dtype)
     if plan.level == "O2":
         for wrapper, given in zip(optimizers, masters.give(raws, copies), strict=True):
             _tell(wrapper, given)
@@ -103,12 +103,14 @@ def _lower(models: list[nn.Module], optimizers: list[Any], found: dict[nn.Module
             module.flatten_parameters()  # cuDNN wants them in one piece again
     for module in kept:
         module.register_forward_pre_hook(
-            lowering.CastArguments(torch.float32, only=lowering.LOW), prepend=True, with_kwargs=True
+            low_precision_models.CastArguments(torch.float32, only=low_precision_models.LOW),
+            prepend=True,
+            with_kwargs=True,
         )
-        module.register_forward_hook(lowering.CastOutputs(dtype, only=(torch.float32,)))
+        module.register_forward_hook(low_precision_models.CastOutputs(dtype, only=(torch.float32,)))
     for model in models:
-        model.register_forward_pre_hook(lowering.CastArguments(dtype), prepend=True, with_kwargs=True)
-        model.register_forward_hook(lowering.CastOutputs(torch.float32, only=lowering.LOW))
+        model.register_forward_pre_hook(low_precision_models.CastArguments(dtype), prepend=True, with_kwargs=True)
+        model.register_forward_hook(low_precision_models.CastOutputs(torch.float32, only=low_precision_models.LOW))
         vars(model)[_MARK] = mark
 
 
@@ -132,7 +134,7 @@ def _kept(models: list[nn.Module], found: dict[nn.Module, Any], plan: CastPlan) 
 
     def visit(module: nn.Module) -> None:
         kind = found[module][0] if module in found else None
-        if kind == "deny" or (kind is None and plan.level == "O2" and isinstance(module, lowering.NORMS)):
+        if kind == "deny" or (kind is None and plan.level == "O2" and isinstance(module, low_precision_models.NORMS)):
             kept[module] = None
             _check_inside(module, found)
             return
@@ -156,11 +158,11 @@ def _check_inside(kept: nn.Module, found: dict[nn.Module, Any]) -> None:
 
 def _tensors_to_lower(models: list[nn.Module], exempt: set[nn.Module]) -> list[torch.Tensor]:
     """List every parameter and buffer to cast once; one that is shared with a kept module stays."""
-    staying = {id(tensor) for module in exempt for _, tensor in lowering.tensors(module)}
+    staying = {id(tensor) for module in exempt for _, tensor in low_precision_models.tensors(module)}
     found: dict[int, torch.Tensor] = {}
     for model in models:
         for module in model.modules():
-            for _, tensor in lowering.tensors(module):
+            for _, tensor in low_precision_models.tensors(module):
                 if id(tensor) not in staying:
                     found[id(tensor)] = tensor
     return list(found.values())
@@ -189,12 +191,12 @@ def _guard_checkpoints(
 ) -> None:
     """Hook every module with low-precision tensors of its own, so that parts of a model save and load right too."""
     for module in {one: None for model in models for one in model.modules() if one not in exempt}:
-        named = dict(lowering.tensors(module))
+        named = dict(low_precision_models.tensors(module))
         if not named:
             continue
         own = {name: copies[p] for name, p in named.items() if isinstance(p, nn.Parameter) and p in copies}
-        module.register_state_dict_post_hook(lowering.SaveFloat32(own))
-        module.register_load_state_dict_pre_hook(lowering.LoadFloat32(own))
+        module.register_state_dict_post_hook(low_precision_models.SaveFloat32(own))
+        module.register_load_state_dict_pre_hook(low_precision_models.LoadFloat32(own))
 
 
 def _lower_state(raw: torch.optim.Optimizer, lowered: list[torch.Tensor]) -> None:

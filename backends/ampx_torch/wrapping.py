@@ -12,9 +12,9 @@ from ampx.errors import InvalidOptionError
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member
 
-from . import casting, fusing
+from . import casting, fused as fusing
 from .capture import CapturableLedger
-from .ledger import DeviceLedger, TensorLedger
+from .device_scale import DeviceLedger, TensorLedger
 from .optimizer import AmpOptimizer
 from .refusals import refuse_half
 

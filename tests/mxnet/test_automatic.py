@@ -11,10 +11,10 @@ import pytest
 
 import ampx
 from ampx.running import Run, RunSettings
-from ampx_mxnet.automatic import automate
-from ampx_mxnet.automatic.managing import ManagedTrainer
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.devices import describe
+from ampx_mxnet.run import automate
+from ampx_mxnet.run.manager import ManagedTrainer
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 autograd, gluon = mx.autograd, mx.gluon

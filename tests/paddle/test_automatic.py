@@ -12,8 +12,8 @@ import pytest
 
 import ampx
 from ampx.running import Run, RunSettings
-from ampx_paddle.automatic import automate
 from ampx_paddle.optimizer import AmpOptimizer
+from ampx_paddle.run import automate
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 

@@ -83,7 +83,7 @@ def through_ampx(trainer, scale, clip, **options):
 @pytest.fixture
 def folded(monkeypatch):
     """List the divisors that kernels were given."""
-    from ampx_torch.stepping import Stepping
+    from ampx_torch.step import Stepping
 
     seen = []
     run = Stepping._run_fused

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ampx
-from ampx_torch import stepping
+from ampx_torch import step
 
 LARGE = 2**16  # elements from which on a gradient is read before the kernel divides it
 PATHS = {
@@ -112,7 +112,7 @@ def test_a_backend_asked_to_unscale_by_less_than_1_tests_the_quotient(value, amp
 @pytest.mark.parametrize("path", PATHS)
 def test_what_becomes_infinite_after_unscale_is_not_applied(path, call, elsewhere, amp, backward, monkeypatch):
     if elsewhere:
-        monkeypatch.setattr(stepping, "reads_free", lambda tensors: False)
+        monkeypatch.setattr(step, "reads_free", lambda tensors: False)
     weights, opt = wrapped(3, **PATHS[path])
     for late in (torch.inf, 1.0, torch.nan, 2.0):  # from another process's sum, say
         opt.zero_grad()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampx
-from ampx_torch import gradients, stepping
+from ampx_torch import gradients, step as stepping
 
 INF = float("inf")
 WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")

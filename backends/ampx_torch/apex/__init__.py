@@ -6,7 +6,7 @@ Importing this package imports no framework.
 
 from __future__ import annotations
 
-from .installing import (
+from .aliases import (
     ApexPartMissingError as ApexPartMissingError,
     ApexPresentError as ApexPresentError,
     install as install,

@@ -10,7 +10,7 @@ from torch import nn
 
 from ampx.errors import ProtocolError
 from ampx.optimizer import WrappedOptimizer
-from ampx_torch.lowering import LOW
+from ampx_torch.low_precision_models import LOW
 from ampx_torch.masters import check_movable
 
 from .errors import ArgumentTypeError, InitializedTwiceError, PropertyError

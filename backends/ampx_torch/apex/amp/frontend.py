@@ -14,7 +14,7 @@ from ampx.protocol import ScaleGroup
 from ampx.saved_state import parse_loss_state
 from ampx.session import sessions as core_sessions
 from ampx_torch import masters
-from ampx_torch.lowering import LOW
+from ampx_torch.low_precision_models import LOW
 
 from . import models as casts, sessions
 from ._amp_state import _amp_state

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx_torch import lowering
-from ampx_torch.lowering import LOW
+from ampx_torch import low_precision_models
+from ampx_torch.low_precision_models import LOW
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
@@ -26,14 +26,14 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
     for module in model.modules():
         if keep_norms and isinstance(module, nn.modules.batchnorm._NormBase):
             module.register_forward_pre_hook(
-                lowering.CastArguments(torch.float32, only=LOW), prepend=True, with_kwargs=True
+                low_precision_models.CastArguments(torch.float32, only=LOW), prepend=True, with_kwargs=True
             )
-            module.register_forward_hook(lowering.CastOutputs(dtype, only=(torch.float32,)))
+            module.register_forward_hook(low_precision_models.CastOutputs(dtype, only=(torch.float32,)))
             continue
         for table in (module._parameters, module._buffers):
             for tensor in table.values():
                 if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-                    lowering.convert(tensor, dtype)
+                    low_precision_models.convert(tensor, dtype)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants them in one piece again
@@ -83,9 +83,9 @@ def guard_checkpoints(models: Iterable[nn.Module], copies: Mapping[nn.Parameter,
     """
     for module in {one: None for model in models for one in model.modules()}:
         own = {name: copies[p] for name, p in module._parameters.items() if p is not None and p in copies}
-        if own or (all_of and any(True for _ in lowering.tensors(module))):
-            module.register_state_dict_post_hook(lowering.SaveFloat32(own))
-            module.register_load_state_dict_pre_hook(lowering.LoadFloat32(own))
+        if own or (all_of and any(True for _ in low_precision_models.tensors(module))):
+            module.register_state_dict_post_hook(low_precision_models.SaveFloat32(own))
+            module.register_load_state_dict_pre_hook(low_precision_models.LoadFloat32(own))
 
 
 class CastForward:

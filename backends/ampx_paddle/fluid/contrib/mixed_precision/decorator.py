@@ -14,7 +14,7 @@ from ampx_paddle.fluid.missing import refuse_missing
 from ampx_paddle.fluid.optimizer import find_parameters
 from ampx_paddle.fluid.programs import raw
 from ampx_paddle.fluid.settings import chosen_dtype
-from ampx_paddle.rewriting import cast_program
+from ampx_paddle.graph_rewrite import cast_program
 from ampx_paddle.static import StaticOptimizer
 
 from .fp16_lists import AutoMixedPrecisionLists

@@ -1,0 +1,232 @@
+"""How the steps of a compiled function reach the host without a callback, which JAX calls slowly.
+
+`jax.jit` gives functions with hidden outputs, whether each update found finite gradients, and a hidden input, the loss
+scale, which moves on the device. The script sees neither; the host looks at the outputs some steps later and moves its
+own scale by them. That holds for updates that are traced directly in such a function. Where one is traced elsewhere, in
+a loop or in a function that the script compiles by other means, functions with updates are from then on as the script
+made them, and tell by callbacks: so steps stay in order.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+
+from ampx.scale_state import LossScale, LossScaleState, next_state
+from ampx_jax import state as states
+
+# The host looks at half of so many steps at a time: the device has done those, and nothing waits.
+_KEPT: Final = 64
+_KNOWN_OPTIONS: Final = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused"}
+# Younger than the oldest JAX that is supported, perhaps: without it all is told by callbacks.
+_present_trace: Final = getattr(jax.extend.core, "get_opaque_trace_state", None)
+_SCALE: Final = "ampx_loss_scale"
+_Numbers = tuple[Any, Any, Any, Any]
+
+
+@dataclass
+class _Frame:
+    """One trace of one compiled function.
+
+    Attributes:
+        trace: Stands for the trace: an update belongs to it where the present trace equals it.
+        state: The loss scale for what is traced next.
+        flags: Whether gradients were finite, of the updates up to now.
+        used: The scale was read, or an update was taken.
+    """
+
+    trace: Any
+    state: LossScaleState
+    flags: tuple[Any, ...] = ()
+    used: bool = False
+
+
+class Outcomes:
+    """The steps that the host has not looked at, and the loss scale on the device.
+
+    Attributes:
+        mixed: An update tells by a callback, or the scale is read by one.
+    """
+
+    def __init__(self, config: LossScale, tell: Callable[[list[bool]], None]) -> None:
+        """Start with the scale that `config` gives; `tell` takes the steps in order."""
+        self.mixed = _present_trace is None or jax.process_count() > 1
+        self._config = config
+        self._tell = tell
+        self._thread = threading.get_ident()
+        self._outside = _trace()
+        self._frame: _Frame | None = None
+        self._kept: deque[Any] = deque()
+        self._numbers: _Numbers = tuple(states.as_arrays(config.initial_state()).values())  # type: ignore[assignment]
+
+    # -- while a function is traced ----------------------------------------------------------------
+
+    def _direct(self) -> _Frame | None:
+        frame = self._frame
+        if frame is None or self.mixed or threading.get_ident() != self._thread or _trace() != frame.trace:
+            return None
+        frame.used = True
+        return frame
+
+    def scale(self) -> Any:
+        """Give the loss scale as a traced number; None: read it by a callback. Sync: none."""
+        frame = self._direct()
+        return None if frame is None else frame.state.scale
+
+    def take(self, finite: Any) -> bool:
+        """Take the finiteness of an update for a hidden output; False: tell it by a callback. Sync: none."""
+        frame = self._direct()
+        if frame is None:
+            return False
+        frame.flags = (*frame.flags, finite)
+        if self._config.dynamic:
+            frame.state = next_state(self._config, frame.state, finite, where=jnp.where)
+        return True
+
+    def mix(self) -> None:
+        """From now on there are callbacks. Sync: the first time, with all steps up to now."""
+        if not self.mixed:
+            self.mixed = True
+            self.look(0)
+
+    # -- while it runs -----------------------------------------------------------------------------
+
+    def open(self, body: _Body) -> bool:
+        """Tell whether this function may be called with hidden parts now. Sync: none."""
+        return (
+            not (self.mixed and body.used)
+            and threading.get_ident() == self._thread
+            and _trace() == self._outside  # else it is called inside another function's trace
+        )
+
+    def trace(self, body: _Body, numbers: _Numbers, call: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], Any]:
+        """Trace a function; gives its result, the flags of its updates, and the loss scale after them."""
+        before = self._frame
+        trace = _trace()
+        self._frame = frame = _Frame(trace, LossScaleState(*numbers)) if trace != self._outside else None
+        try:
+            result = call()
+        finally:
+            self._frame = before
+        if frame is None or not frame.used:
+            return result, (), None
+        body.used = True
+        moved = tuple(states.as_arrays(frame.state).values()) if frame.flags and self._config.dynamic else None
+        return result, frame.flags, moved
+
+    def call(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a compiled function and keep what it hides. Sync: none."""
+        result, flags, numbers = compiled(*args, **kwargs, **{_SCALE: self._numbers})
+        if numbers is not None:
+            self._numbers = numbers
+            if numbers[0].committed:  # it could meet data on other devices in another function
+                self.mix()
+        if flags:
+            self._kept.append(flags)
+            if self.mixed:
+                self.look(0)
+            elif len(self._kept) >= _KEPT:
+                self.look(_KEPT // 2)
+        return result
+
+    def look(self, left: int) -> None:
+        """Tell of the kept steps, but for the last `left` calls. Sync: with these steps."""
+        found = [self._kept.popleft() for _ in range(len(self._kept) - left)]
+        if found:
+            if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
+                found = jax.device_get(found)
+            self._tell([bool(np.asarray(flag)) for flags in found for flag in flags])
+
+
+def _trace() -> Any:
+    return None if _present_trace is None else _present_trace(convention="flax")
+
+
+class _Body:
+    """What is compiled in a function's place.
+
+    Attributes:
+        used: It reads the loss scale, or an update is in it.
+    """
+
+    def __init__(self, find: Callable[[], Outcomes | None], function: Callable[[], Any], like: Any) -> None:
+        """Take what gives the function: a weak reference, where this lives as long as the function."""
+        self.used = False
+        self._find = find
+        self._function = function
+        self.__name__ = getattr(like, "__name__", type(like).__name__)
+        self.__signature__ = inspect.signature(like)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        numbers = kwargs.pop(_SCALE)
+        outcomes = self._find()
+        assert outcomes is not None
+        return outcomes.trace(self, numbers, functools.partial(self._function(), *args, **kwargs))
+
+
+def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Callable[..., Any]:
+    """Give `jax.jit` whose functions tell without callbacks.
+
+    Args:
+        native: `jax.jit`.
+        find: Gives the outcomes; None while functions are to be as the script made them.
+
+    Sync: none.
+    """
+    # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
+    bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
+
+    def body_of(function: Any) -> _Body | None:
+        try:
+            if isinstance(function, types.MethodType):  # a new one each time, which JAX compiles each time
+                return _Body(find, lambda: function, function)
+            if not isinstance(function, (types.FunctionType, functools.partial)):
+                return None
+            if function not in bodies:
+                bodies[function] = _Body(find, weakref.ref(function), function)
+            return bodies[function]
+        except (TypeError, ValueError):  # no signature
+            return None
+
+    @functools.wraps(native)
+    def managed(*function: Any, **options: Any) -> Any:
+        if not function:
+            return functools.partial(managed, **options)
+        plain = native(*function, **options)
+        body = body_of(function[0]) if len(function) == 1 and options.keys() <= _KNOWN_OPTIONS else None
+        return plain if body is None else _told(plain, native(body, **options), body, find)
+
+    return managed
+
+
+def _told(plain: Any, compiled: Any, body: _Body, find: Callable[[], Outcomes | None]) -> Any:
+    """Give what the script takes for the compiled function `plain`; it has everything that this has."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outcomes = find()
+        if outcomes is None or not outcomes.open(body):
+            return plain(*args, **kwargs)
+        return outcomes.call(compiled, args, kwargs)
+
+    def clear_cache() -> None:
+        plain.clear_cache()
+        compiled.clear_cache()
+
+    for name in dir(plain):
+        if not name.startswith("__"):
+            setattr(call, name, getattr(plain, name))
+    call.clear_cache = clear_cache  # type: ignore[attr-defined]
+    return call

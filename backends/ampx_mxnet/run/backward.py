@@ -1,0 +1,96 @@
+"""The script's backward: the loss is scaled for the trainers whose parameters it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from ampx.errors import AmpxError
+from ampx_mxnet import gradients, switch
+from ampx_mxnet.compat import mx
+from ampx_mxnet.dtypes import is_floating
+from ampx_mxnet.losses import scale_loss
+
+from .manager import ManagedTrainer, Manager
+
+
+@contextmanager
+def backward_scaled(manager: Manager) -> Iterator[None]:
+    """Patch `autograd.backward` and the arrays' own `backward`."""
+    functions = mx.autograd.backward, mx.nd.NDArray.backward
+
+    def backward(heads: Any, head_grads: Any = None, retain_graph: bool = False, train_mode: bool = True) -> None:
+        options = {"head_grads": head_grads, "retain_graph": retain_graph, "train_mode": train_mode}
+        _run(manager, heads, lambda scaled: functions[0](scaled, **options))
+
+    def backward_of(self: Any, out_grad: Any = None, retain_graph: bool = False, train_mode: bool = True) -> None:
+        options = {"out_grad": out_grad, "retain_graph": retain_graph, "train_mode": train_mode}
+        _run(manager, self, lambda scaled: functions[1](scaled, **options))
+
+    with (
+        mock.patch.object(mx.autograd, "backward", backward),
+        mock.patch.object(mx.nd.NDArray, "backward", backward_of),
+    ):
+        yield
+
+
+def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
+    several = isinstance(heads, (list, tuple))
+    listed = list(heads) if several else [heads]
+    if manager.stood_down:
+        with manager.records_only("backward"):
+            true(heads)
+        return
+    managed = manager.all()
+    if not managed or not all(isinstance(one, mx.nd.NDArray) and is_floating(one) for one in listed):
+        true(heads)
+        return
+    with manager.run.recorder.phase("backward"):
+        factor = _choose_factor(manager, managed)
+        manager.multiplied = manager.multiplied or factor != 1
+        if manager.multiplied and manager.attached:
+            manager.refuse_unowned()
+        prepared: list[ManagedTrainer] = []
+        try:
+            for one in managed:
+                one.ampx_before_backward(0, factor)
+                prepared.append(one)
+            with switch.within(None):
+                scaled = listed if factor == 1 else [scale_loss(one, factor) for one in listed]
+                true(scaled if several else scaled[0])
+        except BaseException as error:
+            for one in prepared:
+                one.ampx_abandon_backward(0)
+            if isinstance(error, AmpxError):
+                manager.run.refuse_for(error)
+            raise
+        for one in managed:
+            # MXNet does not tell what a loss depends on, but which gradients were written.
+            if gradients.any_fresh(one.trainer):
+                one.ampx_member.note_scaled(factor)
+                one.ampx_after_backward(0)
+            else:
+                one.ampx_abandon_backward(0)
+
+
+def _choose_factor(manager: Manager, managed: list[ManagedTrainer]) -> float:
+    """Give the scale that waiting gradients carry, or else the smallest; true gradients that wait are scaled again."""
+    members = [one.ampx_member for one in managed]
+    for one in managed:
+        if one.ampx_member.stage == "unscaled":
+            one.ampx_notice_cleared()
+    carried = {float(member.factor) for member in members if member.stage == "scaled"}
+    if len(carried) > 1:
+        manager.run.refuse(
+            "backward is called while the gradients of several trainers wait for their steps with different loss "
+            "scales; accepted: one trainer, or --dtype bfloat16, which needs no loss scale"
+        )
+    factor = next(iter(carried), None)
+    if factor is None:
+        factor = min(float(member.group.ledger.factor(member.group, 0)) for member in members)
+    for one in managed:
+        if one.ampx_member.stage == "unscaled":
+            one.rescale(factor)
+    return factor

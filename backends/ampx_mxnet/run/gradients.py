@@ -1,0 +1,49 @@
+"""The script sees true gradients between backward and step, wherever it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from ampx_mxnet.compat import mx
+
+from .manager import Manager
+
+
+@contextmanager
+def gradients_true(manager: Manager) -> Iterator[None]:
+    """Patch the ways to a gradient: by its parameter, and by the array it belongs to."""
+    with ExitStack() as stack:
+        for name in ("grad", "list_grad"):
+            stack.enter_context(mock.patch.object(mx.gluon.Parameter, name, _by_parameter(manager, name)))
+        native: Any = mx.nd.NDArray.grad
+
+        def read(self: Any) -> Any:
+            # An array does not know whose parameter it is.
+            manager.reveal(lambda trainer: True)
+            return native.__get__(self)
+
+        mx.nd.NDArray.grad = property(read, doc=native.__doc__)
+        stack.callback(setattr, mx.nd.NDArray, "grad", native)
+        attach = mx.nd.NDArray.attach_grad
+
+        def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
+            manager.attached = True
+            return attach(self, *args, **kwargs)
+
+        stack.enter_context(mock.patch.object(mx.nd.NDArray, "attach_grad", attached))
+        yield
+
+
+def _by_parameter(manager: Manager, name: str) -> Any:
+    native = getattr(mx.gluon.Parameter, name)
+
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager.reveal(lambda trainer: any(one is self for one in trainer._params))
+        if manager.multiplied and not (manager.quiet or manager.stood_down or manager.owns(self)):
+            manager.refuse_unowned()
+        return native(self, *args, **kwargs)
+
+    return read

@@ -1,0 +1,54 @@
+"""Which layers and operators ran in which dtype, looked at in the first steps only."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from ampx_mxnet.compat import mx
+from ampx_mxnet.dtypes import is_floating, name_of
+
+from .manager import Manager
+
+
+@contextmanager
+def blocks_watched(manager: Manager) -> Iterator[None]:
+    """Patch the call of blocks: a layer counts by its class, a hybridized network by the operators of its graph.
+
+    MXNet calls its operators through functions that are made at import, and cannot be watched one by one.
+    """
+    true = mx.gluon.Block.__call__
+    recorder = manager.run.recorder
+    graphs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def call(self: Any, *args: Any) -> Any:
+        result = true(self, *args)
+        if manager.run.amp is None or not recorder.sampling or not isinstance(result, mx.nd.NDArray):
+            return result
+        if getattr(self, "_cached_graph", ()):
+            known = graphs.get(self)
+            if known is None or known[0] is not self._cached_op:
+                known = graphs[self] = self._cached_op, list(_operators(self._cached_graph[1]))
+            for name, dtype in known[1]:
+                recorder.count_op(name, dtype)
+        elif not self._children and is_floating(result):
+            recorder.count_op(type(self).__name__, name_of(result.dtype))
+        return result
+
+    with mock.patch.object(mx.gluon.Block, "__call__", call):
+        yield
+
+
+def _operators(symbol: Any) -> Iterator[tuple[str, str]]:
+    """Give the operators of a graph, and what they compute in: the dtype of casts in front of them, else float32."""
+    nodes = json.loads(symbol.tojson(remove_amp_cast=False))["nodes"]
+    for node in nodes:
+        if node["op"] in ("null", "amp_cast", "amp_multicast"):
+            continue
+        sources = [nodes[one[0]] for one in node["inputs"]]
+        casts = {one["attrs"]["dtype"] for one in sources if one["op"] == "amp_cast"}
+        yield node["op"], min(casts, default="float32")

@@ -1,0 +1,153 @@
+"""`ampx run`: products outside of any graph are cast, and what computed in which dtype is counted.
+
+TensorFlow's rewriter sees graphs only. Outside of them the same operations are cast one by one, where Python calls
+them: float32 operands become low precision and the result float32 again, as a script sees them under the rewriter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+from unittest import mock
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
+
+from ampx.running import Recorder
+from ampx_tensorflow.casting import DTYPES, compute_dtype
+
+# What the rewriter casts, with the operands: by the functions that all of TensorFlow and Keras goes through.
+_PRODUCTS: Final[tuple[tuple[Any, Mapping[str, tuple[str, ...]]], ...]] = (
+    (
+        gen_math_ops,
+        {
+            "mat_mul": ("a", "b"),
+            "batch_mat_mul": ("x", "y"),
+            "batch_mat_mul_v2": ("x", "y"),
+        },
+    ),
+    (gen_linalg_ops, {"einsum": ("inputs",)}),
+    (
+        gen_nn_ops,
+        {
+            "conv2d": ("input", "filter"),
+            "conv2d_backprop_filter": ("input", "out_backprop"),
+            "conv2d_backprop_input": ("filter", "out_backprop"),
+            "conv3d": ("input", "filter"),
+            "conv3d_backprop_filter_v2": ("input", "out_backprop"),
+            "conv3d_backprop_input_v2": ("filter", "out_backprop"),
+            "depthwise_conv2d_native": ("input", "filter"),
+            "depthwise_conv2d_native_backprop_filter": ("input", "out_backprop"),
+            "depthwise_conv2d_native_backprop_input": ("filter", "out_backprop"),
+        },
+    ),
+)
+_IN_GRAPHS: Final = re.compile("MatMul|Einsum|Conv[23]D|Conv2d|RNN|LSTM|GRU")
+
+
+def _flat(passed: Mapping[str, Any], operands: tuple[str, ...]) -> Sequence[Any]:
+    return list(passed["inputs"]) if operands == ("inputs",) else [passed[name] for name in operands]
+
+
+class Operations:
+    """Casts products outside of graphs from `start` on, and counts products there and in graphs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Start switched off."""
+        self._recorder = recorder
+        self._on = self._casts = False
+        self._collecting = False
+        self._sampled_runs = 0
+        self._only_graphs = True
+
+    def start(self, casts: bool = True) -> None:
+        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says. Sync: none.
+
+        Args:
+            casts: False: only count, because the script casts by itself.
+        """
+        self._casts = casts
+        if self._on:
+            return
+        self._on = True
+        self._collecting = self._recorder.sampling
+        if self._collecting:
+            context.enable_graph_collection()
+
+    def take_down(self) -> None:
+        """Count the products of the graphs that TensorFlow has made since the last call. Sync: none."""
+        if not self._collecting:
+            return
+        for made in context.export_run_metadata().function_graphs:  # which also ends the collection
+            self.count_graph(made.post_optimization_graph)
+        self._collecting = self._recorder.sampling
+        if self._collecting:
+            context.enable_graph_collection()
+
+    def stop(self) -> None:
+        """Leave TensorFlow as it was. Sync: none."""
+        self.take_down()
+        if self._collecting:
+            context.disable_graph_collection()
+        self._on = self._collecting = False
+        if self._only_graphs:
+            self._recorder.sampled_steps = 1  # a graph is counted once, not once a step
+
+    def run_session(self, run: Callable[..., Any], session: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a session of TensorFlow 1, counting products in the first runs that have any. Sync: none."""
+        own = len(args) > 2 or "options" in kwargs or "run_metadata" in kwargs
+        if own or not self._on or self._sampled_runs >= self._recorder.sampled_steps:
+            return run(session, *args, **kwargs)
+        v1 = tf.compat.v1
+        metadata, options = v1.RunMetadata(), v1.RunOptions(output_partition_graphs=True)
+        result = run(session, *args, **kwargs, options=options, run_metadata=metadata)
+        before = self._recorder.ops.total()
+        for graph in metadata.partition_graphs:
+            self.count_graph(graph)
+        if self._recorder.ops.total() > before:
+            self._sampled_runs += 1
+            self._only_graphs = False
+        return result
+
+    def count_graph(self, graph: Any) -> None:
+        """Count the products of a graph after rewriting: each once, however often a loop in it runs. Sync: none."""
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        if sum(not node.op.endswith(("Arg", "Retval")) for node in nodes) <= 2:
+            return  # TensorFlow makes such a graph, twice, for an operation outside of graphs
+        for node in nodes:
+            if _IN_GRAPHS.search(node.op) and "T" in node.attr:
+                name = node.op.removeprefix("_Mkl").removeprefix("_").removeprefix("Native")
+                self._recorder.count_op(name, tf.dtypes.as_dtype(node.attr["T"].type).name)
+
+    def patches(self) -> Iterator[Any]:
+        """Give the patches of TensorFlow's functions. Sync: none."""
+        for module, functions in _PRODUCTS:
+            for name, operands in functions.items():
+                yield mock.patch.object(module, name, self._cast(getattr(module, name), operands))
+
+    def _cast(self, native: Callable[..., Any], operands: tuple[str, ...]) -> Callable[..., Any]:
+        names = tuple(inspect.signature(native).parameters)
+        kind = native.__name__.title().replace("_", "")  # "mat_mul" is MatMul, "conv2d" Conv2D
+
+        @functools.wraps(native)
+        def product(*args: Any, **kwargs: Any) -> Any:
+            if not self._on or not tf.executing_eagerly():
+                return native(*args, **kwargs)
+            passed = {**dict(zip(names, args, strict=False)), **kwargs}
+            values = [tf.convert_to_tensor(value) for value in _flat(passed, operands)]
+            dtype = DTYPES[compute_dtype()]
+            casts = self._casts and dtype != tf.float32 and all(value.dtype == tf.float32 for value in values)
+            if casts:
+                values = [tf.cast(value, dtype) for value in values]
+            passed.update({"inputs": values} if operands == ("inputs",) else zip(operands, values, strict=True))
+            result = native(**passed)
+            if self._recorder.sampling:
+                self._only_graphs = False
+                self._recorder.count_op(kind, result.dtype.name)
+            return tf.cast(result, tf.float32) if casts else result
+
+        return product

@@ -1,0 +1,117 @@
+"""The script sees true gradients, wherever it looks: in `.grad` between backward and step, and in hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .manager import Manager
+
+
+@contextmanager
+def gradients_true(manager: Manager) -> Iterator[None]:
+    """Patch `.grad` and the calls that register hooks on gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(_grad_watched(manager))
+        for owner, name in ((torch.Tensor, "register_hook"), (torch.nn.Module, "register_full_backward_hook")):
+            stack.enter_context(_hooks_true(manager, owner, name))
+        stack.enter_context(_hooks_true(manager, torch.nn.Module, "register_full_backward_pre_hook"))
+        stack.enter_context(_accumulated_refused(manager))
+        yield
+
+
+@contextmanager
+def _grad_watched(manager: Manager) -> Iterator[None]:
+    """Make the gradients of an optimizer true as soon as the script reads or replaces one of them.
+
+    So `clip_grad_norm_`, gradient statistics and whatever a script does by hand need no knowledge of their own.
+    """
+    native: Any = torch.Tensor.grad
+
+    def read(self: torch.Tensor) -> Any:
+        value = native.__get__(self)
+        if value is not None and manager.pending and not manager.quiet:
+            manager.reveal(self)
+        return value
+
+    def write(self: torch.Tensor, value: Any) -> None:
+        if value is not None and manager.pending and not manager.quiet:
+            manager.reveal(self)
+        native.__set__(self, value)
+
+    def forget(self: torch.Tensor) -> None:
+        native.__delete__(self)
+
+    def install() -> None:
+        torch.Tensor.grad = property(read, write, forget, native.__doc__)  # type: ignore[assignment, misc]
+
+    manager.watch = install  # every read of a gradient takes longer then, so not before it must
+    try:
+        yield
+    finally:
+        if "grad" in vars(torch.Tensor):
+            del torch.Tensor.grad  # torch's own is the base class's
+
+
+@contextmanager
+def _hooks_true(manager: Manager, owner: Any, name: str) -> Iterator[None]:
+    """Divide what a hook sees by the loss scale, and multiply what it gives back."""
+    true = getattr(owner, name)
+
+    def register(self: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def hook_on_true_gradients(*given: Any) -> Any:
+            factor = manager.factor
+            if isinstance(factor, float) and factor == 1.0:
+                return hook(*given)
+            module = given[:1] if owner is torch.nn.Module else ()
+            result = hook(*module, *(_divided(one, factor) for one in given[len(module) :]))
+            return None if result is None else _multiplied(result, factor, given[len(module)])
+
+        from_torch = str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
+        return true(self, hook if from_torch else hook_on_true_gradients, *args, **kwargs)
+
+    with mock.patch.object(owner, name, register):
+        yield
+
+
+@contextmanager
+def _accumulated_refused(manager: Manager) -> Iterator[None]:
+    """Refuse hooks that look at `.grad` while backward still adds to others: there is nothing to make true yet."""
+    true = torch.Tensor.register_post_accumulate_grad_hook
+
+    def register(self: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+        def refuse_scaled(parameter: torch.Tensor) -> None:
+            if not isinstance(manager.factor, float) or manager.factor != 1.0:
+                manager.run.refuse(
+                    "a hook registered with register_post_accumulate_grad_hook would see gradients multiplied by the "
+                    "loss scale; accepted: register_hook, or --dtype bfloat16, which needs no loss scale"
+                )
+            hook(parameter)
+
+        from_torch = str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
+        return true(self, hook if from_torch else refuse_scaled)
+
+    with mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", register):
+        yield
+
+
+def _divided(tree: Any, factor: Any) -> Any:
+    """Give gradients without the loss scale; low precision becomes float32, where nothing underflows."""
+    if isinstance(tree, tuple):
+        return tuple(_divided(one, factor) for one in tree)
+    if not isinstance(tree, torch.Tensor):
+        return tree
+    return (tree.float() if tree.dtype in (torch.float16, torch.bfloat16) else tree) / factor
+
+
+def _multiplied(result: Any, factor: Any, like: Any) -> Any:
+    if isinstance(result, tuple):
+        before = like if isinstance(like, tuple) else (like,) * len(result)
+        return tuple(_multiplied(one, factor, old) for one, old in zip(result, before, strict=True))
+    if not isinstance(result, torch.Tensor):
+        return result
+    return (result * factor).to(like.dtype)

@@ -1,0 +1,284 @@
+"""A script's own `GradScaler`: refused, or PyTorch's own, with an eye on every step.
+
+`--replace-native` leaves the scaler what it is: it multiplies, unscales, skips and moves its scale by itself, so that
+whatever a script computes with the scale, with scaled losses or with their gradients has the values that it has in
+PyTorch. While the script scales, ampx does not. It tests gradients again where PyTorch would not look, and records.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from ampx.errors import AmpxError
+from ampx.scale_state import LossScale, LossScaleState
+from ampx.session import sessions
+from ampx_torch.gradients import GradientSet
+from ampx_torch.step import makes_momentum
+
+from .managed import Managed
+from .manager import Manager
+from .native import ADVICE, asked_by_script
+
+# Scales on an accelerator are read together, because every read waits for it.
+_READ_TOGETHER: Final = 64
+_SMALL: Final = 2.0**10
+
+
+@contextmanager
+def scaler_watched(manager: Manager) -> Iterator[None]:
+    """Patch the methods of GradScaler that a loop calls; its older names inherit them."""
+    watch = _Watch(manager)
+    true = GradScaler.__init__
+
+    def make(self: GradScaler, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        ours = asked_by_script() and not manager.stood_down
+        absent = ours and device == "cuda" and not torch.cuda.is_available()  # where torch would switch itself off
+        true(self, "cpu" if absent else device, *args, **kwargs)
+        if ours and self.is_enabled():
+            watch.take(self)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(GradScaler, "__init__", make))
+        for name in ("scale", "unscale_", "step", "update"):
+            stack.enter_context(mock.patch.object(GradScaler, name, _watched(watch, name)))
+        try:
+            yield
+        finally:
+            watch.close()
+
+
+def _watched(watch: _Watch, name: str) -> Callable[..., Any]:
+    native, seen = getattr(GradScaler, name), getattr(watch, name)
+
+    def call(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_enabled() or watch.manager.stood_down:
+            return native(self, *args, **kwargs)
+        return seen(native, self, *args, **kwargs)
+
+    return call
+
+
+@dataclass
+class _Update:
+    """What happened between two calls of `update`; tensors are read later.
+
+    Attributes:
+        steps: (optimizer, number of its step, what is not 0 where it was skipped).
+        before: The scale of these steps.
+        after: The scale from then on.
+    """
+
+    steps: list[tuple[Managed, int, Any]] = field(default_factory=list)
+    before: Any = None
+    after: Any = None
+
+
+@dataclass
+class _Seen:
+    """What was seen of one scaler.
+
+    Attributes:
+        optimizers: Those that it stepped.
+        unscaled: Those whose gradients the script asked it to unscale since their last step.
+        now: What happens until `update`.
+        unread: What happened before, oldest first.
+        scale: The scale as far as it was read.
+    """
+
+    optimizers: list[Managed] = field(default_factory=list)
+    unscaled: set[int] = field(default_factory=set)
+    now: _Update = field(default_factory=_Update)
+    unread: list[_Update] = field(default_factory=list)
+    scale: float = 0.0
+
+
+class _Watch:
+    """All scalers of the script, those that it copied or unpickled included."""
+
+    def __init__(self, manager: Manager) -> None:
+        """Remember whose optimizers there are."""
+        self.manager = manager
+        self._seen: weakref.WeakKeyDictionary[GradScaler, _Seen] = weakref.WeakKeyDictionary()
+
+    def take(self, scaler: GradScaler) -> None:
+        """Refuse a scaler, or leave scaling to it; it is switched off where the user asked for what needs no scale."""
+        run = self.manager.run
+        if not run.settings.replace_native:
+            run.refuse(f"the script makes a GradScaler of its own; {ADVICE}")
+        self.manager.start()
+        if self.manager.needs_no_scale():
+            scaler._enabled = False
+            return
+        self.manager.leave_scaling()
+        if self.manager.config is None:
+            with suppress(AmpxError):  # what PyTorch takes and ampx does not is not said
+                self.manager.config = _config(scaler)
+        self.manager.explain()
+        self._seen[scaler] = _Seen()
+
+    # -- the methods ---------------------------------------------------------------------------------
+
+    def scale(self, native: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+        """Multiply."""
+        if scaler not in self._seen:
+            self.take(scaler)
+        return native(scaler, outputs)
+
+    def unscale_(self, native: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Divide; from now on the script may change what was tested."""
+        native(scaler, optimizer)
+        seen = self._seen.get(scaler)
+        if seen is not None and not self._steps(optimizer):
+            seen.unscaled.add(id(optimizer))
+
+    def step(
+        self,
+        native: Callable[..., Any],
+        scaler: GradScaler,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, or skip: also where PyTorch would write what is not finite."""
+        managed = self.manager.find(optimizer)
+        seen = self._seen.get(scaler)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        errs = "closure" in kwargs or scaler._scale is None or state["stage"] is OptState.STEPPED
+        if managed is None or seen is None or errs:  # PyTorch says what is wrong
+            return native(scaler, optimizer, *args, **kwargs)
+        with self.manager.stepping(managed):
+            skips = self._look_again(scaler, optimizer, seen, state)
+            if skips:
+                state["stage"] = OptState.STEPPED
+                result = None
+            else:
+                result = native(scaler, optimizer, *args, **kwargs)
+        self._note(scaler, seen, managed, state)
+        return result
+
+    def update(self, native: Callable[..., Any], scaler: GradScaler, new_scale: Any = None) -> None:
+        """Move the scale."""
+        seen = self._seen.get(scaler)
+        if seen is not None and not seen.now.steps:
+            seen.now.before = _held(scaler._scale)
+        with self.manager.uncounted():
+            native(scaler, new_scale)
+            if seen is not None:
+                self._turn(scaler, seen)
+
+    # -- looking and noting --------------------------------------------------------------------------
+
+    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        managed = self.manager.find(optimizer)
+        return managed is not None and managed.busy
+
+    def _look_again(
+        self, scaler: GradScaler, optimizer: torch.optim.Optimizer, seen: _Seen, state: dict[str, Any]
+    ) -> bool:
+        """Add to what PyTorch found what it would not see; return whether the step must be skipped here.
+
+        Native defects: gradients that the script changed after `unscale_` are not tested, nor is the quotient of a
+        scale below 1, which overflows where the scaled gradient is finite; and fused SGD whose first step overflows
+        leaves the momentum that it has just made uninitialised.
+        """
+        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        changed = id(optimizer) in seen.unscaled
+        small = not fused and self._is_below_one(scaler, seen)
+        makes = fused and makes_momentum(optimizer)
+        if (small or makes) and state["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
+        seen.unscaled.discard(id(optimizer))
+        if small or changed:
+            found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
+            gradients = GradientSet(optimizer, accepts_half=True)
+            for flag in gradients.unscale(gradients.collect(), 1.0, fresh=True):
+                known = found.get(flag.device)
+                found[flag.device] = flag if known is None else torch.maximum(known, flag)
+        return makes and any(flag.item() for flag in state["found_inf_per_device"].values())
+
+    def _is_below_one(self, scaler: GradScaler, seen: _Seen) -> bool:
+        """Return whether the scale is below 1. Sync: where it lives on an accelerator and was small when last read."""
+        scale = scaler._scale
+        assert scale is not None
+        return (scale.device.type == "cpu" or seen.scale < _SMALL) and scale.item() < 1.0
+
+    def _note(self, scaler: GradScaler, seen: _Seen, managed: Managed, state: dict[str, Any]) -> None:
+        recorder = self.manager.run.recorder
+        record = recorder.optimizers[managed.group]
+        if any(stepped is managed for stepped, _, _ in seen.now.steps):  # a class of the script's own updates otherwise
+            self._turn(scaler, seen)
+        if managed not in seen.optimizers:
+            seen.optimizers.append(managed)
+            seen.scale = scaler.get_scale()
+            if not record.steps:
+                record.initial_scale = seen.scale
+        if not seen.now.steps:
+            seen.now.before = _held(scaler._scale)
+        recorder.stepped(managed.group)
+        flags = list(state["found_inf_per_device"].values())
+        skipped: Any = _held(flags[0]) if len(flags) == 1 else sum(float(flag) for flag in flags)
+        seen.now.steps.append((managed, record.steps, skipped))
+        self.manager.after_step()
+
+    def _turn(self, scaler: GradScaler, seen: _Seen) -> None:
+        """Begin the next window."""
+        done, seen.now = seen.now, _Update()
+        done.after = _held(scaler._scale)
+        seen.unscaled.clear()
+        seen.unread.append(done)
+        if not isinstance(done.after, torch.Tensor) or len(seen.unread) >= _READ_TOGETHER:
+            self._read(seen)
+
+    def _read(self, seen: _Seen) -> None:
+        """Send the events of what happened. Sync: one, where the scale lives on an accelerator."""
+        unread, seen.unread = seen.unread, []
+        for update in unread:
+            before, after = float(update.before), float(update.after)
+            seen.scale = after
+            outcomes = {id(managed): (step, float(flag) != 0.0) for managed, step, flag in update.steps}
+            for managed in seen.optimizers:
+                assert managed.wrapped is not None
+                steps = self.manager.run.recorder.optimizers[managed.group].steps
+                step, overflowed = outcomes.get(id(managed), (steps, False))
+                skips = managed.skips
+                if id(managed) in outcomes:
+                    managed.skips = skips + 1 if overflowed else 0
+                states = (LossScaleState(before, 0, 1, skips), LossScaleState(after, 0, 1, managed.skips))
+                group = managed.wrapped.ampx_member.group
+                for event in group.events_of(("torch", managed.group, 0, step), *states, not overflowed):
+                    sessions.emit("torch", event)
+
+    def close(self) -> None:
+        """Read what is left, an update that never came included."""
+        for scaler, seen in list(self._seen.items()):
+            if seen.now.steps:
+                self._turn(scaler, seen)
+            self._read(seen)
+
+
+def _config(scaler: GradScaler) -> LossScale:
+    """Return the same as ampx's configuration; bounds are widened where the script starts beyond them."""
+    scale, usual = float(scaler._init_scale), LossScale()
+    return LossScale(
+        init_scale=scale,
+        growth_factor=scaler._growth_factor,
+        backoff_factor=scaler._backoff_factor,
+        growth_interval=scaler._growth_interval,
+        min_scale=min(usual.min_scale, scale),
+        max_scale=max(usual.max_scale, scale),
+    )
+
+
+def _held(value: Any) -> Any:
+    """Return a number where it is on the host, else a copy that stays."""
+    if value is None:
+        return 1.0
+    return value.item() if value.device.type == "cpu" else value.clone()
