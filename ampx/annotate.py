@@ -61,14 +61,12 @@ class Region:
 
 
 def annotate(function: Function, kind: Kind, find: Callable[..., Casting | None]) -> Function:
-    """Give a function that casts its floating arguments and runs with casting off.
+    """Return a function that casts its floating arguments and runs with casting off.
 
     Args:
         function: What to annotate.
         kind: `"float"`: float32. `"half"`: the compute dtype. `"promote"`: the widest among the arguments.
         find: Returns backend and plan for the arguments of a call, or None: then the function runs as it is.
-
-    Sync: none.
     """
 
     @functools.wraps(function)

@@ -17,23 +17,21 @@ from .session import Amp, Gate, sessions
 
 
 def current(framework: str | None = None) -> Amp:
-    """Give the active session (of a framework, where several are active).
+    """Return the active session (of a framework, where several are active).
 
     Raises:
         NotInitializedError: There is none.
-
-    Sync: none.
     """
     return sessions.only("current", framework)
 
 
 def wrap_optimizer(opt: Any, **options: Any) -> Any:
-    """Give an optimizer that unscales, checks, skips and keeps its own loss scale: see `Amp.wrap_optimizer`."""
+    """Return an optimizer that unscales, checks, skips and keeps its own loss scale: see `Amp.wrap_optimizer`."""
     return sessions.find("wrap_optimizer", opt).wrap_optimizer(opt, **options)
 
 
 def scale_loss(loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
-    """Give a region that yields the scaled loss: see `Amp.scale_loss`."""
+    """Return a region that yields the scaled loss: see `Amp.scale_loss`."""
     return sessions.find("scale_loss", opt, loss).scale_loss(loss, opt, loss_id=loss_id)
 
 
@@ -63,7 +61,7 @@ def prepare(model: Any, opt: Any = None) -> Any:
 
 
 def autocast(enabled: bool = True, dtype: object = None) -> Region:
-    """Give a casting region, also a decorator: see `Amp.autocast`. The session is looked up on entry."""
+    """Return a casting region, also a decorator: see `Amp.autocast`. The session is looked up on entry."""
     wanted = None if dtype is None else normalise_dtype(dtype)
     return Region(lambda: sessions.only("autocast").autocast_now(enabled, wanted))
 
@@ -96,7 +94,7 @@ def enter_thread() -> None:
 
 
 def state_dict(opt: Any = None) -> dict[str, Any]:
-    """Give the loss scales as plain JSON types: see `Amp.state_dict`."""
+    """Return the loss scales as plain JSON types: see `Amp.state_dict`."""
     return _session_for("state_dict", opt).state_dict(opt)
 
 
@@ -106,12 +104,12 @@ def load_state_dict(state: object, opt: Any = None) -> Any:
 
 
 def last_step(opt: Any) -> StepResult | None:
-    """Tell what the last step of an optimizer, or of an optimizer state, did: see `Amp.last_step`."""
+    """Return what the last step of an optimizer, or of an optimizer state, did: see `Amp.last_step`."""
     return sessions.find("last_step", opt).last_step(opt)
 
 
 def loss_scale(opt: Any) -> Any:
-    """Give the current loss scale of an optimizer, or of an optimizer state: see `Amp.loss_scale`."""
+    """Return the current loss scale of an optimizer, or of an optimizer state: see `Amp.loss_scale`."""
     return sessions.find("loss_scale", opt).loss_scale(opt)
 
 
@@ -129,8 +127,6 @@ def on_event(listener: Listener) -> Callable[[], None]:
 
     Raises:
         NotInitializedError: No session is active.
-
-    Sync: none.
     """
     active = sessions.all_sessions() or [sessions.only("on_event")]
     with ExitStack() as stack:
@@ -140,7 +136,7 @@ def on_event(listener: Listener) -> Callable[[], None]:
 
 
 def trace_overflow(model: Any) -> Any:
-    """Give a region whose target tells the first module with a non-finite output: see `ampx.debug`."""
+    """Return a region whose target tells the first module with a non-finite output: see `ampx.debug`."""
     return sessions.find("trace_overflow", model).backend.trace_overflow(model)
 
 

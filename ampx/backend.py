@@ -181,13 +181,11 @@ class Backend(abc.ABC):
 
         Raises:
             UnsupportedDeviceError: There is no such device here.
-
-        Sync: none.
         """
 
     @abc.abstractmethod
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is an optimizer of the framework, not wrapped. Sync: none."""
+        """Return whether this is an optimizer of the framework, not wrapped."""
 
     def is_wrapped(self, candidate: object) -> bool:
         """Return whether `wrap_optimizer` returned this, where that is no `WrappedOptimizer`."""
@@ -195,10 +193,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region with casting on or off; what was before is restored on any exit.
-
-        Sync: none.
-        """
+        """Return a region with casting on or off; what was before is restored on any exit."""
 
     @abc.abstractmethod
     def cast(self, tree: Tree, dtype: Dtype) -> Tree:
@@ -207,13 +202,11 @@ class Backend(abc.ABC):
         Args:
             tree: Tensors in tuples, lists and dicts.
             dtype: The target dtype.
-
-        Sync: none.
         """
 
     @abc.abstractmethod
     def inspect_loss(self, loss: Loss, check_nan: bool | None) -> LossInfo:
-        """Tell what `scale_loss` has to know about a loss.
+        """Return what `scale_loss` has to know about a loss.
 
         Args:
             loss: Anything the user passed.
@@ -227,13 +220,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def scale(self, loss: Loss, scale: Scalar) -> Loss:
-        """Give the loss in float32 times the scale.
+        """Return the loss in float32 times the scale.
 
         Args:
             loss: Floating scalar tensor of any dtype.
             scale: Python float, or a float32 scalar on the device.
-
-        Sync: none.
         """
 
     @abc.abstractmethod
@@ -255,14 +246,14 @@ class Backend(abc.ABC):
         """Run the framework's own update with true, finite gradients. Sync: as the framework."""
 
     def gradients(self, optimizer: Optimizer) -> Grads:
-        """Give the gradients that the optimizer would apply; empty where there are none.
+        """Return the gradients that the optimizer would apply; empty where there are none.
 
-        Required exactly where `capabilities.gradients == "implicit"`. Sync: none.
+        Required exactly where `capabilities.gradients == "implicit"`.
         """
         self.refuse("implicit gradients")
 
     def zero_gradients(self, optimizer: Optimizer) -> None:
-        """Forget the gradients that hang on the parameters. Required where they are implicit. Sync: none."""
+        """Forget the gradients that hang on the parameters. Required where they are implicit."""
         self.refuse("implicit gradients")
 
     def clip(self, grads: Grads, max_norm: float | None, max_value: float | None) -> tuple[Grads, Scalar]:
@@ -273,8 +264,6 @@ class Backend(abc.ABC):
 
         Returns:
             The clipped gradients, and the norm before clipping by norm (None where `max_norm` is None).
-
-        Sync: none.
         """
         self.refuse("gradient clipping")
 
@@ -284,34 +273,32 @@ class Backend(abc.ABC):
         Raises:
             UnsupportedOpError: An entry of allow or deny cannot be honoured.
             UnsupportedByBackendError: There are entries and op lists are not supported at all.
-
-        Sync: none.
         """
         if plan.allow or plan.deny:
             self.refuse("op lists (allow and deny)")
         return plan
 
     def activate(self, plan: CastPlan) -> None:
-        """Switch casting on for the process (or thread, where the framework keeps it by thread). Sync: none."""
+        """Switch casting on for the process (or thread, where the framework keeps it by thread)."""
         self.refuse("process-wide casting")
 
     def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`, also one that an exception interrupted: leave the framework as it was. Sync: none."""
+        """Undo `activate`, also one that an exception interrupted: leave the framework as it was."""
         self.refuse("process-wide casting")
 
     def enter_thread(self, plan: CastPlan) -> None:
-        """Switch casting on in the calling thread, where the framework keeps it by thread. Sync: none."""
+        """Switch casting on in the calling thread, where the framework keeps it by thread."""
         self.activate(plan)
 
     def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating leaves of a tree: float32 if any has it.
+        """Return the widest dtype among the floating leaves of a tree: float32 if any has it.
 
-        Declared as `capabilities.promotes`. Sync: none.
+        Declared as `capabilities.promotes`.
         """
         self.refuse("promote_function")
 
     def smallest(self, scales: Sequence[Scalar]) -> Scalar:
-        """Give the smallest of some scales. Sync: none."""
+        """Return the smallest of some scales."""
         return min(scales)
 
     def wrap_optimizer(self, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> Any:
@@ -329,15 +316,13 @@ class Backend(abc.ABC):
         Raises:
             InvalidOptionError: An option is not known to this backend.
             LowPrecisionParametersError: Parameters are float16 or bfloat16 and have no master weights.
-
-        Sync: none.
         """
         reject_unknown(self.name, options, ())
 
     def wrap_transformation(
         self, optimizer: Optimizer, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
     ) -> Optimizer:
-        """Give an optimizer whose state carries the loss scale; instead of `wrap_optimizer` with `state_values`.
+        """Return an optimizer whose state carries the loss scale; instead of `wrap_optimizer` with `state_values`.
 
         Args:
             optimizer: The raw optimizer.
@@ -348,8 +333,6 @@ class Backend(abc.ABC):
 
         Raises:
             InvalidOptionError: An option is not known to this backend.
-
-        Sync: none.
         """
         self.refuse("optimizer state as values")
 
@@ -364,7 +347,7 @@ class Backend(abc.ABC):
         self.refuse("optimizer state as values")
 
     def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
-        """Give the same optimizer state with another loss scale. Sync: none."""
+        """Return the same optimizer state with another loss scale."""
         self.refuse("optimizer state as values")
 
     def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
@@ -372,8 +355,6 @@ class Backend(abc.ABC):
 
         Returns:
             The model, or the pair (model, optimizer) where an optimizer was given.
-
-        Sync: none.
         """
         self.refuse("prepare (levels O2 and O3)")
 
@@ -382,11 +363,11 @@ class Backend(abc.ABC):
         self.refuse("naming parameters with non-finite gradients")
 
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Give a region whose target tells the first module with a non-finite output. Sync: one a module."""
+        """Return a region whose target tells the first module with a non-finite output. Sync: one a module."""
         self.refuse("tracing overflow by module")
 
     def demo(self) -> Any:
-        """Give the trainer behind `ampx demo`; see `ampx.cli.demo.Trainer`. Sync: none."""
+        """Return the trainer behind `ampx demo`; see `ampx.cli.demo.Trainer`."""
         self.refuse("ampx demo")
 
     def automate(self, run: Any) -> AbstractContextManager[Any]:
@@ -403,7 +384,7 @@ class Backend(abc.ABC):
         self.refuse("ampx run")
 
     def refuse(self, capability: str) -> NoReturn:
-        """Raise for a call that needs a capability which is not declared. Sync: none."""
+        """Raise for a call that needs a capability which is not declared."""
         declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)
         raise UnsupportedByBackendError(
             f"backend {self.name!r} does not support {capability}; it declares: "
@@ -419,8 +400,6 @@ def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]
 
     Raises:
         InvalidOptionError: There is one.
-
-    Sync: none.
     """
     known = OPTIONS | set(accepted)
     unknown = sorted(set(options) - known)

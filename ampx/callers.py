@@ -16,13 +16,13 @@ _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
 
 
 def script_line() -> str:
-    """Return the innermost line of the user's own code, as `"train.py:12"`; "" where there is none. Sync: none."""
+    """Return the innermost line of the user's own code, as `"train.py:12"`; "" where there is none."""
     frame = _script_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Issue a warning that names the user's own line, however deep below it ampx found the reason. Sync: none."""
+    """Issue a warning that names the user's own line, however deep below it ampx found the reason."""
     frame = _script_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=3)

@@ -95,7 +95,7 @@ def _outline(data: object) -> str:
 
 
 def _find(data: object) -> tuple[str, Fields, Callable[[Fields], GroupState]] | None:
-    """Give the library that saved this, the fields of its loss scale, and how to read them."""
+    """Return the library that saved this, the fields of its loss scale, and how to read them."""
     for _ in range(4):  # an engine's checkpoint holds an optimizer's, which holds the scaler
         fields = _fields(data)
         for key, name, read in _READERS:
@@ -111,7 +111,7 @@ def _find(data: object) -> tuple[str, Fields, Callable[[Fields], GroupState]] | 
 
 
 def _fields(data: object) -> Fields:
-    """Give the fields by the last part of their name; a list of Keras variables is read by their paths."""
+    """Return the fields by the last part of their name; a list of Keras variables is read by their paths."""
     if isinstance(data, (list, tuple)):
         data = {getattr(item, "path", None) or getattr(item, "name", None): item for item in data}
     if not isinstance(data, Mapping):

@@ -53,43 +53,35 @@ class WrappedOptimizer(abc.ABC):
         """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
 
     def ampx_unwrap(self) -> None:
-        """Leave the raw optimizer as if it had never been wrapped, because another of its list was refused.
-
-        Sync: none.
-        """
+        """Leave the raw optimizer as if it had never been wrapped, because another of its list was refused."""
 
     def ampx_catch_up(self) -> None:
-        """Note what compiled code has done to pending gradients since; called before `scale_loss` decides. Sync: none.
+        """Note what compiled code has done to pending gradients since; called before `scale_loss` decides.
 
         Reading `ampx_member` notes nothing: a question changes nothing.
         """
 
     def ampx_notice_cleared(self) -> None:
-        """Forget pending gradients that were cleared behind the wrapper's back, by the model say. Sync: none."""
+        """Forget pending gradients that were cleared behind the wrapper's back, by the model say."""
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
-        """Prepare for a `scale_loss` body with a loss scale; called before its stage is entered. Sync: none."""
+        """Prepare for a `scale_loss` body with a loss scale; called before its stage is entered."""
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Tidy up after a `scale_loss` body that ended without an exception. Sync: none."""
+        """Tidy up after a `scale_loss` body that ended without an exception."""
 
     def ampx_watch(self, scale: Scalar) -> Any:
         """Return what tells, after the body of other optimizers, whether it wrote to gradients of this one.
 
         None where that would not matter, or the wrapper knows otherwise.
-
-        Sync: none.
         """
         return None
 
     def ampx_notice_foreign(self, before: Any, scale: Scalar) -> None:
-        """Note the gradients to which a body of other optimizers has written; `before` is what `ampx_watch` returned.
-
-        Sync: none.
-        """
+        """Note gradients to which a body of other optimizers has written; `before` is what `ampx_watch` returned."""
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Undo `ampx_before_backward` after a body that raised. Sync: none."""
+        """Undo `ampx_before_backward` after a body that raised."""
 
 
 class GenericOptimizer(WrappedOptimizer):
@@ -207,32 +199,17 @@ class GenericOptimizer(WrappedOptimizer):
             self._backend.apply(self.optimizer, grads)
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
-        """Bring gradients that are there before a window to its scale: the step before left them true. Sync: none."""
+        """Bring gradients that are there before a window to its scale: the step before left them true."""
         if self._implicit and self.ampx_member.stage == "idle":
             self._divide(1.0 / scale)
             self._brought = scale
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Keep them so. Sync: none."""
+        """Keep them so."""
         self._brought = None
 
-    def ampx_watch(self, scale: Scalar) -> Any:
-        """Return what tells, after the body of other optimizers, whether it wrote to gradients of this one.
-
-        None where that would not matter, or the wrapper knows otherwise.
-
-        Sync: none.
-        """
-        return None
-
-    def ampx_notice_foreign(self, before: Any, scale: Scalar) -> None:
-        """Note the gradients to which a body of other optimizers has written; `before` is what `ampx_watch` returned.
-
-        Sync: none.
-        """
-
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Make them true again, with those of the body that raised. Sync: none."""
+        """Make them true again, with those of the body that raised."""
         if self._brought is not None:
             self._divide(self._brought)
             self._brought = None
@@ -252,11 +229,11 @@ class GenericOptimizer(WrappedOptimizer):
             raise
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
-        """Tell which loss ids were finite; a wrapper that keeps several losses apart knows better. Sync: none."""
+        """Return which loss ids were finite; a wrapper that keeps several losses apart knows better."""
         return dict.fromkeys(self.ampx_member.factors, finite)
 
     def zero_grad(self) -> None:
-        """Forget the gradients, pending ones included. Sync: none."""
+        """Forget the gradients, pending ones included."""
         member = self.ampx_member
         if member.stage not in ("idle", "inside"):
             member.begin_change()
@@ -315,7 +292,7 @@ def _is_empty(grads: Any) -> bool:
 
 
 def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
-    """Give the wrapped optimizers of one argument.
+    """Return the wrapped optimizers of one argument.
 
     Raises:
         NotWrappedError: One is not wrapped.
@@ -331,7 +308,7 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
 
 
 def one_wrapped_optimizer(opt: Any, call: str) -> WrappedOptimizer:
-    """Give the wrapped optimizer of an argument that takes one.
+    """Return the wrapped optimizer of an argument that takes one.
 
     Raises:
         NotWrappedError: It is not wrapped.

@@ -99,8 +99,6 @@ def check_registration(name: object, load: object, roots: object, requires: obje
 
     Raises:
         PluginError: It cannot be meant so.
-
-    Sync: none.
     """
     listed = isinstance(roots, (list, tuple, set, frozenset)) and all(isinstance(root, str) for root in roots)
     texts = isinstance(name, str) and isinstance(requires, str)
@@ -112,7 +110,7 @@ def check_registration(name: object, load: object, roots: object, requires: obje
 
 
 def implemented_hooks(plugin: Any) -> list[str]:
-    """List the functions of a plugin that carry the marker. Sync: none."""
+    """List the functions of a plugin that carry the marker."""
     marker = f"{PROJECT}_impl"
     functions = [name for name in dir(plugin) if inspect.isroutine(getattr(plugin, name, None))]
     return [name for name in functions if hasattr(getattr(plugin, name), marker)]
@@ -125,8 +123,6 @@ def load_backend(found: Registration) -> Backend:
         FrameworkNotInstalledError: The framework is not importable.
         BackendLoadError: It is there, but loading it failed; or what was loaded is no backend of that name.
         AmpxError: The plugin itself refuses what it found, and says why.
-
-    Sync: none.
     """
     try:
         backend = found.load()
@@ -152,7 +148,7 @@ def load_backend(found: Registration) -> Backend:
 
 
 def _is_present(root: str) -> bool:
-    """Tell whether a module can be found. `from torch import missing` names torch in its ImportError, too."""
+    """Return whether a module can be found. `from torch import missing` names torch in its ImportError, too."""
     if root in sys.modules:
         return sys.modules[root] is not None
     return importlib.util.find_spec(root) is not None
@@ -212,8 +208,6 @@ class Registry:
         Raises:
             PluginError: It implements a hook that does not exist, or registering raises.
             DuplicateBackendError: It claims a framework that another plugin has.
-
-        Sync: none.
         """
         manager = self.manager
         label = name or str(getattr(plugin, "__name__", repr(plugin)))
@@ -301,7 +295,7 @@ class Registry:
                 self.broken[label] = broken
 
     def names(self) -> list[str]:
-        """List the registered frameworks. Sync: none."""
+        """List the registered frameworks."""
         self._ensure()
         return sorted(self._registrations)
 
@@ -312,8 +306,6 @@ class Registry:
             PluginError: The plugin of that name is broken.
             DuplicateBackendError: Likewise, by claiming a taken name.
             UnknownFrameworkError: No plugin has it.
-
-        Sync: none.
         """
         self._ensure()
         found = self._registrations.get(name) if isinstance(name, str) else None
@@ -328,14 +320,12 @@ class Registry:
         )
 
     def load(self, name: str) -> Backend:
-        """Give the backend of a framework, importing the framework where that is new.
+        """Return the backend of a framework, importing the framework where that is new.
 
         Raises:
             UnknownFrameworkError: No plugin has it.
             FrameworkNotInstalledError: The framework is not importable.
             BackendLoadError: It is there, but loading it failed; the cause is chained.
-
-        Sync: none.
         """
         found = self.registration(name)
         backend = self._backends.get(name)
@@ -344,7 +334,7 @@ class Registry:
         return backend
 
     def imported(self) -> list[str]:
-        """List the registered frameworks whose root module is imported already. Sync: none.
+        """List the registered frameworks whose root module is imported already.
 
         A plugin's own package may be among the roots, for an optimizer that it brings. Finding the plugin imported
         that package, so it does not count.
@@ -361,8 +351,6 @@ class Registry:
 
         Raises:
             AmbiguousFrameworkError: There is none, or more than one.
-
-        Sync: none.
         """
         candidates = self.imported()
         if len(candidates) == 1:
@@ -381,7 +369,7 @@ _default: list[Registry] = []
 
 
 def default_registry() -> Registry:
-    """Give the registry of the installed plugins, made on first use. Sync: none."""
+    """Return the registry of the installed plugins, made on first use."""
     if not _default:
         _default.append(Registry())
     return _default[0]

@@ -34,7 +34,7 @@ _PRESETS: Final[dict[str, tuple[Dtype, Dtype, Dtype]]] = {
 
 
 def normalise_dtype(dtype: object) -> Dtype:
-    """Give the one spelling of a dtype that ampx uses.
+    """Return the one spelling of a dtype that ampx uses.
 
     Args:
         dtype: `"float16"`, `"bfloat16"`, `"float32"`, a usual alias (`"fp16"`, `"half"`, `"bf16"`,
@@ -43,8 +43,6 @@ def normalise_dtype(dtype: object) -> Dtype:
 
     Raises:
         UnsupportedDtypeError: It is none of these.
-
-    Sync: none.
     """
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
     found = _ALIASES.get(str(name).rsplit(".", 1)[-1].strip().lower())
@@ -82,8 +80,6 @@ class Policy:
 
         Raises:
             UnsupportedDtypeError: The text is none of these.
-
-        Sync: none.
         """
         preset = _PRESETS.get(text.strip().lower())
         if preset is not None:
@@ -125,7 +121,7 @@ class Level:
     scales_loss: bool
 
     def policy(self, dtype: Dtype) -> Policy:
-        """Give the dtypes of parameters, computation and outputs when `dtype` is the compute dtype."""
+        """Return the dtypes of parameters, computation and outputs when `dtype` is the compute dtype."""
         if self.name == "O0":
             return Policy()
         return Policy(dtype if self.casts_params else "float32", dtype, "float32")
@@ -144,8 +140,6 @@ def find_level(level: object) -> Level:
 
     Raises:
         UnsupportedLevelError: There is no such level.
-
-    Sync: none.
     """
     found = LEVELS.get(level) if isinstance(level, str) else None
     if found is None:

@@ -27,7 +27,7 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     def factor(self, group: ScaleGroup, loss_id: int) -> Scalar:
-        """Give the scale for a loss: a Python float, or a float32 scalar on the device. Sync: none."""
+        """Return the scale for a loss: a Python float, or a float32 scalar on the device."""
 
     @abc.abstractmethod
     def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
@@ -43,7 +43,7 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     def read(self, outcome: Outcome) -> dict[int, bool]:
-        """Tell the finiteness by loss id of a step whose window is not settled yet. Sync: allowed."""
+        """Return the finiteness by loss id of a step whose window is not settled yet. Sync: allowed."""
 
     @abc.abstractmethod
     def reload(self, group: ScaleGroup) -> None:
@@ -54,7 +54,7 @@ class HostLedger(Ledger):
     """The scale is a Python number and moves as soon as the last member stepped."""
 
     def factor(self, group: ScaleGroup, loss_id: int) -> float:
-        """Give the scale for a loss."""
+        """Return the scale for a loss."""
         scale: float = group.state_of(loss_id).scale
         return scale
 
@@ -66,7 +66,7 @@ class HostLedger(Ledger):
         """Do nothing: the host's view is the only one."""
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
-        """Tell what the host knew at once."""
+        """Return what the host knew at once."""
         return outcome.finite
 
     def reload(self, group: ScaleGroup) -> None:
@@ -140,13 +140,13 @@ class ScaleGroup:
         self.states.setdefault(0, self.config.initial_state())
 
     def add_member(self) -> Member:
-        """Give a new member of this group."""
+        """Return a new member of this group."""
         member = Member(self)
         self.members.append(member)
         return member
 
     def state_of(self, loss_id: int) -> LossScaleState:
-        """Return the state of one loss: the first where it had no part in a step yet. Sync: none."""
+        """Return the state of one loss: the first where it had no part in a step yet."""
         return self.states.get(loss_id) or self.config.initial_state()
 
     def resolve(self) -> None:
@@ -164,7 +164,7 @@ class ScaleGroup:
         self.ledger.reload(self)
 
     def unsettled(self, member: Member) -> StepResult | None:
-        """Tell what a member's step did while the group still waits for others; None where it waits for nobody.
+        """Return what a member's step did while the group still waits for others; None where it waits for nobody.
 
         The scale moves with the last member's step, so `next_scale` is the present one.
 
@@ -201,8 +201,6 @@ class ScaleGroup:
 
         Args:
             window: The steps of the members since the scale last moved; `finite` holds bools.
-
-        Sync: none.
         """
         self.steps += 1
         found = window[0].finite if len(window) == 1 else _merged(window)
@@ -240,7 +238,7 @@ class ScaleGroup:
     def events_of(
         self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
     ) -> Iterator[Event]:
-        """Give the events of one move; `told` is framework, group, loss id and step. Sync: none."""
+        """Return the events of one move; `told` is framework, group, loss id and step."""
         numbers = (before.scale, after.scale, after.consecutive_skips)
         if not finite:
             yield StepSkipped(*told, *numbers)
@@ -256,7 +254,7 @@ class ScaleGroup:
 
 
 def _merged(window: Sequence[Outcome]) -> dict[int, bool]:
-    """Tell by loss id whether all members that used it found finite gradients."""
+    """Return by loss id whether all members that used it found finite gradients."""
     found: dict[int, bool] = {}
     for outcome in window:
         for loss_id, finite in outcome.finite.items():
@@ -289,7 +287,7 @@ class Member:
         self._owner: Callable[[], Any] | None = None
 
     def belong_to(self, optimizer: Any) -> None:
-        """Note whose member this is; the scale does not wait for the step of an optimizer that is gone. Sync: none."""
+        """Note whose member this is; the scale does not wait for the step of an optimizer that is gone."""
         self._owner = weakref.ref(optimizer)
 
     @property
@@ -322,8 +320,6 @@ class Member:
         Raises:
             NestedScaleError: A body for this optimizer is running.
             ProtocolError: The gradients were unscaled already and no step has come since, or a call was interrupted.
-
-        Sync: none.
         """
         if self.stage == "inside":
             raise NestedScaleError(
@@ -346,8 +342,6 @@ class Member:
             NotScaledError: No `scale_loss` came since the last step.
             NestedScaleError: A `scale_loss` body is still running.
             ProtocolError: A call was interrupted.
-
-        Sync: none.
         """
         if self.stage == "idle" and self._region is None:
             raise NotScaledError(
@@ -377,8 +371,6 @@ class Member:
 
         Returns:
             What `leave` is given when the body ends.
-
-        Sync: none.
         """
         before = self._after if self.stage == "interrupted" else self.stage
         region = (before, self.factors, factor, loss_id)
@@ -398,8 +390,6 @@ class Member:
         Returns:
             Whether its gradients count. None: the body was given up, by `zero_grad` and another body; nothing is to
             be tidied up.
-
-        Sync: none.
         """
         if self._region is not region:
             if completed:  # its gradients were added to those of another body
@@ -425,19 +415,17 @@ class Member:
 
         Args:
             after: The stage that `end_change` goes to; None for the present one.
-
-        Sync: none.
         """
         self._after = self.stage if after is None else after
         self.stage = "interrupted"
 
     def end_change(self) -> None:
-        """Go to the stage that `begin_change` noted: nothing was changed, or all is tidied up. Sync: none."""
+        """Go to the stage that `begin_change` noted: nothing was changed, or all is tidied up."""
         if self.stage == "interrupted":
             self.stage = self._after
 
     def note_scaled(self, factor: Scalar, loss_id: int = 0) -> None:
-        """Note that all gradients carry this scale, whatever they carried before. Sync: none."""
+        """Note that all gradients carry this scale, whatever they carried before."""
         self.factors = {loss_id: factor}
         self.stage = "scaled"
 
@@ -446,23 +434,21 @@ class Member:
 
         Args:
             factor: The scale (of loss id 0) that the step tells, where they never went through a body.
-
-        Sync: none.
         """
         if factor is not None:
             self.factors = {0: factor}
         self.stage = "unscaled"
 
     def drop_factors(self) -> None:
-        """Forget the scales of gradients that are gone, or kept elsewhere; the stage stays. Sync: none."""
+        """Forget the scales of gradients that are gone, or kept elsewhere; the stage stays."""
         self.factors = {}
 
     def restart(self) -> None:
-        """Forget pending gradients that others replace within the same step: the group is not told. Sync: none."""
+        """Forget pending gradients that others replace within the same step: the group is not told."""
         self._reset()
 
     def note_result(self, result: StepResult) -> None:
-        """Note what a step did that was not counted here. Sync: none."""
+        """Note what a step did that was not counted here."""
         self._result = result
 
     def finish(self, finite: dict[int, Any], grad_norm: Any = None, scale: Scalar = None) -> None:

@@ -17,7 +17,7 @@ GroupState = tuple[LossScale, dict[int, LossScaleState]]
 
 
 def dump_state(framework: str | None, groups: Sequence[GroupState]) -> dict[str, Any]:
-    """Give the portable form of some loss scales.
+    """Return the portable form of some loss scales.
 
     Args:
         framework: Who wrote it, for readers; loading ignores it.
@@ -25,8 +25,6 @@ def dump_state(framework: str | None, groups: Sequence[GroupState]) -> dict[str,
 
     Returns:
         `{"schema": …, "framework": …, "groups": [{"config": {…}, "losses": [{"loss_id": 0, …}]}]}`.
-
-    Sync: none.
     """
     return {
         "schema": SCHEMA,
@@ -50,8 +48,6 @@ def parse_state(data: object) -> list[GroupState]:
     Raises:
         UnknownSchemaError: It is not of schema `ampx.loss_scale/1`.
         InvalidStateError: A value is missing or not acceptable.
-
-    Sync: none.
     """
     try:
         return _parse(data)
@@ -113,8 +109,6 @@ def parse_loss_state(data: Mapping[str, Any], where: str) -> LossScaleState:
 
     Raises:
         InvalidStateError: One is missing, of another type, negative, infinite or NaN.
-
-    Sync: none.
     """
     missing = [name for name in _STATE_FIELDS if name not in data]
     if missing:
@@ -138,14 +132,14 @@ def _invalid(where: str, value: object, accepted: str) -> InvalidStateError:
 
 
 def dump_session(framework: str, groups: Sequence[ScaleGroup]) -> dict[str, Any]:
-    """Give the portable state of some loss scales. Sync: as their ledgers need."""
+    """Return the portable state of some loss scales. Sync: as their ledgers need."""
     for group in groups:
         group.resolve()
     return dump_state(framework, [(group.config, group.states) for group in groups if group.enabled])
 
 
 def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
-    """Give some loss scales the states of a portable state; all or none.
+    """Return some loss scales the states of a portable state; all or none.
 
     Raises:
         UnknownSchemaError: The state is of another schema.

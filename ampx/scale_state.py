@@ -22,7 +22,7 @@ FLOAT32_TINY: Final = 1.1754943508222875e-38
 
 
 def round_to_float32(value: float) -> float:
-    """Give the float32 nearest to a finite `value`, so that host and device traces are the same bits."""
+    """Return the float32 nearest to a finite `value`, so that host and device traces are the same bits."""
     result: float = struct.unpack("f", struct.pack("f", value))[0]
     return result
 
@@ -78,7 +78,7 @@ class LossScale:
 
     @classmethod
     def static(cls, scale: float) -> LossScale:
-        """Give a loss scale that never moves; steps that are not finite are still skipped."""
+        """Return a loss scale that never moves; steps that are not finite are still skipped."""
         return cls(init_scale=scale, dynamic=False)
 
     @classmethod
@@ -90,8 +90,6 @@ class LossScale:
 
         Raises:
             InvalidOptionError: It is none of these.
-
-        Sync: none.
         """
         if isinstance(value, LossScale):
             return value
@@ -105,7 +103,7 @@ class LossScale:
         )
 
     def initial_state(self) -> LossScaleState:
-        """Give the state before the first step."""
+        """Return the state before the first step."""
         return LossScaleState(round_to_float32(self.init_scale), 0, self.hysteresis, 0)
 
 
@@ -131,7 +129,7 @@ def _choose(condition: Scalar, if_true: Scalar, if_false: Scalar) -> Scalar:
 
 
 def next_state(config: LossScale, state: LossScaleState, finite: Scalar, where: Where = _choose) -> LossScaleState:
-    """Give the state after one counted step.
+    """Return the state after one counted step.
 
     ```
     finite:      growth_tracker += 1; consecutive_skips = 0; hysteresis refilled

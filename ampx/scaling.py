@@ -154,7 +154,7 @@ class ScaleLoss:
                 other.ampx_notice_foreign(before, self._scale)
 
     def _choose_scale(self) -> Scalar:
-        """Give the scale that pending gradients carry, or else the smallest current one."""
+        """Return the scale that pending gradients carry, or else the smallest current one."""
         loss_id = self._loss_id
         if not self._optimizers:
             return self._scale

@@ -101,7 +101,7 @@ class Amp:
         max_grad_value: float | None = None,
         **options: Any,
     ) -> Any:
-        """Give an optimizer that unscales, checks, skips and keeps its own loss scale.
+        """Return an optimizer that unscales, checks, skips and keeps its own loss scale.
 
         Args:
             opt: An optimizer of the framework, or a list of them: a list shares one loss scale.
@@ -120,8 +120,6 @@ class Amp:
             LowPrecisionParametersError: It holds float16 or bfloat16 parameters without master weights.
             InvalidOptionError: An option is unknown or has a value that is not accepted.
             UnsupportedByBackendError: The backend does not clip gradients.
-
-        Sync: none.
         """
         self._check_active()
         several = type(opt) in (list, tuple)  # an optimizer may be a named tuple
@@ -173,7 +171,7 @@ class Amp:
         return GenericOptimizer(self.backend, opt, member, settings) if wrapped is None else wrapped
 
     def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
-        """Give a region that yields the scaled loss, with casting off inside.
+        """Return a region that yields the scaled loss, with casting off inside.
 
         Args:
             loss: Floating scalar tensor of any dtype, or a list, tuple or dict of such (same shape returned).
@@ -208,7 +206,7 @@ class Amp:
         return ScaleLoss(self, loss, optimizers, loss_id)
 
     def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
-        """List the living wrapped optimizers of the framework but these. Sync: none."""
+        """List the living wrapped optimizers of the framework but these."""
         living = sessions.living_optimizers(self.framework)
         return [one for one in living if not any(one is other for other in optimizers)]
 
@@ -276,15 +274,13 @@ class Amp:
 
         Raises:
             UnsupportedByBackendError: The backend has no such level.
-
-        Sync: none.
         """
         if self.casting is None:
             return model if opt is None else (model, opt)
         return self.backend.prepare(model, opt, self.casting)
 
     def autocast(self, enabled: bool = True, dtype: object = None) -> annotate.Region:
-        """Give a region with casting on or off; nestable, exception safe, also a decorator.
+        """Return a region with casting on or off; nestable, exception safe, also a decorator.
 
         Args:
             enabled: False computes in float32 inside.
@@ -292,14 +288,12 @@ class Amp:
 
         Raises:
             UnsupportedDtypeError: The device cannot compute in it.
-
-        Sync: none.
         """
         wanted = None if dtype is None else normalise_dtype(dtype)
         return annotate.Region(lambda: self.autocast_now(enabled, wanted))
 
     def autocast_now(self, enabled: bool, dtype: Dtype | None = None) -> AbstractContextManager[Any]:
-        """Give the backend's own region, to be entered at once."""
+        """Return the backend's own region, to be entered at once."""
         plan = self.casting
         if plan is None:
             return nullcontext()
@@ -325,28 +319,26 @@ class Amp:
         """Switch process-wide casting on in the calling thread too; call it first thing in a new thread.
 
         Frameworks keep the switch by thread. A thread pool takes it as `initializer=amp.enter_thread`.
-
-        Sync: none.
         """
         if self.casting is not None and self.effective.process_wide:
             self.backend.enter_thread(self.casting)
 
     def float_function(self, function: annotate.Function) -> annotate.Function:
-        """Compute a function in float32: floating arguments are cast, casting is off inside. Sync: none."""
+        """Compute a function in float32: floating arguments are cast, casting is off inside."""
         return annotate.annotate(function, "float", lambda *_: self.casting_now)
 
     def half_function(self, function: annotate.Function) -> annotate.Function:
-        """Compute a function in the compute dtype: floating arguments are cast, casting is off inside. Sync: none."""
+        """Compute a function in the compute dtype: floating arguments are cast, casting is off inside."""
         return annotate.annotate(function, "half", lambda *_: self.casting_now)
 
     def promote_function(self, function: annotate.Function) -> annotate.Function:
-        """Compute a function in the widest dtype of its floating arguments, casting off inside. Sync: none."""
+        """Compute a function in the widest dtype of its floating arguments, casting off inside."""
         return annotate.annotate(function, "promote", lambda *_: self.casting_now)
 
     # -- what a step did; states and events -----------------------------------------------------------------------
 
     def last_step(self, opt: Any) -> StepResult | None:
-        """Tell what the last step did; None before the first.
+        """Return what the last step did; None before the first.
 
         Args:
             opt: A wrapped optimizer, or an optimizer state (or anything that holds one). Where the state is
@@ -362,7 +354,7 @@ class Amp:
         return self.find_scale(opt, "last_step").result
 
     def loss_scale(self, opt: Any) -> Any:
-        """Give the current loss scale.
+        """Return the current loss scale.
 
         Args:
             opt: As in `last_step`.
@@ -410,7 +402,7 @@ class Amp:
     # -- for the rest of the session -----------------------------------------------------------------
 
     def wrap_transformation(self, opt: Any, config: LossScale, settings: Mapping[str, Any]) -> Any:
-        """Give an optimizer whose state carries the loss scale."""
+        """Return an optimizer whose state carries the loss scale."""
         if type(opt) in (list, tuple):
             raise UnsupportedByBackendError(
                 f"wrap_optimizer got a list of {len(opt)} optimizers, but backend {self.backend.name!r} keeps the "
@@ -446,7 +438,7 @@ class Amp:
             )
 
     def last_steps(self, opt: Any) -> Sequence[Callable[[], StepResult | None]]:
-        """Give what tells the last step of each optimizer, for `gate`."""
+        """Return what tells the last step of each optimizer, for `gate`."""
         if not self.backend.capabilities.state_values:
             return [lambda one=one: one.last_step for one in wrapped_optimizers(opt, "gate")]  # type: ignore[misc]
         found = list(opt) if isinstance(opt, list) else [opt]
@@ -460,7 +452,7 @@ class Amp:
         return [lambda one=one: self.last_step(one()) for one in found]  # type: ignore[misc]
 
     def group_of(self, opt: Any) -> ScaleGroup:
-        """Give the bookkeeping of one optimizer state, for saving and loading."""
+        """Return the bookkeeping of one optimizer state, for saving and loading."""
         if opt is None:
             raise UnsupportedByBackendError(
                 f"state_dict and load_state_dict need the optimizer state, because backend {self.backend.name!r} keeps "
@@ -470,7 +462,7 @@ class Amp:
         return self._host_group(self.find_scale(opt, "state_dict"), "state_dict")
 
     def with_scale(self, opt: Any, groups: Sequence[ScaleGroup]) -> Any:
-        """Give the optimizer state with what was loaded into its group; an optimizer object as it is."""
+        """Return the optimizer state with what was loaded into its group; an optimizer object as it is."""
         if not self.backend.capabilities.state_values:
             return opt
         (group,) = groups
@@ -493,13 +485,13 @@ class Amp:
         return groups
 
     def optimizers_of(self, group: ScaleGroup) -> list[Any]:
-        """List the wrapped optimizers that a loss scale was made for and that are alive. Sync: none."""
+        """List the wrapped optimizers that a loss scale was made for and that are alive."""
         return [
             one for known, wrapped in self._groups if known is group for made in wrapped if (one := made()) is not None
         ]
 
     def state_dict(self, opt: Any = None) -> dict[str, Any]:
-        """Give the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
+        """Return the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
 
         Args:
             opt: Only that of this optimizer. With optimizer state as values: the state, which is required.
@@ -610,7 +602,7 @@ class Amp:
         sessions.remove(self)
 
     def __enter__(self) -> Amp:
-        """Give the session itself."""
+        """Return the session itself."""
         return self
 
     def __exit__(
@@ -699,8 +691,6 @@ def init(
         PluginError: There is no backend to use.
         UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError,
         UnsupportedOpError, InvalidOptionError: An argument cannot be honoured.
-
-    Sync: none.
     """
     found_level = find_level(level)
     wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
@@ -748,8 +738,6 @@ def check_settings(backend: Backend, dtype: str, level: str, device: str) -> Non
     Raises:
         UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError: A setting
             cannot be honoured.
-
-    Sync: none.
     """
     found_level = find_level(level)
     _check_level(backend, found_level)
@@ -784,7 +772,7 @@ def _unsupported(backend: Backend, device: Device, wanted: Dtype) -> str:
 def _choose_dtype(
     backend: Backend, device: Device, wanted: Dtype | None, level: Level, on_unsupported: str, enabled: bool
 ) -> tuple[Dtype | None, str]:
-    """Give the compute dtype (None: off) and why, warning where it is not what was hoped for."""
+    """Return the compute dtype (None: off) and why, warning where it is not what was hoped for."""
     if not enabled:
         return None, "disabled by enabled=False"
     if level.name == "O0" or wanted == "float32":
@@ -876,7 +864,7 @@ class Sessions:
             del self._active[session.framework]
 
     def get(self, framework: str) -> Amp | None:
-        """Give the session of a framework, if there is one."""
+        """Return the session of a framework, if there is one."""
         return self._active.get(framework)
 
     def note_wrapped(self, framework: str, optimizers: Iterable[Any]) -> None:
@@ -896,7 +884,7 @@ class Sessions:
         return list(self._active.values())
 
     def only(self, call: str, framework: str | None = None) -> Amp:
-        """Give the only active session, or that of a framework.
+        """Return the only active session, or that of a framework.
 
         Raises:
             NotInitializedError: There is none, or several.
@@ -909,7 +897,7 @@ class Sessions:
         return found
 
     def find(self, call: str, *objects: Any) -> Amp:
-        """Give the session of the framework that these objects belong to, importing nothing.
+        """Return the session of the framework that these objects belong to, importing nothing.
 
         Raises:
             NotInitializedError: No session is active for it.
@@ -927,7 +915,7 @@ class Sessions:
         return found
 
     def search(self, objects: Iterable[Any]) -> Amp | None:
-        """Give the session whose framework owns the first recognised object, looking into containers."""
+        """Return the session whose framework owns the first recognised object, looking into containers."""
         for item in objects:
             member = getattr(item, "ampx_member", None)
             if member is not None:

@@ -31,12 +31,12 @@ LIMIT: Final = 1.02
 
 
 def has(device: str) -> bool:
-    """Tell whether JAX offers the device here."""
+    """Return whether JAX offers the device here."""
     return device == "cpu" or any(one.platform == "gpu" for one in jax.devices())
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Tell versions and the device's name."""
+    """Return versions and the device's name."""
     first = jax.devices("cpu" if device == "cpu" else "gpu")[0]
     return {"name": first.device_kind, "version": jax.__version__, "devices": jax.device_count()}
 

@@ -20,12 +20,12 @@ OPTIMIZERS: Final = ("sgd", "nag", "adam", "rmsprop", "adagrad", "lamb")
 
 
 def has(device: str) -> bool:
-    """Tell whether MXNet offers the device here."""
+    """Return whether MXNet offers the device here."""
     return device == "cpu" or mx.context.num_gpus() > 0
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Tell the version, and which of its features were compiled in."""
+    """Return the version, and which of its features were compiled in."""
     compiled = sorted(name for name, one in mx.runtime.Features().items() if one.enabled)
     return {**devices.describe(_place(device)).details, "compiled": compiled}
 

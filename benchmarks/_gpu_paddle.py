@@ -17,12 +17,12 @@ OPTIMIZERS: Final = ("SGD", "Momentum", "Adam", "AdamW", "Lamb")
 
 
 def has(device: str) -> bool:
-    """Tell whether Paddle offers the device here."""
+    """Return whether Paddle offers the device here."""
     return device == "cpu" or bool(paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count())
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Tell versions, and for a GPU its name and compute capability."""
+    """Return versions, and for a GPU its name and compute capability."""
     return dict(ampx.init("paddle", level="O0", device=_place(device)).backend.device(_place(device)).details)
 
 

@@ -19,12 +19,12 @@ OPTIMIZERS: Final = ("SGD", "Adam", "AdamW", "Lamb", "RMSprop")
 
 
 def has(device: str) -> bool:
-    """Tell whether TensorFlow offers the device here."""
+    """Return whether TensorFlow offers the device here."""
     return device == "cpu" or bool(tf.config.list_physical_devices("GPU"))
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Tell versions, and for a GPU its name and compute capability."""
+    """Return versions, and for a GPU its name and compute capability."""
     kind = _kind(device)
     found = ampx.init("tensorflow", level="O0", device=kind).backend.device(kind)
     return {**found.details, "keras": keras.__version__}

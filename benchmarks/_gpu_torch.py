@@ -64,12 +64,12 @@ COVERS: Final = {
 
 
 def has(device: str) -> bool:
-    """Tell whether torch offers the device here."""
+    """Return whether torch offers the device here."""
     return device == "cpu" or torch.cuda.is_available()
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Tell versions, and for a GPU its name and compute capability."""
+    """Return versions, and for a GPU its name and compute capability."""
     facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if device == "cpu":
         return {"name": platform.processor() or "cpu", "threads": torch.get_num_threads(), **facts}

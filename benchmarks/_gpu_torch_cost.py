@@ -26,7 +26,7 @@ LIMIT = 1.02
 def _both(
     setup: Setup, model: nn.Module, x: torch.Tensor, make: Callable[[Any], torch.optim.Optimizer], dtype: str
 ) -> Iterator[tuple[Step, Step, Step, Step]]:
-    """Give one step through ampx, the native one, and for each what switches casting as it needs."""
+    """Return one step through ampx, the native one, and for each what switches casting as it needs."""
     torch.manual_seed(0)
     model = model.to(setup.device)
     other = copy.deepcopy(model)
@@ -193,7 +193,7 @@ def _compare_times(setup: Setup, model: nn.Module, shape: tuple[int, ...], pairs
 
 
 def _whole(step: Step, repeat: int, setup: Setup) -> Step:
-    """Give some steps up to the moment when the device has finished them."""
+    """Return some steps up to the moment when the device has finished them."""
 
     def steps() -> None:
         for _ in range(repeat):

@@ -86,7 +86,7 @@ class Model:
 
 
 def images(setup: Setup) -> Model:
-    """Give ResNet-50 and 128 images of 224×224; a tiny one where only the script is tried out."""
+    """Return ResNet-50 and 128 images of 224×224; a tiny one where only the script is tried out."""
     tiny = setup.quick or not setup.on_gpu
     batch, size, classes = (4, 32, 10) if tiny else (128, 224, 1000)
     return Model(
@@ -99,7 +99,7 @@ def images(setup: Setup) -> Model:
 
 
 def tokens(setup: Setup) -> Model:
-    """Give an encoder as large as BERT-base and 32 sequences of 512; a tiny one where only the script is tried out."""
+    """Return an encoder as large as BERT-base and 32 sequences of 512; a tiny one where the script is tried out."""
     tiny = setup.quick or not setup.on_gpu
     batch, length, symbols = (2, 16, 64) if tiny else (32, 512, 30522)
     shape = (symbols, 32, 2, 1, length) if tiny else (symbols, 768, 12, 12, length)
@@ -196,7 +196,7 @@ def _float32(setup: Setup, model: Model) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def _both(setup: Setup, model: Model, dtype: str) -> Iterator[tuple[Step, Step, Step, Step]]:
-    """Give one step through ampx, the native one, and for each what switches casting as it needs."""
+    """Return one step through ampx, the native one, and for each what switches casting as it needs."""
     module, other = _made(setup, model), _made(setup, model)
     native = getattr(torch, dtype)
     with ampx.init("torch", device=setup.device, dtype=dtype, loss_scale="dynamic") as amp:
@@ -259,7 +259,7 @@ def _alone(setup: Setup, model: Model, step: Step, times: int, repeat: int) -> d
 
 
 def _whole(setup: Setup, step: Step, repeat: int) -> Step:
-    """Give some steps up to the moment when the device has finished them."""
+    """Return some steps up to the moment when the device has finished them."""
 
     def steps() -> None:
         for _ in range(repeat):

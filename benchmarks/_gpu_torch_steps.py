@@ -18,7 +18,7 @@ REFERENCE = [65536, 65536, 131072, 65536, 65536, 65536, 32768, 16384, 16384, 163
 
 
 def mlp(width: int = 16, layers: int = 2, classes: int = 4) -> nn.Module:
-    """Give a perceptron for inputs of `width` features."""
+    """Return a perceptron for inputs of `width` features."""
     hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(width, classes))
 
@@ -39,7 +39,7 @@ class Transformer(nn.Module):
 
 
 def optimizers(device: str) -> dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[bool | None, ...]]]:
-    """Give the optimizers to check, by name, each with the values of `device_scale` that it takes."""
+    """Return the optimizers to check, by name, each with the values of `device_scale` that it takes."""
     found: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[bool | None, ...]]] = {
         "SGD foreach": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True), (None,)),
         "Adam foreach": (lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True), (None,)),

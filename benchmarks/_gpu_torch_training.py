@@ -47,7 +47,7 @@ def accuracy_is_that_of_float32(setup: Setup) -> Figure:
 
 
 def _images(setup: Setup) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Give scikit-learn's digits where that can be imported, else noisy copies of ten random images."""
+    """Return scikit-learn's digits where that can be imported, else noisy copies of ten random images."""
     if importlib.util.find_spec("sklearn") is not None and not setup.quick:
         from sklearn.datasets import load_digits
 

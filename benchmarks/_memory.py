@@ -12,7 +12,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def peak(function: Callable[[], object], before: Callable[[], object] | None = None, runs: int = 3) -> float | None:
-    """Give the most memory in MiB that the process holds in a call, beyond what it holds between two calls.
+    """Return the most memory in MiB that the process holds in a call, beyond what it holds between two calls.
 
     Memory that was freed is given back to the system first, so that it counts when it is taken again. That leaves out
     what a library keeps in a pool of its own between calls.
@@ -41,7 +41,7 @@ def peak(function: Callable[[], object], before: Callable[[], object] | None = N
 
 
 def resident(key: str) -> float:
-    """Give a line of the process's status, such as VmRSS or VmHWM, in MiB."""
+    """Return a line of the process's status, such as VmRSS or VmHWM, in MiB."""
     lines = _STATUS.read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 

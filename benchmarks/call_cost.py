@@ -14,7 +14,7 @@ STEPS = len(MODULES) + 2
 
 
 def import_time(module: str, runs: int) -> float:
-    """Give the median seconds that `import module` adds to a bare interpreter."""
+    """Return the median seconds that `import module` adds to a bare interpreter."""
     command = [sys.executable, "-c", _IMPORT.format(module=module)]
     times = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(runs)]
     return statistics.median(times)

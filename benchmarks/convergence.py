@@ -58,7 +58,7 @@ class Digits:
                 yield self.train[0][part], self.train[1][part]
 
     def quality(self, model: nn.Module) -> tuple[float, bool]:
-        """Give the accuracy on held-out images and whether it is reached."""
+        """Return the accuracy on held-out images and whether it is reached."""
         accuracy = (model(self.test[0]).argmax(-1) == self.test[1]).float().mean().item()
         return accuracy, accuracy >= ACCURACY
 
@@ -90,7 +90,7 @@ class Text:
             yield self._windows(self.train, torch.randint(len(self.train) - self.length, (16,), generator=generator))
 
     def quality(self, model: nn.Module) -> tuple[float, bool]:
-        """Give the loss on held-out text, in nats per character, and whether it is reached."""
+        """Return the loss on held-out text, in nats per character, and whether it is reached."""
         starts = torch.arange(0, len(self.test) - self.length - 1, (len(self.test) - self.length) // 64)
         inputs, labels = self._windows(self.test, starts)
         loss = functional.cross_entropy(model(inputs).float().flatten(0, 1), labels.flatten()).item()

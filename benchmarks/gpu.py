@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
 
 
 def default_target(setup: Setup, machine: dict[str, object]) -> pathlib.Path | None:
-    """Give the file for full runs on a GPU; others are written only where --out says so."""
+    """Return the file for full runs on a GPU; others are written only where --out says so."""
     if not setup.on_gpu or setup.quick:
         return None
     names = [str(facts["name"]) for facts in machine.values() if isinstance(facts, dict) and "name" in facts]

@@ -52,7 +52,7 @@ _KERNEL = {"SGD": 5, "AdamW": 7, "plain SGD": 3}
 
 
 def bytes_moved(optimizer: str, clip: bool, elements: int) -> tuple[int, int]:
-    """Give the bytes that one step must move, through ampx and natively."""
+    """Return the bytes that one step must move, through ampx and natively."""
     kernel = _KERNEL[optimizer]
     # Natively the check rewrites the gradients. Where they are clipped, it unscales them; then they are read for the
     # norm and rewritten. Else the kernel unscales, which makes it write the gradients.
@@ -145,7 +145,7 @@ def measure(count: int, shape: tuple[int, ...], optimizer: str, clip: bool, pair
 
 
 def bandwidth(elements: int = 50_000_000, runs: int = 7) -> dict[str, float]:
-    """Give the bytes a second that a plain read, and a read with a write in place, reach."""
+    """Return the bytes a second that a plain read, and a read with a write in place, reach."""
     tensor = torch.ones(elements)
 
     def best(function: Callable[[], object]) -> float:
@@ -236,7 +236,7 @@ def _row(
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Give one row as a line."""
+    """Return one row as a line."""
     name = f"{row['threads']} x {row['tensors']:>6} of {row['elements'] // row['tensors']:<9} {row['optimizer']:9}"
     times = f"ampx {row['median_a'] * 1e3:9.3f} ms  native {row['median_b'] * 1e3:9.3f} ms"
     ratio = f"ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"

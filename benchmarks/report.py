@@ -26,7 +26,7 @@ class Table:
     words: int
 
     def rich(self) -> RichTable:
-        """Give the table for the terminal."""
+        """Return the table for the terminal."""
         table = RichTable(title=self.title)
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="left" if number < self.words else "right")
@@ -35,7 +35,7 @@ class Table:
         return table
 
     def markdown(self) -> str:
-        """Give the table for the manual."""
+        """Return the table for the manual."""
         rule = ["---" if number < self.words else "---:" for number in range(len(self.columns))]
         lines = ["| " + " | ".join(line) + " |" for line in (self.columns, rule, *self.rows)]
         return "\n".join(lines) + "\n"
@@ -62,7 +62,7 @@ def _spread(row: Row) -> str:
 
 
 def _paired(*words: Column, other: str = "the other") -> tuple[Column, ...]:
-    """Give the columns of a paired comparison, after some that say what was compared."""
+    """Return the columns of a paired comparison, after some that say what was compared."""
     times = (("ampx", _time("median_a")), (other, _time("median_b")))
     return (*words, *times, ("ratio", _number("ratio", ".3f")), ("middle half", _spread))
 
@@ -146,7 +146,7 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """Give the tables of one run."""
+    """Return the tables of one run."""
     for name, (title, words, columns) in LAYOUT.items():
         part, _, kind = name.partition(":")
         rows = [row for row in results.get(part, ()) if "left_out" not in row and ("calls" in row) == (kind == "calls")]
@@ -167,7 +167,7 @@ _NOT_PACKAGES = {"processor", "system", "python", "threads", "features"}
 
 
 def pages(results: Path) -> dict[str, str]:
-    """Give the manual's tables: file name and text, from the committed runs, the newest of each part."""
+    """Return the manual's tables: file name and text, from the committed runs, the newest of each part."""
     texts: dict[str, str] = {}
     for path in sorted(results.glob("*.json"), key=lambda path: json.loads(path.read_text()).get("time", "")):
         run = json.loads(path.read_text())

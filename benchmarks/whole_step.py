@@ -99,7 +99,7 @@ STEPS = len(COMPARISONS) * len(WORKLOADS)
 
 
 def native_dtypes() -> frozenset[str]:
-    """Give the 16-bit dtypes that this CPU computes in hardware."""
+    """Return the 16-bit dtypes that this CPU computes in hardware."""
     with ampx.init("torch", device="cpu", dtype="float32") as amp:
         return frozenset(amp.backend.device("cpu").native)
 

@@ -40,7 +40,7 @@ class Workload:
     quick: bool = True
 
     def loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Give the mean cross entropy: a float32 scalar."""
+        """Return the mean cross entropy: a float32 scalar."""
         return functional.cross_entropy(output.float().flatten(0, -2), labels.flatten())
 
 
@@ -162,5 +162,5 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def chosen(quick: bool) -> tuple[Workload, ...]:
-    """Give what a run times: all of it, or each model once."""
+    """Return what a run times: all of it, or each model once."""
     return tuple(workload for workload in WORKLOADS if workload.quick or not quick)

@@ -62,7 +62,7 @@ def _declared(one: dict[str, Any], time_limit: float) -> Declared:
 
 
 def cells(one: Declared) -> tuple[str, ...]:
-    """Give one framework's row: a column for each choice, and the declared abilities together in the last."""
+    """Return one framework's row: a column for each choice, and the declared abilities together in the last."""
     declared = one.capabilities
     if declared is None:
         return (one.framework, f"unavailable ({one.problem})", *[""] * (len(HEADINGS) - 2))
@@ -79,14 +79,14 @@ def cells(one: Declared) -> tuple[str, ...]:
 
 
 def to_markdown(declared: list[Declared]) -> str:
-    """Give the table for the README, one line a framework, between its markers."""
+    """Return the table for the README, one line a framework, between its markers."""
     rows = [HEADINGS, tuple("---" for _ in HEADINGS), *map(cells, declared)]
     lines = [f"| {' | '.join(cell.replace('|', '/') or ' ' for cell in row)} |" for row in rows]
     return "\n".join([BEGIN, *lines, END])
 
 
 def to_json(declared: list[Declared], broken: dict[str, str]) -> dict[str, Any]:
-    """Give everything that is declared."""
+    """Return everything that is declared."""
     return {
         "schema": SCHEMA,
         "backends": [

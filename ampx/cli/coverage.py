@@ -42,7 +42,7 @@ class Row:
 
 
 def read_all(folder: Path) -> dict[str, Evidence]:
-    """Read the file of every framework, the known ones first. Sync: none."""
+    """Read the file of every framework, the known ones first."""
     order = list(KNOWN)
     names = sorted(path.stem for path in folder.glob("*.json"))
     names.sort(key=lambda name: order.index(name) if name in order else len(order))
@@ -50,7 +50,7 @@ def read_all(folder: Path) -> dict[str, Evidence]:
 
 
 def read_gpu(folder: Path) -> dict[str, set[str]]:
-    """Gather, by framework, the cells shown by checks of `make gpu` that passed on a CUDA device. Sync: none."""
+    """Gather, by framework, the cells shown by checks of `make gpu` that passed on a CUDA device."""
     shown: dict[str, set[str]] = {}
     for path in sorted(folder.glob("gpu-*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def read_gpu(folder: Path) -> dict[str, set[str]]:
 
 
 def make_rows(framework: str, evidence: Evidence, gpu: Iterable[str] = ()) -> list[Row]:
-    """Give every combination of one framework's devices, dtypes and levels. Sync: none."""
+    """Return every combination of one framework's devices, dtypes and levels."""
     shown = {**dict.fromkeys(evidence.tested, "tested"), **dict.fromkeys(gpu, GPU)}
     # A mode that is not a device of its own, such as static graphs, is known by its tests and refusals only.
     known = sorted(cell for cell in {*shown, *evidence.refused} if "/" in cell)
@@ -89,7 +89,7 @@ def _make_row(framework: str, evidence: Evidence, shown: Mapping[str, str], devi
 
 
 def _why_not(evidence: Evidence, device: str, dtype: str, level: str, aspect: str) -> str | None:
-    """Give the reason why something is not supported: the backend's own words, or the definition of the level."""
+    """Return the reason why something is not supported: the backend's own words, or the definition of the level."""
     declared, asked = evidence.declared, f"{device}/{dtype}/{level}"
     if asked in evidence.refused:
         return evidence.refused[asked]
@@ -106,7 +106,7 @@ def _why_not(evidence: Evidence, device: str, dtype: str, level: str, aspect: st
 
 
 def full_table(rows: Iterable[Row]) -> str:
-    """Give one line for each combination, and below the table the reasons, each once. Sync: none."""
+    """Return one line for each combination, and below the table the reasons, each once."""
     notes: dict[str, int] = {}
     lines = [_line("framework", "device", "dtype", "level", *ASPECTS), _line(*["---"] * (4 + len(ASPECTS)))]
     for row in rows:
@@ -121,7 +121,7 @@ def full_table(rows: Iterable[Row]) -> str:
 
 
 def compact_table(rows: Iterable[Row]) -> str:
-    """Give one line for each device: for every aspect, at which levels it is tested or declared. Sync: none."""
+    """Return one line for each device: for every aspect, at which levels it is tested or declared."""
     by_device: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.supported:

@@ -120,7 +120,7 @@ class Trainer(Protocol):
 
 
 def load_digits() -> Digits:
-    """Give the data set bundled with scikit-learn; nothing is downloaded. Sync: none."""
+    """Return the data set bundled with scikit-learn; nothing is downloaded."""
     from sklearn.datasets import load_digits as load
     from sklearn.model_selection import train_test_split
 
@@ -141,8 +141,6 @@ def choose_dtypes(backend: Backend, asked: Sequence[str] = ()) -> list[Dtype]:
 
     Raises:
         UnsupportedDtypeError: An asked one cannot be computed here.
-
-    Sync: none.
     """
     device = backend.device("auto")
     can = device.native | device.emulated
@@ -158,7 +156,7 @@ def choose_dtypes(backend: Backend, asked: Sequence[str] = ()) -> list[Dtype]:
 
 
 def casts_nothing(backend: Backend) -> bool:
-    """Tell whether the backend's best device computes no low-precision dtype: only scaling is left. Sync: none."""
+    """Return whether the backend's best device computes no low-precision dtype: only scaling is left."""
     device = backend.device("auto")
     return not device.native | device.emulated
 
@@ -186,8 +184,6 @@ def plan_runs(
 
     Raises:
         InvalidOptionError: There would be no run, or no step.
-
-    Sync: none.
     """
     steps = epochs * (images // batch_size) if batch_size > 0 else 0
     chosen = list(dict.fromkeys(seeds))
@@ -231,7 +227,7 @@ def train_all(
 
 
 def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) -> dict[str, Any]:
-    """Give the machine-readable report."""
+    """Return the machine-readable report."""
     return {
         "schema": SCHEMA,
         "ampx": ampx.__version__,
@@ -245,7 +241,7 @@ def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) ->
 
 
 def write(folder: Path, found: dict[str, Any]) -> None:
-    """Write results.json and demo.png to a folder that exists. Sync: none."""
+    """Write results.json and demo.png to a folder that exists."""
     from .plot import draw
 
     (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -253,11 +249,11 @@ def write(folder: Path, found: dict[str, Any]) -> None:
 
 
 def plain_run(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Give the float32 run of the same seed; None where there is none. Sync: none."""
+    """Return the float32 run of the same seed; None where there is none."""
     return next((other for other in runs if other["label"] == "float32" and other["seed"] == run["seed"]), None)
 
 
 def equals_float32(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether every loss and the accuracy are exactly those of the float32 run. Sync: none."""
+    """Return whether every loss and the accuracy are exactly those of the float32 run."""
     plain = plain_run(run, runs)
     return plain is not None and (run["losses"], run["accuracy"]) == (plain["losses"], plain["accuracy"])

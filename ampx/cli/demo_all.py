@@ -82,7 +82,7 @@ def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callabl
 
 
 def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Find the latest result of each framework in a folder or one folder below. Sync: none."""
+    """Find the latest result of each framework in a folder or one folder below."""
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
     paths = [path for pattern in ("results.json", "*/results.json") for path in folder.glob(pattern)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
@@ -96,10 +96,7 @@ def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 def write_comparison(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Write comparison.json and, where there is something to draw, comparison.png; give what the JSON holds.
-
-    Sync: none.
-    """
+    """Write comparison.json and, where there is something to draw, comparison.png; give what the JSON holds."""
     from .plot_all import draw_all
 
     found = {
@@ -153,7 +150,7 @@ def _source(path: Path, report: Mapping[str, Any], folder: Path, options: Mappin
 
 
 def _how_to_install(framework: Framework) -> str:
-    """Give the line that installs a framework: an extra of ampx, or what its plugin requires."""
+    """Return the line that installs a framework: an extra of ampx, or what its plugin requires."""
     extras = metadata.metadata("ampx").get_all("Provides-Extra") or []
     if framework.name in extras:
         return f"pip install 'ampx[{framework.name}]'"

@@ -24,8 +24,6 @@ def find_framework(name: str | None) -> str:
         UnknownFrameworkError: No plugin registers the one named.
         FrameworkNotInstalledError: None is installed.
         AmbiguousFrameworkError: More than one is.
-
-    Sync: none.
     """
     registry = default_registry()
     if name is not None:
@@ -52,8 +50,6 @@ def refuse_both(framework: str | None) -> None:
 
     Raises:
         InvalidOptionError: It did.
-
-    Sync: none.
     """
     if framework is not None:
         raise InvalidOptionError(
@@ -66,8 +62,6 @@ def make_folder(folder: Path) -> None:
 
     Raises:
         InvalidOptionError: That is not possible.
-
-    Sync: none.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,8 +77,6 @@ def parse_seeds(text: str) -> list[int]:
 
     Raises:
         InvalidOptionError: It is no list of whole numbers.
-
-    Sync: none.
     """
     try:
         seeds = [int(part) for part in text.split(",") if part.strip()]

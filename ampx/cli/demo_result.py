@@ -13,7 +13,7 @@ from .demo import Run, RunResult
 
 
 def scale_trace(init_scale: float, events: Iterable[Event], steps: int) -> list[float]:
-    """Give the loss scale of every step; a change holds from the step after its event's. Sync: none."""
+    """Return the loss scale of every step; a change holds from the step after its event's."""
     changes = {event.step: event.next_scale for event in events if isinstance(event, ScaleChanged)}
     trace = [init_scale]
     for step in range(1, steps):
@@ -22,7 +22,7 @@ def scale_trace(init_scale: float, events: Iterable[Event], steps: int) -> list[
 
 
 def skipped_steps(events: Iterable[Event]) -> list[int]:
-    """List the steps that were skipped, counted from 0. Sync: none."""
+    """List the steps that were skipped, counted from 0."""
     return [event.step - 1 for event in events if isinstance(event, StepSkipped)]
 
 
@@ -37,7 +37,7 @@ def make_result(
     skipped: list[int],
     final_scale: float,
 ) -> RunResult:
-    """Give the result of a run.
+    """Return the result of a run.
 
     Args:
         run: What was done.
@@ -48,8 +48,6 @@ def make_result(
         scales: Loss scale by step.
         skipped: Steps that were skipped, counted from 0.
         final_scale: Loss scale after the last step.
-
-    Sync: none.
     """
     speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
     last_epoch = losses[-(len(losses) // run.epochs) :]

@@ -97,7 +97,7 @@ def examine_framework(
 
 
 def _holds(framework: Framework) -> bool:
-    """Tell whether some distribution says that it holds the framework's module."""
+    """Return whether some distribution says that it holds the framework's module."""
     owners = importlib.metadata.packages_distributions().get(framework.module, ())
     return any(owner in framework.versions for owner in owners)
 

@@ -34,14 +34,14 @@ class Evidence:
 
     @classmethod
     def read(cls, path: Path) -> Evidence:
-        """Read a file; without one nothing is known. Sync: none."""
+        """Read a file; without one nothing is known."""
         if not path.exists():
             return cls()
         data = json.loads(path.read_text(encoding="utf-8"))
         return cls(data["declared"], data["refused"], {cell: set(tests) for cell, tests in data["tested"].items()})
 
     def write(self, path: Path) -> None:
-        """Write a file. Sync: none."""
+        """Write a file."""
         data = {
             "schema": SCHEMA,
             "framework": path.stem,

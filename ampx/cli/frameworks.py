@@ -49,8 +49,6 @@ def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framewor
 
     Args:
         registrations: What plugins registered: `name`, `roots`, `plugin`, `requires`.
-
-    Sync: none.
     """
     registered = {str(one["name"]): one for one in registrations}
     distributions = importlib.metadata.packages_distributions()
@@ -70,7 +68,7 @@ def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framewor
 
 
 def is_installed(module: str) -> bool:
-    """Tell whether a module can be found; an empty folder of its name is not one. Sync: none."""
+    """Return whether a module can be found; an empty folder of its name is not one."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

@@ -23,7 +23,7 @@ _QUERY = ("name", "compute_cap", "memory.total", "driver_version")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Give Python, platform, CPU and NVIDIA GPUs. Sync: none."""
+    """Return Python, platform, CPU and NVIDIA GPUs."""
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -34,7 +34,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_cpu(info: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """Give the CPU's name and its instructions for low precision; None where the system does not tell them."""
+    """Return the CPU's name and its instructions for low precision; None where the system does not tell them."""
     try:
         lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -71,7 +71,7 @@ def describe_gpus() -> list[dict[str, Any]]:
 
 
 def tensor_core_dtypes(capability: str) -> list[str]:
-    """Name what Tensor Cores compute at a compute capability such as `"8.0"`. Sync: none."""
+    """Name what Tensor Cores compute at a compute capability such as `"8.0"`."""
     try:
         major, minor = (int(part) for part in capability.split("."))
     except ValueError:

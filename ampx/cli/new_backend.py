@@ -51,8 +51,6 @@ def write_package(name: str, parent: Path) -> tuple[Path, list[Written]]:
 
     Raises:
         InvalidOptionError: The name will not do, the folder is there already, or it cannot be written.
-
-    Sync: none.
     """
     words = _check_name(name)
     distribution = "-".join(("ampx", *words))
@@ -87,7 +85,7 @@ def write_package(name: str, parent: Path) -> tuple[Path, list[Written]]:
 
 
 def _check_name(name: str) -> list[str]:
-    """Give the words of a name."""
+    """Return the words of a name."""
     if not _NAME.fullmatch(name) or keyword.iskeyword(name):
         raise InvalidOptionError(
             f"NAME {name!r} cannot be the name of a module; accepted: what Python users import, in lower case letters, "

@@ -26,8 +26,6 @@ def draw(found: dict[str, Any], target: Path) -> None:
     Args:
         found: The report of `demo.report`.
         target: The PNG to write.
-
-    Sync: none.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
     from matplotlib.figure import Figure
@@ -49,7 +47,7 @@ def draw(found: dict[str, Any], target: Path) -> None:
 
 
 def draw_losses(axes: Any, found: dict[str, Any]) -> None:
-    """Draw the smoothed loss curve of every run. Sync: none."""
+    """Draw the smoothed loss curve of every run."""
     window = max(1, len(found["runs"][0]["losses"]) // 40)
     named: set[str] = set()
     for run in found["runs"]:
@@ -95,7 +93,7 @@ def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
 
 
 def draw_scale(axes: Any, run: dict[str, Any]) -> None:
-    """Draw the loss scale of one run, and mark its skipped steps. Sync: none."""
+    """Draw the loss scale of one run, and mark its skipped steps."""
     colour, line = _STYLES[run["label"]]
     steps = range(len(run["scales"]))
     static = len(set(run["scales"])) == 1 and run["label"] != SCALED
@@ -116,7 +114,7 @@ def draw_scale(axes: Any, run: dict[str, Any]) -> None:
 
 
 def set_powers(axes: Any, scales: list[float]) -> None:
-    """Label every power of two that occurs, and leave room above for the legend. Sync: none."""
+    """Label every power of two that occurs, and leave room above for the legend."""
     low, high = math.floor(math.log2(min(scales))), math.ceil(math.log2(max(scales)))
     axes.set_yscale("log", base=2)
     axes.set_yticks([2.0**power for power in range(low, high + 1, max(1, (high - low) // 8))])
@@ -125,7 +123,7 @@ def set_powers(axes: Any, scales: list[float]) -> None:
 
 
 def _smooth(values: list[float], window: int) -> list[float]:
-    """Give the mean of each value and the up to `window - 1` before it."""
+    """Return the mean of each value and the up to `window - 1` before it."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)

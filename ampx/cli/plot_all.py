@@ -17,8 +17,6 @@ def draw_all(reports: Sequence[dict[str, Any]], target: Path) -> None:
     Args:
         reports: The reports of `demo.report`, one for each framework.
         target: The PNG to write.
-
-    Sync: none.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
     from matplotlib.figure import Figure

@@ -33,7 +33,7 @@ def run(question: str, arguments: list[Any]) -> None:
 
 
 def plugins() -> dict[str, Any]:
-    """Tell which plugins there are, what they register, and which are broken."""
+    """Return which plugins there are, what they register, and which are broken."""
     registry = default_registry()
     found = [registry.registration(name) for name in registry.names()]
     return {
@@ -71,7 +71,7 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
 
 
 def capabilities(name: str) -> dict[str, Any]:
-    """Tell what a backend declares."""
+    """Return what a backend declares."""
     try:
         return {"capabilities": describe_capabilities(default_registry().load(name))}
     except ampx.AmpxError as error:
@@ -107,7 +107,7 @@ def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_capabilities(backend: Backend) -> dict[str, Any]:
-    """Give the declaration of a backend as plain values, in the order of the fields."""
+    """Return the declaration of a backend as plain values, in the order of the fields."""
     declared = backend.capabilities
     return {one.name: _plain(getattr(declared, one.name)) for one in fields(declared)}
 

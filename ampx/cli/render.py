@@ -71,7 +71,7 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
 
 
 def make_table(title: str, *headings: str) -> Table:
-    """Give an empty table in the style of the command."""
+    """Return an empty table in the style of the command."""
     table = Table(
         title=title,
         title_justify="left",

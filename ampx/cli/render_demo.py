@@ -106,7 +106,7 @@ def _scale(run: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _print_scaled(console: Console, framework: str, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Tell of runs that only scale whether they equal float32, as they must."""
+    """Say whether runs that only scale equal float32, as they must."""
     for run in runs:
         if run["label"] != SCALED:
             continue

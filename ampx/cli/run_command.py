@@ -30,8 +30,6 @@ def check_report(report: Path | None) -> None:
 
     Raises:
         InvalidOptionError: It is of no kind that can be written, or cannot be written.
-
-    Sync: none.
     """
     if report is None:
         return
@@ -177,12 +175,12 @@ def _end_interrupted() -> NoReturn:
 
 
 def report_of(target: Path, rank: int) -> Path:
-    """Return where a process of a job writes its report: the first as asked, others beside it. Sync: none."""
+    """Return where a process of a job writes its report: the first as asked, others beside it."""
     return target.with_name(f"{target.stem}.rank{rank}{target.suffix}") if rank else target
 
 
 def write_report(target: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON or as a page. Sync: none."""
+    """Write the report as JSON or as a page."""
     if target.suffix == ".json":
         target.write_text(json.dumps(report, indent=1) + "\n")
         return
@@ -192,7 +190,7 @@ def write_report(target: Path, report: dict[str, Any]) -> None:
 
 
 def to_json(request: RunRequest, finished: Finished) -> dict[str, Any]:
-    """Return what `--report` writes. Sync: none."""
+    """Return what `--report` writes."""
     rank, size = process_rank()
     return {
         **finished.to_json(),

@@ -20,12 +20,10 @@ pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 1
 
 
 def page(found: dict[str, Any]) -> str:
-    """Give the whole page.
+    """Return the whole page.
 
     Args:
         found: The report as `--report out.json` writes it.
-
-    Sync: none.
     """
     title = f"ampx run: {found['script']}"
     parts = [f"<h1>{html.escape(title)}</h1>", _facts(found)]

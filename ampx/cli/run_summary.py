@@ -18,8 +18,6 @@ def summary_lines(report: dict[str, Any], failed: bool = False) -> Iterator[str]
     Args:
         report: As `--report out.json` holds it.
         failed: The script ended by an error, under which nothing is said that is not known.
-
-    Sync: none.
     """
     children: list[dict[str, Any]] = report["processes"]
     shown = report if report["framework"] is not None or not children else children[0]
@@ -48,7 +46,7 @@ def summary_lines(report: dict[str, Any], failed: bool = False) -> Iterator[str]
 
 
 def headline(report: dict[str, Any]) -> str:
-    """Return what ran in what, as one line. Sync: none."""
+    """Return what ran in what, as one line."""
     if report["dtype"] is None:
         return f"{report['framework']} as the script has it, with {report['by_itself']}"
     return (

@@ -15,15 +15,13 @@ RESULTS: Final = Path("benchmarks", "results")
 
 
 def render(root: Path) -> dict[Path, str]:
-    """Give the text of every file with a generated table, as it should be.
+    """Return the text of every file with a generated table, as it should be.
 
     Args:
         root: The checkout.
 
     Raises:
         InvalidOptionError: It is none, or a file has lost the marks between which its table stands.
-
-    Sync: none.
     """
     evidence, gpu = read_all(root / EVIDENCE), read_gpu(root / RESULTS)
     if not evidence:
@@ -41,7 +39,7 @@ def render(root: Path) -> dict[Path, str]:
 
 
 def update(root: Path) -> list[Path]:
-    """Write the files whose tables have changed, and give them. Raises: as `render`. Sync: none."""
+    """Write the files whose tables have changed, and give them. Raises: as `render`."""
     changed = [(path, text) for path, text in render(root).items() if path.read_text(encoding="utf-8") != text]
     for path, text in changed:
         path.write_text(text, encoding="utf-8")

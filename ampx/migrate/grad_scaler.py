@@ -336,7 +336,7 @@ class ScalerRewriter:
         return self._flow.origins(optimizer, self._program.function(scaler.start.statement))
 
     def _key(self, scaler: Scaler, optimizer: ast.expr) -> frozenset[object]:
-        """Tell optimizers apart by where they are made."""
+        """Know optimizers apart by where they are made."""
         origins = self._origins(scaler, optimizer) or ()
         return frozenset(origin.node for origin in origins) or frozenset({optimizer})
 

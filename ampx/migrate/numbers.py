@@ -18,7 +18,7 @@ LOWEST, HIGHEST = 1.0, 2.0**24
 
 
 def number(text: str) -> float | None:
-    """Give the value of a number or of sums, products and powers of some; None for anything else."""
+    """Return the value of a number or of sums, products and powers of some; None for anything else."""
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError):

@@ -51,7 +51,7 @@ def followed(finished: Finished, settings: RunSettings, framework: str | None) -
 
 
 def gather(finished: Finished) -> None:
-    """Read the reports of the children, and remove their folder. Sync: none."""
+    """Read the reports of the children, and remove their folder."""
     reports = [json.loads(path.read_text()) for path in Path(finished.folder).glob("*.json")]
     finished.children = sorted(reports, key=lambda report: (len(report["process"]), report["process"]))
     shutil.rmtree(finished.folder, ignore_errors=True)

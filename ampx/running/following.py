@@ -38,7 +38,7 @@ class Following:
         amp.on_event(self._hear)
 
     def look(self) -> None:
-        """Meet the loss scales that the session has by now, and count the steps that the host knows of. Sync: none."""
+        """Meet the loss scales that the session has by now, and count the steps that the host knows of."""
         known = {id(group) for group in self._groups.values()}
         for group in self.amp.live_groups():
             if id(group) not in known and group.members:
@@ -51,7 +51,7 @@ class Following:
             self._recorder.stepped(position, done - self._recorder.optimizers[position].steps)
 
     def begin_child(self) -> None:
-        """Count from here, in a copy of the process. Sync: none."""
+        """Count from here, in a copy of the process."""
         self._before = {position: group.steps for position, group in self._groups.items()}
 
     def finish(self) -> None:

@@ -63,7 +63,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         return importlib.util.find_spec(fullname)  # asks the finder that the backend has installed by now
 
     def look(self) -> None:
-        """Tell of every framework that is imported and was not told of."""
+        """Report every framework that is imported and was not told of."""
         if self._depth:
             return
         first = {framework: module for module, framework in reversed(list(self._modules.items()))}

@@ -29,7 +29,7 @@ class Program:
     arguments: tuple[str, ...] = ()
 
     def command(self, through: Sequence[str] = ()) -> list[str]:
-        """Return the command line that runs it without ampx, or `through` a module with arguments. Sync: none."""
+        """Return the command line that runs it without ampx, or `through` a module with arguments."""
         return [sys.executable, *through, *(["-m"] if self.is_module else []), self.name, *self.arguments]
 
 

@@ -16,7 +16,7 @@ _VARIABLES: Final = (
 
 
 def process_rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes; (0, 1) where no launcher says. Sync: none."""
+    """Return the rank of this process and the number of processes; (0, 1) where no launcher says."""
     for names in _VARIABLES:
         rank, size = (os.environ.get(name, "") for name in names)
         if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):

@@ -56,7 +56,7 @@ class OptimizerRecord:
     scales: list[tuple[int, float]] = field(default_factory=list)
 
     def trace(self) -> str:
-        """Give the way of the loss scale in one line, at most eight stations long."""
+        """Return the way of the loss scale in one line, at most eight stations long."""
         stations = [f"{self.initial_scale:g}", *(f"{scale:g} (step {step})" for step, scale in self.scales)]
         if len(stations) > 8:
             stations = [*stations[:4], f"… {len(stations) - 7} more …", *stations[-3:]]
@@ -106,8 +106,6 @@ class Recorder:
 
         Returns:
             That position, for `stepped`.
-
-        Sync: none.
         """
         if group is None:
             group = len(self.optimizers)
@@ -119,7 +117,7 @@ class Recorder:
         return group
 
     def stepped(self, group: int, count: int = 1) -> None:
-        """Note that an optimizer stepped (or skipped), after gradients that counted. Sync: none."""
+        """Note that an optimizer stepped (or skipped), after gradients that counted."""
         self.optimizers[group].steps += count
 
     @property
@@ -128,7 +126,7 @@ class Recorder:
         return sum(one.steps for one in self.optimizers.values())
 
     def hear(self, event: Event) -> None:
-        """Take an event of the session; `Run.session` has made this a listener. Sync: none."""
+        """Take an event of the session; `Run.session` has made this a listener."""
         one = self.optimizers.get(event.group)
         if one is None:
             return
@@ -145,17 +143,17 @@ class Recorder:
         return self.steps - self._sampled_from < self.sampled_steps
 
     def count_op(self, name: str, dtype: str, count: int = 1) -> None:
-        """Note that an operation computed in a dtype (`"bfloat16"`, `"float32"`, ...). Sync: none."""
+        """Note that an operation computed in a dtype (`"bfloat16"`, `"float32"`, ...)."""
         self.ops[name, dtype] += count
 
     def stop_sampling(self) -> None:
-        """Forget operations of which too few steps were seen, because another session goes on. Sync: none."""
+        """Forget operations of which too few steps were seen, because another session goes on."""
         if self.sampling:
             self.ops.clear()
             self.sampled_steps = 0
 
     def restart_sampling(self) -> None:
-        """Forget the operations seen so far, and sample the next steps: those of another session. Sync: none."""
+        """Forget the operations seen so far, and sample the next steps: those of another session."""
         self.ops.clear()
         self.sampled_steps = SAMPLED_STEPS
         self._sampled_from = self.steps
@@ -166,12 +164,12 @@ class Recorder:
         return min(self.sampled_steps, self.steps - self._sampled_from)
 
     def note(self, sentence: str) -> None:
-        """Add a sentence to the end of the summary, once. Sync: none."""
+        """Add a sentence to the end of the summary, once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
     def begin_child(self) -> None:
-        """Start anew in a process that is a copy of the one that was recorded. Sync: none."""
+        """Start anew in a process that is a copy of the one that was recorded."""
         for record in self.optimizers.values():
             if record.scales:
                 record.initial_scale = record.scales[-1][1]
@@ -186,12 +184,10 @@ class Recorder:
     # -- time --------------------------------------------------------------------------------------
 
     def phase(self, name: str) -> _Phase:
-        """Give a region whose time counts under this name; a region inside takes its own time out of it.
+        """Return a region whose time counts under this name; a region inside takes its own time out of it.
 
         Args:
             name: `"backward"`, `"step"`, or `"train"`.
-
-        Sync: none.
         """
         known = self._phases.get(name)
         if known is None:
@@ -219,7 +215,7 @@ class Recorder:
     # -- the report --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Give all of it as plain JSON types. Sync: none."""
+        """Return all of it as plain JSON types."""
         return {
             "schema": SCHEMA,
             "steps": self.steps,

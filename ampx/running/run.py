@@ -80,7 +80,7 @@ class Run:
         self.peers.append(self)
 
     def session(self, **options: Any) -> Amp:
-        """Give the session of this framework, starting it at the first call.
+        """Return the session of this framework, starting it at the first call.
 
         A backend calls this when the script makes its first optimizer, and not earlier: a script may import a
         framework that it does not train with.
@@ -91,8 +91,6 @@ class Run:
         Raises:
             RunRefusedError: The script trains with another framework, too.
             InvalidOptionError: The settings cannot be honoured.
-
-        Sync: none.
         """
         if self.amp is not None:
             return self.amp
@@ -150,8 +148,6 @@ class Run:
             began: Called with every such session, once it is the framework's.
             kind_of: Returns the name of the script's class, of a wrapped optimizer; by default that of what the
                 wrapper holds as `optimizer`.
-
-        Sync: none.
         """
 
         def started(amp: Amp) -> None:
@@ -169,12 +165,12 @@ class Run:
             started(active)
 
     def look(self) -> None:
-        """Bring the records of a session that the script started up to date. Sync: none."""
+        """Bring the records of a session that the script started up to date."""
         if self._followed:
             self._followed[-1].look()
 
     def begin_child(self) -> None:
-        """Count from here, in a copy of the process. Sync: none."""
+        """Count from here, in a copy of the process."""
         for following in self._followed:
             following.begin_child()
 
@@ -212,8 +208,6 @@ class Run:
 
         Raises:
             RunRefusedError: Always.
-
-        Sync: none.
         """
         place = script_line() if where is None else where
         error = RunRefusedError(f"{place}: {reason}." if place else f"{reason}.")
@@ -226,8 +220,6 @@ class Run:
 
         Raises:
             InvalidOptionError: Always.
-
-        Sync: none.
         """
         self.misuse = self.misuse or InvalidOptionError(f"the options of ampx run cannot be honoured: {error}")
         raise self.misuse from error
@@ -237,8 +229,6 @@ class Run:
 
         Raises:
             RunRefusedError: Always.
-
-        Sync: none.
         """
         if isinstance(error, RunRefusedError) or error is self.misuse:
             raise error
@@ -249,8 +239,6 @@ class Run:
 
         Raises:
             RunRefusedError: One of them was asked for: which model to prepare cannot be told from outside.
-
-        Sync: none.
         """
         if self.settings.level in ("O2", "O3"):
             self.refuse(
@@ -260,7 +248,7 @@ class Run:
             )
 
     def explain(self) -> tuple[str, ...]:
-        """Return the lines of code that do by hand what this run did; none where nothing was cast. Sync: none."""
+        """Return the lines of code that do by hand what this run did; none where nothing was cast."""
         if self.amp is not None and self.amp.effective.dtype is None and not self.stood_down:
             return ()
         if self.lines is not None or self.amp is None:

@@ -52,7 +52,7 @@ class Finished:
     folder: str = ""
 
     def settle(self) -> None:
-        """Find out which framework trained, and what was refused, as far as the program has come. Sync: none."""
+        """Find out which framework trained, and what was refused, as far as the program has come."""
         for run in self.runs:
             run.look()
             if run.amp is not None or run.stood_down:
@@ -66,7 +66,7 @@ class Finished:
         self.misuse = self.misuse or next((run.misuse for run in self.runs if run.misuse is not None), None)
 
     def begin_child(self) -> None:
-        """Forget what the parent process did, in a copy of it. Sync: none."""
+        """Forget what the parent process did, in a copy of it."""
         self.recorder.begin_child()
         for run in self.runs:
             run.begin_child()
@@ -89,7 +89,7 @@ class Finished:
         return self.run.explain()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what was seen of this process as plain JSON types. Sync: none."""
+        """Return what was seen of this process as plain JSON types."""
         effective = self.effective
         return {
             **self.recorder.to_json(),

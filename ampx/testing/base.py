@@ -78,7 +78,7 @@ class KitTests:
         return Bench(self.subject, momentum)
 
     def declares(self, ability: str) -> bool:
-        """Tell whether the backend declares an ability: a field of `Capabilities`, or one of the words below."""
+        """Return whether the backend declares an ability: a field of `Capabilities`, or one of the words below."""
         can = self.backend.capabilities
         # A framework may cast on one device and not on another: what is tested is the harness's.
         device = self.backend.device(self.subject.device)

@@ -19,7 +19,7 @@ TOO_LARGE: Chosen = ((0.25, 2.0**120), (1.5,))
 
 
 def chosen(overflow: bool) -> Chosen:
-    """Give finite gradients or others."""
+    """Return finite gradients or others."""
     return OVERFLOW if overflow else FINITE
 
 

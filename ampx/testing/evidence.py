@@ -74,7 +74,7 @@ class EvidencePlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Tell what is stale."""
+        """Return what is stale."""
         if self.problems:
             terminalreporter.section(f"stale: {self.folder.name}", red=True)
             for one in self.problems:

@@ -142,7 +142,7 @@ class Harness(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__}.operation: wanted because op_lists is declared")
 
     def overflowing(self) -> tuple[Any, Any, str]:
-        """Give a model, a function that runs it, and the name of the first module whose output overflows."""
+        """Return a model, a function that runs it, and the name of the first module whose output overflows."""
         raise NotImplementedError(f"{type(self).__name__}.overflowing: wanted because traces_overflow is declared")
 
     def model(self) -> Any:
@@ -175,11 +175,11 @@ class ValueHarness(Harness):
 
     @abc.abstractmethod
     def update(self, opt: Any, gradients: Any, state: Any, parameters: list[Any]) -> tuple[list[Any], Any]:
-        """Give the parameters and the state after one step; without gradients, the parameters as they are."""
+        """Return the parameters and the state after one step; without gradients, the parameters as they are."""
 
     @abc.abstractmethod
     def differentiate(self, function: Callable[[list[Any]], Any], parameters: list[Any]) -> list[Any]:
-        """Give the gradients of a function of the parameters."""
+        """Return the gradients of a function of the parameters."""
 
     def backward(self, scaled: Any, parameters: list[Any]) -> list[Any] | None:
         """Never called: gradients come from `differentiate`."""

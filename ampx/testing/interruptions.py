@@ -120,7 +120,7 @@ class _Interruption:
 
 @functools.cache
 def _exits(code: CodeType) -> frozenset[int]:
-    """Give where a `with` statement's own line comes up a second time, to leave it; no signal is handled there."""
+    """Return where a `with` statement's own line comes up a second time, to leave it; no signal is handled there."""
     lines = {offset: line for start, end, line in code.co_lines() for offset in range(start, end, 2)}
     entering = {lines.get(one.offset) for one in dis.get_instructions(code) if one.opname in _ENTERS}
     first: dict[int | None, int] = {}

@@ -35,7 +35,7 @@ CONTINUATION: Final = (*(0,) * 15, 1, 0, 1, 1, 0, *(1,) * 21, 0, 0, 0, 0)
 
 
 def built_in() -> list[str]:
-    """List the frameworks whose backends ampx itself ships, as its entry points name them. Sync: none."""
+    """List the frameworks whose backends ampx itself ships, as its entry points name them."""
     points = importlib.metadata.entry_points(group="ampx")
     return sorted(point.name for point in points if point.dist is not None and point.dist.name == "ampx")
 
@@ -99,5 +99,5 @@ class TransferSuite(KitTests):
 
 
 def _numbers(pattern: Sequence[int]) -> dict[str, Any]:
-    """Give the specification's numbers after a pattern."""
+    """Return the specification's numbers after a pattern."""
     return asdict(Oracle(asdict(CONFIG)).walk(map(bool, pattern))[-1])

@@ -17,7 +17,7 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load() -> ampx.Backend:
-    """Give the backend, importing jax and optax."""
+    """Return the backend, importing jax and optax."""
     from .backend import JaxBackend
 
     return JaxBackend()

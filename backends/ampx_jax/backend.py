@@ -44,15 +44,15 @@ class JaxBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is an optax transformation, not wrapped."""
+        """Return whether this is an optax transformation, not wrapped."""
         return isinstance(candidate, optax.GradientTransformation) and not optimizer.is_wrapped(candidate)
 
     def is_wrapped(self, candidate: object) -> bool:
-        """Tell whether `wrap_optimizer` gave this."""
+        """Return whether `wrap_optimizer` gave this."""
         return optimizer.is_wrapped(candidate)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region that `ampx_jax.autocast` obeys."""
+        """Return a region that `ampx_jax.autocast` obeys."""
         return casting.region(rules.resolve(plan), enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -72,11 +72,11 @@ class JaxBackend(ampx.Backend):
         return casting.cast(tree, dtype)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating arrays of a tree."""
+        """Return the widest dtype among the floating arrays of a tree."""
         return casting.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Tell what `scale_loss` has to know; whether a traced loss is NaN cannot be known."""
+        """Return what `scale_loss` has to know; whether a traced loss is NaN cannot be known."""
         if not casting.is_array(loss):
             raise ampx.LossDtypeError(
                 f"scale_loss got {type(loss).__name__}; accepted: a JAX array. Pass what the loss function returned."
@@ -89,7 +89,7 @@ class JaxBackend(ampx.Backend):
         return LossInfo(loss.size, str(loss.dtype), jnp.issubdtype(loss.dtype, jnp.floating), True, nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Give the loss in float32 times the scale."""
+        """Return the loss in float32 times the scale."""
         return loss.astype(jnp.float32) * scale
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
@@ -107,7 +107,7 @@ class JaxBackend(ampx.Backend):
     def wrap_transformation(
         self, optimizer: Any, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
     ) -> Any:
-        """Give a transformation whose state carries the loss scale."""
+        """Return a transformation whose state carries the loss scale."""
         reject_unknown(self.name, options, ("axis_name",))
         accepted = ("axis_name", "max_grad_norm", "max_grad_value")
         chosen = {name: options[name] for name in accepted if name in options}
@@ -118,7 +118,7 @@ class JaxBackend(ampx.Backend):
         return _read(state)
 
     def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
-        """Give the same optimizer state with another loss scale."""
+        """Return the same optimizer state with another loss scale."""
         return _write(state, config, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
@@ -128,7 +128,7 @@ class JaxBackend(ampx.Backend):
         return automate(run)
 
     def demo(self) -> Any:
-        """Give the trainer behind `ampx demo`."""
+        """Return the trainer behind `ampx demo`."""
         from .demo import JaxTrainer
 
         return JaxTrainer()

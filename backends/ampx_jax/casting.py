@@ -21,7 +21,7 @@ active: Final = jax.make_user_context(None)
 
 
 def switch(plan: JaxPlan | None) -> None:
-    """Set the plan of the calling thread, until it is set again. Sync: none."""
+    """Set the plan of the calling thread, until it is set again."""
     active(plan).__enter__()  # never left: the next switch replaces it
 
 
@@ -39,13 +39,13 @@ def region(plan: JaxPlan, enabled: bool) -> Iterator[None]:
 
 
 def mark_of(name_stack: object) -> str | None:
-    """Read the innermost region that an operation was traced in: `"off"`, a dtype, or None. Sync: none."""
+    """Read the innermost region that an operation was traced in: `"off"`, a dtype, or None."""
     found = _MARK.findall(str(name_stack))
     return found[-1] if found else None
 
 
 def is_array(leaf: Any) -> bool:
-    """Tell whether a leaf is an array, and no Python number. Sync: none."""
+    """Return whether a leaf is an array, and no Python number."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
@@ -55,7 +55,7 @@ def to_dtype(value: Any, dtype: Any) -> Any:
 
 
 def cast(tree: Any, dtype: Dtype) -> Any:
-    """Cast the floating arrays of a tree; everything else stays the same object. Sync: none."""
+    """Cast the floating arrays of a tree; everything else stays the same object."""
 
     def one(leaf: Any) -> Any:
         if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -66,6 +66,6 @@ def cast(tree: Any, dtype: Dtype) -> Any:
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
-    """Give the widest dtype among the floating arrays of a tree. Sync: none."""
+    """Return the widest dtype among the floating arrays of a tree."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
     return "float32" if any(jnp.finfo(leaf.dtype).bits >= 32 for leaf in leaves) else at_least

@@ -22,15 +22,13 @@ Parameters = dict[str, Any]
 
 
 def make_parameters(key: Any) -> Parameters:
-    """Give the parameters of a small convolutional network, drawn as torch draws them.
+    """Return the parameters of a small convolutional network, drawn as torch draws them.
 
     Args:
         key: A PRNG key.
 
     Returns:
         float32 arrays: two kernels of shape (out, in, 3, 3), one matrix of shape (128, 10), and their biases.
-
-    Sync: none.
     """
     shapes = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "dense": (128, 10)}
     parameters: Parameters = {}
@@ -45,7 +43,7 @@ def make_parameters(key: Any) -> Parameters:
 
 
 def apply_network(parameters: Parameters, images: Any) -> Any:
-    """Give logits of shape (N, 10) for images of shape (N, 1, 8, 8). Sync: none."""
+    """Return logits of shape (N, 10) for images of shape (N, 1, 8, 8)."""
 
     def convolve(name: str, inputs: Any, padding: str) -> Any:
         outputs = jax.lax.conv(inputs, parameters[name], (1, 1), padding)

@@ -16,8 +16,6 @@ def describe(name: str) -> Device:
 
     Raises:
         UnsupportedDeviceError: JAX has no such device here.
-
-    Sync: none.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise _unsupported(name)

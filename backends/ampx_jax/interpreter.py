@@ -31,20 +31,18 @@ def evaluate(plan: JaxPlan | None, closed: Any, inputs: Sequence[Any]) -> list[A
         plan: The plan; None runs everything as it was traced.
         closed: A `ClosedJaxpr`.
         inputs: Arrays.
-
-    Sync: none.
     """
     return like(_run(plan, closed.jaxpr, closed.consts, inputs), closed.out_avals)
 
 
 def like(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Give arrays the dtypes of a trace. Sync: none."""
+    """Return arrays the dtypes of a trace."""
     pairs = zip(values, avals, strict=True)
     return [to_dtype(value, aval.dtype) if is_narrow(aval) else value for value, aval in pairs]
 
 
 def is_narrow(thing: Any) -> bool:
-    """Tell whether this is floating and at most float32: what casting is about. Sync: none."""
+    """Return whether this is floating and at most float32: what casting is about."""
     dtype = getattr(thing, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 32
 
@@ -111,7 +109,7 @@ def _product(plan: JaxPlan, equation: Any, values: list[Any]) -> Any:
 
 
 def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Give the widest dtype that arrives; a number in the code follows the arrays, if their dtype can hold it."""
+    """Return the widest dtype that arrives; a number in the code follows the arrays, if their dtype can hold it."""
     arriving = [(atom, value) for atom, value in zip(atoms, values, strict=True) if is_narrow(value)]
     arrays = [jnp.result_type(value) for atom, value in arriving if not isinstance(atom, core.Literal)]
     if not arrays:
@@ -170,7 +168,7 @@ def _jit(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
 
 
 def equation_avals(equation: Any) -> list[Any]:
-    """List the traced inputs of an equation. Sync: none."""
+    """List the traced inputs of an equation."""
     return [atom.aval for atom in equation.invars]
 
 

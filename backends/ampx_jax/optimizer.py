@@ -29,7 +29,7 @@ class _Update:
 
 
 def is_wrapped(candidate: object) -> bool:
-    """Tell whether this is a transformation that `wrap` gave. Sync: none."""
+    """Return whether this is a transformation that `wrap` gave."""
     return isinstance(getattr(candidate, "update", None), _Update)
 
 
@@ -43,7 +43,7 @@ def wrap(
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Give a transformation of scaled gradients whose state carries the loss scale.
+    """Return a transformation of scaled gradients whose state carries the loss scale.
 
     Args:
         inner: What turns true gradients into updates.
@@ -53,8 +53,6 @@ def wrap(
         axis_name: Names of mapped axes (`shard_map`, `pmap`, `vmap`) over which finiteness is agreed on.
         max_grad_norm: Clip the true gradients to this global L2 norm.
         max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
-
-    Sync: none.
     """
     let_multi_steps_recover()
     inner = optax.with_extra_args_support(inner)
@@ -128,8 +126,6 @@ def unscale(grads: Any, scale: Any) -> tuple[Any, Any]:
 
     Returns:
         The true gradients with unchanged dtypes, and whether all are finite (a boolean array).
-
-    Sync: none.
     """
 
     def divide(leaf: Any) -> Any:
@@ -159,8 +155,6 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
     Returns:
         The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None; infinite
         only where float32 cannot hold the norm).
-
-    Sync: none.
     """
 
     def each(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -205,7 +199,7 @@ def _largest(leaves: list[Any]) -> Any:
 
 
 def apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:
-    """Run the inner transformation where gradients are finite; else give updates that change nothing. Sync: none."""
+    """Run the inner transformation where gradients are finite; else give updates that change nothing."""
     shapes = jax.eval_shape(apply)
 
     def run() -> tuple[Any, Any]:
@@ -248,5 +242,5 @@ def _check_parameters(params: Any) -> None:
 
 
 def is_low(leaf: Any) -> bool:
-    """Tell whether this is a floating array narrower than float32. Sync: none."""
+    """Return whether this is a floating array narrower than float32."""
     return _is_floating(leaf) and jnp.finfo(jnp.result_type(leaf)).bits < 32

@@ -55,8 +55,6 @@ def resolve(plan: CastPlan) -> JaxPlan:
 
     Raises:
         UnsupportedOpError: An entry names nothing that a trace shows.
-
-    Sync: none.
     """
     allow, deny = _names("allow", plan.allow), _names("deny", plan.deny)
     return JaxPlan(
@@ -75,7 +73,7 @@ def _names(option: str, entries: Iterable[Any]) -> frozenset[str]:
 
 
 def _name(option: str, entry: Any) -> str:
-    """Give the name under which a trace shows an entry: of a primitive, or of a compiled function."""
+    """Return the name under which a trace shows an entry: of a primitive, or of a compiled function."""
     name = entry if isinstance(entry, str) else getattr(entry, "__name__", None)
     if isinstance(name, str):
         if name in primitives() or (not isinstance(entry, str) and _is_compiled(entry)):

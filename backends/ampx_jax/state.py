@@ -67,7 +67,7 @@ class AmpState(NamedTuple):
 
 
 def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
-    """Give the state before the first step; every array has a buffer of its own, so that all can be donated."""
+    """Return the state before the first step; every array has a buffer of its own, so that all can be donated."""
     _register_with_flax()
     return AmpState(
         **as_arrays(settings.config.initial_state()),
@@ -83,7 +83,7 @@ def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
 
 
 def as_arrays(state: LossScaleState) -> dict[str, Any]:
-    """Give a loss scale as scalar arrays by name, in the order of its fields. Sync: none."""
+    """Return a loss scale as scalar arrays by name, in the order of its fields."""
     return {
         "scale": jnp.array(state.scale, jnp.float32),
         "growth_tracker": jnp.array(state.growth_tracker, jnp.int32),
@@ -93,7 +93,7 @@ def as_arrays(state: LossScaleState) -> dict[str, Any]:
 
 
 def loss_scale_state(state: AmpState) -> LossScaleState:
-    """Give the part that the specification speaks of, as arrays."""
+    """Return the part that the specification speaks of, as arrays."""
     return LossScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips)
 
 
@@ -233,12 +233,12 @@ def _numbers_of(state: AmpState) -> AmpState:
 
 
 def _number(leaf: Any) -> Any:
-    """Give a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
+    """Return a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
     return leaf.item() if leaf.ndim == 0 else leaf
 
 
 def write(tree: Any, config: LossScale, scale: LossScaleState) -> Any:
-    """Give the same tree with another loss scale in it; arrays stay where they were. Sync: none."""
+    """Return the same tree with another loss scale in it; arrays stay where they were."""
 
     def replace(node: Any) -> Any:
         if not _is_own(node):
@@ -259,7 +259,7 @@ def _in_place_of(array: Any, old: Any) -> Any:
 
 
 def _register_with_flax() -> None:
-    """Tell flax, where it is used, that the settings are no data: checkpoints hold the arrays."""
+    """Register with flax, where it is used, that the settings are no data: checkpoints hold the arrays."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
         serialization.register_serialization_state(

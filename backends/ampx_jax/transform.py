@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def autocast(function: Function) -> Function:
-    """Give a function that computes in mixed precision, as the session of `ampx.init("jax")` says.
+    """Return a function that computes in mixed precision, as the session of `ampx.init("jax")` says.
 
     Arguments and results keep their dtypes; inside, each operation computes in the dtype of its list. The function is
     traced at every call, as by `jax.jit`: Python code must not depend on the values of arrays. It composes with
@@ -34,8 +34,6 @@ def autocast(function: Function) -> Function:
 
     Raises:
         ProtocolError: (when called) It changes an object of flax nnx that is none of its arguments.
-
-    Sync: none.
     """
     # The attributes of an object that is called, a module's parts say, are none of the new function.
     updated = functools.WRAPPER_UPDATES if isinstance(function, types.FunctionType) else ()

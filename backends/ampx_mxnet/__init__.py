@@ -12,7 +12,7 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load() -> ampx.Backend:
-    """Give the backend, importing mxnet."""
+    """Return the backend, importing mxnet."""
     from .backend import MXNetBackend
 
     return MXNetBackend()

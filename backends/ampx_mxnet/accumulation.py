@@ -36,20 +36,20 @@ class Accumulation:
         self._began = False
 
     def adopt(self, parameters: Iterable[Any]) -> None:
-        """Take over the parameters that add. Sync: none."""
+        """Take over the parameters that add."""
         for parameter in parameters:
             if parameter.grad_req == "add":
                 parameter.grad_req = "write"
                 self.parameters.append(parameter)
 
     def give_back(self) -> None:
-        """Let MXNet add again. Sync: none."""
+        """Let MXNet add again."""
         for parameter in self.parameters:
             parameter.grad_req = "add"
         self.parameters = []
 
     def begin(self) -> None:
-        """Keep the gradients as they are before a backward. Sync: none."""
+        """Keep the gradients as they are before a backward."""
         if not self.parameters:
             return
         self.reset()
@@ -67,21 +67,21 @@ class Accumulation:
                     data._fresh_grad = False  # after it was kept: `reset` puts it back
 
     def reset(self) -> None:
-        """Undo what an exception left of `begin`: no backward has run since. Sync: none."""
+        """Undo what an exception left of `begin`: no backward has run since."""
         _body.running = tuple(one for one in _body.running if one is not self)
         for data, _, fresh, _ in self._before:
             data._fresh_grad = data._fresh_grad or fresh
         self._before = []
 
     def part(self) -> None:
-        """Add up before another backward of the same body begins. Sync: none."""
+        """Add up before another backward of the same body begins."""
         if self._began:
             self._add()
             self._keep()
         self._began = True
 
     def end(self) -> None:
-        """Add the kept gradients to those that a backward wrote. Sync: none."""
+        """Add the kept gradients to those that a backward wrote."""
         if not self.parameters:
             return
         _body.running = tuple(one for one in _body.running if one is not self)
@@ -102,8 +102,6 @@ def check_adds(parameters: Iterable[Any]) -> None:
 
     Raises:
         ProtocolError: There are some.
-
-    Sync: none.
     """
     adding = [parameter.name for parameter in parameters if parameter._grad_req == "add"]
     if adding:
@@ -115,14 +113,14 @@ def check_adds(parameters: Iterable[Any]) -> None:
 
 
 def follow() -> None:
-    """Have every backward keep apart what it writes, so that a body may run several. Sync: none."""
+    """Have every backward keep apart what it writes, so that a body may run several."""
     for place in (mx.autograd, mx.nd.NDArray):
         _originals[place] = place.backward
         place.backward = _apart(place.backward)
 
 
 def unfollow() -> None:
-    """Undo `follow`. Sync: none."""
+    """Undo `follow`."""
     while _originals:
         place, original = _originals.popitem()
         place.backward = original

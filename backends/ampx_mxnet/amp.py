@@ -99,8 +99,6 @@ def init(
         UnsupportedDtypeError: The device cannot compute in `target_dtype`.
         UnsupportedOpError: A name is no operator, or stands in both lists.
         UnsupportedByBackendError: `layout_optimization` is True.
-
-    Sync: none.
     """
     if layout_optimization:
         raise UnsupportedByBackendError(
@@ -120,7 +118,7 @@ def init(
 
 
 def init_trainer(optimizer_or_trainer: Any) -> None:
-    """Give a gluon trainer a loss scale, in place: the script goes on with the same object.
+    """Return a gluon trainer a loss scale, in place: the script goes on with the same object.
 
     Args:
         optimizer_or_trainer: A `gluon.Trainer`. Its own `step` and `update` unscale, check and skip from now on.
@@ -129,8 +127,6 @@ def init_trainer(optimizer_or_trainer: Any) -> None:
         NotInitializedError: `init` was not called.
         NotAnOptimizerError: It is no trainer.
         AlreadyWrappedError: It was given before.
-
-    Sync: none.
     """
     session = _session("init_trainer")
     if not isinstance(optimizer_or_trainer, mx.gluon.Trainer):
@@ -142,7 +138,7 @@ def init_trainer(optimizer_or_trainer: Any) -> None:
 
 
 def scale_loss(loss: Any, optimizer_or_trainer: Any) -> ScaleLoss:
-    """Give a region that yields the scaled loss, inside or outside `autograd.record()`.
+    """Return a region that yields the scaled loss, inside or outside `autograd.record()`.
 
     Args:
         loss: Floating array of any shape, or a list of such, one a context.
@@ -154,8 +150,6 @@ def scale_loss(loss: Any, optimizer_or_trainer: Any) -> ScaleLoss:
     Raises:
         NotInitializedError: `init` was not called.
         NotWrappedError: The trainer was not given to `init_trainer`.
-
-    Sync: none.
     """
     return _session("scale_loss").scale_loss(loss, _wrapped(optimizer_or_trainer, "scale_loss"))
 
@@ -170,14 +164,12 @@ def unscale(optimizer_or_trainer: Any) -> None:
         NotInitializedError: `init` was not called.
         NotWrappedError: The trainer was not given to `init_trainer`.
         NotScaledError: No `scale_loss` came since the last step.
-
-    Sync: none.
     """
     _session("unscale").unscale(_wrapped(optimizer_or_trainer, "unscale"))
 
 
 def install() -> None:
-    """Make `from mxnet.contrib import amp` and `from mxnet import amp` give this module. Sync: none."""
+    """Make `from mxnet.contrib import amp` and `from mxnet import amp` give this module."""
     if _attributes:
         return
     module = sys.modules[__name__]
@@ -190,7 +182,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: MXNet's own amp is back, and `mxnet.amp` is gone. Sync: none."""
+    """Undo `install`: MXNet's own amp is back, and `mxnet.amp` is gone."""
     while _attributes:
         place, attribute = _attributes.pop()
         if attribute is None:

@@ -39,8 +39,6 @@ def convert_symbol(
 
     Raises:
         UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As `ampx_mxnet.convert.convert_model`.
-
-    Sync: none.
     """
     return convert.convert_symbol(
         sym,
@@ -70,8 +68,6 @@ def convert_model(
 
     Raises:
         UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As there.
-
-    Sync: none.
     """
     return convert.convert_model(
         sym,
@@ -111,8 +107,6 @@ def convert_hybrid_block(
 
     Raises:
         UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As there.
-
-    Sync: none.
     """
     converted = convert.convert_hybrid_block(
         block,

@@ -21,8 +21,6 @@ def dtype_of(target_dtype: object) -> Dtype:
 
     Raises:
         UnsupportedDtypeError: It is none that is known.
-
-    Sync: none.
     """
     return "bfloat16" if target_dtype == BFLOAT16 else normalise_dtype(target_dtype)
 
@@ -34,8 +32,6 @@ def native_lists(
 
     Raises:
         InvalidOptionError: One is no list.
-
-    Sync: none.
     """
     for name, given in (("operators", target), ("fp32_ops", fp32), ("conditional_fp32_ops", conditional)):
         if isinstance(given, str):
@@ -92,5 +88,5 @@ def list_loss_output_functions(target_dtype: object = "float16") -> list[str]:
 
 
 def list_lp16_use_fp32_params(target_dtype: object = "float16") -> Any:
-    """Tell which inputs of low-precision operators stay in float32; None where MXNet has no such list."""
+    """Return which inputs of low-precision operators stay in float32; None where MXNet has no such list."""
     return _native.list_lp16_use_fp32_params(_native_dtype(target_dtype))

@@ -43,11 +43,11 @@ class MXNetBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is a gluon trainer, not wrapped."""
+        """Return whether this is a gluon trainer, not wrapped."""
         return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region with casting on or off in the calling thread."""
+        """Return a region with casting on or off in the calling thread."""
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -70,15 +70,15 @@ class MXNetBackend(ampx.Backend):
         return dtypes.cast(tree, dtype)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating arrays of a tree."""
+        """Return the widest dtype among the floating arrays of a tree."""
         return dtypes.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Tell what `scale_loss` has to know about a loss."""
+        """Return what `scale_loss` has to know about a loss."""
         return inspect_loss(loss, check_nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Give the loss in float32 times the scale."""
+        """Return the loss in float32 times the scale."""
         return scale_loss(loss, scale)
 
     def gradients(self, optimizer: Any) -> Any:
@@ -102,7 +102,7 @@ class MXNetBackend(ampx.Backend):
         optimizer.update(1, ignore_stale_grad=True)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        """Give a gluon trainer that delegates to the raw one."""
+        """Return a gluon trainer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
@@ -110,13 +110,13 @@ class MXNetBackend(ampx.Backend):
         return gradients.name_nonfinite(optimizer.trainer, model)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
-        """Give a region in which unedited scripts train in mixed precision."""
+        """Return a region in which unedited scripts train in mixed precision."""
         from .run import automate  # patches, which nothing else should come near
 
         return automate(run)
 
     def demo(self) -> Any:
-        """Give the trainer behind `ampx demo`."""
+        """Return the trainer behind `ampx demo`."""
         from .demo import MxnetTrainer  # scikit-learn is needed for the demo only
 
         return MxnetTrainer()

@@ -59,8 +59,6 @@ def activate(plan: CastPlan) -> None:
 
     Raises:
         ProtocolError: The script called MXNet's own `amp.init`, which cannot be undone.
-
-    Sync: none.
     """
     deactivate()
     _State.session = _acquire(plan)
@@ -68,7 +66,7 @@ def activate(plan: CastPlan) -> None:
 
 
 def deactivate() -> None:
-    """Undo `activate`: every function that `amp.init` replaced is the original again. Sync: none."""
+    """Undo `activate`: every function that `amp.init` replaced is the original again."""
     switch.set_default(None)
     held, _State.session = _State.session, None
     if held is not None:
@@ -76,12 +74,10 @@ def deactivate() -> None:
 
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
-    """Give a region with casting on or off in the calling thread.
+    """Return a region with casting on or off in the calling thread.
 
     Raises:
         ProtocolError: As `activate`.
-
-    Sync: none.
     """
     return _on(plan) if enabled else switch.within(None)
 

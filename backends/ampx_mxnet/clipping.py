@@ -73,7 +73,7 @@ def _shrink(batches: dict[str, list[Any]], factor: float) -> None:
 
 
 def _sum_of_squares(batches: dict[str, list[Any]], max_value: float | None) -> Any:
-    """Give the sum of squares as clipped by value, a float32 array of one element; inf where float32 overflows."""
+    """Return the sum of squares as clipped by value, a float32 array of one element; inf where float32 overflows."""
     sums: list[Any] = []
     for kind, batch in batches.items():
         values = batch if max_value is None else [mx.nd.clip(one, -max_value, max_value) for one in batch]
@@ -89,6 +89,6 @@ def _sum_of_squares(batches: dict[str, list[Any]], max_value: float | None) -> A
 
 
 def _wide_sum_of_squares(batches: dict[str, list[Any]]) -> float:
-    """Give the sum of squares in float64, which no float32 elements overflow. Sync: one a gradient."""
+    """Return the sum of squares in float64, which no float32 elements overflow. Sync: one a gradient."""
     values = [one.data if kind == "row_sparse" else one for kind, batch in batches.items() for one in batch]
     return math.fsum(one.astype("float64").square().sum().asscalar() for one in values if one.size)

@@ -19,12 +19,10 @@ REMOVED: Final = ("bool", "int")
 
 
 def restore_names() -> None:
-    """Give NumPy back the names that MXNet needs, where they are missing.
+    """Return NumPy back the names that MXNet needs, where they are missing.
 
     Raises:
         BackendLoadError: NumPy is 2.0 or newer.
-
-    Sync: none.
     """
     if int(np.__version__.partition(".")[0]) >= 2:
         raise BackendLoadError(
@@ -37,7 +35,7 @@ def restore_names() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Give `mx` and `amp` while they are imported below: `ampx run` loads the backend as soon as mxnet is there."""
+    """Return `mx` and `amp` while they are imported below: `ampx run` loads the backend as soon as mxnet is there."""
     if name in ("mx", "amp"):
         return importlib.import_module("mxnet" if name == "mx" else "mxnet.contrib.amp")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,8 +47,6 @@ def convert_model(
         UnsupportedDtypeError: The device cannot compute in the dtype.
         UnsupportedOpError: An entry of `allow` or `deny` is unknown, or stands in both.
         InvalidOptionError: An entry of `exclude` is no node of the symbol, or a parameter is not float32.
-
-    Sync: none.
     """
     chosen = _choose_dtype(dtype, [*arg_params.values(), *aux_params.values()])
     _check_float32({**arg_params, **aux_params})
@@ -86,8 +84,6 @@ def convert_symbol(
 
     Raises:
         UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As `convert_model`.
-
-    Sync: none.
     """
     chosen = _choose_dtype(dtype, [])
     options = _options(symbol, chosen, allow, deny, exclude)
@@ -123,8 +119,6 @@ def convert_hybrid_block(
         UnsupportedOpError: An entry of `allow` or `deny` is unknown, or stands in both.
         InvalidOptionError: The block has no graph yet, an entry of `exclude` is no node of it, or a parameter is
             not float32.
-
-    Sync: none.
     """
     if not getattr(block, "_cached_graph", ()):
         raise InvalidOptionError(
@@ -172,7 +166,7 @@ def _check_float32(parameters: Mapping[str, mx.nd.NDArray]) -> None:
 def _options(
     symbol: mx.sym.Symbol, dtype: Dtype, allow: Sequence[Any], deny: Sequence[Any], exclude: Sequence[str]
 ) -> dict[str, Any]:
-    """Give the arguments of the native conversion that say what computes in which dtype."""
+    """Return the arguments of the native conversion that say what computes in which dtype."""
     nodes = [name.removesuffix("_output") for name in symbol.get_internals().list_outputs()]
     if unknown := sorted(set(exclude) - set(nodes)):
         raise InvalidOptionError(

@@ -15,7 +15,7 @@ class Delegated:
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Give the raw trainer's; asked of the class, gluon's."""
+        """Return the raw trainer's; asked of the class, gluon's."""
         return getattr(mx.gluon.Trainer if instance is None else instance.trainer, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:

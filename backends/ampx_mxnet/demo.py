@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-2
 
 
 def make_network(seed: int, context: mx.Context) -> mx.gluon.HybridBlock:
-    """Give a small convolutional network for images of shape (N, 1, 8, 8); MXNet's random state stays as it is."""
+    """Return a small convolutional network for images of shape (N, 1, 8, 8); MXNet's random state stays as it is."""
     network = mx.gluon.nn.HybridSequential()
     network.add(
         mx.gluon.nn.Conv2D(16, 3, padding=1, in_channels=1, activation="relu"),

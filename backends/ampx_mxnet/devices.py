@@ -24,8 +24,6 @@ def describe(name: str) -> Device:
 
     Raises:
         UnsupportedDeviceError: There is no such device here.
-
-    Sync: none.
     """
     count = mx.context.num_gpus()
     wanted = ("gpu" if count else "cpu") if name == "auto" else str(name)

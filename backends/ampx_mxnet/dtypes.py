@@ -20,18 +20,18 @@ FLOATING: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 @functools.cache  # NumPy makes the name anew each time, and every step asks
 def name_of(dtype: Any) -> str:
-    """Name a dtype of MXNet. Sync: none."""
+    """Name a dtype of MXNet."""
     found = np.dtype(dtype) if not isinstance(dtype, str) or dtype != "bfloat16" else BFLOAT16
     return "bfloat16" if found == BFLOAT16 else found.name
 
 
 def is_floating(tensor: Any) -> bool:
-    """Tell whether a tensor's dtype is floating. Sync: none."""
+    """Return whether a tensor's dtype is floating."""
     return name_of(tensor.dtype) in FLOATING
 
 
 def cast(tree: Any, dtype: Dtype) -> Any:
-    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is. Sync: none."""
+    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
     if isinstance(tree, mx.nd.NDArray):
         return cast_tensor(tree, dtype) if is_floating(tree) else tree
     if isinstance(tree, Mapping):
@@ -44,7 +44,7 @@ def cast(tree: Any, dtype: Dtype) -> Any:
 
 
 def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
-    """Cast a floating tensor; gradients flow through. Sync: none."""
+    """Cast a floating tensor; gradients flow through."""
     wanted = DTYPES[dtype]
     if np.dtype(tensor.dtype) == wanted:
         return tensor
@@ -55,7 +55,7 @@ def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
-    """Give float32 if any floating tensor of a tree is wider than `at_least`. Sync: none."""
+    """Return float32 if any floating tensor of a tree is wider than `at_least`."""
     wanted = DTYPES[at_least]
     return at_least if all(np.dtype(one.dtype) == wanted for one in _floating(tree)) else "float32"
 

@@ -32,8 +32,6 @@ class BatchProcessor(native.BatchProcessor):  # type: ignore[misc]
 
         Raises:
             NotWrappedError: The trainer is not wrapped.
-
-        Sync: none.
         """
         data, labels = self._get_data_and_label(train_batch, estimator.context, batch_axis)
         with mx.autograd.record():
@@ -46,6 +44,6 @@ class BatchProcessor(native.BatchProcessor):  # type: ignore[misc]
     def evaluate_batch(
         self, estimator: Any, val_batch: Any, batch_axis: int = 0
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Run forward on one batch; predictions in float32. Sync: none."""
+        """Run forward on one batch; predictions in float32."""
         data, labels, predictions, losses = super().evaluate_batch(estimator, val_batch, batch_axis)
         return data, labels, cast(predictions, "float32"), losses

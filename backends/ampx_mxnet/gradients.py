@@ -19,12 +19,12 @@ _CHECKED: Final = frozenset({"float16", "float32", "float64"})
 
 
 def parameters(trainer: Any) -> Iterator[Any]:
-    """Give the parameters that have gradients; one gradient a context. Sync: none."""
+    """Return the parameters that have gradients; one gradient a context."""
     return (parameter for parameter in trainer._params if parameter._grad is not None)
 
 
 def any_fresh(trainer: Any) -> bool:
-    """Tell whether a backward wrote a gradient since the last step. Sync: none."""
+    """Return whether a backward wrote a gradient since the last step."""
     for parameter in trainer._params:  # no generator: every step asks, and mostly the first answer is yes
         if parameter._grad is not None:
             for data in parameter._data:
@@ -34,7 +34,7 @@ def any_fresh(trainer: Any) -> bool:
 
 
 def mark_stale(trainer: Any, kept: Iterable[Any] = ()) -> None:
-    """Forget that gradients were written, but for some parameters. Sync: none."""
+    """Forget that gradients were written, but for some parameters."""
     names = {parameter.name for parameter in kept}
     for parameter in parameters(trainer):
         if parameter.name not in names:
@@ -43,7 +43,7 @@ def mark_stale(trainer: Any, kept: Iterable[Any] = ()) -> None:
 
 
 def any_nonzero(parameters: Iterable[Any]) -> bool:
-    """Tell whether the gradients of some parameters are more than zeros. Sync: one a gradient, until one is found."""
+    """Return whether the gradients of some parameters are more than zeros. Sync: one a gradient, until one is found."""
     with mx.autograd.pause():
         return any(
             bool((gradient.astype("float32") != 0).sum().asscalar())
@@ -62,8 +62,6 @@ def restore_fresh(trainer: Any, message: str) -> None:
     Args:
         trainer: The raw trainer.
         message: MXNet's; it names the parameter.
-
-    Sync: none.
     """
     for parameter in parameters(trainer):
         if f"`{parameter.name}`" in message:
@@ -73,7 +71,7 @@ def restore_fresh(trainer: Any, message: str) -> None:
 
 
 def rescale(parameters: Iterable[Any], factor: float, only_stale: bool = False) -> None:
-    """Multiply the gradients of some parameters in place. Sync: none.
+    """Multiply the gradients of some parameters in place.
 
     Args:
         parameters: Some of a trainer's.
@@ -88,7 +86,7 @@ def rescale(parameters: Iterable[Any], factor: float, only_stale: bool = False) 
 
 
 def clear(trainer: Any) -> None:
-    """Set gradients to zero, and forget that they were written. Sync: none."""
+    """Set gradients to zero, and forget that they were written."""
     for parameter in parameters(trainer):
         parameter.zero_grad()
     mark_stale(trainer)
@@ -100,8 +98,6 @@ def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
     Args:
         trainer: The raw trainer.
         only_fresh: Leave out those that no backward wrote since the last step.
-
-    Sync: none.
     """
     result: list[dict[str, list[Any]]] = []
     last: Any = None
@@ -139,7 +135,7 @@ class Layout:
         return Layout, ()
 
     def collect(self, trainer: Any) -> list[dict[str, list[Any]]]:
-        """List all gradients, as `collect` does. Sync: none."""
+        """List all gradients, as `collect` does."""
         gradients = [one._grad for one in trainer._params if one._grad is not None]
         known = self._gradients
         if len(known) != len(gradients) or not all(map(operator.is_, known, gradients)):
@@ -149,14 +145,14 @@ class Layout:
 
 
 def _targets(result: list[dict[str, list[Any]]], parameter: Any, contexts: int) -> list[list[Any]]:
-    """Give the lists, one a context, in which gradients like a parameter's belong."""
+    """Return the lists, one a context, in which gradients like a parameter's belong."""
     kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
     result.extend({} for _ in range(contexts - len(result)))
     return [batches.setdefault(kind, []) for batches in result]
 
 
 def _classic(batch: list[Any]) -> list[Any]:
-    """Give MXNet's NumPy arrays, which its kernels refuse, as its classic ones; they share their memory."""
+    """Return MXNet's NumPy arrays, which its kernels refuse, as its classic ones; they share their memory."""
     return [one.as_nd_ndarray() for one in batch] if isinstance(batch[0], mx.np.ndarray) else batch
 
 
@@ -168,8 +164,6 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
 
     Returns:
         One float32 element on the first context: 1 where all are finite, else 0.
-
-    Sync: none.
     """
     flags: list[Any] = []
     with mx.autograd.pause():
@@ -199,8 +193,6 @@ def unscale(gradients: list[dict[str, list[Any]]], scale: float) -> Any:
 
     Returns:
         As `all_finite`; dividing by less than one may overflow, so the quotients count.
-
-    Sync: none.
     """
     with mx.autograd.pause():
         for batches in gradients:

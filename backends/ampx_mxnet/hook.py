@@ -23,7 +23,7 @@ class SavedScaler(amp.loss_scaler.LossScaler):  # type: ignore[misc]
         self.__dict__.update(numbers)
 
     def has_overflow(self, params: Iterable[Any]) -> bool:
-        """Return False: a copied trainer has nothing that is scaled. Sync: none."""
+        """Return False: a copied trainer has nothing that is scaled."""
         return False
 
 
@@ -56,7 +56,7 @@ class OverflowHook:
         return SavedScaler, ({name: getattr(self, name) for name in _NUMBERS},)
 
     def take_over(self, scaler: Any) -> None:
-        """Go on with the numbers of a scaler of MXNet's, or of one that was saved. Sync: none."""
+        """Go on with the numbers of a scaler of MXNet's, or of one that was saved."""
         numbers = [getattr(scaler, name) for name in _NUMBERS[1:]]
         self._next_loss_scale, self._max_loss_scale, self._scale_seq_len, self._unskipped = numbers
 
@@ -112,13 +112,13 @@ class OverflowHook:
         return self.finite
 
     def watch(self, trainer: Any) -> None:
-        """Take the scaler's place on a raw trainer, whatever stood there. Sync: none."""
+        """Take the scaler's place on a raw trainer, whatever stood there."""
         trainer._amp_loss_scaler = self
         self._trainer = weakref.ref(trainer)
 
     @staticmethod
     def leave(trainer: Any) -> None:
-        """Leave a raw trainer without a scaler. Sync: none."""
+        """Leave a raw trainer without a scaler."""
         vars(trainer).pop("_amp_loss_scaler", None)
 
     # -- MXNet's numbers, which scripts read, save and set ---------------------------------------------

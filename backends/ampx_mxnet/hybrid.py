@@ -21,14 +21,14 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def follow() -> None:
-    """Have blocks look at the switch whenever they are called. Sync: none."""
+    """Have blocks look at the switch whenever they are called."""
     for name in _METHODS:
         _originals[name] = vars(mx.gluon.HybridBlock)[name]
         setattr(mx.gluon.HybridBlock, name, _looking(_originals[name]))
 
 
 def unfollow() -> None:
-    """Undo `follow`; graphs with casts are forgotten, and traced anew when their block is called. Sync: none."""
+    """Undo `follow`; graphs with casts are forgotten, and traced anew when their block is called."""
     while _originals:
         setattr(mx.gluon.HybridBlock, *_originals.popitem())
     for block, plan in list(_traced.items()):

@@ -18,8 +18,6 @@ def move_out(trainer: Any, become: type) -> Any:
 
     Returns:
         The raw trainer, as another object: same class, same attributes.
-
-    Sync: none.
     """
     own = type(trainer)
     raw = object.__new__(own)
@@ -30,7 +28,7 @@ def move_out(trainer: Any, become: type) -> Any:
 
 
 def move_back(trainer: Any, raw: Any) -> None:
-    """Undo `move_out`. Sync: none."""
+    """Undo `move_out`."""
     vars(trainer).clear()
     trainer.__class__ = type(raw)
     vars(trainer).update(vars(raw))

@@ -16,7 +16,7 @@ _new_empty_handle = mx.ndarray.ndarray._new_empty_handle
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
-    """Tell what `scale_loss` has to know about a loss.
+    """Return what `scale_loss` has to know about a loss.
 
     Args:
         loss: What the user passed. A vector is a loss too: gluon's losses have one element a sample, and
@@ -41,7 +41,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
 
 
 def scale_loss(loss: Any, scale: float) -> Any:
-    """Give the loss in float32 times the scale; in float16 the product would overflow.
+    """Return the loss in float32 times the scale; in float16 the product would overflow.
 
     Native defect: outside `autograd.record()` MXNet does not record the multiplication, and backward then raises.
     So it is recorded here wherever it stands.
@@ -49,8 +49,6 @@ def scale_loss(loss: Any, scale: float) -> Any:
     Args:
         loss: Floating tensor of any shape.
         scale: The loss scale.
-
-    Sync: none.
     """
     if mx.autograd.is_recording():
         return _scaled(loss, scale)

@@ -29,12 +29,12 @@ class NativeLists:
     conditional: tuple[tuple[str, str, tuple[str, ...]], ...] | None = None
 
     def names(self) -> list[str]:
-        """List all operators that are named. Sync: none."""
+        """List all operators that are named."""
         return [*(self.target or ()), *(self.fp32 or ()), *(entry[0] for entry in self.conditional or ())]
 
 
 def named(plan: CastPlan) -> set[str]:
-    """Give the names of operators in a checked plan. Sync: none."""
+    """Return the names of operators in a checked plan."""
     names = {entry for entry in (*plan.allow, *plan.deny) if isinstance(entry, str)}
     return names.union(*(lists.names() for lists in _native(plan)))
 
@@ -48,8 +48,6 @@ def check_plan(plan: CastPlan) -> CastPlan:
 
     Raises:
         UnsupportedOpError: An entry is neither an operator nor its name, or stands in both lists.
-
-    Sync: none.
     """
     if not plan.allow and not plan.deny:
         return plan
@@ -87,7 +85,7 @@ def _operator(entry: Any, known: dict[str, tuple[Any, ...]]) -> str:
 
 
 def _function(name: str) -> tuple[Any, ...]:
-    """Give an operator's functions for arrays and symbols; none for an operator without both."""
+    """Return an operator's functions for arrays and symbols; none for an operator without both."""
     found = []
     for module in (mx.ndarray, mx.symbol):
         submodules = {prefix: getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST}
@@ -99,7 +97,7 @@ def _function(name: str) -> tuple[Any, ...]:
 
 
 def lists(plan: CastPlan) -> dict[str, list[Any]]:
-    """Give what `amp.init` takes as its lists. Sync: none."""
+    """Return what `amp.init` takes as its lists."""
     dtype = plan.dtype if plan.dtype == "float16" else DTYPES[plan.dtype]
     target, fp32 = amp.list_lp16_ops(dtype), amp.list_fp32_ops(dtype)
     conditional = amp.list_conditional_fp32_ops(dtype)

@@ -222,7 +222,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._true = True
 
     def _restore_scale(self) -> None:
-        """Give the raw trainer its own factor back, where a step had put another there."""
+        """Return the raw trainer its own factor back, where a step had put another there."""
         if self._own_scale is not None:
             self.trainer._scale, self._own_scale = self._own_scale, None
 
@@ -234,7 +234,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self.ampx_member.forget(StepResult(False, True, scale, scale, skips))
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step. Sync: none."""
+        """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""
         self._begin_drop()
         self._restore_scale()
         self._accumulation.reset()
@@ -255,7 +255,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     # -- true gradients ------------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
-        """Add up the contexts' gradients and divide by the scale, in place. Sync: none."""
+        """Add up the contexts' gradients and divide by the scale, in place."""
         member = self.ampx_member
         if member.stage == "unscaled" or not member.group.enabled:
             return
@@ -280,7 +280,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
     def rescale(self, factor: float) -> None:
-        """Multiply true gradients, so that they carry this loss scale again and further ones may be added. Sync: none.
+        """Multiply true gradients, so that they carry this loss scale again and further ones may be added.
 
         Args:
             factor: The loss scale.
@@ -291,11 +291,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self.ampx_member.note_scaled(factor)
 
     def ampx_adopt_adding(self) -> None:
-        """Accumulate here where parameters have `grad_req='add'` and MXNet would not. Sync: none."""
+        """Accumulate here where parameters have `grad_req='add'` and MXNet would not."""
         self._accumulation.adopt(self.trainer._params)
 
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that the next backward overwrites: a step skipped by hand. Sync: none."""
+        """Forget true gradients that the next backward overwrites: a step skipped by hand."""
         if not self._adding():
             gradients.mark_stale(self.trainer)
             self._drop()
@@ -318,11 +318,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._accumulation.begin()
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Add it. Sync: none."""
+        """Add it."""
         self._accumulation.end()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Add it to what was written before the exception. Sync: none."""
+        """Add it to what was written before the exception."""
         self._accumulation.end()
 
     def _adding(self) -> list[Any]:
@@ -363,7 +363,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     # -- life ----------------------------------------------------------------------------------------
 
     def ampx_unwrap(self) -> None:
-        """Give the raw trainer its store's settings and its parameters their `grad_req` back. Sync: none."""
+        """Return the raw trainer its store's settings and its parameters their `grad_req` back."""
         self.trainer._kvstore_params = self._kvstore_before
         self._hook.leave(self.trainer)
         self._accumulation.give_back()
@@ -400,5 +400,5 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._drop()
 
     def __repr__(self) -> str:
-        """Tell the raw trainer."""
+        """Return the raw trainer."""
         return f"AmpTrainer({self.trainer!r})"

@@ -26,13 +26,13 @@ _thread = _Thread()
 
 
 def current() -> object:
-    """Give the plan by which the calling thread casts, or None. Sync: none."""
+    """Return the plan by which the calling thread casts, or None."""
     plan = _thread.plan
     return _Process.plan if plan is _UNSET else plan
 
 
 def set_default(plan: CastPlan | None) -> None:
-    """Set what holds outside of regions, in all threads. Sync: none."""
+    """Set what holds outside of regions, in all threads."""
     _Process.plan = plan
 
 
@@ -57,5 +57,5 @@ class Within:
 
 
 def within(plan: CastPlan | None) -> Within:
-    """Give a region of the calling thread. Sync: none."""
+    """Return a region of the calling thread."""
     return Within(plan)

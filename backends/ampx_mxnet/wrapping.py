@@ -28,8 +28,6 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
         LowPrecisionParametersError: It holds low-precision parameters without master weights.
         ProtocolError: MXNet's own loss scaling was switched on for it.
         UnsupportedByBackendError: It must update in its store, before anything can be checked.
-
-    Sync: none.
     """
     reject_unknown("mxnet", options, ("in_place",))
     if not member.group.enabled:

@@ -12,7 +12,7 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load() -> ampx.Backend:
-    """Give the backend, importing paddle."""
+    """Return the backend, importing paddle."""
     from . import sot
     from .backend import PaddleBackend
 

@@ -49,12 +49,12 @@ class PaddleBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is a Paddle optimizer, not wrapped."""
+        """Return whether this is a Paddle optimizer, not wrapped."""
         wrapped = isinstance(candidate, (AmpOptimizer, StaticOptimizer))
         return isinstance(candidate, paddle.optimizer.Optimizer) and not wrapped
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give an auto_cast region."""
+        """Return an auto_cast region."""
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -74,15 +74,15 @@ class PaddleBackend(ampx.Backend):
         return casting.cast(tree, dtype)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating tensors of a tree."""
+        """Return the widest dtype among the floating tensors of a tree."""
         return casting.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Tell what `scale_loss` has to know about a loss."""
+        """Return what `scale_loss` has to know about a loss."""
         return inspect_loss(loss, check_nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Give the loss in float32 times the scale."""
+        """Return the loss in float32 times the scale."""
         return scale_loss(loss, scale)
 
     def gradients(self, optimizer: Any) -> list[Any]:
@@ -110,7 +110,7 @@ class PaddleBackend(ampx.Backend):
             optimizer.step()
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        """Give a Paddle optimizer that delegates to the raw one."""
+        """Return a Paddle optimizer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
@@ -122,13 +122,13 @@ class PaddleBackend(ampx.Backend):
         return gradients.name_nonfinite(optimizer.optimizer, model)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
-        """Give a region in which unedited scripts train in mixed precision."""
+        """Return a region in which unedited scripts train in mixed precision."""
         from .run import automate  # patches, which nothing else should come near
 
         return automate(run)
 
     def demo(self) -> Any:
-        """Give the trainer behind `ampx demo`."""
+        """Return the trainer behind `ampx demo`."""
         from .demo import PaddleTrainer  # scikit-learn is needed for the demo only
 
         return PaddleTrainer()

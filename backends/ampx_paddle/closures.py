@@ -21,7 +21,7 @@ class _Overflow(Exception):  # noqa: N818 - never seen outside this module
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Tell whether a raw optimizer evaluates a closure in its step. Sync: none."""
+    """Return whether a raw optimizer evaluates a closure in its step."""
     return isinstance(optimizer, paddle.optimizer.LBFGS)
 
 

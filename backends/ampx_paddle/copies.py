@@ -37,7 +37,7 @@ class CopiesWithCare(abc.ABC):
 
     @abc.abstractmethod
     def ampx_restore(self, state: dict[str, Any]) -> None:
-        """Take over what was copied; the rest is made anew. Sync: none."""
+        """Take over what was copied; the rest is made anew."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be pickled.

@@ -15,7 +15,7 @@ class Delegated:
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Give the raw optimizer's; asked of the class, the base class's."""
+        """Return the raw optimizer's; asked of the class, the base class's."""
         return getattr(paddle.optimizer.Optimizer if instance is None else instance.optimizer, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:

@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-2
 
 
 def make_network() -> nn.Layer:
-    """Give a small convolutional network for images of shape (N, 1, 8, 8)."""
+    """Return a small convolutional network for images of shape (N, 1, 8, 8)."""
     return nn.Sequential(
         nn.Conv2D(1, 16, 3, padding=1),
         nn.ReLU(),

@@ -17,8 +17,6 @@ def describe(name: str) -> Device:
 
     Raises:
         UnsupportedDeviceError: There is no such device here.
-
-    Sync: none.
     """
     count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
     wanted = ("gpu" if count else "cpu") if name == "auto" else str(name)

@@ -16,25 +16,25 @@ _SMALLEST_FACTOR: Final = 2.0**-64
 
 
 def parameters(optimizer: Any) -> list[paddle.Tensor]:
-    """List the trainable parameters of a raw optimizer, in order. Sync: none."""
+    """List the trainable parameters of a raw optimizer, in order."""
     listed = optimizer._param_groups or []
     flat = [one for entry in listed for one in (entry["params"] if isinstance(entry, dict) else (entry,))]
     return [one for one in flat if not one.stop_gradient]
 
 
 def collect(optimizer: Any) -> list[paddle.Tensor]:
-    """List the parameters that have a gradient; `gradient_of` gives it. Sync: none."""
+    """List the parameters that have a gradient; `gradient_of` gives it."""
     return [parameter for parameter in parameters(optimizer) if gradient_of(parameter) is not None]
 
 
 def gradient_of(parameter: paddle.Tensor) -> Any:
-    """Give the gradient tensor that Paddle's optimizers would apply; None without. Sync: none."""
+    """Return the gradient tensor that Paddle's optimizers would apply; None without."""
     main = getattr(parameter, "main_grad", None)  # the float32 gradient of a low-precision parameter
     return parameter._grad_ivar() if main is None else main
 
 
 def any_nonzero(found: Sequence[paddle.Tensor]) -> bool:
-    """Tell whether a gradient is more than the zeros that `clear_grad` leaves behind. Sync: one a gradient."""
+    """Return whether a gradient is more than the zeros that `clear_grad` leaves behind. Sync: one a gradient."""
     return any(bool(_values(parameter).astype("bool").any()) for parameter in found)
 
 
@@ -53,8 +53,6 @@ def unscale(found: Sequence[paddle.Tensor], scale: float) -> Finding:
 
     Raises:
         UnsupportedByBackendError: A gradient has a dtype or layout that Paddle cannot test here.
-
-    Sync: none.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
     last: Any = None
@@ -92,7 +90,7 @@ class Finding:
         self._finite: bool | None = None
 
     def combine(self, squares: paddle.Tensor | None, before: Finding | bool = True) -> Finding:
-        """Give what this and an earlier test of the same gradients found, with a sum of squares. Sync: none."""
+        """Return what this and an earlier test of the same gradients found, with a sum of squares."""
         earlier = before._overflows if isinstance(before, Finding) else []
         both = Finding([*self._overflows, *earlier], squares)
         if before is False:
@@ -100,7 +98,7 @@ class Finding:
         return both
 
     def __bool__(self) -> bool:
-        """Tell whether all were finite. Sync: one, the first time."""
+        """Return whether all were finite. Sync: one, the first time."""
         if self._finite is None:
             self._finite = self._read()
         return self._finite
@@ -131,12 +129,12 @@ def _unscale_dense(batch: list[paddle.Tensor], scale: paddle.Tensor) -> paddle.T
 
 @functools.lru_cache(maxsize=32)
 def _scalar(scale: float, dtype: Any, place: str) -> paddle.Tensor:
-    """Give the scale as a tensor; made once, because scales change rarely. The place is part of the key only."""
+    """Return the scale as a tensor; made once, because scales change rarely. The place is part of the key only."""
     return paddle.full([1], scale, dtype)
 
 
 def _values(parameter: paddle.Tensor) -> Any:
-    """Give the values of a gradient as a dense tensor that shares its memory.
+    """Return the values of a gradient as a dense tensor that shares its memory.
 
     Raises:
         UnsupportedByBackendError: The gradient is neither dense nor sparse in Paddle's way (SelectedRows).
@@ -161,14 +159,14 @@ def _merge_rows(parameter: paddle.Tensor) -> None:
 
 @paddle.no_grad()
 def rescale(found: Sequence[paddle.Tensor], factor: float) -> None:
-    """Multiply gradients in place. Sync: none."""
+    """Multiply gradients in place."""
     for parameter in found:
         _values(parameter).scale_(factor)
 
 
 @paddle.no_grad()
 def sum_of_squares(found: Sequence[paddle.Tensor], max_value: float | None = None) -> paddle.Tensor:
-    """Give the sum of squares of gradients, as clipped by value.
+    """Return the sum of squares of gradients, as clipped by value.
 
     Args:
         found: Parameters that have a gradient.
@@ -176,8 +174,6 @@ def sum_of_squares(found: Sequence[paddle.Tensor], max_value: float | None = Non
 
     Returns:
         A float32 scalar; inf where float32 overflows.
-
-    Sync: none.
     """
     for parameter in found:
         _merge_rows(parameter)

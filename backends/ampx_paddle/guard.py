@@ -36,8 +36,6 @@ class StepGuard:
         """Return a region in which the wrapper itself steps.
 
         A lock, though nobody waits for it: leaving it is not Python code, in which a signal could be handled.
-
-        Sync: none.
         """
         self._stepping = threading.Lock()
         return self._stepping
@@ -68,11 +66,11 @@ class StepGuard:
         return StepGuard(copy.deepcopy(self._member, memo), self._are_scaled)
 
     def watch(self, optimizer: Any) -> None:
-        """Take the mark's place on a raw optimizer, whatever stood there. Sync: none."""
+        """Take the mark's place on a raw optimizer, whatever stood there."""
         if optimizer._get_auxiliary_var(MARK) is not self:
             optimizer._set_auxiliary_var(MARK, self)
 
     @staticmethod
     def leave(optimizer: Any) -> None:
-        """Clear the mark. Sync: none."""
+        """Clear the mark."""
         optimizer._set_auxiliary_var(MARK, None)

@@ -12,7 +12,7 @@ from ampx.errors import LossDtypeError
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
-    """Tell what `scale_loss` has to know about a loss.
+    """Return what `scale_loss` has to know about a loss.
 
     Args:
         loss: What the user passed; a tensor of any shape, dtype and place is described.
@@ -43,7 +43,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
 
 
 def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:
-    """Give the loss in float32 times the scale; in float16 the product would overflow.
+    """Return the loss in float32 times the scale; in float16 the product would overflow.
 
     Native defect: `GradScaler.scale` also looks at the dtype of the last `auto_cast` anywhere in the process and
     switches itself off for good unless it was float16. Nothing but the scale counts here.
@@ -51,8 +51,6 @@ def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:
     Args:
         loss: Floating tensor of one element.
         scale: The loss scale.
-
-    Sync: none.
     """
     if loss.dtype in (paddle.float16, paddle.bfloat16):
         loss = loss.astype("float32")

@@ -31,11 +31,11 @@ class LossMixer:
         self._aside: list[tuple[Any, Any]] = []
 
     def note(self, loss_id: int, finite: bool) -> None:
-        """Note what unscaling one loss's gradients found. Sync: none."""
+        """Note what unscaling one loss's gradients found."""
         self.finite[loss_id] = finite and self.finite.get(loss_id, True)
 
     def put_aside(self, optimizer: Any, loss_id: int) -> None:
-        """Take the true gradients off the parameters, for a loss that is about to make its own. Sync: none."""
+        """Take the true gradients off the parameters, for a loss that is about to make its own."""
         self.loss_id = loss_id
         # Copies: backward may write into the memory of a gradient that it gave before.
         self._aside = [(one, gradient_of(one).detach().clone()) for one in collect(optimizer)]
@@ -43,7 +43,7 @@ class LossMixer:
 
     @paddle.no_grad()  # type: ignore[untyped-decorator]
     def bring_back(self) -> None:
-        """Add what was put aside to the gradients. Sync: none."""
+        """Add what was put aside to the gradients."""
         aside, self._aside = self._aside, []
         for parameter, gradient in aside:
             new = parameter._grad_ivar()
@@ -53,12 +53,12 @@ class LossMixer:
                 new.add_(gradient)
 
     def drop_aside(self) -> None:
-        """Forget gradients put aside, and what was found in them: the user cleared all gradients. Sync: none."""
+        """Forget gradients put aside, and what was found in them: the user cleared all gradients."""
         self._aside = []
         self.finite = {}
 
     def reset(self) -> None:
-        """Start afresh, after a step. Sync: none."""
+        """Start afresh, after a step."""
         self.loss_id = None
         self.drop_aside()
 
@@ -68,8 +68,6 @@ def refuse_unmixable(optimizer: Any) -> None:
 
     Raises:
         UnsupportedByBackendError: A gradient is sparse (SelectedRows), or a `main_grad`.
-
-    Sync: none.
     """
     for parameter in collect(optimizer):
         if getattr(parameter, "main_grad", None) is not None or not gradient_of(parameter).is_dense():
@@ -81,6 +79,6 @@ def refuse_unmixable(optimizer: Any) -> None:
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Leave the parameters of a raw optimizer without gradients; zeros would hide which have none. Sync: none."""
+    """Leave the parameters of a raw optimizer without gradients; zeros would hide which have none."""
     for parameter in parameters(optimizer):
         parameter.clear_gradient(False)  # not by keyword: the binding does not look at keywords

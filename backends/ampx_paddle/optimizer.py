@@ -253,14 +253,14 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Drop what an unfinished backward left, and bring back what was put aside. Sync: none."""
+        """Drop what an unfinished backward left, and bring back what was put aside."""
         self._writes.leave(unfinished=self._mixer.loss_id is None)
         if self._mixer.loss_id is not None:
             drop_gradients(self.optimizer)
             self._mixer.bring_back()
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
-        """Tell which losses were finite. Sync: none."""
+        """Return which losses were finite."""
         if self._mixer.loss_id is None:
             return super().ampx_finite_by_loss(finite)
         return dict(self._mixer.finite)
@@ -270,8 +270,6 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
 
         Raises:
             ProtocolError: Another loss has added to them with a scale of its own.
-
-        Sync: none.
         """
         if self.ampx_member.group.enabled and self.ampx_member.stage == "scaled":
             self._writes.check()
@@ -283,7 +281,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         return paddle.to_tensor(norm, "float64" if norm > FLOAT32_MAX else "float32")
 
     def _unscale(self, grads: Any) -> Unscaled:
-        """Make gradients true; their norm, where it is bounded, is read with their finiteness. Sync: none."""
+        """Make gradients true; their norm, where it is bounded, is read with their finiteness."""
         finite = super()._unscale(grads).finite
         unscaled = self._unscaled = Unscaled(grads, finite.combine(self._squares(grads)))
         return unscaled
@@ -304,7 +302,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
     # -- what closures ask ---------------------------------------------------------------------------
 
     def casting_region(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region with casting as the session's plan says, or off. Sync: none."""
+        """Return a region with casting as the session's plan says, or off."""
         return nullcontext() if self._plan is None else self._backend.autocast(self._plan, enabled)
 
     def check_evaluation(self) -> dict[int, bool]:
@@ -340,7 +338,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         self._norm = norm if self._norm is None else self._norm
 
     def close_step(self, finite: dict[int, bool]) -> None:
-        """Note a step's outcome and move the loss scale. Sync: none."""
+        """Note a step's outcome and move the loss scale."""
         norm = self._norm
         self._unscaled = self._norm = None
         self._writes.note_step(all(finite.values()))
@@ -351,7 +349,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             self.ampx_member.begin_change()
 
     def drop_pending(self) -> None:
-        """Forget pending gradients without counting a step. Sync: none."""
+        """Forget pending gradients without counting a step."""
         self._begin_drop()
         self._unscaled = self._norm = None
         self._forget_losses()
@@ -395,8 +393,6 @@ def _check_multi_tensor(optimizer: Any) -> None:
 
     Raises:
         UnsupportedByBackendError: So it is: Paddle would raise half-way.
-
-    Sync: none.
     """
     if not optimizer._use_multi_tensor:
         return

@@ -13,7 +13,7 @@ from .optimizer import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Give a model low-precision parameters, norms excepted, and its optimizer float32 master weights.
+    """Return a model low-precision parameters, norms excepted, and its optimizer float32 master weights.
 
     Args:
         model: A layer, or a list of layers; changed in place.
@@ -25,8 +25,6 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
 
     Raises:
         UnsupportedDeviceError: Paddle's present device is another than the session's; there `decorate` does nothing.
-
-    Sync: none.
     """
     if plan.level == "O2":
         present = paddle.device.get_device()

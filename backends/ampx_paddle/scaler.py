@@ -61,8 +61,6 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
 
         Raises:
             InvalidOptionError: The model was prepared without `amp_configs`, or with another optimizer.
-
-        Sync: none.
         """
         if getattr(model, "_optimizer", None) not in self._optimizers or model._adapter._amp_level == "O0":
             raise InvalidOptionError(
@@ -72,7 +70,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         model._scaler = self
 
     def scale(self, var: Any) -> Any:
-        """Give the loss in float32 times the scale; see `ampx.scale_loss`. Sync: none."""
+        """Return the loss in float32 times the scale; see `ampx.scale_loss`."""
         for optimizer in self._optimizers:
             note_late_backward(optimizer.ampx_member)
         with ampx.scale_loss(var, self._optimizers) as scaled:
@@ -87,7 +85,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         self._own(optimizer).step()
 
     def update(self) -> None:
-        """Do nothing: `step` has moved the scale. Sync: none."""
+        """Do nothing: `step` has moved the scale."""
 
     def minimize(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step, as Paddle's `minimize` does after backward. Sync: one a dtype."""
@@ -105,15 +103,15 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
     # -- numbers: read from the loss scale, set on it --------------------------------------------------
 
     def is_enable(self) -> bool:
-        """Tell whether losses are scaled."""
+        """Return whether losses are scaled."""
         return bool(self._group.enabled)
 
     def is_use_dynamic_loss_scaling(self) -> bool:
-        """Tell whether the scale moves."""
+        """Return whether the scale moves."""
         return bool(self._group.enabled and self._group.config.dynamic)
 
     def get_init_loss_scaling(self) -> float:
-        """Give the first scale."""
+        """Return the first scale."""
         return float(self._group.config.init_scale)
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
@@ -131,7 +129,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
             self.set_init_loss_scaling(float(np.asarray(value).item()))
 
     def get_incr_ratio(self) -> float:
-        """Give the growth factor."""
+        """Return the growth factor."""
         return float(self._group.config.growth_factor)
 
     def set_incr_ratio(self, new_incr_ratio: float) -> None:
@@ -139,7 +137,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         self._configure(growth_factor=new_incr_ratio)
 
     def get_decr_ratio(self) -> float:
-        """Give the backoff factor."""
+        """Return the backoff factor."""
         return float(self._group.config.backoff_factor)
 
     def set_decr_ratio(self, new_decr_ratio: float) -> None:
@@ -147,7 +145,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         self._configure(backoff_factor=new_decr_ratio)
 
     def get_incr_every_n_steps(self) -> int:
-        """Give the growth interval."""
+        """Return the growth interval."""
         return int(self._group.config.growth_interval)
 
     def set_incr_every_n_steps(self, new_incr_every_n_steps: int) -> None:
@@ -155,7 +153,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         self._configure(growth_interval=new_incr_every_n_steps)
 
     def get_decr_every_n_nan_or_inf(self) -> int:
-        """Give the hysteresis."""
+        """Return the hysteresis."""
         return int(self._group.config.hysteresis)
 
     def set_decr_every_n_nan_or_inf(self, new_decr_every_n_nan_or_inf: int) -> None:
@@ -173,7 +171,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
     # -- state: Paddle's own form, so that plain Paddle reads it -----------------------------------------
 
     def state_dict(self) -> Any:
-        """Give the first optimizer's scale in Paddle's form (`amp.state_dict()` has them all). Sync: none."""
+        """Return the first optimizer's scale in Paddle's form (`amp.state_dict()` has them all)."""
         if not self.is_enable():
             return {}
         config: LossScale = self._group.config
@@ -195,8 +193,6 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         Raises:
             UnsupportedByBackendError: The optimizers have several scales, of which Paddle's form holds one.
             UnknownSchemaError, InvalidStateError: It is no such state.
-
-        Sync: none.
         """
         groups = self._groups()
         if len(groups) > 1:

@@ -26,8 +26,6 @@ def refuse_partition() -> None:
 
     Raises:
         UnsupportedByBackendError: There are several processes.
-
-    Sync: none.
     """
     if paddle.distributed.get_world_size() > 1:
         refuse("the parameters of a wrapped optimizer were replaced in one of several processes, as sharding does")

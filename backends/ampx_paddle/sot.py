@@ -12,11 +12,9 @@ _PACKAGES: Final = ("ampx", "ampx_paddle")
 
 
 def run_as_written() -> None:
-    """Tell Paddle's bytecode translator to run the functions of ampx as they are, as it does with Paddle's own.
+    """Have Paddle's bytecode translator run the functions of ampx as they are, as it does with Paddle's own.
 
     Native defect: it breaks a `with` block and what is called in it into pieces that use variables which are not set.
-
-    Sync: none.
     """
     folders = [os.path.dirname(str(sys.modules[name].__file__)) + os.sep for name in _PACKAGES]
     paddle.framework.core.eval_frame_skip_file_prefix(tuple(folders))

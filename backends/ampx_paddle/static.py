@@ -38,7 +38,7 @@ class GraphLedger(Ledger):
         self._told = 0
 
     def value(self, field: str) -> Any:
-        """Give a variable's number; None before the startup program ran. Sync: one on an accelerator."""
+        """Return a variable's number; None before the startup program ran. Sync: one on an accelerator."""
         variable = paddle.static.global_scope().find_var(self._names[field])
         tensor = None if variable is None else variable.get_tensor()
         if tensor is None or not tensor._is_initialized():
@@ -46,7 +46,7 @@ class GraphLedger(Ledger):
         return np.array(tensor).item()
 
     def factor(self, group: ScaleGroup, loss_id: int) -> float:
-        """Give the scale as the program has it now."""
+        """Return the scale as the program has it now."""
         self.resolve(group)
         return float(group.state_of(0).scale)
 
@@ -61,7 +61,7 @@ class GraphLedger(Ledger):
             group.steps = int(self.value("steps") or 0)
 
     def events(self, group: ScaleGroup) -> Iterator[Event]:
-        """Give the events of the last run, once; nobody sends them otherwise. Sync: some on an accelerator."""
+        """Return the events of the last run, once; nobody sends them otherwise. Sync: some on an accelerator."""
         steps = int(self.value("steps") or 0)
         if steps == self._told:
             return
@@ -72,7 +72,7 @@ class GraphLedger(Ledger):
         yield from group.events_of((group.framework, group.index, 0, steps), before, after, bool(self.value("finite")))
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
-        """Tell what the outcome holds; there are none."""
+        """Return what the outcome holds; there are none."""
         return outcome.finite
 
     def reload(self, group: ScaleGroup) -> None:
@@ -185,8 +185,6 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
             ProtocolError: The program was given to `minimize` already.
             UnsupportedByBackendError: An input of a bfloat16 product has `stop_gradient=True` on the CPU (Paddle
                 would crash), or a gradient is not float32.
-
-        Sync: none.
         """
         group = self.ampx_member.group
         if not group.enabled:

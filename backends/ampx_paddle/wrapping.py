@@ -29,8 +29,6 @@ def make_wrapper(
         InvalidOptionError: An option is unknown.
         LowPrecisionParametersError: It holds low-precision parameters without master weights.
         UnsupportedByBackendError: The backend cannot step it rightly.
-
-    Sync: none.
     """
     reject_unknown("paddle", options, ())
     if type(optimizer).__module__.startswith("paddle.distributed."):

@@ -39,7 +39,7 @@ _late: Final[weakref.WeakSet[Member]] = weakref.WeakSet()
 
 
 def note_late_backward(member: Member) -> None:
-    """Note that a loss is scaled for this member whose backward runs outside of its body. Sync: none."""
+    """Note that a loss is scaled for this member whose backward runs outside of its body."""
     _late.add(member)
 
 
@@ -72,15 +72,13 @@ class Writes:
 
         Paddle's hook cannot be taken off: it holds this object weakly. It runs no Python code, in which a signal could
         be handled: an exception there would become a SystemError of Paddle's backward.
-
-        Sync: none.
         """
         note = partial(setattr, _written, self._name, weakref.ref(self))
         for parameter in parameters:
             parameter._register_backward_hook(note)
 
     def attribute(self) -> None:
-        """Note by the bodies that run which scale a backward has written with. Sync: none."""
+        """Note by the bodies that run which scale a backward has written with."""
         bodies = _bodies()
         if any(writes is self for writes, _ in bodies):
             self._own = True
@@ -91,13 +89,13 @@ class Writes:
         # Else it is the backward of a loss that was scaled before: it runs outside of its body.
 
     def enter(self, scale: float) -> None:
-        """Note that a body of this optimizer begins. Sync: none."""
+        """Note that a body of this optimizer begins."""
         _attribute()
         self._end_body()
         _thread.bodies = (*_thread.bodies, (weakref.ref(self), scale))
 
     def leave(self, unfinished: bool = False) -> None:
-        """Note that it ends; what an unfinished one wrote carries its scale, if it stays. Sync: none."""
+        """Note that it ends; what an unfinished one wrote carries its scale, if it stays."""
         _attribute()
         if self._own and unfinished:
             self._carried.update(scale for writes, scale in _bodies() if writes is self)
@@ -143,8 +141,6 @@ class Writes:
 
         Raises:
             ProtocolError: It has.
-
-        Sync: none.
         """
         _attribute()
         factors = set(self._member.factors.values())
@@ -169,7 +165,7 @@ class Writes:
         return not self._carried <= {1.0} and any_nonzero(found)
 
     def begin_step(self) -> set[float]:
-        """Note that a step uses the gradients: they may be anything until it is noted. Sync: none.
+        """Note that a step uses the gradients: they may be anything until it is noted.
 
         Returns:
             What `undo_step` is given where the step was refused.
@@ -178,15 +174,15 @@ class Writes:
         return before
 
     def undo_step(self, before: set[float]) -> None:
-        """Note that the step changed nothing. Sync: none."""
+        """Note that the step changed nothing."""
         self._carried = before
 
     def note_step(self, finite: bool) -> None:
-        """Note that a step used the gradients: they are true now, or anything where it was skipped. Sync: none."""
+        """Note that a step used the gradients: they are true now, or anything where it was skipped."""
         self._own, self._carried = False, {1.0 if finite else UNKNOWN}
 
     def note_cleared(self, inside: bool = False) -> None:
-        """Note that the optimizer cleared its gradients, perhaps inside of a body of its own. Sync: none."""
+        """Note that the optimizer cleared its gradients, perhaps inside of a body of its own."""
         _written.__dict__.pop(self._name, None)
         self._own, self._carried = False, set()
         if not inside:

@@ -14,7 +14,7 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load() -> ampx.Backend:
-    """Give the backend, importing tensorflow and keras."""
+    """Return the backend, importing tensorflow and keras."""
     from .engine import check_engine
 
     check_engine()
@@ -24,12 +24,12 @@ def load() -> ampx.Backend:
 
 
 def install(dtype: object = "auto", device: str = "auto") -> None:
-    """Make the names of TensorFlow 1 and Keras 2 work, with ampx underneath: see `old_names`. Sync: none."""
+    """Make the names of TensorFlow 1 and Keras 2 work, with ampx underneath: see `old_names`."""
     _old_names().install(dtype, device)
 
 
 def uninstall() -> None:
-    """Leave TensorFlow and Keras as they were before `install`. Sync: none."""
+    """Leave TensorFlow and Keras as they were before `install`."""
     _old_names().uninstall()
 
 

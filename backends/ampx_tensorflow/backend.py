@@ -44,11 +44,11 @@ class TensorFlowBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is an optimizer of Keras or TensorFlow, not wrapped."""
+        """Return whether this is an optimizer of Keras or TensorFlow, not wrapped."""
         return is_optimizer(candidate)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region that Keras layers follow; where graphs are cast there are none."""
+        """Return a region that Keras layers follow; where graphs are cast there are none."""
         if isinstance(plan, graph_rewrite.GraphPlan):
             return nullcontext()
         if "tf_keras" in sys.modules:
@@ -88,19 +88,19 @@ class TensorFlowBackend(ampx.Backend):
         return casting.cast(tree, dtype)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating tensors of a tree."""
+        """Return the widest dtype among the floating tensors of a tree."""
         return casting.widest(tree, at_least)
 
     def smallest(self, scales: Sequence[Any]) -> Any:
-        """Give the smallest of some scales, which are tensors."""
+        """Return the smallest of some scales, which are tensors."""
         return tf.reduce_min(tf.stack([tf.convert_to_tensor(scale, tf.float32) for scale in scales]))
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Tell what `scale_loss` has to know about a loss."""
+        """Return what `scale_loss` has to know about a loss."""
         return inspect_loss(loss, check_nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Give the loss in float32 times the scale, with a `gradient` of its own for use outside the tape."""
+        """Return the loss in float32 times the scale, with a `gradient` of its own for use outside the tape."""
         return scale_loss(loss, scale)
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
@@ -118,7 +118,7 @@ class TensorFlowBackend(ampx.Backend):
             optimizer.apply(grads)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        """Give an optimizer that Keras accepts wherever it accepts the raw one."""
+        """Return an optimizer that Keras accepts wherever it accepts the raw one."""
         return make_wrapper(self, optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
@@ -132,7 +132,7 @@ class TensorFlowBackend(ampx.Backend):
         return prepared if optimizer is None else (prepared, optimizer)
 
     def demo(self) -> Any:
-        """Give the trainer behind `ampx demo`."""
+        """Return the trainer behind `ampx demo`."""
         from .demo import KerasTrainer  # scikit-learn is needed for the demo only
 
         return KerasTrainer()

@@ -42,7 +42,7 @@ _regions: Final[dict[int, tuple[Dtype, ...]]] = {}  # by thread, the innermost l
 
 @retracing.decided_by
 def compute_dtype() -> Dtype:
-    """Give the dtype in which layers compute in the calling thread now. Sync: none."""
+    """Return the dtype in which layers compute in the calling thread now."""
     if _regions:
         regions = _regions.get(threading.get_ident()) or _regions.get(retracing.launcher() or 0)
         if regions:
@@ -83,16 +83,13 @@ class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
 
 
 def policy_for(dtype: Dtype) -> AmpPolicy:
-    """Give a policy for new layers. Sync: none."""
+    """Return a policy for new layers."""
     return AmpPolicy("float32" if dtype == "float32" else f"mixed_{dtype}")
 
 
 @contextmanager
 def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
-    """Give a region with casting on or off; layers that are made inside one with casting on follow later ones.
-
-    Sync: none.
-    """
+    """Return a region with casting on or off; layers that are made inside one with casting on follow later ones."""
     policy = keras.config.dtype_policy()
     try:
         if enabled:
@@ -104,25 +101,25 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
 
 
 def off() -> AbstractContextManager[None]:
-    """Give a region with casting off, whatever the plan. Sync: none."""
+    """Return a region with casting off, whatever the plan."""
     return _region("float32")
 
 
 def activate(plan: CastPlan) -> None:
-    """Switch casting on in the process, and for new layers in the calling thread. Sync: none."""
+    """Switch casting on in the process, and for new layers in the calling thread."""
     _session.dtype = plan.dtype
     enter_thread(plan)
 
 
 def enter_thread(plan: CastPlan) -> None:
-    """Let new layers of the calling thread cast: Keras keeps the policy for them by thread. Sync: none."""
+    """Let new layers of the calling thread cast: Keras keeps the policy for them by thread."""
     if not _before.policies:
         _before.policies = (keras.config.dtype_policy(),)
     keras.config.set_dtype_policy(policy_for(plan.dtype))
 
 
 def deactivate() -> None:
-    """Undo `activate` and `prepare`. Sync: none."""
+    """Undo `activate` and `prepare`."""
     _session.dtype = None
     if _before.policies:
         (policy,), _before.policies = _before.policies, ()
@@ -131,7 +128,7 @@ def deactivate() -> None:
 
 
 def restore() -> None:
-    """Give the layers that `prepare` changed their own policies again. Sync: none."""
+    """Return the layers that `prepare` changed their own policies again."""
     for layer, policy in list(_session.prepared.items()):
         layer.dtype_policy = policy
     _session.prepared.clear()
@@ -148,8 +145,6 @@ def prepare(model: Any, plan: CastPlan) -> Any:
 
     Returns:
         The model.
-
-    Sync: none.
     """
     for layer in model._flatten_layers():
         policy = layer.dtype_policy
@@ -161,13 +156,13 @@ def prepare(model: Any, plan: CastPlan) -> Any:
 
 
 def forget_functions(layer: Any) -> None:
-    """Have a model build its functions for fit, evaluate and predict anew. Sync: none."""
+    """Have a model build its functions for fit, evaluate and predict anew."""
     if isinstance(layer, keras.Model):
         layer.train_function = layer.test_function = layer.predict_function = None
 
 
 def cast(tree: Any, dtype: Dtype) -> Any:
-    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is. Sync: none."""
+    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
     if tf.is_tensor(tree) and not isinstance(tree, tf.Variable):
         wanted = DTYPES[dtype]
         return tf.cast(tree, wanted) if tree.dtype.is_floating and tree.dtype != wanted else tree
@@ -181,6 +176,6 @@ def cast(tree: Any, dtype: Dtype) -> Any:
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
-    """Give float32 if any floating tensor of a tree is wider than `at_least`. Sync: none."""
+    """Return float32 if any floating tensor of a tree is wider than `at_least`."""
     found = [one for one in tf.nest.flatten(tree) if tf.is_tensor(one) and one.dtype.is_floating]
     return at_least if all(one.dtype == DTYPES[at_least] for one in found) else "float32"

@@ -11,7 +11,7 @@ from ampx.protocol import Member, ScaleGroup
 
 
 def on_host() -> bool:
-    """Tell whether Python itself runs the steps: not in a trace, and not on one of several replicas. Sync: none."""
+    """Return whether Python itself runs the steps: not in a trace, and not on one of several replicas."""
     return bool(tf.executing_eagerly()) and _replica() is None
 
 
@@ -36,7 +36,7 @@ class Contexts:
         self._others: weakref.WeakKeyDictionary[Any, dict[Any, ScaleGroup]] = weakref.WeakKeyDictionary()
 
     def here(self) -> ScaleGroup:
-        """Give the group of the place where the caller runs. Sync: none."""
+        """Return the group of the place where the caller runs."""
         if on_host():
             return self.host
         places = self._others.setdefault(tf.compat.v1.get_default_graph(), {})
@@ -51,11 +51,11 @@ class Contexts:
         return found
 
     def member(self, position: int) -> Member:
-        """Give a member of the group of `here`. Sync: none."""
+        """Return a member of the group of `here`."""
         return self.here().members[position]
 
     def elsewhere(self, position: int) -> list[Member]:
-        """List the other places of a member where gradients were left, scaled or unscaled. Sync: none."""
+        """List the other places of a member where gradients were left, scaled or unscaled."""
         here = self.here()
         groups = [self.host, *(group for places in self._others.values() for group in places.values())]
         found = [group.members[position] for group in groups if group is not here]

@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-2
 
 
 def make_network(seed: int) -> keras.Model:
-    """Give a small convolutional network for images of shape (N, 8, 8, 1); its logits are float32."""
+    """Return a small convolutional network for images of shape (N, 8, 8, 1); its logits are float32."""
     seeds = iter(range(3 * seed, 3 * seed + 3))
 
     def initializer() -> Any:

@@ -57,15 +57,12 @@ class VariableLedger(Ledger):
             history.watch(group)
 
     def join(self, slots: Slots) -> int:
-        """Take the variables of one more optimizer; gives its position. Sync: none."""
+        """Take the variables of one more optimizer; gives its position."""
         self.slots.append(slots)
         return len(self.slots) - 1
 
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
-        """Give the scale that waiting gradients carry, or else the current one: see `pin` for when they differ.
-
-        Sync: none.
-        """
+        """Return the scale that waiting gradients carry, or else the current one: see `pin` for when they differ."""
         if is_one(group.config):
             self.given = tf.constant(1.0)
             return self.given
@@ -77,7 +74,7 @@ class VariableLedger(Ledger):
         return self.given
 
     def pin(self) -> None:
-        """Note that waiting gradients may carry another scale than the current one from now on. Sync: none."""
+        """Note that waiting gradients may carry another scale than the current one from now on."""
         if not self._pinned:
             self._pinned = True
             _configurations.changed += 1
@@ -110,15 +107,13 @@ class VariableLedger(Ledger):
         self._move(group, flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags)))
 
     def moves_alone(self, group: ScaleGroup) -> bool:
-        """Tell whether one optimizer's step in a trace moves the scale, on one device. Sync: none."""
+        """Return whether one optimizer's step in a trace moves the scale, on one device."""
         return len(group.members) == 1 and not tf.executing_eagerly() and not several()
 
     def move(self, group: ScaleGroup, finite: bool, scale: Any, norm: Any) -> None:
         """Do what `settle` does, which then finds it done, in a branch of a trace where the finiteness is known.
 
         It takes a third of the operations, which is what small steps feel.
-
-        Sync: none.
         """
         retracing.depend()  # the host looks when the function is called
         self._move(group, finite)
@@ -188,7 +183,7 @@ class VariableLedger(Ledger):
         self.counters.assign([*_trackers(state), steps])
 
     def result(self, position: int, measured: bool) -> StepResult:
-        """Tell in a trace what the last step did, as tensors; the norm where it is measured. Sync: none."""
+        """Return, in a trace, what the last step did, as tensors; the norm where it is measured."""
         scale, finite, norm = tf.unstack(tf.convert_to_tensor(self.slots[position].last))
         skips = tf.convert_to_tensor(self.counters)[2]
         return StepResult(
@@ -197,7 +192,7 @@ class VariableLedger(Ledger):
 
 
 def is_one(config: LossScale) -> bool:
-    """Tell whether a loss scale is 1 for ever, so that there is nothing to multiply or divide. Sync: none."""
+    """Return whether a loss scale is 1 for ever, so that there is nothing to multiply or divide."""
     return not config.dynamic and config.init_scale == 1.0
 
 
@@ -213,12 +208,12 @@ _configurations: Final = _Configurations()
 
 @retracing.decided_by
 def configurations() -> int:
-    """Tell how often something changed that traces hold. Sync: none."""
+    """Return how often something changed that traces hold."""
     return _configurations.changed
 
 
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Choose in a trace; a Python number takes the dtype of what it meets. Sync: none."""
+    """Choose in a trace; a Python number takes the dtype of what it meets."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
     dtype = next((one.dtype for one in (if_true, if_false) if tf.is_tensor(one)), None)
@@ -236,8 +231,6 @@ def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> 
         group: The loss scale as the host knows it.
         missed: What traces did since.
         state: Where they left the scale. Another one means that somebody wrote it, as a checkpoint does: no events.
-
-    Sync: none.
     """
     if missed.lost:
         warnings.warn(
@@ -258,7 +251,7 @@ def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> 
 
 
 def _runs(missed: history.Missed) -> Iterator[tuple[bool, int]]:
-    """Give the steps in order: whether they overflowed, and how many in a row."""
+    """Return the steps in order: whether they overflowed, and how many in a row."""
     done = 0
     for first, length in missed.stretches:
         yield False, first - 1 - done

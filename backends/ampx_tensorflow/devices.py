@@ -27,8 +27,6 @@ def describe(name: str) -> Device:
 
     Raises:
         UnsupportedDeviceError: There is no such device here.
-
-    Sync: none.
     """
     gpus = tf.config.list_physical_devices("GPU")
     wanted = ("gpu" if gpus else "cpu") if name == "auto" else str(name)

@@ -15,8 +15,6 @@ def check_engine() -> None:
 
     Raises:
         UnsupportedByBackendError: Keras runs, or would run, on another engine.
-
-    Sync: none.
     """
     engine = _engine()
     if engine != "tensorflow":

@@ -12,7 +12,7 @@ _SMALL: Final = 4096
 
 
 def present(grads: Sequence[Any]) -> bool:
-    """Tell whether there is any gradient at all. Sync: none."""
+    """Return whether there is any gradient at all."""
     return any(grad is not None for grad in grads)
 
 
@@ -22,8 +22,6 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
     Args:
         grads: Tensors, `IndexedSlices` or None.
         scale: Float32 scalar; None gives the gradients as they are.
-
-    Sync: none.
     """
     if scale is None:
         return list(grads)
@@ -37,7 +35,7 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
 
 
 def finite(grads: Sequence[Any]) -> Any:
-    """Tell whether all gradients are free of inf and NaN, as a boolean scalar tensor. Sync: none."""
+    """Return whether all gradients are free of inf and NaN, as a boolean scalar tensor."""
     values = [one for one in map(_values, grads) if _floating(one)]
     parts: list[Any] = []
     small: dict[Any, list[Any]] = {}
@@ -62,8 +60,6 @@ def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) 
     Returns:
         The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None; infinite
         only where float32 cannot hold the norm).
-
-    Sync: none.
     """
     merged = [_merge(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
     if max_value is not None:

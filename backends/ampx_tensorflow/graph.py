@@ -25,7 +25,7 @@ _v1 = tf.compat.v1
 
 
 def is_optimizer(candidate: object) -> bool:
-    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx. Sync: none."""
+    """Return whether this is an optimizer of `tf.compat.v1.train`, not wrapped by ampx."""
     return isinstance(candidate, _v1.train.Optimizer) and not isinstance(candidate, GraphOptimizer)
 
 
@@ -36,8 +36,6 @@ def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Ma
         AlreadyWrappedError: It scales the loss itself.
         InvalidOptionError: An option is unknown.
         UnsupportedByBackendError: It is one of a list.
-
-    Sync: none.
     """
     reject_unknown("tensorflow", options, ())
     if isinstance(optimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
@@ -63,7 +61,7 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         self.computed: list[tuple[Sequence[Any], Any]] = []
 
     def __call__(self) -> Any:
-        """Give the current scale as a float32 scalar tensor."""
+        """Return the current scale as a float32 scalar tensor."""
         return tf.convert_to_tensor(self.numbers.variables["scale"])
 
     def update(self, grads: Any) -> tuple[Any, Any]:
@@ -84,7 +82,7 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         return (None if tf.executing_eagerly() else tf.group(*done)), finite
 
     def get_config(self) -> dict[str, Any]:
-        """Give what the native class would take."""
+        """Return what the native class would take."""
         config = self.numbers.config
         return {
             "initial_loss_scale": config.init_scale,
@@ -123,7 +121,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     @property
     def ampx_pending(self) -> bool:
-        """Whether gradients wait for the step, as far as building the graph tells. Sync: none."""
+        """Whether gradients wait for the step, as far as building the graph tells."""
         return self.ampx_member.pending
 
     def ampx_assert_idle(self) -> list[Any]:
@@ -131,7 +129,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         return []
 
     def ampx_unwrap(self) -> None:
-        """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
+        """Leave the raw optimizer as if it had never been wrapped."""
         guard.leave(self._optimizer)
 
     @property
@@ -165,7 +163,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     @tf.autograph.experimental.do_not_convert
     def compute_gradients(self, loss: Any, var_list: Any = None, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Give pairs of true gradients and variables.
+        """Return pairs of true gradients and variables.
 
         Args:
             loss: A float scalar tensor (in eager mode a function that gives it), as the loss function gave it or as
@@ -173,8 +171,6 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
             var_list: As TensorFlow's `compute_gradients`, like the rest.
             *args: As TensorFlow's.
             **kwargs: As TensorFlow's.
-
-        Sync: none.
         """
         member = self.ampx_member
         if not member.group.enabled:
@@ -197,28 +193,28 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         return pairs  # type: ignore[no-any-return]
 
     def zero_grad(self) -> None:
-        """Forget the gradients computed since the last step: they will not be applied. Sync: none."""
+        """Forget the gradients computed since the last step: they will not be applied."""
         self._loss_scale.computed, self._computed = [], False
         self.ampx_member.forget()
 
     def ampx_catch_up(self) -> None:
-        """Note that a step was interrupted, which a new loss makes good: gradients are values. Sync: none."""
+        """Note that a step was interrupted, which a new loss makes good: gradients are values."""
         if self.ampx_member.stage == "interrupted":
             self.zero_grad()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Forget gradients that were computed in a body which raised. Sync: none."""
+        """Forget gradients that were computed in a body which raised."""
         self._computed = False
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Remember that gradients computed inside the body are true already. Sync: none."""
+        """Remember that gradients computed inside the body are true already."""
         if self._computed:
             self._computed = False
             self.ampx_member.note_unscaled()
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """Give an operation that applies true gradients if all are finite, and moves the loss scale.
+        """Return an operation that applies true gradients if all are finite, and moves the loss scale.
 
         Args:
             grads_and_vars: Pairs as `compute_gradients` gave them (clipped, perhaps), or gradients of what

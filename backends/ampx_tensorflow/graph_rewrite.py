@@ -54,7 +54,7 @@ _started = _Started()
 
 @contextmanager
 def requested() -> Iterator[None]:
-    """Give a region in which `ampx.init` starts sessions that cast graphs instead of layers. Sync: none."""
+    """Return a region in which `ampx.init` starts sessions that cast graphs instead of layers."""
     before, _request.graphs = _request.graphs, True
     try:
         yield
@@ -64,7 +64,7 @@ def requested() -> Iterator[None]:
 
 @contextmanager
 def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> Iterator[None]:
-    """Give a region in which another starts the session, and is told of what `enable_...` wraps. Sync: none."""
+    """Return a region in which another starts the session, and is told of what `enable_...` wraps."""
     _request.start, _request.tell = start, tell
     try:
         yield
@@ -73,12 +73,12 @@ def started_by(start: Callable[[], Any], tell: Callable[[Any, str], None]) -> It
 
 
 def stand_alone() -> None:
-    """Let `enable_...` start sessions of its own again inside `started_by`. Sync: none."""
+    """Let `enable_...` start sessions of its own again inside `started_by`."""
     _request.start = _request.tell = None
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Give the plan of a session that is being started.
+    """Return the plan of a session that is being started.
 
     Raises:
         UnsupportedByBackendError: Graphs are to be cast, and the rewriter casts nothing on this device.
@@ -146,10 +146,7 @@ def enable_mixed_precision_graph_rewrite(
 
 
 def mixed_policy() -> str:
-    """Return which Keras has a global policy that casts, and which one, as "Keras is 'mixed_float16'"; "" for none.
-
-    Sync: none.
-    """
+    """Return which Keras has a global policy that casts, and which one, as "Keras is 'mixed_float16'"; "" for none."""
     policies = {"Keras": keras.config.dtype_policy()}
     if "tf_keras" in sys.modules:
         policies["tf_keras"] = sys.modules["tf_keras"].mixed_precision.global_policy()
@@ -178,8 +175,6 @@ def read_loss_scale(value: Any) -> LossScale:
 
     Raises:
         InvalidOptionError: It is none.
-
-    Sync: none.
     """
     kinds = tf.compat.v1.mixed_precision
     if isinstance(value, str) and value == "dynamic":

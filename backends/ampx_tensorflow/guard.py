@@ -32,7 +32,7 @@ _watched: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = 
 
 
 def watch(raw: Any, wrapper: Wrapper, method: str) -> None:
-    """Let a method of a raw optimizer raise while the wrapper has gradients pending. Sync: none.
+    """Let a method of a raw optimizer raise while the wrapper has gradients pending.
 
     Args:
         raw: The optimizer; copies of it are not watched.
@@ -44,13 +44,13 @@ def watch(raw: Any, wrapper: Wrapper, method: str) -> None:
 
 
 def leave(raw: Any) -> None:
-    """Leave a raw optimizer as it was before `watch`. Sync: none."""
+    """Leave a raw optimizer as it was before `watch`."""
     if raw in _watched:
         vars(raw).pop(_watched.pop(raw)[1], None)
 
 
 def native(raw: Any, method: str) -> Callable[..., Any]:
-    """Return the method as the raw optimizer's class has it, for the wrapper's own steps. Sync: none."""
+    """Return the method as the raw optimizer's class has it, for the wrapper's own steps."""
     return functools.partial(getattr(type(raw), method), raw)
 
 

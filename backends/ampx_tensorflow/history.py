@@ -49,7 +49,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        """Make the variables: in a graph of TensorFlow 1 such that no initializer has to run. Sync: none."""
+        """Make the variables: in a graph of TensorFlow 1 such that no initializer has to run."""
         self.in_graph = not tf.compat.v1.executing_eagerly_outside_functions()
         with tf.init_scope():
             make = functools.partial(tf.Variable, trainable=False)
@@ -63,7 +63,7 @@ class History:
         self._seen = 0, 0, 0
 
     def note(self, finite: Any) -> list[Any]:
-        """Note one more step, in a trace or a graph. Sync: none.
+        """Note one more step, in a trace or a graph.
 
         Args:
             finite: Boolean scalar tensor, or True or False where the trace knows.
@@ -103,7 +103,7 @@ class History:
         return tf.compat.v1.get_default_session().run(self._reads[id(variable)])
 
     def restart(self) -> None:
-        """Read from the beginning next: another session has variables of its own. Sync: none."""
+        """Read from the beginning next: another session has variables of its own."""
         self._seen = 0, 0, 0
 
     def grew(self) -> bool:
@@ -166,5 +166,5 @@ retracing.before_calls(_looks.count_call)
 
 
 def watch(group: ScaleGroup) -> None:
-    """Look at a loss scale from now on, as long as it lives; its ledger has a `look`. Sync: none."""
+    """Look at a loss scale from now on, as long as it lives; its ledger has a `look`."""
     _looks.watched.add(group)

@@ -72,7 +72,7 @@ class LossScaleOptimizer(Keras2Optimizer, AmpOptimizer):
 
     @property
     def initial_scale(self) -> float:
-        """The first loss scale. Sync: none."""
+        """The first loss scale."""
         return super().initial_scale
 
     @initial_scale.setter
@@ -81,7 +81,7 @@ class LossScaleOptimizer(Keras2Optimizer, AmpOptimizer):
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before growth; None for a static scale. Sync: none."""
+        """Finite steps in a row before growth; None for a static scale."""
         return super().dynamic_growth_steps
 
     @dynamic_growth_steps.setter
@@ -101,8 +101,6 @@ def policy(name: str, loss_scale: Any = "auto") -> keras.DTypePolicy:
 
     Raises:
         InvalidOptionError: A loss scale was given, which policies of Keras 3 do not hold.
-
-    Sync: none.
     """
     if loss_scale != "auto":
         raise InvalidOptionError(
@@ -113,7 +111,7 @@ def policy(name: str, loss_scale: Any = "auto") -> keras.DTypePolicy:
 
 
 def experimental() -> ModuleType:
-    """Make what was `tf.keras.mixed_precision.experimental`. Sync: none."""
+    """Make what was `tf.keras.mixed_precision.experimental`."""
     module = ModuleType("tensorflow.keras.mixed_precision.experimental")
     names = {
         "LossScaleOptimizer": _Experimental,
@@ -127,6 +125,6 @@ def experimental() -> ModuleType:
 
 
 def loss_scales() -> dict[str, Any]:
-    """Give the classes of loss scales, which TensorFlow still has under `compat.v1`. Sync: none."""
+    """Return the classes of loss scales, which TensorFlow still has under `compat.v1`."""
     kinds = tf.compat.v1.mixed_precision
     return {name: getattr(kinds, name) for name in ("LossScale", "DynamicLossScale", "FixedLossScale")}

@@ -70,12 +70,12 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         return self._max_grad_norm is not None
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Give the loss in float32 times the loss scale: see `LedgerOptimizer`. Sync: none."""
+        """Return the loss in float32 times the loss scale: see `LedgerOptimizer`."""
         self._loss_has_been_scaled = True
         return super().get_scaled_loss(loss)
 
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Give true gradients: see `LedgerOptimizer`. Sync: none."""
+        """Return true gradients: see `LedgerOptimizer`."""
         self._gradients_have_been_unscaled = True
         return super().get_unscaled_gradients(grads)
 
@@ -121,12 +121,12 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         raise NotImplementedError
 
     def ampx_unwrap(self) -> None:
-        """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
+        """Leave the raw optimizer as if it had never been wrapped."""
         self._optimizer._is_wrapped_by_loss_scale_optimizer = False
         guard.leave(self._optimizer)
 
     def get_config(self) -> dict[str, Any]:
-        """Give the raw optimizer's configuration and the loss scale's."""
+        """Return the raw optimizer's configuration and the loss scale's."""
         return {
             "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
             "loss_scale": asdict(self._ledger.contexts.host.config),
@@ -141,8 +141,6 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         Raises:
             NotInitializedError: There is none.
             InvalidOptionError: It is the configuration of no such optimizer.
-
-        Sync: none.
         """
         if "inner_optimizer" not in config:
             raise InvalidOptionError(
@@ -257,7 +255,7 @@ def _refuse_low_precision(variables: Sequence[Any]) -> None:
 
 
 def is_optimizer(candidate: object) -> bool:
-    """Return whether this is an optimizer of tf_keras, not wrapped by ampx. Sync: none."""
+    """Return whether this is an optimizer of tf_keras, not wrapped by ampx."""
     return isinstance(candidate, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
@@ -268,8 +266,6 @@ def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Ma
         AlreadyWrappedError: It is one of tf_keras's loss-scale optimizers, or inside one.
         ProtocolError: tf_keras was imported after `init`.
         UnsupportedByBackendError: A graph of TensorFlow 1 is being built.
-
-    Sync: none.
     """
     if isinstance(optimizer, native.BaseLossScaleOptimizer):
         raise AlreadyWrappedError(

@@ -23,19 +23,19 @@ class _Before:
 
 
 def policy_for(dtype: Dtype) -> Any:
-    """Give the policy of layers with float32 variables that compute in a dtype. Sync: none."""
+    """Return the policy of layers with float32 variables that compute in a dtype."""
     return tf_keras.mixed_precision.Policy("float32" if dtype == "float32" else f"mixed_{dtype}")
 
 
 def activate(plan: CastPlan) -> None:
-    """Let layers that are made from now on compute in the plan's dtype, in all threads. Sync: none."""
+    """Let layers that are made from now on compute in the plan's dtype, in all threads."""
     if _Before.policy is None:
         _Before.policy = tf_keras.mixed_precision.global_policy()
     tf_keras.mixed_precision.set_global_policy(policy_for(plan.dtype))
 
 
 def deactivate() -> None:
-    """Undo `activate`; layers made meanwhile keep casting. Sync: none."""
+    """Undo `activate`; layers made meanwhile keep casting."""
     if _Before.policy is not None:
         tf_keras.mixed_precision.set_global_policy(_Before.policy)
         _Before.policy = None
@@ -43,7 +43,7 @@ def deactivate() -> None:
 
 @contextmanager
 def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
-    """Give a region in which new layers cast, or do not; layers that exist keep their policy. Sync: none."""
+    """Return a region in which new layers cast, or do not; layers that exist keep their policy."""
     before = tf_keras.mixed_precision.global_policy()
     tf_keras.mixed_precision.set_global_policy(policy_for(plan.dtype if enabled else "float32"))
     try:
@@ -53,17 +53,15 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
 
 
 def is_model(candidate: object) -> bool:
-    """Tell whether this is a layer or model of tf_keras. Sync: none."""
+    """Return whether this is a layer or model of tf_keras."""
     return isinstance(candidate, tf_keras.layers.Layer)
 
 
 def prepare(model: Any, plan: CastPlan) -> Any:
-    """Give a model whose layers cast already as it is.
+    """Return a model whose layers cast already as it is.
 
     Raises:
         UnsupportedByBackendError: A layer was made before `init`: its variables are made such that they cannot cast.
-
-    Sync: none.
     """
     early = [layer.name for layer in model._flatten_layers() if layer.weights and layer.dtype_policy.name == "float32"]
     if early:
@@ -80,8 +78,6 @@ def check_active() -> None:
 
     Raises:
         ProtocolError: Layers made so far do not cast.
-
-    Sync: none.
     """
     session = sessions.get("tensorflow")
     if not session or not session.casting or isinstance(session.casting, GraphPlan):

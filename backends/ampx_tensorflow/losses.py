@@ -12,7 +12,7 @@ from ampx.errors import LossDtypeError
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
-    """Tell what `scale_loss` has to know about a loss; whether a traced one is NaN cannot be known.
+    """Return what `scale_loss` has to know about a loss; whether a traced one is NaN cannot be known.
 
     Args:
         loss: What the user passed.
@@ -50,12 +50,10 @@ class ScaledGradient:
     scale: Any
 
     def __call__(self, tape: tf.GradientTape, variables: Any, **options: Any) -> Any:
-        """Give the scaled gradients; `options` are those of `tape.gradient`.
+        """Return the scaled gradients; `options` are those of `tape.gradient`.
 
         Raises:
             LossDtypeError: The loss is float16, in which the scale does not fit.
-
-        Sync: none.
         """
         if self.loss.dtype == tf.float16:
             raise LossDtypeError(
@@ -72,11 +70,9 @@ class ScaledGradient:
 
 
 def scale_loss(loss: Any, scale: Any) -> Any:
-    """Give the loss in float32 times the scale, with a `gradient` of its own (`ScaledGradient`).
+    """Return the loss in float32 times the scale, with a `gradient` of its own (`ScaledGradient`).
 
     Native defect: Keras multiplies in the loss's own dtype, where a float16 loss becomes inf.
-
-    Sync: none.
     """
     scaled = tf.cast(loss, tf.float32) * scale
     scaled.gradient = ScaledGradient(loss, scale)

@@ -36,8 +36,6 @@ def install(dtype: object = "auto", device: str = "auto") -> None:
     Args:
         dtype: As in `ampx.init`, for `enable_mixed_precision_graph_rewrite`.
         device: As in `ampx.init`, for the same.
-
-    Sync: none.
     """
     uninstall()
     enable = functools.partial(graph_rewrite.enable_mixed_precision_graph_rewrite, dtype=dtype, device=device)
@@ -64,8 +62,6 @@ def uninstall() -> None:
     """Leave TensorFlow and Keras as they were before `install`; without one, do nothing.
 
     What was enabled stays enabled: `disable_mixed_precision_graph_rewrite` or `ampx.shutdown` ends it.
-
-    Sync: none.
     """
     undo, _installed.undo = _installed.undo, None
     if undo is not None:

@@ -94,8 +94,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
 
         Raises:
             NestedScaleError: A `scale_loss` body for this optimizer is running.
-
-        Sync: none.
         """
         return self._scaled(loss)
 
@@ -182,7 +180,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
             step(gradients.unscale(grads, divisor), trainable_variables=variables)
 
     def ampx_unwrap(self) -> None:
-        """Leave the raw optimizer as if it had never been wrapped. Sync: none."""
+        """Leave the raw optimizer as if it had never been wrapped."""
         guard.leave(self.inner_optimizer)
 
     def finalize_variable_values(self, var_list: Any) -> None:
@@ -201,7 +199,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
     # -- saving ---------------------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        """Give what Keras saves to make the optimizer again."""
+        """Return what Keras saves to make the optimizer again."""
         group = self._ledger.contexts.host
         return {
             "name": self.name,
@@ -218,8 +216,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
 
         Raises:
             InvalidOptionError: It is the configuration of no such optimizer.
-
-        Sync: none.
         """
         config = dict(config)
         if not isinstance(config.get("inner_optimizer"), dict):
@@ -244,8 +240,6 @@ def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps:
 
     Raises:
         InvalidOptionError: They contradict each other, or are out of range.
-
-    Sync: none.
     """
     if dynamic:
         return LossScale(

@@ -49,7 +49,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
     @property
     def ampx_member(self) -> Member:  # type: ignore[override]
-        """The optimizer's place in the protocol, where the caller runs. Sync: none."""
+        """The optimizer's place in the protocol, where the caller runs."""
         return self._ledger.contexts.member(self._place)
 
     @property
@@ -67,7 +67,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
     @property
     def ampx_pending(self) -> bool:
-        """Whether gradients of `scale_loss` wait for the step, as far as the caller's place can tell. Sync: none."""
+        """Whether gradients of `scale_loss` wait for the step, as far as the caller's place can tell."""
         return self._pends_here() or (bool(self._ledger.contexts.elsewhere(self._place)) and self._waits())
 
     def ampx_assert_idle(self) -> list[Any]:
@@ -88,7 +88,7 @@ class LedgerOptimizer(WrappedOptimizer):
             return not replicas.several() and float(self._slots.pending.numpy()) > 0
 
     def ampx_catch_up(self) -> None:
-        """Note that a function has made the step, or that one was interrupted, which a new loss makes good. Sync: none.
+        """Note that a function has made the step, or that one was interrupted, which a new loss makes good.
 
         Gradients are values: those of an interrupted step are gone, and nothing adds to them.
         """
@@ -104,7 +104,7 @@ class LedgerOptimizer(WrappedOptimizer):
         return member
 
     def zero_grad(self) -> None:
-        """Forget the losses that were scaled since the last step: their gradients will not be applied. Sync: none."""
+        """Forget the losses that were scaled since the last step: their gradients will not be applied."""
         self._start_over(self.ampx_member)
 
     def _start_over(self, member: Member, result: StepResult | None = None) -> None:
@@ -128,7 +128,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Give the loss in float32 times the loss scale, as in Keras 2.
+        """Return the loss in float32 times the loss scale, as in Keras 2.
 
         Native defect: the product is computed in the dtype of the loss, and overflows in float16.
 
@@ -137,14 +137,12 @@ class LedgerOptimizer(WrappedOptimizer):
 
         Raises:
             NestedScaleError: A `scale_loss` body for this optimizer is running.
-
-        Sync: none.
         """
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Give true gradients, as in Keras 2; `apply_gradients` then takes them as they are.
+        """Return true gradients, as in Keras 2; `apply_gradients` then takes them as they are.
 
         Several calls may come before a step, each with other gradients of scaled losses.
 
@@ -154,8 +152,6 @@ class LedgerOptimizer(WrappedOptimizer):
         Raises:
             NotScaledError: The loss was not scaled.
             ProtocolError: They came out of this method already.
-
-        Sync: none.
         """
         grads, member = list(grads), self._caught_up()
         if not member.group.enabled:
@@ -235,7 +231,7 @@ class LedgerOptimizer(WrappedOptimizer):
         return scaled
 
     def _check_step(self, member: Member) -> Any:
-        """Give the scale that the gradients carry.
+        """Return the scale that the gradients carry.
 
         Raises:
             NotScaledError: They carry none.
@@ -277,8 +273,6 @@ class LedgerOptimizer(WrappedOptimizer):
 
         Raises:
             ProtocolError: The caller is no replica of the strategy, or the loss scale was made outside of its scope.
-
-        Sync: none.
         """
         if tf.distribute.in_cross_replica_context():
             raise ProtocolError(
@@ -325,11 +319,11 @@ class LedgerOptimizer(WrappedOptimizer):
         self._start_over(member, StepResult(False, True, state.scale, state.scale, state.consecutive_skips))
 
     def _divides(self, config: LossScale) -> bool:
-        """Tell whether the gradients carry a scale at all."""
+        """Return whether the gradients carry a scale at all."""
         return self._shared_loss or not is_one(config)
 
     def _shrinks(self, config: LossScale) -> bool:
-        """Tell whether dividing by any scale that may come keeps finite gradients finite."""
+        """Return whether dividing by any scale that may come keeps finite gradients finite."""
         now = self._ledger.contexts.host.states[0].scale
         lowest = min(config.min_scale if config.dynamic else config.init_scale, now)
         return lowest >= 1 and not self._shared_loss
@@ -345,23 +339,23 @@ class Keras2Optimizer(LedgerOptimizer):
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale moves. Sync: none."""
+        """Whether the scale moves."""
         return self._ledger.contexts.host.config.dynamic
 
     @property
     def initial_scale(self) -> float:
-        """The first loss scale. Sync: none."""
+        """The first loss scale."""
         return self._ledger.contexts.host.config.init_scale
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """Finite steps in a row before growth; None for a static scale. Sync: none."""
+        """Finite steps in a row before growth; None for a static scale."""
         config = self._ledger.contexts.host.config
         return config.growth_interval if config.dynamic else None
 
     @property
     def dynamic_counter(self) -> Any:
-        """Finite steps since the scale changed last, as an int64 scalar tensor; None for a static scale. Sync: none."""
+        """Finite steps since the scale changed last, as an int64 scalar tensor; None for a static scale."""
         return tf.convert_to_tensor(self._ledger.counters)[0] if self.dynamic else None
 
 
@@ -370,6 +364,6 @@ def _plain(variable: Any) -> Any:
 
 
 def make_slots() -> Slots:
-    """Make what one optimizer keeps in variables, tracked by nothing, so that nothing saves them. Sync: none."""
+    """Make what one optimizer keeps in variables, tracked by nothing, so that nothing saves them."""
     with tf.init_scope():
         return Slots(tf.Variable(0.0, trainable=False), tf.Variable([0.0, 0.0, 0.0], trainable=False))

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 def everywhere(finite: Any) -> Any:
-    """Tell on each replica whether a boolean scalar tensor is true on all of them.
+    """Return on each replica whether a boolean scalar tensor is true on all of them.
 
     Native defect: Keras 3 looks at the gradients of the first replica only. Call it where each replica runs its own
     code; outside, and with a single replica, the answer is the argument.
@@ -24,7 +24,7 @@ def everywhere(finite: Any) -> Any:
 
 
 def several() -> bool:
-    """Tell whether the caller runs on one of several replicas. Sync: none."""
+    """Return whether the caller runs on one of several replicas."""
     context = tf.distribute.get_replica_context()
     return context is not None and context.num_replicas_in_sync > 1
 
@@ -42,7 +42,7 @@ def summed(grads: Sequence[Any]) -> list[Any]:
 
 
 def with_headroom(grads: Sequence[Any]) -> list[Any]:
-    """Give what to test so that the sum over all replicas, which Keras makes later, is finite too. Sync: none."""
+    """Return what to test so that the sum over all replicas, which Keras makes later, is finite too."""
     if not several():
         return list(grads)
     count = tf.distribute.get_replica_context().num_replicas_in_sync
@@ -51,7 +51,7 @@ def with_headroom(grads: Sequence[Any]) -> list[Any]:
 
 
 def shared(grads: Sequence[Any]) -> list[Any]:
-    """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up. Sync: none."""
+    """Divide gradients that `summed` gave among the replicas again: Keras's optimizers add them up."""
     if not several():
         return list(grads)
     count = tf.distribute.get_replica_context().num_replicas_in_sync

@@ -33,18 +33,18 @@ Decision = TypeVar("Decision", bound=Callable[[], Hashable])
 
 
 def decided_by(decision: Decision) -> Decision:
-    """Name something that traces depend on; a decorator. Sync: none."""
+    """Name something that traces depend on; a decorator."""
     _decisions.append(decision)
     return decision
 
 
 def before_calls(function: Callable[[], None]) -> None:
-    """Have a function called before every call of a function whose traces depend on something. Sync: none."""
+    """Have a function called before every call of a function whose traces depend on something."""
     _callers.append(function)
 
 
 def depend() -> None:
-    """Let the functions that are being traced now be traced anew when a decision changes. Sync: none."""
+    """Let the functions that are being traced now be traced anew when a decision changes."""
     if tf.executing_eagerly():
         return
     graph = tf.compat.v1.get_default_graph()
@@ -65,7 +65,7 @@ def depend() -> None:
 
 
 def launcher() -> int | None:
-    """Give the thread that runs a strategy's step, where the caller is one of its replicas. Sync: none."""
+    """Return the thread that runs a strategy's step, where the caller is one of its replicas."""
     if not tf.distribute.has_strategy():
         return None
     replica = threading.current_thread()

@@ -36,12 +36,12 @@ _lock = threading.RLock()
 
 
 def is_function(candidate: object) -> bool:
-    """Tell whether this is a `tf.function`. Sync: none."""
+    """Return whether this is a `tf.function`."""
     return isinstance(candidate, tf.types.experimental.PolymorphicFunction)
 
 
 def prepare(function: Any, plan: CastPlan) -> PreparedFunction:
-    """Give a `tf.function` that TensorFlow's rewriter casts.
+    """Return a `tf.function` that TensorFlow's rewriter casts.
 
     Args:
         function: What `tf.function` gave.
@@ -112,7 +112,7 @@ def _works(device: str, dtype: Dtype) -> bool:
 
 
 def _with_option(config: Any, option: str) -> Any:
-    """Give a copy of a session's configuration with an option on, unless it is off there."""
+    """Return a copy of a session's configuration with an option on, unless it is off there."""
     switched = type(config)()
     switched.CopyFrom(config)
     options = switched.graph_options.rewrite_options
@@ -130,7 +130,7 @@ class ProcessSwitch:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is on. Sync: none."""
+        """Whether it is on."""
         return self._undo is not None
 
     def on(self, plan: CastPlan) -> None:
@@ -154,7 +154,7 @@ class ProcessSwitch:
             self._undo = undo.pop_all()
 
     def off(self) -> None:
-        """Leave everything as it was before `on`. Sync: none."""
+        """Leave everything as it was before `on`."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo.close()
@@ -165,7 +165,7 @@ process: Final = ProcessSwitch()
 
 @contextmanager
 def _switched(option: str) -> Iterator[None]:
-    """Give a region with one of the rewriter's options on; before and after, the options are the same."""
+    """Return a region with one of the rewriter's options on; before and after, the options are the same."""
     with _lock:
         before = bool(tf.config.optimizer.get_experimental_options().get(option, False))
         try:

@@ -65,11 +65,11 @@ class ScaleVariables:
         }
 
     def state(self) -> LossScaleState:
-        """Give the state as tensors. Sync: none."""
+        """Return the state as tensors."""
         return LossScaleState(*(tf.convert_to_tensor(self.variables[one.name]) for one in fields(LossScaleState)))
 
     def move(self, finite: Any) -> list[Any]:
-        """Move the state by one step; gives the operations that do it, for graphs. Sync: none."""
+        """Move the state by one step; gives the operations that do it, for graphs."""
         self.traced = self.traced or not tf.executing_eagerly()
         retracing.depend()  # the host looks when the function is called
         state = self.state()
@@ -80,7 +80,7 @@ class ScaleVariables:
         return [*done, self.variables["steps"].assign_add(1), *self.history.note(finite)]
 
     def numbers(self) -> dict[str, Any] | None:
-        """Give the values; None where they cannot be read: there is no session, or it has not started them.
+        """Return the values; None where they cannot be read: there is no session, or it has not started them.
 
         Sync: one on an accelerator.
         """
@@ -121,7 +121,7 @@ class ScaleVariables:
             variable.load(value, session)
 
     def result(self, norm: bool) -> StepResult | None:
-        """Tell what the last step did; tensors while a function or graph is built, None before the first step.
+        """Return what the last step did; tensors while a function or graph is built, None before the first step.
 
         Args:
             norm: The steps measured the gradients' norm.
@@ -152,7 +152,7 @@ class NamedLedger(Ledger):
         self._session: weakref.ref[Any] | None = None
 
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
-        """Give the variable itself: a function that is traced reads it anew in every call."""
+        """Return the variable itself: a function that is traced reads it anew in every call."""
         return self.scale.variables["scale"]
 
     def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
@@ -198,7 +198,7 @@ class NamedLedger(Ledger):
             group.resolve()
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
-        """Tell what the outcome holds; there are none."""
+        """Return what the outcome holds; there are none."""
         return outcome.finite
 
     def reload(self, group: ScaleGroup) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_optimizer(candidate: object) -> bool:
-    """Tell whether this is an optimizer that can be wrapped, and is not. Sync: none."""
+    """Return whether this is an optimizer that can be wrapped, and is not."""
     if isinstance(candidate, WrappedOptimizer):
         return False
     if isinstance(candidate, keras.optimizers.Optimizer) or graph.is_optimizer(candidate):
@@ -44,8 +44,6 @@ def make_wrapper(
         AlreadyWrappedError: It scales the loss itself.
         InvalidOptionError: An option is unknown, or does not go with the optimizer.
         LowPrecisionParametersError: It was built with low-precision variables.
-
-    Sync: none.
     """
     reject_unknown(backend.name, options, ())
     if graph.is_optimizer(optimizer):

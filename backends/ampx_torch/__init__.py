@@ -12,7 +12,7 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load() -> ampx.Backend:
-    """Give the backend, importing torch."""
+    """Return the backend, importing torch."""
     from .backend import TorchBackend
 
     return TorchBackend()

@@ -50,11 +50,11 @@ class TorchBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is a torch optimizer, not wrapped."""
+        """Return whether this is a torch optimizer, not wrapped."""
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a torch.autocast region."""
+        """Return a torch.autocast region."""
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -78,15 +78,15 @@ class TorchBackend(ampx.Backend):
         return casting.cast(tree, dtype)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give the widest dtype among the floating tensors of a tree."""
+        """Return the widest dtype among the floating tensors of a tree."""
         return casting.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Tell what `scale_loss` has to know about a loss."""
+        """Return what `scale_loss` has to know about a loss."""
         return inspect_loss(loss, check_nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Give the loss in float32 times the scale."""
+        """Return the loss in float32 times the scale."""
         return scale_loss(loss, scale)
 
     def gradients(self, optimizer: Any) -> list[torch.Tensor]:
@@ -107,14 +107,14 @@ class TorchBackend(ampx.Backend):
         optimizer.step()
 
     def smallest(self, scales: Sequence[Any]) -> Any:
-        """Give the smallest scale; no sync for device scalars."""
+        """Return the smallest scale; no sync for device scalars."""
         if not any(isinstance(scale, torch.Tensor) for scale in scales):
             return min(scales)
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
         return torch.stack([torch.as_tensor(scale, device=on_device.device) for scale in scales]).amin()
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
-        """Give a torch optimizer that delegates to the raw one."""
+        """Return a torch optimizer that delegates to the raw one."""
         return make_wrapper(optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
@@ -136,7 +136,7 @@ class TorchBackend(ampx.Backend):
         return automate(run)
 
     def demo(self) -> Any:
-        """Give the trainer behind `ampx demo`."""
+        """Return the trainer behind `ampx demo`."""
         from .demo import TorchTrainer  # scikit-learn is needed for the demo only
 
         return TorchTrainer()

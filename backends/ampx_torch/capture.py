@@ -48,7 +48,7 @@ class _Memory:
         self.idle = scalar(_IDLE, torch.float32)
 
     def write(self, state: LossScaleState) -> None:
-        """Take over a state. Sync: none."""
+        """Take over a state."""
         for name in _FIELDS:
             target, value = getattr(self.state, name), getattr(state, name)
             if isinstance(value, torch.Tensor):
@@ -67,13 +67,11 @@ class CapturableLedger(TensorLedger):
         self._seen = 0  # logged steps that the host knows
 
     def factor(self, group: ScaleGroup, loss_id: int) -> torch.Tensor:
-        """Give the scale: a float32 scalar on the device.
+        """Return the scale: a float32 scalar on the device.
 
         Raises:
             UnsupportedByBackendError: Another loss id than 0.
             ProtocolError: The very first step is being captured.
-
-        Sync: none.
         """
         if loss_id != 0:
             raise UnsupportedByBackendError(
@@ -91,7 +89,7 @@ class CapturableLedger(TensorLedger):
         return scale
 
     def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
-        """Move the scale on the device and log the step. Sync: none."""
+        """Move the scale on the device and log the step."""
         self.factor(group, 0)
         memory: Any = self._memory
         found = {outcome.member: outcome for outcome in window}
@@ -132,6 +130,6 @@ class CapturableLedger(TensorLedger):
             group.advance(window)
 
     def reload(self, group: ScaleGroup) -> None:
-        """Put the group's state where captured steps read it. Sync: none."""
+        """Put the group's state where captured steps read it."""
         if self._memory is not None:
             self._memory.write(group.state_of(0))

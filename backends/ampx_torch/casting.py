@@ -48,8 +48,6 @@ def check_plan(plan: CastPlan) -> CastPlan:
 
     Raises:
         UnsupportedOpError: An entry cannot be honoured.
-
-    Sync: none.
     """
     return oplists.resolve(plan)
 
@@ -59,8 +57,6 @@ def check_resolved(plan: CastPlan | None) -> None:
 
     Raises:
         UnsupportedOpError: There are name patterns, or at O2 and O3 classes, and it did not.
-
-    Sync: none.
     """
     if not isinstance(plan, oplists.TorchPlan):
         return
@@ -77,7 +73,7 @@ def check_resolved(plan: CastPlan | None) -> None:
 
 
 def activate(plan: CastPlan) -> None:
-    """Switch autocast on for the calling thread and put the rules in force for the process. Sync: none."""
+    """Switch autocast on for the calling thread and put the rules in force for the process."""
     rules.install(plan)
     enter_thread(plan)
 
@@ -87,8 +83,6 @@ def deactivate(plan: CastPlan) -> None:
 
     Other threads that called `enter_thread` keep their flags until they end: torch lets no thread set those of
     another.
-
-    Sync: none.
     """
     rules.uninstall(plan, last=True)
     before, _thread.before = _thread.before, None
@@ -100,7 +94,7 @@ def deactivate(plan: CastPlan) -> None:
 
 
 def enter_thread(plan: CastPlan) -> None:
-    """Switch autocast on in the calling thread, with the weight cache off. Sync: none."""
+    """Switch autocast on in the calling thread, with the weight cache off."""
     module_rules.reset_thread()
     _thread.switched += 1
     if _thread.before is not None and _thread.device != plan.device:
@@ -210,19 +204,19 @@ class Traced:
 
 
 def off(device: str) -> AbstractContextManager[None]:
-    """Give a region with casting off. Sync: none."""
+    """Return a region with casting off."""
     return Off(device)
 
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-    """Give a region with casting on (and the weight cache on) or off. Sync: none."""
+    """Return a region with casting on (and the weight cache on) or off."""
     if torch.compiler.is_dynamo_compiling() and rules.in_force(plan):
         return Traced(plan, enabled)
     return On(plan) if enabled else Off(plan.device)
 
 
 def forget_weights() -> None:
-    """Drop the cached casts of weights; they may have changed. Sync: none."""
+    """Drop the cached casts of weights; they may have changed."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
@@ -235,11 +229,11 @@ def _forget_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any)
 
 
 def cast(tree: Any, dtype: Dtype) -> Any:
-    """Cast the floating tensors of a tree; the rest, None included, is returned as it is. Sync: none."""
+    """Cast the floating tensors of a tree; the rest, None included, is returned as it is."""
     return trees.cast(tree, DTYPES[dtype])
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
-    """Give float32 where a floating tensor of the tree is float32 or wider, else `at_least`. Sync: none."""
+    """Return float32 where a floating tensor of the tree is float32 or wider, else `at_least`."""
     wide = any(tensor.dtype not in (torch.float16, torch.bfloat16) for tensor in trees.floating(tree))
     return "float32" if wide else at_least

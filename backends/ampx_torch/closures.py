@@ -21,7 +21,7 @@ class _Overflow(Exception):  # noqa: N818 - never seen outside this module
 
 
 def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer evaluates its closure once, before it touches anything. Sync: none."""
+    """Return whether an optimizer evaluates its closure once, before it touches anything."""
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
@@ -130,7 +130,7 @@ class _Snapshot:
 
 
 def _history(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Give a memo that spares LBFGS's history, 2 × `history_size` copies of the parameters never written again."""
+    """Return a memo that spares LBFGS's history, 2 × `history_size` copies of the parameters never written again."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return {}
     states = optimizer.state.values()

@@ -30,7 +30,7 @@ _thread = _Thread()
 def keep_backward_uncast() -> None:
     """Have functions that are compiled from now on run backward without casts, until `release` was called as often.
 
-    What somebody chose before stays. Sync: none.
+    What somebody chose before stays.
     """
     _thread.users += 1
     if _thread.users > 1:
@@ -43,7 +43,7 @@ def keep_backward_uncast() -> None:
 
 
 def release() -> None:
-    """Undo one `keep_backward_uncast`. Sync: none."""
+    """Undo one `keep_backward_uncast`."""
     _thread.users -= 1
     if _thread.users == 0 and _thread.before is not None:
         setattr(_options(), _OPTION, _thread.before)

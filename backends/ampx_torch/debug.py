@@ -49,7 +49,7 @@ class OverflowTrace:
         self.first: Overflow | None = None
 
     def __str__(self) -> str:
-        """Tell it in one sentence."""
+        """Say it in one sentence."""
         found = self.first
         if found is None:
             return "no module's output overflowed"
@@ -106,7 +106,7 @@ def trace_overflow(model: torch.nn.Module) -> Iterator[OverflowTrace]:
 
 
 def _describe(tree: Any) -> _Inputs:
-    """Note for every floating tensor whether it is finite, and its largest finite magnitude. Sync: none."""
+    """Note for every floating tensor whether it is finite, and its largest finite magnitude."""
     found = []
     for tensor in _floating(tree):
         values = _values(tensor)
@@ -132,7 +132,7 @@ def _floating(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the stored elements; of a sharded tensor (DTensor) this process's part. Sync: none."""
+    """Return the stored elements; of a sharded tensor (DTensor) this process's part."""
     if tensor.layout is torch.sparse_coo:
         return tensor._values()
     if tensor.layout is not torch.strided:

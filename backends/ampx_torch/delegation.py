@@ -52,7 +52,7 @@ class DelegatingOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the raw optimizer's state."""
+        """Return the raw optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class TensorLedger(Ledger):
         return {loss_id: not bool(flag) for loss_id, flag in outcome.finite.items()}
 
     def flag(self, found: bool | torch.Tensor) -> torch.Tensor:
-        """Give a flag on the device; a bool, where the host knows, says whether all was finite. Sync: none."""
+        """Return a flag on the device; a bool, where the host knows, says whether all was finite."""
         if isinstance(found, torch.Tensor):
             return found
         return torch.full((), float(not found), dtype=torch.float32, device=self.device)
@@ -65,14 +65,14 @@ class DeviceLedger(TensorLedger):
         self._moving = False  # an exception has come between the device's move and the note of it
 
     def factor(self, group: ScaleGroup, loss_id: int) -> torch.Tensor:
-        """Give the scale: a float32 scalar on the device. Sync: none."""
+        """Return the scale: a float32 scalar on the device."""
         if self._moving:
             self._start_again(group)
         scale: torch.Tensor = self._state(group, loss_id).scale
         return scale
 
     def settle(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
-        """Move the scale on the device; the host learns of it later. Sync: none."""
+        """Move the scale on the device; the host learns of it later."""
         if self._moving:
             self._start_again(group)
         self._moving = True
@@ -94,7 +94,7 @@ class DeviceLedger(TensorLedger):
         self._land(group, wait=True)
 
     def reload(self, group: ScaleGroup) -> None:
-        """Put the group's states on the device. Sync: none."""
+        """Put the group's states on the device."""
         self._states = {}
         self._exact = set()
         self._moving = False
@@ -165,7 +165,7 @@ def _move(config: LossScale, state: LossScaleState, flag: torch.Tensor, exact: b
 
 
 def _needs_specification(config: LossScale, scale: float) -> bool:
-    """Tell what torch's kernel and a clamp cannot do.
+    """Return what torch's kernel and a clamp cannot do.
 
     The kernel has no hysteresis and does not grow into infinity, where the specification stops at max_scale; a
     clamp would move a loaded scale that is out of bounds before its time.

@@ -19,8 +19,6 @@ def describe(name: str) -> Device:
 
     Raises:
         UnsupportedDeviceError: There is no such device here.
-
-    Sync: none.
     """
     wanted = str(name)
     if wanted == "auto":

@@ -38,7 +38,7 @@ class Folded(NamedTuple):
 
 
 def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Tensor]]) -> bool:
-    """Tell whether nobody sees gradients between the check and the kernel, and the kernel divides them. Sync: none."""
+    """Return whether nobody sees gradients between the check and the kernel, and the kernel divides them."""
     # Not `_step_supports_amp_scaling`, which copies and loaded checkpoints do not have, or have for no reason.
     if not all([group.get("fused") for group in optimizer.param_groups]):
         return False
@@ -56,7 +56,7 @@ def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Ten
 
 
 def is_plain(bucket: list[torch.Tensor]) -> bool:
-    """Tell whether gradients are float32, dense and whole: shards (DTensor) have norms that all processes share."""
+    """Return whether gradients are float32, dense and whole: shards (DTensor) have norms that all processes share."""
     if bucket[0].dtype is not torch.float32 or set(map(type, bucket)) != {torch.Tensor}:
         return False
     return not any([gradient.is_sparse for gradient in bucket])
@@ -98,8 +98,6 @@ def on_device(gradients: Sequence[list[torch.Tensor]], scale: torch.Tensor, max_
         gradients: As in `on_host`.
         scale: The loss scale, a float32 scalar on the device.
         max_norm: Bound of the true gradients' norm.
-
-    Sync: none.
     """
     norms = torch._foreach_norm([one for bucket in gradients for one in bucket], 2, torch.float64)
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -111,7 +109,7 @@ def on_device(gradients: Sequence[list[torch.Tensor]], scale: torch.Tensor, max_
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is read faster than written. Sync: none."""
+    """Return whether a tensor is read faster than written."""
     return tensor.numel() >= LARGE
 
 
@@ -128,7 +126,7 @@ def reads_finite(bucket: list[torch.Tensor]) -> bool:
 
 
 def norm_of(gradients: Sequence[list[torch.Tensor]]) -> torch.Tensor:
-    """Give the global L2 norm: a float32 scalar tensor, infinite where the sum of squares overflows. Sync: none."""
+    """Return the global L2 norm: a float32 scalar tensor, infinite where the sum of squares overflows."""
     norms: list[torch.Tensor] = []
     for bucket in gradients:
         if bucket[0].is_cpu and is_large(bucket[0]):
@@ -139,7 +137,7 @@ def norm_of(gradients: Sequence[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def _norm_by_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Give the norm of the norms of rows: many threads take part, and short sums lose less to rounding."""
+    """Return the norm of the norms of rows: many threads take part, and short sums lose less to rounding."""
     if gradient.dim() > 1 and gradient.is_contiguous():
         gradient = torch.linalg.vector_norm(gradient.view(len(gradient), -1), dim=1)
     return torch.linalg.vector_norm(gradient)

@@ -22,8 +22,6 @@ def check(optimizer: torch.optim.Optimizer, wanted: object) -> None:
 
     Raises:
         InvalidOptionError: It is another value, or torch has no fused implementation for this optimizer.
-
-    Sync: none.
     """
     if wanted is None:
         return

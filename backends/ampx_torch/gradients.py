@@ -43,14 +43,14 @@ class GradientSet:
         self.reads_fast = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """List the parameters. Sync: none."""
+        """List the parameters."""
         parameters: list[torch.nn.Parameter] = []
         for group in self._optimizer.param_groups:
             parameters += group["params"]
         return parameters
 
     def collect(self) -> list[list[torch.Tensor]]:
-        """List the gradients that exist, one list a device, dtype and size: large or not. Sync: none."""
+        """List the gradients that exist, one list a device, dtype and size: large or not."""
         parameters, known = self.parameters(), self._parameters
         if len(parameters) != len(known) or not all(map(is_, parameters, known)):
             self._sort(parameters)
@@ -89,8 +89,6 @@ class GradientSet:
 
         Raises:
             LowPrecisionParametersError: A float16 parameter came in after `wrap_optimizer`; nothing was divided.
-
-        Sync: none.
         """
         flags: dict[torch.device, torch.Tensor] = {}
         if not self._accepts_half:
@@ -115,7 +113,7 @@ class GradientSet:
         return list(flags.values())
 
     def combine(self, flags: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Give one flag for several (or for none: nothing overflowed). Sync: none."""
+        """Return one flag for several (or for none: nothing overflowed)."""
         if flags:
             return any_flag(flags)
         parameters = self.parameters()
@@ -131,7 +129,7 @@ class GradientSet:
         return not overflowed
 
     def forget_flags(self) -> None:
-        """Use new flags from now on: an exception may have kept one from being reset. Sync: none."""
+        """Use new flags from now on: an exception may have kept one from being reset."""
         self._flags = {}
 
     def _flag(self, device: torch.device, fresh: bool) -> torch.Tensor:
@@ -163,8 +161,6 @@ def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: 
 
     Returns:
         Whether some were sparse or complex.
-
-    Sync: none.
     """
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, reciprocal)
@@ -191,7 +187,7 @@ def any_nonzero(gradient: torch.Tensor) -> bool:
 
 
 def unscale_(gradients: Iterable[torch.Tensor], scale: Any) -> torch.Tensor:
-    """Unscale any gradients once; the flag is 0 where all were finite. Sync: none."""
+    """Unscale any gradients once; the flag is 0 where all were finite."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         kinds.setdefault(_kind(gradient), []).append(gradient)
@@ -205,7 +201,7 @@ def unscale_(gradients: Iterable[torch.Tensor], scale: Any) -> torch.Tensor:
 
 
 def any_flag(flags: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Give a flag that is set where one of some is, on the first one's device. Sync: none."""
+    """Return a flag that is set where one of some is, on the first one's device."""
     if len(flags) == 1:
         return flags[0]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).amax()
@@ -228,8 +224,6 @@ def clip(
 
     Returns:
         The norm before clipping by norm, a scalar tensor in float32 or float64; None where `max_norm` is None.
-
-    Sync: none.
     """
     parameters = list(parameters)
     if max_value is not None:

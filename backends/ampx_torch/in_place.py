@@ -42,7 +42,7 @@ class TakenOver(DelegatingOptimizer):
             setattr(self.optimizer, name, value)
 
     def __getstate__(self) -> Any:
-        """Give the raw optimizer's."""
+        """Return the raw optimizer's."""
         return self.optimizer.__getstate__()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -62,8 +62,6 @@ def take_over(optimizer: torch.optim.Optimizer, kind: type[TakenOver]) -> torch.
 
     Raises:
         UnsupportedByBackendError: Its class has slots, so that Python cannot change the class of an object.
-
-    Sync: none.
     """
     raw: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = optimizer.__dict__
@@ -83,7 +81,7 @@ def take_over(optimizer: torch.optim.Optimizer, kind: type[TakenOver]) -> torch.
 
 
 def give_back(optimizer: TakenOver) -> None:
-    """Undo `take_over`. Sync: none."""
+    """Undo `take_over`."""
     raw = optimizer.optimizer
     object.__setattr__(optimizer, "__dict__", raw.__dict__)
     _set_class(optimizer, type(raw))

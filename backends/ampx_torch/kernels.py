@@ -25,7 +25,7 @@ LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def register(device: str, operations: Iterable[tuple[Kind, str]]) -> list[torch.library.Library]:
-    """Replace torch's autocast kernels of some overloads until the libraries are destroyed. Sync: none."""
+    """Replace torch's autocast kernels of some overloads until the libraries are destroyed."""
     return replace(
         device,
         {
@@ -36,7 +36,7 @@ def register(device: str, operations: Iterable[tuple[Kind, str]]) -> list[torch.
 
 
 def replace(device: str, kernels: Mapping[str, Callable[..., Any]]) -> list[torch.library.Library]:
-    """Put kernels, by qualified overload, in the place of torch's own autocast kernels, as `register`. Sync: none."""
+    """Put kernels, by qualified overload, in the place of torch's own autocast kernels, as `register`."""
     libraries: dict[str, torch.library.Library] = {}
     with warnings.catch_warnings():
         # torch says once a process that a kernel is being replaced, which is the purpose.
@@ -56,7 +56,7 @@ def _overload(name: str) -> Any:
 
 
 def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[..., Any]:
-    """Give the kernel that casts the arguments of one overload. Sync: none."""
+    """Return the kernel that casts the arguments of one overload."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device]))
     stateful = any(part in name for part in _STATEFUL)
 
@@ -83,8 +83,6 @@ def refuse_low(name: str, arguments: Any) -> None:
 
     Raises:
         UnsupportedByBackendError: One has.
-
-    Sync: none.
     """
     found = next((one.dtype for one in floating(arguments) if one.dtype in LOW), None)
     if found is not None:

@@ -36,7 +36,7 @@ class Leftovers:
         self.notes: dict[int, Note] = {}
 
     def note(self, parameters: Iterable[torch.Tensor], factor: Any) -> None:
-        """Note that the gradients of parameters carry this scale; None: nobody can tell which. Sync: none."""
+        """Note that the gradients of parameters carry this scale; None: nobody can tell which."""
         if isinstance(factor, torch.Tensor):
             factor = factor.clone()  # on a device the scale moves in place
         for parameter in parameters:
@@ -45,7 +45,7 @@ class Leftovers:
                 self.notes[id(parameter)] = (weakref.ref(gradient), gradient._version, factor)
 
     def factor_of(self, parameter: torch.Tensor, gradient: torch.Tensor, version: int, default: Any) -> Any:
-        """Return the scale that was noted of this very gradient, or else the default. Sync: none."""
+        """Return the scale that was noted of this very gradient, or else the default."""
         note = self.notes.get(id(parameter))
         same = note is not None and note[1] == version and note[0]() is gradient
         return note[2] if note is not None and same else default
@@ -57,8 +57,6 @@ class Leftovers:
             before: The gradients before it.
             default: The scale that they carried, unless otherwise noted; None where they must not be added to.
             scale: The scale of the loss.
-
-        Sync: none.
         """
         for parameter, gradient, version in before:
             carried = scale
@@ -107,13 +105,13 @@ class Leftovers:
 
 
 def divide(plan: Plan) -> None:
-    """Carry out a plan, in place. Sync: none."""
+    """Carry out a plan, in place."""
     for divisor, gradients in plan:
         unscale_(gradients, divisor)
 
 
 def look(parameters: Iterable[torch.Tensor]) -> list[Sight]:
-    """Look at the gradients of parameters. Sync: none."""
+    """Look at the gradients of parameters."""
     return [(one, grad, 0 if grad is None else grad._version) for one in parameters for grad in (one.grad,)]
 
 

@@ -12,7 +12,7 @@ from ampx.errors import LossDtypeError
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
-    """Tell what `scale_loss` has to know about a loss.
+    """Return what `scale_loss` has to know about a loss.
 
     Args:
         loss: What the user passed; a tensor of any shape, dtype and device is described.
@@ -39,7 +39,7 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
 
 
 def scale_loss(loss: torch.Tensor, scale: Any) -> torch.Tensor:
-    """Give the loss in float32 times the scale.
+    """Return the loss in float32 times the scale.
 
     In float16 the product would overflow long before the gradients do (native defect 4: a one-element 1-d
     float16 loss stays float16 in torch's own scaler).
@@ -65,5 +65,5 @@ def scale_loss(loss: torch.Tensor, scale: Any) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _scalar(scale: float) -> torch.Tensor:
-    """Give a number as a tensor on the host, which torch multiplies by on any device; a Python float costs more."""
+    """Return a number as a tensor on the host, which torch multiplies by on any device; a Python float costs more."""
     return torch.tensor(scale, dtype=torch.float32)

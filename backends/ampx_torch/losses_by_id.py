@@ -89,7 +89,7 @@ class LossMixer:
         return bool(self._aside)
 
     def bring_back(self) -> None:
-        """Add the gradients put aside to those that are there. Sync: none."""
+        """Add the gradients put aside to those that are there."""
         aside, self._aside = self._aside, []
         with torch.no_grad():
             for parameter, gradient in aside:

@@ -24,7 +24,7 @@ NORMS: Final = (
 
 
 def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Walk over the module's own parameters and buffers that have a low-precision counterpart. Sync: none."""
+    """Walk over the module's own parameters and buffers that have a low-precision counterpart."""
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is not None and tensor.dtype in (torch.float32, *LOW):
@@ -32,7 +32,7 @@ def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def convert(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Change a tensor's dtype in place, its gradient's too. Sync: none."""
+    """Change a tensor's dtype in place, its gradient's too."""
     gradient, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.to(dtype)
     if gradient is not None:

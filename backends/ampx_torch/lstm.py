@@ -42,7 +42,7 @@ _installed = _Installed()
 
 @cache
 def computable(dtype: torch.dtype) -> bool:
-    """Return whether this CPU trains an LSTM in a dtype. A tiny one is tried, once a process. Sync: none."""
+    """Return whether this CPU trains an LSTM in a dtype. A tiny one is tried, once a process."""
     off = torch.autocast(_DEVICE, enabled=False)
     try:
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), off:
@@ -58,7 +58,7 @@ def computable(dtype: torch.dtype) -> bool:
 
 
 def install(plan: CastPlan) -> None:
-    """Put the kernel in force where this machine needs it, until `uninstall` was called as often. Sync: none."""
+    """Put the kernel in force where this machine needs it, until `uninstall` was called as often."""
     if not _needed(plan):
         return
     with _lock:
@@ -68,7 +68,7 @@ def install(plan: CastPlan) -> None:
 
 
 def uninstall(plan: CastPlan) -> None:
-    """Undo one `install`; with the last, torch's own kernel is back. Sync: none."""
+    """Undo one `install`; with the last, torch's own kernel is back."""
     with _lock:
         position = next((at for at, one in enumerate(_installed.plans) if one is plan), None)
         if position is None:

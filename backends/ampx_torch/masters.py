@@ -35,23 +35,21 @@ class MasterWeights:
         return {**self.__dict__, "_kept": {}}
 
     def model_parameters(self) -> list[nn.Parameter]:
-        """List the model's parameters that have masters. Sync: none."""
+        """List the model's parameters that have masters."""
         return [own for own, _ in self.pairs]
 
     def any_gradient(self) -> bool:
-        """Tell whether any of the model's parameters has a gradient that is not all zeros. Sync: one a parameter."""
+        """Return whether any of the model's parameters has a gradient that is not all zeros. Sync: one a parameter."""
         return any(own.grad is not None and bool(own.grad.any()) for own, _ in self.pairs)
 
     def pull_gradients(self) -> None:
-        """Give the masters the model's gradients in float32, in place of what they had.
+        """Return the masters the model's gradients in float32, in place of what they had.
 
         The model's own gradients stay: they are summed up by further backwards and dropped by `zero_grad`.
         Pulling twice is pulling once; pull before unscaling, which changes the masters' gradients only.
 
         On a CPU the memory stays with the masters after `zero_grad`: mapping it anew in every step takes longer than
         filling it. On an accelerator torch keeps freed memory itself, and lends it to the forward in between.
-
-        Sync: none.
         """
         targets, sources = [], []
         for place, (own, master) in enumerate(self.pairs):
@@ -78,8 +76,6 @@ class MasterWeights:
         A parameter that is what its master rounds to keeps its exact master. With several processes it does so only
         where the master was loaded from a checkpoint: a process whose weights were broadcast cannot know that the
         others' were changed, and their masters must be the same.
-
-        Sync: none.
         """
         if not self._new:
             return
@@ -94,19 +90,19 @@ class MasterWeights:
                 master.copy_(torch.where(written, own.to(master.dtype), master))
 
     def extend(self, others: MasterWeights) -> None:
-        """Take in other parameters with their masters. Sync: none."""
+        """Take in other parameters with their masters."""
         self.pairs += others.pairs
         self._new += others._new
 
     def push_weights(self) -> None:
-        """Round the masters into the model's parameters. Sync: none."""
+        """Round the masters into the model's parameters."""
         with torch.no_grad():
             if self.pairs:
                 owns, masters = zip(*self.pairs, strict=True)
                 torch._foreach_copy_(owns, masters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the model's parameters and of the masters. Sync: none."""
+        """Forget the gradients of the model's parameters and of the masters."""
         for pair in self.pairs:
             for parameter in pair:
                 if set_to_none or parameter.grad is None:
@@ -116,11 +112,9 @@ class MasterWeights:
 
 
 def of(optimizer: Any) -> MasterWeights | None:
-    """Give the master weights of a raw optimizer, if `prepare` made any.
+    """Return the master weights of a raw optimizer, if `prepare` made any.
 
     Copies of a raw optimizer lose them: copy the wrapped one.
-
-    Sync: none.
     """
     found = vars(optimizer).get("ampx_masters")
     return found if isinstance(found, MasterWeights) else None
@@ -150,8 +144,6 @@ def give(
 
     Returns:
         The master weights of each optimizer, also to be found by `of`.
-
-    Sync: none.
     """
     return [_give(optimizer, masters) for optimizer in optimizers]
 

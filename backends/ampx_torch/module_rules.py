@@ -48,12 +48,12 @@ _rules = _Rules()
 
 
 def reset_thread() -> None:
-    """Forget scopes that an interrupt left behind in this thread. Sync: none."""
+    """Forget scopes that an interrupt left behind in this thread."""
     _scopes.stack = ()
 
 
 def install(plan: TorchPlan) -> None:
-    """Put the rules in force. Sync: none."""
+    """Put the rules in force."""
     _rules.plan = plan
     if plan.modules:
         # torch's fast path for inference computes a whole transformer layer without calling its modules.
@@ -66,7 +66,7 @@ def install(plan: TorchPlan) -> None:
 
 
 def uninstall() -> None:
-    """Take all hooks away. Sync: none."""
+    """Take all hooks away."""
     for handle in _rules.handles:
         handle.remove()
         # torch 2.13 removes such a hook but not the note about its keyword arguments.
@@ -78,13 +78,13 @@ def uninstall() -> None:
 
 
 def in_force(kind: Kind, entry: object) -> bool:
-    """Tell whether the session has this rule: hooks travel with copies of a model into other sessions."""
+    """Return whether the session has this rule: hooks travel with copies of a model into other sessions."""
     plan = _rules.plan
     return plan is not None and (kind, entry) in plan.modules
 
 
 def class_rule(module: nn.Module, plan: TorchPlan) -> tuple[Kind, Any] | None:
-    """Give the rule about the nearest base class of a module. Sync: none."""
+    """Return the rule about the nearest base class of a module."""
     for base in type(module).__mro__:
         for kind, one in plan.classes:
             if one is base:
@@ -193,8 +193,6 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
     Raises:
         UnsupportedOpError: A pattern matches nothing, two patterns disagree about a module, or an operation's
             name is a module's name too.
-
-    Sync: none.
     """
     if not isinstance(plan, TorchPlan):
         return {}
@@ -240,12 +238,12 @@ def _check_names(plan: TorchPlan, names: set[str]) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Give a module's name without what DDP, FSDP and the compiler put in. Sync: none."""
+    """Return a module's name without what DDP, FSDP and the compiler put in."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def attach(found: dict[nn.Module, tuple[Kind, Any]]) -> None:
-    """Put hooks on modules, in place of those of a former call. Sync: none."""
+    """Put hooks on modules, in place of those of a former call."""
     for module, (kind, entry) in found.items():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, (Enter, Leave))]:

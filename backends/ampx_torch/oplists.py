@@ -62,8 +62,6 @@ def resolve(plan: CastPlan) -> CastPlan:
 
     Raises:
         UnsupportedOpError: An entry cannot be honoured, or is in both lists.
-
-    Sync: none.
     """
     if isinstance(plan, TorchPlan) or not (plan.allow or plan.deny):
         return plan
@@ -147,7 +145,7 @@ def _pattern(kind: Kind, entry: str) -> str:
 
 
 def _overloads(kind: Kind, entry: object) -> list[str]:
-    """Give the qualified names of the overloads that an entry stands for."""
+    """Return the qualified names of the overloads that an entry stands for."""
     if isinstance(entry, torch._ops.OpOverload):
         found = [entry]
         if not _castable(entry):

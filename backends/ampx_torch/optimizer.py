@@ -110,7 +110,7 @@ class AmpOptimizer(Stepping):
     # -- what core asks ------------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
-        """Make the pending gradients true; the step tests them again, since they may change until then. Sync: none."""
+        """Make the pending gradients true; the step tests them again, since they may change until then."""
         if not self.ampx_member.group.enabled:
             return
         if self.ampx_member.stage != "unscaled":
@@ -130,7 +130,7 @@ class AmpOptimizer(Stepping):
             self._undo_fused()
 
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that model.zero_grad() dropped: a step skipped by hand. Sync: none."""
+        """Forget true gradients that model.zero_grad() dropped: a step skipped by hand."""
         if not self.gradients.collect():
             self.forget()
 
@@ -157,7 +157,7 @@ class AmpOptimizer(Stepping):
             self._take_up(scale)  # the first loss since the last step
 
     def _keeps_gradients(self, scale: Any) -> bool:
-        """Tell whether gradients are left that might carry another scale; here a step costs time that has none."""
+        """Return whether gradients are left that might carry another scale; here a step costs time that has none."""
         if not self.leftovers.notes and type(scale) is float and scale == 1.0:
             return False
         if self.masters is not None:
@@ -192,7 +192,7 @@ class AmpOptimizer(Stepping):
         self.leftovers.notes = {}
 
     def leaves(self) -> list[torch.nn.Parameter]:
-        """List the parameters whose gradients backward makes. Sync: none."""
+        """List the parameters whose gradients backward makes."""
         parameters = self.gradients.parameters()
         if self.masters is None:
             return parameters
@@ -200,7 +200,7 @@ class AmpOptimizer(Stepping):
         return [*(one for one in parameters if id(one) not in masters), *self.masters.model_parameters()]
 
     def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
-        """Look at the gradients before the body of other optimizers. Sync: none."""
+        """Look at the gradients before the body of other optimizers."""
         member = self.ampx_member
         config = member.group.config
         unscaled = scale == 1.0 if type(scale) is float else False
@@ -212,7 +212,7 @@ class AmpOptimizer(Stepping):
         return self._entered, look(self.leaves())
 
     def ampx_notice_foreign(self, before: tuple[int, list[Sight]], scale: Any) -> None:
-        """Note the gradients to which a body of other optimizers has written. Sync: none."""
+        """Note the gradients to which a body of other optimizers has written."""
         entered, sights = before
         if entered != self._entered or self._thread not in (None, get_ident()):
             return

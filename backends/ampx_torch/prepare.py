@@ -42,8 +42,6 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         ProtocolError: The model was prepared otherwise, or gradients are pending.
         UnsupportedByBackendError: A wrapped model (DDP, FSDP), or an optimizer that cannot have master weights.
         UnsupportedOpError: A pattern matches no module.
-
-    Sync: none.
     """
     models = [_unwrapped(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
     found = module_rules.matches(models, plan)
@@ -169,7 +167,7 @@ def _tensors_to_lower(models: list[nn.Module], exempt: set[nn.Module]) -> list[t
 
 
 def _make_masters(lowered: list[torch.Tensor], raws: list[Any]) -> dict[nn.Parameter, nn.Parameter]:
-    """Give a float32 copy of every parameter that an optimizer updates, taken before anything is rounded."""
+    """Return a float32 copy of every parameter that an optimizer updates, taken before anything is rounded."""
     updated = {id(p) for raw in raws for group in raw.param_groups for p in group["params"]}
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for own in lowered:
@@ -181,7 +179,7 @@ def _make_masters(lowered: list[torch.Tensor], raws: list[Any]) -> dict[nn.Param
 
 
 def _tell(wrapper: Any, given: masters.MasterWeights) -> None:
-    """Tell an optimizer that was wrapped before that its parameters are others now."""
+    """Note in an optimizer that was wrapped before that its parameters are others now."""
     if hasattr(wrapper, "ampx_member"):
         wrapper.masters = given
 

@@ -30,7 +30,7 @@ _installed = _Installed()
 
 
 def install(plan: CastPlan) -> None:
-    """Put the rules of a plan in force, until `uninstall` was called as often. Sync: none."""
+    """Put the rules of a plan in force, until `uninstall` was called as often."""
     if isinstance(plan, TorchPlan):
         with _lock:
             if not _installed.users:
@@ -49,8 +49,6 @@ def uninstall(plan: CastPlan, last: bool = False) -> None:
     Args:
         plan: What was installed.
         last: It will not come back: the compiler need not keep what it traced under it.
-
-    Sync: none.
     """
     lstm.uninstall(plan)
     if not isinstance(plan, TorchPlan):
@@ -82,7 +80,7 @@ def _take_away() -> None:
 
 
 def in_force(plan: CastPlan) -> bool:
-    """Tell whether a plan has no rules or some are installed, which are then those of its session. Sync: none."""
+    """Return whether a plan has no rules or some are installed, which are then those of its session."""
     return not isinstance(plan, TorchPlan) or bool(_installed.users)
 
 

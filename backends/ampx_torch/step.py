@@ -210,7 +210,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             self._checked[loss_id] = flag
 
     def _unread(self) -> list[torch.Tensor]:
-        """List the flags that nobody has read. Sync: none."""
+        """List the flags that nobody has read."""
         return [finite for finite in self._checked.values() if isinstance(finite, torch.Tensor)]
 
     def divide_new(self) -> None:
@@ -246,7 +246,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         return flag
 
     def _may_grow(self, scale: Any, loss_id: int) -> bool:
-        """Return whether a scale on the device may be below 1. Sync: none."""
+        """Return whether a scale on the device may be below 1."""
         group = self.ampx_member.group
         if scale is not group.ledger.factor(group, loss_id):
             return True  # another optimizer's
@@ -301,7 +301,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         return True
 
     def _may_fold(self) -> bool:
-        """Tell whether there is but one loss to unscale, and folding the rest of the step pays."""
+        """Return whether there is but one loss to unscale, and folding the rest of the step pays."""
         if self._checked or self.mixer.loss_id is not None:
             return False
         if self._max_value is not None or self._process_group is not None:
@@ -444,10 +444,10 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
 
 def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether this step is the one in which SGD makes its momentum buffers.
+    """Return whether this step is the one in which SGD makes its momentum buffers.
 
     Native defect: fused SGD makes them uninitialised, and its kernel leaves them so where the first step overflows;
-    the next step adds to whatever the memory held. Sync: none.
+    the next step adds to whatever the memory held.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return False
@@ -463,8 +463,6 @@ def check_momentum(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         UnsupportedByBackendError: The group dampens momentum, so that its first step is unlike the others.
-
-    Sync: none.
     """
     for group in optimizer.param_groups:
         late, _ = _without_momentum(optimizer, group)
@@ -483,8 +481,6 @@ def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
     Returns:
         Whether every parameter will have its momentum after this step, so that this need not be called again.
-
-    Sync: none.
     """
     complete = True
     for group in optimizer.param_groups:

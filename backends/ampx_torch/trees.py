@@ -26,8 +26,6 @@ def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[t
         dtype: The target; tensors that have it are not copied.
         device: Cast only what autocast would: tensors of this device type, but not float64.
         only: Cast only tensors of these dtypes.
-
-    Sync: none.
     """
     if isinstance(tree, torch.Tensor):
         if not tree.is_floating_point() or (
@@ -43,7 +41,7 @@ def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[t
 
 
 def _like(tree: Any, values: Any) -> Any:
-    """Give the values in a container of the tree's own type; the tree itself where nothing changed."""
+    """Return the values in a container of the tree's own type; the tree itself where nothing changed."""
     kind: Any = type(tree)
     if not isinstance(values, dict):
         # Containers need not have a constructor where there is nothing to cast; the compiler cannot compare them.
@@ -59,7 +57,7 @@ def _like(tree: Any, values: Any) -> Any:
 
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
-    """Walk over the floating tensors of a tree. Sync: none."""
+    """Walk over the floating tensors of a tree."""
     if isinstance(tree, torch.Tensor):
         if tree.is_floating_point():
             yield tree

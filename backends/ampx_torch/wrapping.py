@@ -25,8 +25,6 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
     Raises:
         InvalidOptionError: An option is unknown or has a value that is not accepted.
         LowPrecisionParametersError: It holds float16 parameters without master weights, and the level is not O3.
-
-    Sync: none.
     """
     reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable", "wrapper"))
     if options.get("wrapper") is not None:  # a way to wrap of its own, which apex.amp has
@@ -53,7 +51,7 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
 
 
 def _device_of_scale(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> torch.device | None:
-    """Give the device the scale can live on, or None for the host."""
+    """Return the device the scale can live on, or None for the host."""
     wanted, capturable = options.get("device_scale"), options.get("capturable", False)
     if wanted not in (None, True, False):
         raise InvalidOptionError(

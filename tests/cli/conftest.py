@@ -60,7 +60,7 @@ def ampx_command(tmp_path: Path) -> Command:
 
 @pytest.fixture
 def migrate():
-    """Give a function that tells what `ampx migrate` makes of a text; it checks what must hold for every text."""
+    """Return a function that tells what `ampx migrate` makes of a text; it checks what must hold for every text."""
     from ampx.migrate.engine import migrate
 
     def run(before):
@@ -78,7 +78,7 @@ def migrate():
 
 @pytest.fixture
 def png_size():
-    """Give a function that reads width and height of a PNG."""
+    """Return a function that reads width and height of a PNG."""
 
     def read(path: Path) -> tuple[int, int]:
         data = path.read_bytes()

@@ -20,7 +20,7 @@ print(json.dumps([sys.argv, __name__, __file__, sys.path[0], __spec__ and __spec
 
 @pytest.fixture
 def outcome(tmp_path):
-    """Give a function that runs a command in a fresh folder."""
+    """Return a function that runs a command in a fresh folder."""
 
     def run(*command):
         environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}

@@ -89,7 +89,7 @@ def test_a_declared_ability_without_its_verb_is_told_by_name():
     claims = replace(ImplicitToy.capabilities, traces_overflow=True)
     suite = suite_for(verbs("ClaimsTracing", capabilities=claims))()
     suite.setup_method()
-    told = "ClaimsTracing.trace_overflow: Give a region .* Wanted because traces_overflow is declared"
+    told = "ClaimsTracing.trace_overflow: Return a region .* Wanted because traces_overflow is declared"
     try:
         with pytest.raises(NotImplementedError, match=told):
             suite.test_the_verbs_of_what_is_declared_are_written()

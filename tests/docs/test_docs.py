@@ -24,7 +24,7 @@ REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "re
 
 
 def code_spans(text):
-    """Give what stands between backticks, and the words of headings."""
+    """Return what stands between backticks, and the words of headings."""
     spans = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^#+ (.+)$", text, flags=re.M)
     return set(spans) | {span.removeprefix("ampx.").partition("(")[0] for span in spans}
 

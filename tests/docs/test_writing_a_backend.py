@@ -11,7 +11,7 @@ INCLUDE = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```$", flags=re.M | r
 
 
 def shown():
-    """Give the line numbers that the page shows, by file."""
+    """Return the line numbers that the page shows, by file."""
     found = {}
     for name, options in INCLUDE.findall(PAGE):
         path = DOCS / name
@@ -21,7 +21,7 @@ def shown():
 
 
 def lines_of(path, options):
-    """Give the first line and the line after the last of what one directive includes, from 0."""
+    """Return the first line and the line after the last of what one directive includes, from 0."""
     lines = path.read_text().splitlines()
     markers = {name: text.removeprefix(text[0]).removesuffix(text[0]) for name, text in options.items()}  # unquoted
     if "pyobject" in options:

@@ -97,7 +97,7 @@ class Author:
 
 
 def methods(text):
-    """Give the methods of the classes of a module, by class and name."""
+    """Return the methods of the classes of a module, by class and name."""
     return {
         f"{cls.name}.{item.name}": item
         for cls in ast.parse(text).body

@@ -41,7 +41,7 @@ def loss_of(weights, factor):
 
 
 def make():
-    """Give a step as scripts have it, the weights and the state."""
+    """Return a step as scripts have it, the weights and the state."""
     tx = optax.adam(0.1)
 
     def step(weights, state, factor):

@@ -20,7 +20,7 @@ def problem():
 
 
 def parts(value):
-    """Give the numbers of a state, tensors in lists included."""
+    """Return the numbers of a state, tensors in lists included."""
     if isinstance(value, paddle.Tensor):
         return value.tolist()
     if isinstance(value, dict):

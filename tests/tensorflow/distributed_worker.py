@@ -32,7 +32,7 @@ def make_strategy(kind):
 
 
 def batches(overflowing):
-    """Give an array of shape (steps, replicas, features)."""
+    """Return an array of shape (steps, replicas, features)."""
     data = np.array([ROWS] * len(PATTERN), "float32") * (1.0 + np.arange(len(PATTERN))[:, None, None] / 8)
     for step, overflow in enumerate(PATTERN):
         if overflow:

@@ -50,7 +50,7 @@ class Spy(torch.autograd.Function):
 
 
 def training(low, first):
-    """Give a loop that makes optimizer, scaler and region in some order, and meets an overflow."""
+    """Return a loop that makes optimizer, scaler and region in some order, and meets an overflow."""
 
     def loop():
         w = torch.nn.Parameter(torch.tensor([2.0]))

@@ -25,7 +25,7 @@ SHORT = {
 
 @pytest.fixture
 def migrated(migrate_program):
-    """Give a function that writes what a program becomes, with nothing left of the old calls; it tells its path."""
+    """Return a function that writes what a program becomes, with nothing left of the old calls; it tells its path."""
 
     def migrate(program):
         made = migrate_program(program, codes=(0, 1))

@@ -84,7 +84,7 @@ class CastTests(KitTests):
         assert annotated(value) == "float32"
 
     def _look(self, value: Any, whole: Any, nested: list[Any]) -> tuple[str, str, str, str]:
-        """Tell the dtypes of the arguments and of the framework's own computing."""
+        """Return the dtypes of the arguments and of the framework's own computing."""
         dtype_of = self.subject.dtype_of
         return dtype_of(value), dtype_of(whole), dtype_of(nested[0]), self.subject.computes_in()
 

@@ -25,7 +25,7 @@ class VerbTests(KitTests):
                     )
 
     def _wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Give what is declared, with the verbs that it needs. A wrapper may clip by itself, so `clip` is not here."""
+        """Return what is declared, with the verbs that it needs; not `clip`, since a wrapper may clip by itself."""
         can = self.backend.capabilities
         if can.gradients == "implicit" and not can.state_values:
             yield 'gradients="implicit"', ("gradients", "zero_gradients")

@@ -19,7 +19,7 @@ FLOATING: Final = ("float16", "bfloat16", "float32")
 
 
 def round_to(value: Number, dtype: str) -> Number:
-    """Give the nearest number that the dtype can hold; inf beyond its largest."""
+    """Return the nearest number that the dtype can hold; inf beyond its largest."""
     if dtype == "int64":
         return int(value)
     if dtype == "bool":
@@ -52,7 +52,7 @@ _casting = [CastingState()]
 
 
 def casting_state() -> CastingState:
-    """Tell how operations are cast now."""
+    """Return how operations are cast now."""
     return _casting[0]
 
 
@@ -116,7 +116,7 @@ class Tensor:
 
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Give the gradients of a scalar as values; None for a parameter that takes no part."""
+    """Return the gradients of a scalar as values; None for a parameter that takes no part."""
     found = {id(tensor): gradient for tensor, gradient in _differentiate(loss)}
     return [found.get(id(parameter)) for parameter in parameters]
 
@@ -173,7 +173,7 @@ def total(a: Tensor) -> Tensor:
 
 
 def pull(parameters: Sequence[Tensor], chosen: Sequence[Sequence[float]]) -> Tensor:
-    """Give the sum of the parameters, with derivatives of the caller's choice (inf and NaN too)."""
+    """Return the sum of the parameters, with derivatives of the caller's choice (inf and NaN too)."""
 
     def along(slopes: Sequence[float]) -> Pullback:
         return lambda upstream: tuple(upstream[0] * slope for slope in slopes)

@@ -48,7 +48,7 @@ class ImplicitToy(ToyVerbs):
         return plan
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Give float32 if any floating tensor of the tree has it."""
+        """Return float32 if any floating tensor of the tree has it."""
         if isinstance(tree, dict):
             return self.widest(list(tree.values()), at_least)
         if isinstance(tree, (list, tuple)):
@@ -82,7 +82,7 @@ class ImplicitToy(ToyVerbs):
         optimizer.step()
 
     def wrap_optimizer(self, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> ToyOptimizer:
-        """Give the wrapper that keeps several losses apart."""
+        """Return the wrapper that keeps several losses apart."""
         reject_unknown(self.name, options, ())
         if any(parameter.dtype != "float32" for parameter in optimizer.parameters):
             raise ampx.LowPrecisionParametersError(
@@ -179,7 +179,7 @@ class ToyOptimizer(GenericOptimizer):
         self._start_afresh()
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
-        """Tell which loss overflowed."""
+        """Return which loss overflowed."""
         return dict(self._finite) or super().ampx_finite_by_loss(finite)
 
     def _start_afresh(self) -> None:

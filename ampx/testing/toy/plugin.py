@@ -14,21 +14,21 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load_implicit() -> ampx.Backend:
-    """Give the backend whose gradients hang on the parameters."""
+    """Return the backend whose gradients hang on the parameters."""
     from .implicit import ImplicitToy
 
     return ImplicitToy()
 
 
 def load_explicit() -> ampx.Backend:
-    """Give the backend whose gradients are values."""
+    """Return the backend whose gradients are values."""
     from .explicit import ExplicitToy
 
     return ExplicitToy()
 
 
 def load_bare() -> ampx.Backend:
-    """Give the backend that only scales losses."""
+    """Return the backend that only scales losses."""
     from .explicit import BareToy
 
     return BareToy()

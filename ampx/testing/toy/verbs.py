@@ -16,7 +16,7 @@ from .framework import FLOATING, CastingState, Tensor
 
 
 def casting_of(plan: CastPlan, enabled: bool) -> CastingState:
-    """Give the framework's switch for a plan."""
+    """Return the framework's switch for a plan."""
     own = CastingState()
     if not enabled:
         return own
@@ -37,11 +37,11 @@ class ToyVerbs(ampx.Backend):
         return Device("cpu", native=both, preferred="float16", reason="the toy rounds to any dtype")
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is a toy optimizer."""
+        """Return whether this is a toy optimizer."""
         return isinstance(candidate, framework.Optimizer)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Give a region."""
+        """Return a region."""
         return framework.autocast(casting_of(plan, enabled))
 
     def activate(self, plan: CastPlan) -> None:
@@ -61,7 +61,7 @@ class ToyVerbs(ampx.Backend):
         return tree.to(dtype) if isinstance(tree, Tensor) and tree.dtype in FLOATING else tree
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Tell about a loss."""
+        """Describe a loss."""
         if not isinstance(loss, Tensor):
             raise ampx.LossDtypeError(
                 f"scale_loss got {type(loss).__name__}; accepted: a toy tensor. Pass what the loss function returned."
@@ -70,7 +70,7 @@ class ToyVerbs(ampx.Backend):
         return LossInfo(len(loss.data), loss.dtype, loss.dtype in FLOATING, loss.attached, nan)
 
     def scale(self, loss: Tensor, scale: float) -> Tensor:
-        """Give the loss in float32 times the scale."""
+        """Return the loss in float32 times the scale."""
         return loss.to("float32") * scale
 
     def unscale(self, grads: Sequence[Tensor | None], scale: float) -> Unscaled:

@@ -130,11 +130,11 @@ class Automation:
             self.run.recorder.count_op(name, dtype)
 
     def hiding(self) -> outcomes.Outcomes | None:
-        """Give what takes the outcomes of compiled functions; None while there is no session."""
+        """Return what takes the outcomes of compiled functions; None while there is no session."""
         return self.outcomes if self.live else None
 
     def read_scale(self) -> Any:
-        """Give the present loss scale, at run time. Sync: none where it is a hidden input; else the host is asked."""
+        """Return the present loss scale, at run time. Sync: none where it is a hidden input; else the host is asked."""
         assert self.outcomes is not None
         scale = self.outcomes.scale()
         if scale is not None:
@@ -148,7 +148,7 @@ class Automation:
             return np.float32(self.member.group.states[0].scale)
 
     def report(self, finite: Any) -> None:
-        """Have an update's finiteness reach `stepped`. Sync: none."""
+        """Have an update's finiteness reach `stepped`."""
         assert self.outcomes is not None
         if not self.outcomes.take(finite):
             self.outcomes.mix()
@@ -210,7 +210,7 @@ def automate(run: Run) -> Iterator[None]:
 
 
 def _differentiating(this: Automation, native: Callable[..., Any], values: bool) -> Callable[..., Any]:
-    """Give `jax.grad` or `jax.value_and_grad` that casts the function, once there is an optimizer."""
+    """Return `jax.grad` or `jax.value_and_grad` that casts the function, once there is an optimizer."""
     signature = inspect.signature(native)
     value_and_grad = jax.value_and_grad
 

@@ -81,12 +81,12 @@ class Outcomes:
         return frame
 
     def scale(self) -> Any:
-        """Give the loss scale as a traced number; None: read it by a callback. Sync: none."""
+        """Return the loss scale as a traced number; None: read it by a callback."""
         frame = self._direct()
         return None if frame is None else frame.state.scale
 
     def take(self, finite: Any) -> bool:
-        """Take the finiteness of an update for a hidden output; False: tell it by a callback. Sync: none."""
+        """Take the finiteness of an update for a hidden output; False: tell it by a callback."""
         frame = self._direct()
         if frame is None:
             return False
@@ -104,7 +104,7 @@ class Outcomes:
     # -- while it runs -----------------------------------------------------------------------------
 
     def open(self, body: _Body) -> bool:
-        """Tell whether this function may be called with hidden parts now. Sync: none."""
+        """Return whether this function may be called with hidden parts now."""
         return (
             not (self.mixed and body.used)
             and threading.get_ident() == self._thread
@@ -127,7 +127,7 @@ class Outcomes:
         return result, frame.flags, moved
 
     def call(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a compiled function and keep what it hides. Sync: none."""
+        """Call a compiled function and keep what it hides."""
         result, flags, numbers = compiled(*args, **kwargs, **{_SCALE: self._numbers})
         if numbers is not None:
             self._numbers = numbers
@@ -142,7 +142,7 @@ class Outcomes:
         return result
 
     def look(self, left: int) -> None:
-        """Tell of the kept steps, but for the last `left` calls. Sync: with these steps."""
+        """Report the kept steps, but for the last `left` calls. Sync: with these steps."""
         found = [self._kept.popleft() for _ in range(len(self._kept) - left)]
         if found:
             if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
@@ -177,13 +177,11 @@ class _Body:
 
 
 def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Callable[..., Any]:
-    """Give `jax.jit` whose functions tell without callbacks.
+    """Return `jax.jit` whose functions tell without callbacks.
 
     Args:
         native: `jax.jit`.
         find: Gives the outcomes; None while functions are to be as the script made them.
-
-    Sync: none.
     """
     # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
     bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
@@ -212,7 +210,7 @@ def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Call
 
 
 def _told(plain: Any, compiled: Any, body: _Body, find: Callable[[], Outcomes | None]) -> Any:
-    """Give what the script takes for the compiled function `plain`; it has everything that this has."""
+    """Return what the script takes for the compiled function `plain`; it has everything that this has."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:

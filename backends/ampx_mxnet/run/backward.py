@@ -76,7 +76,7 @@ def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
 
 
 def _choose_factor(manager: Manager, managed: list[ManagedTrainer]) -> float:
-    """Give the scale that waiting gradients carry, or else the smallest; true gradients that wait are scaled again."""
+    """Return the scale that waiting gradients carry, or else the smallest; true ones that wait are scaled again."""
     members = [one.ampx_member for one in managed]
     for one in managed:
         if one.ampx_member.stage == "unscaled":

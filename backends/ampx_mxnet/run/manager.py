@@ -114,7 +114,7 @@ class Manager:
                 self._quietly(one.ampx_unscale)
 
     def owns(self, parameter: Any) -> bool:
-        """Tell whether a managed trainer holds a parameter."""
+        """Return whether a managed trainer holds a parameter."""
         return id(parameter) in self._owned
 
     def refuse_unowned(self) -> None:

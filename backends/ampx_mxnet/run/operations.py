@@ -44,7 +44,7 @@ def blocks_watched(manager: Manager) -> Iterator[None]:
 
 
 def _operators(symbol: Any) -> Iterator[tuple[str, str]]:
-    """Give the operators of a graph, and what they compute in: the dtype of casts in front of them, else float32."""
+    """Return the operators of a graph, and what they compute in: the dtype of casts in front of them, else float32."""
     nodes = json.loads(symbol.tojson(remove_amp_cast=False))["nodes"]
     for node in nodes:
         if node["op"] in ("null", "amp_cast", "amp_multicast"):

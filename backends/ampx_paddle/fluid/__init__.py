@@ -106,7 +106,7 @@ _before: Final[dict[str, Any]] = {}
 
 
 def data(name: str, shape: Any, dtype: str = "float32", lod_level: int = 0) -> Any:
-    """Give an input of the program; the shape holds the batch, as None or -1. `lod_level` is 0."""
+    """Return an input of the program; the shape holds the batch, as None or -1. `lod_level` is 0."""
     _check_level(lod_level)
     return paddle.static.data(name, shape, dtype)
 
@@ -133,8 +133,6 @@ def install(dtype: str = "auto") -> None:
 
     Raises:
         UnsupportedDtypeError: The dtype is unknown.
-
-    Sync: none.
     """
     _choose_dtype(dtype if dtype == "auto" else normalise_dtype(dtype))
     _forget_scripts()
@@ -152,7 +150,7 @@ def install(dtype: str = "auto") -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. Sync: none."""
+    """Undo `install`."""
     if not _before:
         return
     _choose_dtype("auto")

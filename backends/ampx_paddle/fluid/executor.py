@@ -39,13 +39,13 @@ class LoDTensor:
         self._tensor = tensor
 
     def recursive_sequence_lengths(self) -> list[list[int]]:
-        """Give the lengths of sequences: none, because Paddle 3 has no such tensors."""
+        """Return the lengths of sequences: none, because Paddle 3 has no such tensors."""
         return []
 
     lod = recursive_sequence_lengths
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Give the values as a NumPy array. Sync: waits for the device."""
+        """Return the values as a NumPy array. Sync: waits for the device."""
         return np.array(self._tensor, dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ class Executor:
         return [_one(result) if return_numpy else LoDTensor(result) for result in results]
 
     def close(self) -> None:
-        """Release what the executor holds. Sync: none."""
+        """Release what the executor holds."""
         self._executor.close()
 
 
@@ -164,15 +164,13 @@ class DataFeeder:
         self._inputs = [(one.name, one.shape, _NUMPY[str(one.dtype).rpartition(".")[2].lower()]) for one in inputs]
 
     def feed(self, iterable: Iterable[Sequence[Any]]) -> dict[str, Any]:
-        """Give the arrays for `Executor.run`.
+        """Return the arrays for `Executor.run`.
 
         Args:
             iterable: The samples of a batch, each with one entry for every input.
 
         Returns:
             Arrays of shape (batch, ...) by name.
-
-        Sync: none.
         """
         columns = zip(*iterable, strict=True)
         return {

@@ -22,8 +22,6 @@ def refuse_missing(module: str) -> Callable[[str], Any]:
 
     Raises:
         FluidNameError: Always, by what is returned.
-
-    Sync: none.
     """
 
     def missing(name: str) -> Any:
@@ -42,6 +40,6 @@ def refuse_missing(module: str) -> Callable[[str], Any]:
 
 
 def public_names(module: str) -> list[str]:
-    """List what a module of the alias offers. Sync: none."""
+    """List what a module of the alias offers."""
     names: list[str] = sys.modules[module].__all__
     return names

@@ -49,8 +49,6 @@ class _Fluid(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
         Returns:
             As Paddle's `minimize`.
-
-        Sync: none.
         """
         chosen = find_parameters(loss, parameter_list if parameters is None else parameters)
         with paddle.static.program_guard(loss.block.program, raw(startup_program)):
@@ -58,7 +56,7 @@ class _Fluid(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
 
 def find_parameters(loss: Any, chosen: Any) -> Any:
-    """Give parameters of the loss's program for parameters or their names; None stays None. Sync: none."""
+    """Return parameters of the loss's program for parameters or their names; None stays None."""
     if chosen is None:
         return None
     program = loss.block.program

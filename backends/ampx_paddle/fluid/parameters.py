@@ -11,11 +11,9 @@ from paddle.base.layer_helper import LayerHelper
 
 
 def name_layer(kind: str, name: str | None = None) -> LayerHelper:
-    """Give a layer's helper, which makes names such as `fc_0.w_0`.
+    """Return a layer's helper, which makes names such as `fc_0.w_0`.
 
     In `unique_name.guard` they begin anew, as in fluid: so does the network of a script that loads what it saved.
-
-    Sync: none.
     """
     return LayerHelper(kind, name=unique_name.generate(kind) if name is None else name)
 
@@ -23,7 +21,7 @@ def name_layer(kind: str, name: str | None = None) -> LayerHelper:
 def make_parameter(
     helper: LayerHelper, attr: Any, shape: Sequence[int], is_bias: bool = False, initializer: Any = None
 ) -> Any:
-    """Give a float32 parameter of a layer.
+    """Return a float32 parameter of a layer.
 
     Args:
         helper: The layer's; it makes names such as `fc_0.w_0`.
@@ -35,8 +33,6 @@ def make_parameter(
     Returns:
         The parameter. Where the program has one of the name that `attr` gives, that one: a parameter of this name in
         another program is the same variable anyway. None where `attr` is False.
-
-    Sync: none.
     """
     if attr is False:
         return None
@@ -51,7 +47,7 @@ def make_parameter(
 
 
 def make_statistic(helper: LayerHelper, name: str | None, shape: Sequence[int], value: float) -> Any:
-    """Give a variable that is kept with the parameters but not trained. Sync: none."""
+    """Return a variable that is kept with the parameters but not trained."""
     attr = paddle.ParamAttr(name=name, initializer=paddle.nn.initializer.Constant(value), trainable=False)
     made = make_parameter(helper, attr, shape)
     made.stop_gradient = True

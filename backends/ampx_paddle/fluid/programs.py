@@ -46,8 +46,6 @@ class Program:
 
         Returns:
             The copy; `Executor.run` finds values of this program in it.
-
-        Sync: none.
         """
         values = pir.IrMapping()
         copy = self.program.clone(values)
@@ -56,11 +54,11 @@ class Program:
         return Program(copy, values)
 
     def find(self, value: Any) -> Any:
-        """Give what stands here for a value of the program that this is a clone of; the value itself otherwise."""
+        """Return what stands here for a value of the program that this is a clone of; the value itself otherwise."""
         return self._values.look_up(value) if self._values is not None and self._values.has(value) else value
 
     def all_parameters(self) -> list[Any]:
-        """List the trainable parameters. Sync: none."""
+        """List the trainable parameters."""
         found: list[Any] = self.program.global_block().all_parameters()
         return found
 
@@ -76,7 +74,7 @@ class Program:
         self.program.random_seed = seed
 
     def global_block(self) -> Block:
-        """Give the block that holds all others. Sync: none."""
+        """Return the block that holds all others."""
         return Block(self.program)
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +84,7 @@ class Program:
         return getattr(self.program, name)
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether both stand for the same program."""
+        """Return whether both stand for the same program."""
         return isinstance(other, Program) and other.program is self.program
 
     def __hash__(self) -> int:
@@ -106,12 +104,10 @@ class Block:
         self._program = program
 
     def var(self, name: str) -> Any:
-        """Give the input or the parameter of a name.
+        """Return the input or the parameter of a name.
 
         Raises:
             InvalidOptionError: There is none: other values have no names in Paddle 3.
-
-        Sync: none.
         """
         for value in self._program.list_vars():
             if value.has_name and value.name == name:
@@ -144,12 +140,10 @@ class CompiledProgram(Program):
         share_vars_from: Any = None,
         places: Any = None,
     ) -> CompiledProgram:
-        """Give the same program, for one device.
+        """Return the same program, for one device.
 
         Raises:
             UnsupportedByBackendError: There are several places.
-
-        Sync: none.
         """
         if isinstance(places, (list, tuple)) and len(places) > 1:
             raise UnsupportedByBackendError(
@@ -160,7 +154,7 @@ class CompiledProgram(Program):
 
 
 def widened(value: Any) -> Any:
-    """Give the float32 that the program makes of a value which `decorate` has cast; others as they are. Sync: none."""
+    """Return the float32 that the program makes of a value which `decorate` has cast; others as they are."""
     if value.dtype not in (paddle.float16, paddle.bfloat16):
         return value
     wide = [one.result(0) for one in value.all_used_ops() if one.name() == "pd_op.cast"]
@@ -168,23 +162,23 @@ def widened(value: Any) -> Any:
 
 
 def raw(program: Any) -> Any:
-    """Give Paddle's program for one of these; others, and None, are returned as they are. Sync: none."""
+    """Return Paddle's program for one of these; others, and None, are returned as they are."""
     return program.program if isinstance(program, Program) else program
 
 
 def default_main_program() -> Program:
-    """Give the program that is built. Sync: none."""
+    """Return the program that is built."""
     return Program(paddle.static.default_main_program())
 
 
 def default_startup_program() -> Program:
-    """Give the program that initialises parameters. Sync: none."""
+    """Return the program that initialises parameters."""
     return Program(paddle.static.default_startup_program())
 
 
 @contextmanager
 def program_guard(main_program: Any, startup_program: Any = None) -> Iterator[None]:
-    """Build these programs inside. Sync: none."""
+    """Build these programs inside."""
     with paddle.static.program_guard(raw(main_program), raw(startup_program)):
         yield
 

@@ -39,8 +39,6 @@ def check_callers() -> None:
 
     Warns:
         AmpxWarning: There is such a name on a way that depends on a condition.
-
-    Sync: none.
     """
     if len(sys.modules) == _Looked.modules:  # asked at every run of a program
         return
@@ -64,7 +62,7 @@ def check_callers() -> None:
 
 
 def forget() -> None:
-    """Look at every file anew. Sync: none."""
+    """Look at every file anew."""
     _Looked.files, _Looked.modules = frozenset(), 0
 
 
@@ -86,7 +84,7 @@ class Use:
 
 
 def missing_names(files: list[Path]) -> list[Use]:
-    """List the names of fluid in some files of a script that the alias does not have. Sync: none."""
+    """List the names of fluid in some files of a script that the alias does not have."""
     sources = []
     for path in files:
         try:

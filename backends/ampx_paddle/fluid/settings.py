@@ -10,10 +10,10 @@ class _Chosen:
 
 
 def chosen_dtype() -> str:
-    """Give the dtype for decorated optimizers. Sync: none."""
+    """Return the dtype for decorated optimizers."""
     return _Chosen.dtype
 
 
 def choose_dtype(dtype: str) -> None:
-    """Set it. Sync: none."""
+    """Set it."""
     _Chosen.dtype = dtype

@@ -146,7 +146,7 @@ class Manager:
         self.decorated = True
 
     def wrap(self, managed: Managed) -> None:
-        """Give an optimizer its wrapper."""
+        """Return an optimizer its wrapper."""
         try:
             managed.wrapped = self.run.session().wrap_optimizer(managed.raw)
         except AmpxError as error:
@@ -158,7 +158,7 @@ class Manager:
             self._owners.update((id(one), managed) for one in parameters(managed.raw))
 
     def owner(self, tensor: Any) -> Managed | None:
-        """Tell which optimizer holds a parameter."""
+        """Return which optimizer holds a parameter."""
         return self._owners.get(id(tensor))
 
     # -- what the script calls -----------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Manager:
             managed.busy, self.quiet = before
 
     def _seen_through(self, managed: Managed, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Give the closure as the script would call it."""
+        """Return the closure as the script would call it."""
 
         def evaluate() -> Any:
             before = managed.busy, self.quiet
@@ -258,7 +258,7 @@ class Manager:
             managed.wrapped.drop_pending()
 
     def release(self) -> None:
-        """Give every optimizer its own methods back."""
+        """Return every optimizer its own methods back."""
         self._sampler.stop()
         for reference in self._made:
             raw = reference()

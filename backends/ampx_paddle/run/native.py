@@ -17,7 +17,7 @@ _OWN: Final = ("paddle", "ampx", "ampx_paddle", "contextlib")
 
 
 def asked_by_script() -> bool:
-    """Tell whether the script asks, and not Paddle for itself or ampx."""
+    """Return whether the script asks, and not Paddle for itself or ampx."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(__package__ or ""):
         frame = frame.f_back

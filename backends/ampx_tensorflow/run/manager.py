@@ -66,7 +66,7 @@ class Automation:
     # -- the session -------------------------------------------------------------------------------
 
     def session(self, graphs: bool) -> Any:
-        """Give the session, casting graphs and what is outside of them from now on where asked for.
+        """Return the session, casting graphs and what is outside of them from now on where asked for.
 
         Layers cast only where prepared. Outside of graphs a rewriter that casts nothing here is not missed.
 
@@ -94,7 +94,7 @@ class Automation:
         return amp
 
     def manage(self, raw: Any, graphs: bool) -> Any:
-        """Give what `wrap_optimizer` made of a raw optimizer."""
+        """Return what `wrap_optimizer` made of a raw optimizer."""
         known = self.managed.get(id(raw))
         if known is None:
             if replicas.several():
@@ -112,7 +112,7 @@ class Automation:
         return known[1]
 
     def add(self, wrapped: WrappedOptimizer, kind: str) -> None:
-        """Tell the recorder of a wrapped optimizer."""
+        """Return the recorder of a wrapped optimizer."""
         group = wrapped.ampx_member.group
         self.run.recorder.add_optimizer(kind, group.config.init_scale, group.index)
         self.counted.setdefault(group.index, 0)
@@ -126,13 +126,13 @@ class Automation:
         return bool(self.run.stood_down)
 
     def stand_down(self) -> None:
-        """Leave casting and scaling to the script, and go on to count. Sync: none."""
+        """Leave casting and scaling to the script, and go on to count."""
         rewrite.process.off()
         graph_rewrite.stand_alone()
         self.operations.start(casts=False)
 
     def keep(self, wrapped: Any) -> None:
-        """Record an optimizer of the script's own that scales the loss and belongs to no session. Sync: none."""
+        """Record an optimizer of the script's own that scales the loss and belongs to no session."""
         if not self.stood_down:
             if self.run.amp is not None:
                 self.refuse(f"{_RECIPE}, beside optimizers that do not scale the loss")
@@ -163,7 +163,7 @@ class Automation:
             self.operations.take_down()
 
     def in_effect(self) -> Effective | None:
-        """Return what was in effect where no session says it, or it says something else; otherwise None. Sync: none.
+        """Return what was in effect where no session says it, or it says something else; otherwise None.
 
         Operations in low precision show it; without any, Keras's policy tells.
         """
@@ -192,7 +192,7 @@ class Automation:
         )
 
     def count(self, wrapped: Any) -> None:
-        """Tell the recorder what an optimizer has stepped since the last time. Sync: one."""
+        """Return the recorder what an optimizer has stepped since the last time. Sync: one."""
         group = wrapped.ampx_member.group
         group.resolve()
         missed = group.steps - self.counted[group.index]
@@ -207,7 +207,7 @@ class Automation:
         )
 
     def guarded(self, function: Function) -> Function:
-        """Give a function whose errors of ampx are refusals."""
+        """Return a function whose errors of ampx are refusals."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -228,12 +228,12 @@ class Automation:
     # -- loops over tapes --------------------------------------------------------------------------
 
     def manage_all(self) -> None:
-        """Manage every optimizer that the script has made: a tape does not say which it is for. Sync: none."""
+        """Manage every optimizer that the script has made: a tape does not say which it is for."""
         for raw in list(self.made):
             self.manage(raw, True)
 
     def scale(self) -> Any:
-        """Give the scale for a backward that may belong to any optimizer; None where there is nothing to scale.
+        """Return the scale for a backward that may belong to any optimizer; None where there is nothing to scale.
 
         Gradients are true again before the script sees them, so that any scale is right.
         """
@@ -423,7 +423,7 @@ def _is_variable(source: Any) -> bool:
 
 
 def _is_loss(target: Any) -> bool:
-    """Tell whether this is a loss that was not scaled: what `scale_loss` gave has a `gradient`."""
+    """Return whether this is a loss that was not scaled: what `scale_loss` gave has a `gradient`."""
     known = isinstance(target, tf.Tensor) and not hasattr(target, "gradient")
     return bool(known and target.dtype.is_floating and target.dtype != tf.float16)
 

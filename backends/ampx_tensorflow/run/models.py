@@ -13,10 +13,7 @@ from ampx_tensorflow import casting
 
 
 def outputs(model: Any) -> list[Any] | None:
-    """Give the layers that make a model's outputs; None where that is not known, or the model trains by itself.
-
-    Sync: none.
-    """
+    """Return the layers that make a model's outputs; None where that is not known, or the model trains by itself."""
     methods = ("train_step", "test_step", "predict_step", "compute_loss", "call")
     stock = keras.Sequential if isinstance(model, keras.Sequential) else Functional
     if not isinstance(model, stock) or any(getattr(type(model), one) is not getattr(stock, one) for one in methods):
@@ -28,7 +25,7 @@ def outputs(model: Any) -> list[Any] | None:
 
 
 def prepare(model: Any, plan: CastPlan, kept: list[Any]) -> None:
-    """Let the layers of a model cast, but for some, which the script reads. Sync: none."""
+    """Let the layers of a model cast, but for some, which the script reads."""
     exact = {id(layer) for one in kept for layer in one._flatten_layers()}
     before = {id(layer): layer.dtype_policy for layer in model._flatten_layers()}
     casting.prepare(model, plan)
@@ -38,14 +35,14 @@ def prepare(model: Any, plan: CastPlan, kept: list[Any]) -> None:
 
 
 def count_layers(run: Run, model: Any) -> None:
-    """Tell the recorder what layers compute in. Sync: none."""
+    """Return the recorder what layers compute in."""
     for layer in model._flatten_layers(include_self=False, recursive=True):
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
             run.recorder.count_op(type(layer).__name__, layer.compute_dtype)
 
 
 def lines(run: Run) -> tuple[str, ...]:
-    """Give the lines of code that do the same by hand. Sync: none."""
+    """Return the lines of code that do the same by hand."""
     dtype = None if run.amp is None else run.amp.effective.dtype
     return (
         f"ampx.init('tensorflow', dtype={dtype or 'float32'!r})  # before the model is made",

@@ -65,7 +65,7 @@ class Operations:
         self._only_graphs = True
 
     def start(self, casts: bool = True) -> None:
-        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says. Sync: none.
+        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says.
 
         Args:
             casts: False: only count, because the script casts by itself.
@@ -79,7 +79,7 @@ class Operations:
             context.enable_graph_collection()
 
     def take_down(self) -> None:
-        """Count the products of the graphs that TensorFlow has made since the last call. Sync: none."""
+        """Count the products of the graphs that TensorFlow has made since the last call."""
         if not self._collecting:
             return
         for made in context.export_run_metadata().function_graphs:  # which also ends the collection
@@ -89,7 +89,7 @@ class Operations:
             context.enable_graph_collection()
 
     def stop(self) -> None:
-        """Leave TensorFlow as it was. Sync: none."""
+        """Leave TensorFlow as it was."""
         self.take_down()
         if self._collecting:
             context.disable_graph_collection()
@@ -98,7 +98,7 @@ class Operations:
             self._recorder.sampled_steps = 1  # a graph is counted once, not once a step
 
     def run_session(self, run: Callable[..., Any], session: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a session of TensorFlow 1, counting products in the first runs that have any. Sync: none."""
+        """Run a session of TensorFlow 1, counting products in the first runs that have any."""
         own = len(args) > 2 or "options" in kwargs or "run_metadata" in kwargs
         if own or not self._on or self._sampled_runs >= self._recorder.sampled_steps:
             return run(session, *args, **kwargs)
@@ -114,7 +114,7 @@ class Operations:
         return result
 
     def count_graph(self, graph: Any) -> None:
-        """Count the products of a graph after rewriting: each once, however often a loop in it runs. Sync: none."""
+        """Count the products of a graph after rewriting: each once, however often a loop in it runs."""
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
         if sum(not node.op.endswith(("Arg", "Retval")) for node in nodes) <= 2:
             return  # TensorFlow makes such a graph, twice, for an operation outside of graphs
@@ -124,7 +124,7 @@ class Operations:
                 self._recorder.count_op(name, tf.dtypes.as_dtype(node.attr["T"].type).name)
 
     def patches(self) -> Iterator[Any]:
-        """Give the patches of TensorFlow's functions. Sync: none."""
+        """Return the patches of TensorFlow's functions."""
         for module, functions in _PRODUCTS:
             for name, operands in functions.items():
                 yield mock.patch.object(module, name, self._cast(getattr(module, name), operands))

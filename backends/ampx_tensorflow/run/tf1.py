@@ -21,7 +21,7 @@ _LOOK_SECONDS: Final = 0.25
 
 
 def patches(this: Automation) -> Iterator[Any]:
-    """Give the patches of optimizers and sessions."""
+    """Return the patches of optimizers and sessions."""
     base = tf.compat.v1.train.Optimizer
     for name in ("minimize", "compute_gradients", "apply_gradients"):
         yield mock.patch.object(base, name, _managed(this, getattr(base, name), name))
@@ -78,7 +78,7 @@ def _inside(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look(this: Automation, session: Any) -> None:
-    """Tell the recorder of the steps that a session has made; of a closed or broken one, nothing."""
+    """Return the recorder of the steps that a session has made; of a closed or broken one, nothing."""
     this.depth.value += 1
     try:
         with session.graph.as_default(), session.as_default():

@@ -148,8 +148,6 @@ def install(force: bool = False) -> None:
 
     Raises:
         ApexPresentError: An installed apex has `apex.amp`, or misses it and cannot be imported; and not `force`.
-
-    Sync: none.
     """
     if _installations:
         if not (force and _installations[0].completed):
@@ -169,7 +167,7 @@ def install(force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: the old names mean what they meant before. Without `install` it does nothing. Sync: none."""
+    """Undo `install`: the old names mean what they meant before. Without `install` it does nothing."""
     while _installations:
         done = _installations.pop()
         if done.finder in sys.meta_path:
@@ -182,7 +180,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Tell whether the old names are installed. Sync: none."""
+    """Return whether the old names are installed."""
     return bool(_installations)
 
 
@@ -207,7 +205,7 @@ def _take_over() -> _Installation:
 
 
 def _complete(spec: ModuleSpec, folders: list[str]) -> _Installation:
-    """Give a real apex the parts it misses."""
+    """Return a real apex the parts it misses."""
     missing = [part for part in _PARTS if PathFinder.find_spec(f"apex.{part}", folders) is None]
     compiled = {name for name in _COMPILED if importlib.util.find_spec(name) is None}
     modules: dict[str, ModuleType] = {}

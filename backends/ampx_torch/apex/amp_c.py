@@ -38,8 +38,6 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: T
 
     Raises:
         InvalidOptionError: There are not two lists of one length.
-
-    Sync: none.
     """
     sources, targets = _check("multi_tensor_scale", tensor_lists, 2)
     if sources:
@@ -63,8 +61,6 @@ def multi_tensor_axpby(
 
     Raises:
         InvalidOptionError: There are not three lists of one length, or `arg_to_check` is none of these.
-
-    Sync: none.
     """
     xs, ys, targets = _check("multi_tensor_axpby", tensor_lists, 3)
     checked = {-1: [*xs, *ys], 0: xs, 1: ys}.get(arg_to_check)
@@ -97,8 +93,6 @@ def multi_tensor_l2norm(
 
     Raises:
         InvalidOptionError: There is not one list.
-
-    Sync: none.
     """
     (tensors,) = _check("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:
@@ -178,8 +172,6 @@ def multi_tensor_adam(
 
     Raises:
         InvalidOptionError: There are not four lists of one length.
-
-    Sync: none.
     """
     gradients, parameters, averages, squares = _check("multi_tensor_adam", tensor_lists, 4)
     if not parameters:
@@ -305,8 +297,6 @@ def multi_tensor_adagrad(
 
     Raises:
         InvalidOptionError: There are not three lists of one length.
-
-    Sync: none.
     """
     gradients, parameters, sums = _check("multi_tensor_adagrad", tensor_lists, 3)
     if not parameters:
@@ -431,8 +421,6 @@ def multi_tensor_novograd(
 
     Raises:
         InvalidOptionError: There are not three lists of one length.
-
-    Sync: none.
     """
     gradients, parameters, averages = _check("multi_tensor_novograd", tensor_lists, 3)
     if not parameters:
@@ -500,8 +488,6 @@ def multi_tensor_lamb(
 
     Raises:
         InvalidOptionError: There are not four lists of one length.
-
-    Sync: none.
     """
     gradients, parameters, averages, squares = _check("multi_tensor_lamb", tensor_lists, 4)
     if not parameters:
@@ -592,7 +578,7 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float | None = None,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Apply the updates of LAMB to the parameters; without `weight_decay` every step is scaled. Sync: none."""
+    """Apply the updates of LAMB to the parameters; without `weight_decay` every step is scaled."""
     parameters, updates = _check("multi_tensor_lamb_stage2_cuda", tensor_lists, 2)
     if parameters:
         norms = (per_tensor_param_norm.unbind(), per_tensor_update_norm.unbind())
@@ -669,8 +655,6 @@ def update_scale_hysteresis(
 
     Returns:
         `current_scale`.
-
-    Sync: none.
     """
     overflow = found_inf > 0
     hysteresis_tracker.copy_(torch.where(overflow, hysteresis_tracker - 1, hysteresis))
@@ -687,18 +671,18 @@ def update_scale_hysteresis(
 
 
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a low-precision tensor in float32, and any other as it is. Sync: none."""
+    """Return a low-precision tensor in float32, and any other as it is."""
     return tensor.float() if tensor.dtype in _LOW else tensor
 
 
 def has_fused_kernel(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's fused optimizer kernels take all of these. Sync: none."""
+    """Return whether torch's fused optimizer kernels take all of these."""
     return all(own.device.type in _FUSED_DEVICES for own in parameters)
 
 
 @contextmanager
 def _rounded(*tensor_lists: list[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], ...]]:
-    """Give lists to change in float32, and round them into the tensors they stand for afterwards."""
+    """Return lists to change in float32, and round them into the tensors they stand for afterwards."""
     work = tuple([in_float32(tensor) for tensor in tensors] for tensors in tensor_lists)
     yield work
     for tensors, results in zip(tensor_lists, work, strict=True):

@@ -40,7 +40,7 @@ class FusedDenseGeluDense(nn.Module):
         self.weight1, self.bias1, self.weight2, self.bias2 = first.weight, first.bias, second.weight, second.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Run the layers. Sync: none."""
+        """Run the layers."""
         return FusedDenseGeluDenseFunc.apply(input, self.weight1, self.bias1, self.weight2, self.bias2)
 
 
@@ -49,7 +49,7 @@ class FusedDenseFunc:
 
     @staticmethod
     def apply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Multiply and add. Sync: none."""
+        """Multiply and add."""
         return functional.linear(input, weight, bias)
 
 
@@ -58,7 +58,7 @@ class DenseNoBiasFunc:
 
     @staticmethod
     def apply(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply. Sync: none."""
+        """Multiply."""
         return functional.linear(input, weight)
 
 
@@ -69,7 +69,7 @@ class FusedDenseGeluDenseFunc:
     def apply(
         input: torch.Tensor, weight1: torch.Tensor, bias1: torch.Tensor, weight2: torch.Tensor, bias2: torch.Tensor
     ) -> torch.Tensor:
-        """Run the layers. Sync: none."""
+        """Run the layers."""
         hidden = functional.gelu(functional.linear(input, weight1, bias1), approximate="tanh")
         return functional.linear(hidden, weight2, bias2)
 

@@ -60,14 +60,14 @@ class MLP(nn.Module):
         return [self.get_parameter(f"bias_{layer}") for layer in range(self.num_layers)] if self.bias else []
 
     def reset_parameters(self) -> None:
-        """Draw the parameters anew. Sync: none."""
+        """Draw the parameters anew."""
         for weight in self.weights:
             nn.init.normal_(weight, 0.0, math.sqrt(2.0 / sum(weight.shape)))
         for bias in self.biases:
             nn.init.normal_(bias, 0.0, math.sqrt(1.0 / len(bias)))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Run the layers. Sync: none."""
+        """Run the layers."""
         activate = _ACTIVATIONS[self.activation]
         biases = self.biases or [None] * self.num_layers
         for weight, bias in zip(self.weights, biases, strict=True):

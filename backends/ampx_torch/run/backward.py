@@ -160,7 +160,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _losses(tensors: Any, given: Any) -> list[torch.Tensor] | None:
-    """Give scalars with the same gradients; None for what torch will not take, and shall refuse in its own words.
+    """Return scalars with the same gradients; None for what torch will not take, and shall refuse in its own words.
 
     What comes with a gradient is replaced by the sum of `tensor * gradient`.
     """

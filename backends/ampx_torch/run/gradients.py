@@ -100,7 +100,7 @@ def _accumulated_refused(manager: Manager) -> Iterator[None]:
 
 
 def _divided(tree: Any, factor: Any) -> Any:
-    """Give gradients without the loss scale; low precision becomes float32, where nothing underflows."""
+    """Return gradients without the loss scale; low precision becomes float32, where nothing underflows."""
     if isinstance(tree, tuple):
         return tuple(_divided(one, factor) for one in tree)
     if not isinstance(tree, torch.Tensor):

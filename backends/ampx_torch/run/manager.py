@@ -295,7 +295,7 @@ class Manager:
             )
 
     def _seen_through(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Give the closure as the script would call it: its own reads of gradients are watched again."""
+        """Return the closure as the script would call it: its own reads of gradients are watched again."""
 
         def evaluate() -> Any:
             quiet, self.quiet = self.quiet, False
@@ -367,7 +367,7 @@ class Manager:
         )
 
     def release(self) -> None:
-        """Give every optimizer its own `step` back."""
+        """Return every optimizer its own `step` back."""
         if self.held:
             self.stand_down("apex.amp", waits=True)
         self._sampler.stop()

@@ -35,7 +35,7 @@ ADVICE: Final = (
 
 
 def asked_by_script() -> bool:
-    """Tell whether the script asks, and not torch for itself (in checkpointing, say) or ampx."""
+    """Return whether the script asks, and not torch for itself (in checkpointing, say) or ampx."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -18,7 +18,7 @@ class Owners:
         self._counted = 0
 
     def of(self, key: int) -> Managed | None:
-        """Give the optimizer of a parameter, by its id."""
+        """Return the optimizer of a parameter, by its id."""
         reference = self._owners.get(key)
         return None if reference is None else reference()
 
@@ -35,7 +35,7 @@ class Owners:
             self._counted = count
 
     def shares(self, managed: Managed) -> bool:
-        """Tell whether another optimizer owns some of its parameters; `sort` comes first."""
+        """Return whether another optimizer owns some of its parameters; `sort` comes first."""
         return any(self.of(id(p)) is not managed for group in managed.raw.param_groups for p in group["params"])
 
 

@@ -21,7 +21,7 @@ class Network(tf.keras.Model):
         self.classify = tf.keras.layers.Dense(10)
 
     def call(self, images):
-        """Give logits."""
+        """Return logits."""
         return self.classify(self.flatten(self.conv2(self.conv1(images))))
 
 

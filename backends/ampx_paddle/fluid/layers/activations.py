@@ -30,77 +30,77 @@ __all__ = [
 
 
 def relu(x: Any, name: str | None = None) -> Any:
-    """Give max(x, 0)."""
+    """Return max(x, 0)."""
     return functional.relu(x)
 
 
 def relu6(x: Any, threshold: float = 6.0, name: str | None = None) -> Any:
-    """Give x between 0 and the threshold."""
+    """Return x between 0 and the threshold."""
     return paddle.clip(x, 0.0, threshold)
 
 
 def leaky_relu(x: Any, alpha: float = 0.02, name: str | None = None) -> Any:
-    """Give x, or alpha times x where it is negative."""
+    """Return x, or alpha times x where it is negative."""
     return functional.leaky_relu(x, alpha)
 
 
 def elu(x: Any, alpha: float = 1.0, name: str | None = None) -> Any:
-    """Give x, or alpha times exp(x) - 1 where it is negative."""
+    """Return x, or alpha times exp(x) - 1 where it is negative."""
     return functional.elu(x, alpha)
 
 
 def sigmoid(x: Any, name: str | None = None) -> Any:
-    """Give 1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return functional.sigmoid(x)
 
 
 def tanh(x: Any, name: str | None = None) -> Any:
-    """Give the hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return paddle.tanh(x)
 
 
 def softplus(x: Any, name: str | None = None) -> Any:
-    """Give log(1 + exp(x))."""
+    """Return log(1 + exp(x))."""
     return functional.softplus(x)
 
 
 def softmax(input: Any, use_cudnn: bool = False, name: str | None = None, axis: int = -1) -> Any:
-    """Give probabilities along an axis; `use_cudnn` is Paddle's own choice."""
+    """Return probabilities along an axis; `use_cudnn` is Paddle's own choice."""
     return functional.softmax(input, axis)
 
 
 def square(x: Any, name: str | None = None) -> Any:
-    """Give x times x."""
+    """Return x times x."""
     return paddle.square(x)
 
 
 def sqrt(x: Any, name: str | None = None) -> Any:
-    """Give the square root."""
+    """Return the square root."""
     return paddle.sqrt(x)
 
 
 def exp(x: Any, name: str | None = None) -> Any:
-    """Give the exponential."""
+    """Return the exponential."""
     return paddle.exp(x)
 
 
 def log(x: Any, name: str | None = None) -> Any:
-    """Give the natural logarithm."""
+    """Return the natural logarithm."""
     return paddle.log(x)
 
 
 def abs(x: Any, name: str | None = None) -> Any:
-    """Give the absolute value."""
+    """Return the absolute value."""
     return paddle.abs(x)
 
 
 def pow(x: Any, factor: float = 1.0, name: str | None = None) -> Any:
-    """Give x to the power of a factor."""
+    """Return x to the power of a factor."""
     return paddle.pow(x, factor)
 
 
 def clip(x: Any, min: float, max: float, name: str | None = None) -> Any:
-    """Give x between two bounds."""
+    """Return x between two bounds."""
     return paddle.clip(x, min, max)
 
 
@@ -121,8 +121,6 @@ def activate(value: Any, act: str | None) -> Any:
 
     Raises:
         InvalidOptionError: There is no such activation.
-
-    Sync: none.
     """
     if act is None:
         return value

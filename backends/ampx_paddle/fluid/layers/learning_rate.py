@@ -19,12 +19,12 @@ class Schedule(paddle.optimizer.lr.LRScheduler):  # type: ignore[misc]
         super().__init__(rate(0))
 
     def get_lr(self) -> float:
-        """Give the present learning rate."""
+        """Return the present learning rate."""
         return self._rate(self.last_epoch)
 
 
 def piecewise_decay(boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
-    """Give one value before each boundary, and the last one after all."""
+    """Return one value before each boundary, and the last one after all."""
 
     def rate(step: int) -> float:
         return next((value for bound, value in zip(boundaries, values, strict=False) if step < bound), values[-1])

@@ -17,7 +17,7 @@ __all__ = [
 
 
 def cross_entropy(input: Any, label: Any, soft_label: bool = False, ignore_index: int = -100) -> Any:
-    """Give -log of the probability of the right class.
+    """Return -log of the probability of the right class.
 
     Args:
         input: Probabilities of shape (N, classes), after a softmax.
@@ -41,7 +41,7 @@ def softmax_with_cross_entropy(
     return_softmax: bool = False,
     axis: int = -1,
 ) -> Any:
-    """Give the cross entropy of the softmax, of shape (N, 1); with `return_softmax` the probabilities, too."""
+    """Return the cross entropy of the softmax, of shape (N, 1); with `return_softmax` the probabilities, too."""
     loss = functional.cross_entropy(
         logits, label, soft_label=soft_label, ignore_index=ignore_index, reduction="none", axis=axis
     )
@@ -51,7 +51,7 @@ def softmax_with_cross_entropy(
 def sigmoid_cross_entropy_with_logits(
     x: Any, label: Any, ignore_index: int = -100, name: str | None = None, normalize: bool = False
 ) -> Any:
-    """Give the cross entropy of the sigmoid, element by element.
+    """Return the cross entropy of the sigmoid, element by element.
 
     Args:
         x: Logits.
@@ -67,12 +67,12 @@ def sigmoid_cross_entropy_with_logits(
 
 
 def square_error_cost(input: Any, label: Any) -> Any:
-    """Give the squared difference, element by element."""
+    """Return the squared difference, element by element."""
     return paddle.square(input - label)
 
 
 def accuracy(input: Any, label: Any, k: int = 1, correct: Any = None, total: Any = None) -> Any:
-    """Give the share of right predictions among the best k, of shape (1,).
+    """Return the share of right predictions among the best k, of shape (1,).
 
     Args:
         input: Scores of shape (N, classes).

@@ -28,7 +28,7 @@ def fc(
     act: str | None = None,
     name: str | None = None,
 ) -> Any:
-    """Give products with weights, plus a bias.
+    """Return products with weights, plus a bias.
 
     Args:
         input: A tensor, or several whose products are added.
@@ -137,7 +137,7 @@ def pool2d(
     exclusive: bool = True,
     data_format: str = "NCHW",
 ) -> Any:
-    """Give the largest or the mean value of every window; the arguments are fluid's."""
+    """Return the largest or the mean value of every window; the arguments are fluid's."""
     size = input.shape[2:] if data_format == "NCHW" else input.shape[1:3]
     options = {"ceil_mode": ceil_mode, "data_format": data_format}
     kernel = list(size) if global_pooling else pool_size

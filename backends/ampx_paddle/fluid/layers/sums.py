@@ -28,51 +28,51 @@ __all__ = [
 
 
 def _aligned(x: Any, y: Any, axis: int) -> Any:
-    """Give y with axes of size 1 behind, so that its first axis meets that axis of x."""
+    """Return y with axes of size 1 behind, so that its first axis meets that axis of x."""
     missing = len(x.shape) - axis - len(y.shape)
     return y if axis == -1 or missing <= 0 else paddle.unsqueeze(y, list(range(len(y.shape), len(y.shape) + missing)))
 
 
 def elementwise_add(x: Any, y: Any, axis: int = -1, act: str | None = None, name: str | None = None) -> Any:
-    """Give x + y."""
+    """Return x + y."""
     return activate(paddle.add(x, _aligned(x, y, axis)), act)
 
 
 def elementwise_sub(x: Any, y: Any, axis: int = -1, act: str | None = None, name: str | None = None) -> Any:
-    """Give x - y."""
+    """Return x - y."""
     return activate(paddle.subtract(x, _aligned(x, y, axis)), act)
 
 
 def elementwise_mul(x: Any, y: Any, axis: int = -1, act: str | None = None, name: str | None = None) -> Any:
-    """Give x * y."""
+    """Return x * y."""
     return activate(paddle.multiply(x, _aligned(x, y, axis)), act)
 
 
 def elementwise_div(x: Any, y: Any, axis: int = -1, act: str | None = None, name: str | None = None) -> Any:
-    """Give x / y."""
+    """Return x / y."""
     return activate(paddle.divide(x, _aligned(x, y, axis)), act)
 
 
 def elementwise_max(x: Any, y: Any, axis: int = -1, act: str | None = None, name: str | None = None) -> Any:
-    """Give the larger of x and y."""
+    """Return the larger of x and y."""
     return activate(paddle.maximum(x, _aligned(x, y, axis)), act)
 
 
 def elementwise_min(x: Any, y: Any, axis: int = -1, act: str | None = None, name: str | None = None) -> Any:
-    """Give the smaller of x and y."""
+    """Return the smaller of x and y."""
     return activate(paddle.minimum(x, _aligned(x, y, axis)), act)
 
 
 def matmul(
     x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False, alpha: float = 1.0, name: str | None = None
 ) -> Any:
-    """Give the matrix product, times alpha."""
+    """Return the matrix product, times alpha."""
     product = paddle.matmul(x, y, transpose_x, transpose_y)
     return product if alpha == 1.0 else product * alpha
 
 
 def mul(x: Any, y: Any, x_num_col_dims: int = 1, y_num_col_dims: int = 1, name: str | None = None) -> Any:
-    """Give the product of two tensors read as matrices."""
+    """Return the product of two tensors read as matrices."""
     product = paddle.matmul(_matrix(x, x_num_col_dims), _matrix(y, y_num_col_dims))
     shape = [*x.shape[:x_num_col_dims], *y.shape[y_num_col_dims:]]
     return product if len(shape) == 2 else paddle.reshape(product, shape)
@@ -91,7 +91,7 @@ def scale(
     act: str | None = None,
     name: str | None = None,
 ) -> Any:
-    """Give scale * x + bias."""
+    """Return scale * x + bias."""
     return activate(paddle.scale(x, scale, bias, bias_after_scale), act)
 
 
@@ -101,7 +101,7 @@ def sum(x: Any) -> Any:
 
 
 def mean(x: Any, name: str | None = None) -> Any:
-    """Give the mean of all elements, of shape (1,)."""
+    """Return the mean of all elements, of shape (1,)."""
     return paddle.reshape(paddle.mean(x), [1])
 
 
@@ -116,15 +116,15 @@ def reduce_sum(input: Any, dim: Any = None, keep_dim: bool = False, name: str | 
 
 
 def reduce_mean(input: Any, dim: Any = None, keep_dim: bool = False, name: str | None = None) -> Any:
-    """Give the mean along axes; of all elements, it has shape (1,)."""
+    """Return the mean along axes; of all elements, it has shape (1,)."""
     return _reduced(paddle.mean, input, dim, keep_dim)
 
 
 def reduce_max(input: Any, dim: Any = None, keep_dim: bool = False, name: str | None = None) -> Any:
-    """Give the largest value along axes; of all elements, it has shape (1,)."""
+    """Return the largest value along axes; of all elements, it has shape (1,)."""
     return _reduced(paddle.max, input, dim, keep_dim)
 
 
 def reduce_min(input: Any, dim: Any = None, keep_dim: bool = False, name: str | None = None) -> Any:
-    """Give the smallest value along axes; of all elements, it has shape (1,)."""
+    """Return the smallest value along axes; of all elements, it has shape (1,)."""
     return _reduced(paddle.min, input, dim, keep_dim)

@@ -52,7 +52,7 @@ def data(
     type: Any = None,
     stop_gradient: bool = True,
 ) -> Any:
-    """Give an input of the program.
+    """Return an input of the program.
 
     Args:
         name: By which it is fed.
@@ -65,8 +65,6 @@ def data(
 
     Raises:
         UnsupportedByBackendError: `lod_level` is not 0.
-
-    Sync: none.
     """
     check_level(lod_level)
     sizes = [-1 if one is None else int(one) for one in shape]
@@ -82,8 +80,6 @@ def check_level(lod_level: int) -> None:
 
     Raises:
         UnsupportedByBackendError: The level is not 0.
-
-    Sync: none.
     """
     if lod_level:
         raise UnsupportedByBackendError(
@@ -100,7 +96,7 @@ def create_parameter(
     is_bias: bool = False,
     default_initializer: Any = None,
 ) -> Any:
-    """Give a parameter, by a name if wanted; float32 only."""
+    """Return a parameter, by a name if wanted; float32 only."""
     if str(dtype) != "float32":
         raise UnsupportedByBackendError(
             f"create_parameter got dtype={dtype!r}; accepted: 'float32'. Casting is decorate's work."
@@ -112,25 +108,25 @@ def create_parameter(
 
 
 def fill_constant(shape: Sequence[int], dtype: str, value: float, force_cpu: bool = False, out: Any = None) -> Any:
-    """Give a tensor of one value."""
+    """Return a tensor of one value."""
     made = paddle.full(shape, value, dtype)
     return made if out is None else paddle.assign(made, out)
 
 
 def ones(shape: Sequence[int], dtype: str, force_cpu: bool = False) -> Any:
-    """Give ones."""
+    """Return ones."""
     return paddle.ones(shape, dtype)
 
 
 def zeros(shape: Sequence[int], dtype: str, force_cpu: bool = False, name: str | None = None) -> Any:
-    """Give zeros."""
+    """Return zeros."""
     return paddle.zeros(shape, dtype)
 
 
 def gaussian_random(
     shape: Sequence[int], mean: float = 0.0, std: float = 1.0, seed: int = 0, dtype: str = "float32"
 ) -> Any:
-    """Give normal numbers; a seed other than 0 is refused, as `Program.random_seed` is for."""
+    """Return normal numbers; a seed other than 0 is refused, as `Program.random_seed` is for."""
     _check_seed(seed)
     return paddle.normal(mean, std, shape).astype(dtype)
 
@@ -138,7 +134,7 @@ def gaussian_random(
 def uniform_random(
     shape: Sequence[int], dtype: str = "float32", min: float = -1.0, max: float = 1.0, seed: int = 0
 ) -> Any:
-    """Give uniform numbers; a seed other than 0 is refused, as `Program.random_seed` is for."""
+    """Return uniform numbers; a seed other than 0 is refused, as `Program.random_seed` is for."""
     _check_seed(seed)
     return paddle.uniform(shape, dtype, min, max)
 
@@ -166,7 +162,7 @@ def reshape(
     inplace: bool = False,
     name: str | None = None,
 ) -> Any:
-    """Give another shape, in which 0 keeps a size and -1 is what remains."""
+    """Return another shape, in which 0 keeps a size and -1 is what remains."""
     return activate(paddle.reshape(x, shape if actual_shape is None else actual_shape), act)
 
 
@@ -176,7 +172,7 @@ def transpose(x: Any, perm: Sequence[int], name: str | None = None) -> Any:
 
 
 def flatten(x: Any, axis: int = 1, name: str | None = None) -> Any:
-    """Give a matrix: the axes before `axis`, and those from it on."""
+    """Return a matrix: the axes before `axis`, and those from it on."""
     rest = int(np.prod(x.shape[axis:]))
     return paddle.reshape(x, [-1, rest])
 
@@ -227,16 +223,16 @@ def cast(x: Any, dtype: Any) -> Any:
 
 
 def one_hot(input: Any, depth: int, allow_out_of_range: bool = False) -> Any:
-    """Give rows of zeros with one 1, for class numbers of shape (N, 1)."""
+    """Return rows of zeros with one 1, for class numbers of shape (N, 1)."""
     last = input.shape[-1] == 1
     return paddle.nn.functional.one_hot(paddle.squeeze(input, -1) if last else input, depth)
 
 
 def topk(input: Any, k: int, name: str | None = None) -> Any:
-    """Give the largest values along the last axis, and where they are."""
+    """Return the largest values along the last axis, and where they are."""
     return paddle.topk(input, k)
 
 
 def argmax(x: Any, axis: int = 0) -> Any:
-    """Tell where the largest value is."""
+    """Return where the largest value is."""
     return paddle.argmax(x, axis)

@@ -45,7 +45,7 @@ class AmpState:
     models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 
     def tell(self, message: str) -> None:
-        """Print a line, unless `verbosity=0` or another process of the job prints it. Sync: none."""
+        """Print a line, unless `verbosity=0` or another process of the job prints it."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.verbosity > 0 and not (distributed and torch.distributed.get_rank()):
             sys.stdout.write(f"{message}\n")
@@ -55,7 +55,7 @@ _amp_state = AmpState()
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print a line, unless `verbosity=0`. Other processes of the job print it too, unless `rank0`. Sync: none."""
+    """Print a line, unless `verbosity=0`. Other processes of the job print it too, unless `rank0`."""
     if rank0:
         _amp_state.tell(msg)
     elif _amp_state.verbosity > 0:
@@ -69,8 +69,6 @@ def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
     Args:
         optimizer: Any optimizer.
-
-    Sync: none.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -12,17 +12,17 @@ from .handle import AmpHandle, NoOpHandle
 
 
 def half_function(fn: Function) -> Function:
-    """Have a function get its floating arguments in low precision where operations are cast. Sync: none."""
+    """Have a function get its floating arguments in low precision where operations are cast."""
     return decorators.annotate(fn, "half")
 
 
 def float_function(fn: Function) -> Function:
-    """Have a function compute in float32 where operations are cast. Sync: none."""
+    """Have a function compute in float32 where operations are cast."""
     return decorators.annotate(fn, "float")
 
 
 def promote_function(fn: Function) -> Function:
-    """Have a function get its floating arguments in the widest of their dtypes. Sync: none."""
+    """Have a function get its floating arguments in the widest of their dtypes."""
     return decorators.annotate(fn, "promote")
 
 
@@ -35,8 +35,6 @@ def register_half_function(module: Any, name: str) -> None:
 
     Raises:
         InvalidOptionError: There is no such function.
-
-    Sync: none.
     """
     registry.add(module, name, "half")
 
@@ -50,8 +48,6 @@ def register_float_function(module: Any, name: str) -> None:
 
     Raises:
         InvalidOptionError: There is no such function.
-
-    Sync: none.
     """
     registry.add(module, name, "float")
 
@@ -65,8 +61,6 @@ def register_promote_function(module: Any, name: str) -> None:
 
     Raises:
         InvalidOptionError: There is no such function.
-
-    Sync: none.
     """
     registry.add(module, name, "promote")
 
@@ -94,7 +88,5 @@ def init(
     Raises:
         PropertyError: The loss scale is neither.
         InvalidOptionError: The dtype is neither.
-
-    Sync: none.
     """
     return begin_handle(enabled, loss_scale, allow_banned, dtype)

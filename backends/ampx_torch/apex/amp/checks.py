@@ -17,7 +17,7 @@ from .errors import ArgumentTypeError, InitializedTwiceError, PropertyError
 
 
 def flatten(tree: Any) -> list[Any]:
-    """Give the items of a list, tuple or dict, however deep; a single item is a list of one. Sync: none."""
+    """Return the items of a list, tuple or dict, however deep; a single item is a list of one."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     if not isinstance(tree, (list, tuple)):
@@ -36,8 +36,6 @@ def check_models(models: Sequence[Any], takes_low: bool) -> None:
         ArgumentTypeError: It is no module.
         ProtocolError: It is wrapped for several devices or processes already.
         PropertyError: It holds low-precision parameters or buffers.
-
-    Sync: none.
     """
     for model in models:
         if not isinstance(model, nn.Module):
@@ -71,8 +69,6 @@ def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
         ArgumentTypeError: It is no optimizer.
         InitializedTwiceError: It went through `initialize` or `ampx.wrap_optimizer`, or is in the list twice.
         PropertyError: It has master weights of its own.
-
-    Sync: none.
     """
     for position, one in enumerate(optimizers):
         if isinstance(one, WrappedOptimizer) or any(one is other for other in optimizers[:position]):
@@ -95,7 +91,7 @@ def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
 
 
 def device_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
-    """Give the kind of device that the models' parameters are on: `"cuda"` if any is. Sync: none."""
+    """Return the kind of device that the models' parameters are on: `"cuda"` if any is."""
     tensors = [one for model in models for one in model.parameters()]
     tensors += [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     return "cuda" if any(one.is_cuda for one in tensors) else "cpu"

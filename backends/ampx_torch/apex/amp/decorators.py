@@ -15,14 +15,12 @@ from ampx_torch.kernels import LOW
 
 
 def annotate(function: Function, kind: Kind) -> Function:
-    """Give a function whose floating arguments are cast while operations are cast.
+    """Return a function whose floating arguments are cast while operations are cast.
 
     Args:
         function: Any function of tensors.
         kind: `"half"`: low precision. `"float"`: float32, also inside, where apex went on casting. `"promote"`:
             the widest dtype among the arguments.
-
-    Sync: none.
     """
 
     @functools.wraps(function)
@@ -49,7 +47,7 @@ def _target(kind: Kind, plan: CastPlan, arguments: Any) -> torch.dtype:
 
 
 def casting_plan() -> CastPlan | None:
-    """Give the plan by which operations are cast at this moment in this thread; None where they are not. Sync: none."""
+    """Return the plan by which operations are cast at this moment in this thread; None where they are not."""
     session = sessions.get("torch")
     plan = None if session is None else session.casting
     if plan is None or plan.level != "O1" or not casting.is_on(plan.device):

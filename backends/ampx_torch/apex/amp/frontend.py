@@ -74,8 +74,6 @@ def initialize(
         ProtocolError: A model is wrapped by DistributedDataParallel or its like.
         UnsupportedByBackendError: An optimizer cannot have master weights.
         InvalidOptionError: Another option is not acceptable.
-
-    Sync: none.
     """
     passed = models if optimizers is None else (models, optimizers)
     _amp_state.verbosity = verbosity
@@ -154,7 +152,7 @@ def _cast(
 
 
 def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: object) -> AmpHandle | NoOpHandle:
-    """Do what `init` says. Sync: none."""
+    """Do what `init` says."""
     if not enabled:
         _amp_state.switched_off = True
         return NoOpHandle()
@@ -167,12 +165,10 @@ def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: obje
 
 
 def state_dict(destination: Any = None) -> Any:
-    """Give the loss scales as apex saved them: `{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …}`.
+    """Return the loss scales as apex saved them: `{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …}`.
 
     Args:
         destination: A dict to fill; None for a new one.
-
-    Sync: none.
     """
     found = OrderedDict() if destination is None else destination
     for position, one in enumerate(_amp_state.loss_scalers):
@@ -192,8 +188,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: It holds other entries.
         InvalidStateError: A value is missing or not acceptable; nothing is loaded then.
-
-    Sync: none.
     """
     if _amp_state.initialized and not _amp_state.opt_properties.enabled:
         return

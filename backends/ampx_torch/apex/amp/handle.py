@@ -32,7 +32,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Give the loss in float32 times its loss scale; when the block ends, gradients are true.
+    """Return the loss in float32 times its loss scale; when the block ends, gradients are true.
 
     Args:
         loss: Floating tensor; one of several elements needs its own way of calling backward.
@@ -94,7 +94,7 @@ def _checked(optimizers: Any, loss_id: int) -> tuple[list[ApexOptimizer], LossSc
 
 
 def _inner(optimizer: Any) -> Any:
-    """Give what a wrapper made after `initialize`, such as LARC, holds."""
+    """Return what a wrapper made after `initialize`, such as LARC, holds."""
     while isinstance(optimizer, DelegatingOptimizer) and not isinstance(optimizer, ApexOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -125,14 +125,14 @@ def block(
 
 
 def _one_element(loss: Any) -> Any:
-    """Give a loss of one element as it is, and for one of several their sum, which can be checked in its place."""
+    """Return a loss of one element as it is, and for one of several their sum, which can be checked in its place."""
     several = isinstance(loss, torch.Tensor) and loss.numel() > 1 and loss.is_floating_point()
     return loss.float().sum() if several else loss
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Give a region in which operations are not cast; may be nested, and restores after exceptions. Sync: none."""
+    """Return a region in which operations are not cast; may be nested, and restores after exceptions."""
     plan = decorators.casting_plan()
     with contextlib.nullcontext() if plan is None else casting.off(plan.device):
         yield
@@ -149,7 +149,7 @@ class AmpHandle:
         self._wraps = False
 
     def is_active(self) -> bool:
-        """Tell whether operations are cast at this moment. Sync: none."""
+        """Return whether operations are cast at this moment."""
         return decorators.casting_plan() is not None
 
     @property
@@ -157,13 +157,13 @@ class AmpHandle:
         return self.is_active()
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Give a region in which operations are not cast. Sync: none."""
+        """Return a region in which operations are not cast."""
         return disable_casts()
 
     _disable_casts = disable_casts
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> LossesInTurn:
-        """Give an optimizer with a loss scale for each of its losses, to be used as `optimizer.scale_loss(loss)`.
+        """Return an optimizer with a loss scale for each of its losses, to be used as `optimizer.scale_loss(loss)`.
 
         Args:
             optimizer: A raw optimizer; the same object is returned.
@@ -172,8 +172,6 @@ class AmpHandle:
         Raises:
             NotAnOptimizerError, AlreadyWrappedError, InvalidOptionError: It is no optimizer, was wrapped before, or
             the number is not positive.
-
-        Sync: none.
         """
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise InvalidOptionError(f"num_loss={num_loss!r} is not accepted; accepted: an integer from 1. Change it.")
@@ -228,7 +226,7 @@ class AmpHandle:
         return False
 
     def remove_cache(self, param: Any) -> None:
-        """Do nothing: no cast of the parameter is kept. Sync: none."""
+        """Do nothing: no cast of the parameter is kept."""
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
@@ -245,22 +243,22 @@ class NoOpHandle:
     verbose = False
 
     def is_active(self) -> bool:
-        """Tell that operations are not cast. Sync: none."""
+        """Note that operations are not cast."""
         return False
 
     def disable_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Give a region that changes nothing. Sync: none."""
+        """Return a region that changes nothing."""
         return contextlib.nullcontext()
 
     _disable_casts = disable_casts
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Give the optimizer with a `scale_loss` that changes nothing. Sync: none."""
+        """Return the optimizer with a `scale_loss` that changes nothing."""
         optimizer.scale_loss = contextlib.nullcontext
         return optimizer
 
     def scale_loss(self, loss: Any, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
-        """Give a region that yields the loss as it is. Sync: none."""
+        """Return a region that yields the loss as it is."""
         return contextlib.nullcontext(loss)
 
     def _clear_cache(self) -> None:

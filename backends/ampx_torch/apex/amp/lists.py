@@ -34,12 +34,12 @@ _BANNED: Final = F.binary_cross_entropy
 
 
 def allowed(device: str) -> list[Any]:
-    """Give the operations to compute in low precision on a kind of device. Sync: none."""
+    """Return the operations to compute in low precision on a kind of device."""
     return [] if device == "cuda" else list(_named(_HALF_ON_CPU))
 
 
 def denied(device: str, allow_banned: bool) -> list[Any]:
-    """Give the operations to compute in float32, in the widest dtype, or never in low precision. Sync: none."""
+    """Return the operations to compute in float32, in the widest dtype, or never in low precision."""
     names = _FLOAT if device == "cuda" else (*_FLOAT, *_FLOAT_ON_CPU)
     found = list(_named(names))
     if device != "cuda":
@@ -128,17 +128,15 @@ _PUBLISHED: Final = [{kind: tuple(vars(overrides)[kind]) for kind in _KINDS} for
 
 
 def bans() -> bool:
-    """Tell whether banned functions are still on their list. Sync: none."""
+    """Return whether banned functions are still on their list."""
     return bool(functional_overrides.BANNED_FUNCS)
 
 
 def edits() -> dict[tuple[Any, str], Kind]:
-    """Give what a script added to the lists, as if it had registered it.
+    """Return what a script added to the lists, as if it had registered it.
 
     Raises:
         UnsupportedOpError: It took a function from a list and put it on no other.
-
-    Sync: none.
     """
     added: dict[tuple[Any, str], Kind] = {}
     for overrides, published in zip(_OVERRIDES, _PUBLISHED, strict=True):

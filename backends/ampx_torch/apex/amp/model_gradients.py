@@ -14,14 +14,14 @@ _MARK = "_ampx_pulled"
 
 
 def mark_pulled(masters: MasterWeights) -> None:
-    """Remember that the masters have all gradients that are on the model now. Sync: none."""
+    """Remember that the masters have all gradients that are on the model now."""
     for own in masters.model_parameters():
         if own.grad is not None:
             setattr(own.grad, _MARK, True)
 
 
 def pull_foreign(masters: MasterWeights) -> None:
-    """Add to the masters' gradients what a backward outside any block left on the model: it is true. Sync: none."""
+    """Add to the masters' gradients what a backward outside any block left on the model: it is true."""
     for own, master in masters.pairs:
         if own.grad is not None and not hasattr(own.grad, _MARK):
             foreign = own.grad.to(torch.float32, copy=True)

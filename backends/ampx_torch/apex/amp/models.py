@@ -20,8 +20,6 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
         model: The model.
         dtype: Their new dtype.
         keep_norms: Leave batch and instance norms as they are; they then compute in float32 and give `dtype`.
-
-    Sync: none.
     """
     for module in model.modules():
         if keep_norms and isinstance(module, nn.modules.batchnorm._NormBase):
@@ -42,15 +40,13 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
 def make_masters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module], dtype: torch.dtype | None, keep: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Give a float32 copy of every trained parameter that is or will be of low precision, before it is rounded.
+    """Return a float32 copy of every trained parameter that is or will be of low precision, before it is rounded.
 
     Args:
         optimizers: Raw optimizers.
         models: The models that will be cast.
         dtype: To what; None: they will not be.
         keep: Batch and instance norms stay.
-
-    Sync: none.
     """
     staying = {p for model in models for module in model.modules() if keep and _is_norm(module) for p in _own(module)}
     lowered = {p for model in models for p in model.parameters()} - staying if dtype in LOW else set()
@@ -78,8 +74,6 @@ def guard_checkpoints(models: Iterable[nn.Module], copies: Mapping[nn.Parameter,
         models: The models.
         copies: The master of each parameter.
         all_of: Of all modules, not only of those whose parameters have masters.
-
-    Sync: none.
     """
     for module in {one: None for model in models for one in model.modules()}:
         own = {name: copies[p] for name, p in module._parameters.items() if p is not None and p in copies}
@@ -136,16 +130,13 @@ class _Replicate:
 
 
 def cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Cast what goes into a model and what comes out. Sync: none."""
+    """Cast what goes into a model and what comes out."""
     model.forward = CastForward(model, inputs, outputs, vars(model).get("forward"))  # type: ignore[method-assign]
     model._replicate_for_data_parallel = _Replicate(model, inputs, outputs)  # type: ignore[assignment]
 
 
 def cast_batch(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of a batch, and batches of the script's own classes by their method `to`.
-
-    Sync: none.
-    """
+    """Cast the floating tensors of a batch, and batches of the script's own classes by their method `to`."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (str, bytes, nn.Module, torch.device)) or value is None:
@@ -168,7 +159,7 @@ def _like(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def lower_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cast optimizer state that has the shape of its parameter to the parameter's dtype. Sync: none."""
+    """Cast optimizer state that has the shape of its parameter to the parameter's dtype."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:

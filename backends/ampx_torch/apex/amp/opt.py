@@ -73,7 +73,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self._clear()
 
     def join(self, group: ScaleGroup) -> None:
-        """Share the loss scales of another group from now on. Sync: none."""
+        """Share the loss scales of another group from now on."""
         member = self.ampx_member
         if member.group is not group:
             if member in member.group.members:
@@ -165,13 +165,13 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
                     parameter.grad.add_(gradient)
 
     def note(self, loss_id: int, finite: bool) -> None:
-        """Remember that a block was decided about, and if it overflowed that the next step is skipped. Sync: none."""
+        """Remember that a block was decided about, and if it overflowed that the next step is skipped."""
         if not finite:
             self._overflowed[loss_id] = self._scales[loss_id]
         self.found.pop(loss_id, None)
 
     def finite(self) -> bool:
-        """Tell whether no block overflowed since the last step, as far as is known. Sync: none."""
+        """Return whether no block overflowed since the last step, as far as is known."""
         return not self._overflowed and all(one.finite for verdicts in self.found.values() for one in verdicts)
 
     def _settle(self) -> list[Due]:
@@ -360,12 +360,12 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
 
 def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> ApexOptimizer:
-    """Turn a script's optimizer into an `ApexOptimizer`, in place. Sync: none."""
+    """Turn a script's optimizer into an `ApexOptimizer`, in place."""
     return make(optimizer, ApexOptimizer, member, options)
 
 
 def make(optimizer: Any, kind: type[ApexOptimizer], member: Member, options: Mapping[str, Any]) -> ApexOptimizer:
-    """Turn an optimizer into one of a kind, in place. Sync: none."""
+    """Turn an optimizer into one of a kind, in place."""
     take_over(optimizer, kind)
     optimizer.begin(member, None if options["plan"] is None else options["plan"].device)
     group, culprits = member.group, weakref.WeakMethod(optimizer.culprits)

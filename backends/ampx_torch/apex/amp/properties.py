@@ -51,7 +51,7 @@ LEVELS: Final[dict[str, Properties]] = {
 
 
 def choose(opt_level: str, low: torch.dtype, overrides: dict[str, Any]) -> Properties:
-    """Give the properties of a level, with what was passed beyond None in their place.
+    """Return the properties of a level, with what was passed beyond None in their place.
 
     Args:
         opt_level: `"O0"` to `"O3"`.
@@ -60,8 +60,6 @@ def choose(opt_level: str, low: torch.dtype, overrides: dict[str, Any]) -> Prope
 
     Raises:
         PropertyError: There is no such level, or an override does not go with it.
-
-    Sync: none.
     """
     if not isinstance(opt_level, str) or opt_level not in LEVELS:
         raise PropertyError(

@@ -39,8 +39,6 @@ def add(module: Any, name: str, kind: Kind) -> None:
 
     Raises:
         InvalidOptionError: There is no such function.
-
-    Sync: none.
     """
     if not hasattr(module, name):
         raise InvalidOptionError(
@@ -51,12 +49,10 @@ def add(module: Any, name: str, kind: Kind) -> None:
 
 
 def entries(device: str) -> tuple[list[Any], list[Any]]:
-    """Give what goes into `allow` and `deny`: registered functions that are operations of torch.
+    """Return what goes into `allow` and `deny`: registered functions that are operations of torch.
 
     Raises:
         UnsupportedOpError: The script took a function from a list of `apex.amp.lists` and put it on no other.
-
-    Sync: none.
     """
     allow: list[Any] = []
     deny: list[Any] = []
@@ -81,7 +77,7 @@ def _is_operation(entry: Any, device: str = "cpu") -> bool:
 
 
 def operation(entry: Any) -> tuple[str, ...]:
-    """Give the overloads that an entry of an op list is about; none where it is no operation. Sync: none."""
+    """Return the overloads that an entry of an op list is about; none where it is no operation."""
     try:
         plan = resolve(CastPlan("cpu", "float16", "O1", (), (entry,)))
     except UnsupportedOpError:
@@ -90,7 +86,7 @@ def operation(entry: Any) -> tuple[str, ...]:
 
 
 def patch() -> None:
-    """Put casting functions in the place of registered ones that are no operations of torch. Sync: none."""
+    """Put casting functions in the place of registered ones that are no operations of torch."""
     restore()
     for (module, name), kind in _all().items():
         function = getattr(module, name)
@@ -100,13 +96,13 @@ def patch() -> None:
 
 
 def forget() -> None:
-    """Put the functions back, and register none. Sync: none."""
+    """Put the functions back, and register none."""
     restore()
     _registry.entries.clear()
 
 
 def restore() -> None:
-    """Put the functions back. Sync: none."""
+    """Put the functions back."""
     while _registry.replaced:
         module, name, own = _registry.replaced.pop()
         if own is None:

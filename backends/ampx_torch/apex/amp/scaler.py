@@ -27,7 +27,7 @@ HIGHEST: Final = 2.0**24
 
 
 def configure(loss_scale: float | str, lowest: float | None, highest: float | None) -> LossScale:
-    """Give the configuration of a loss scale.
+    """Return the configuration of a loss scale.
 
     Args:
         loss_scale: `"dynamic"` or a number.
@@ -36,8 +36,6 @@ def configure(loss_scale: float | str, lowest: float | None, highest: float | No
 
     Raises:
         InvalidOptionError: A bound is not positive, or they exclude each other.
-
-    Sync: none.
     """
     if not isinstance(loss_scale, str):
         return LossScale.static(loss_scale)
@@ -93,7 +91,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, group: ScaleGroup, loss_id: int, device: str) -> LossScaler:
-        """Give the loss scale of a group for one loss id; its overflow buffer is on a device. Sync: none."""
+        """Return the loss scale of a group for one loss id; its overflow buffer is on a device."""
         scaler = cls.__new__(cls)
         scaler._look_at(group, loss_id, device)
         return scaler
@@ -106,7 +104,7 @@ class LossScaler:
         group.states.setdefault(loss_id, group.config.initial_state())
 
     def loss_scale(self) -> float:
-        """Give the current loss scale. Sync: none."""
+        """Return the current loss scale."""
         return float(self._state.scale)
 
     @property
@@ -164,7 +162,7 @@ class LossScaler:
     # -- what scripts call that unscale, or reduce over processes, themselves ----------------------
 
     def clear_overflow_state(self) -> None:
-        """Forget the overflows that `unscale` saw. Sync: none."""
+        """Forget the overflows that `unscale` saw."""
         self._has_overflow = False
         self._overflow_buf.zero_()
 
@@ -184,8 +182,6 @@ class LossScaler:
             unused_scale: Of no meaning.
             models_are_masters: Of no meaning.
             scale_override: Divide by this instead.
-
-        Sync: none.
         """
         if not self._has_overflow:
             scale = self.loss_scale() if scale_override is None else scale_override
@@ -205,8 +201,6 @@ class LossScaler:
             stashed_master_grads: The others, which are true.
             master_grads: Where to write; may be either.
             scale_override: The scales that the gradients have, that the others have, and that the sum shall have.
-
-        Sync: none.
         """
         if not self._has_overflow:
             have, others, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
@@ -254,8 +248,6 @@ def settle(optimizer: ApexOptimizer, loss_id: int) -> list[Due]:
 
     Returns:
         The events to `send` when everything else is done.
-
-    Sync: none.
     """
     verdicts = optimizer.found.get(loss_id, [])
     optimizer.note(loss_id, all(verdict.finite for verdict in verdicts))
@@ -274,14 +266,14 @@ def _move(group: ScaleGroup, loss_id: int, finite: bool) -> list[Due]:
 
 
 def send(events: Sequence[Due]) -> None:
-    """Send events; last in every call, because listeners may look at everything, call back, or raise. Sync: none."""
+    """Send events; last in every call, because listeners may look at everything, call back, or raise."""
     for group, event in events:
         if group.emit is not None:
             group.emit(group.framework, event)
 
 
 def tell_skipped(group: ScaleGroup, loss_id: int, scale: Any) -> None:
-    """Send the event that a step was skipped because of one loss. Sync: none."""
+    """Send the event that a step was skipped because of one loss."""
     state = group.state_of(loss_id)
     if group.emit is not None:
         told = (group.framework, group.index, loss_id, group.steps)

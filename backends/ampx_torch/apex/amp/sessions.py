@@ -20,7 +20,7 @@ VARIABLE: Final = "AMPX_APEX_DTYPE"
 
 
 def choose_low(option: object) -> torch.dtype:
-    """Give the dtype that stands where apex had float16.
+    """Return the dtype that stands where apex had float16.
 
     Args:
         option: The option `dtype`: a dtype or its name; None for what the environment variable AMPX_APEX_DTYPE
@@ -28,8 +28,6 @@ def choose_low(option: object) -> torch.dtype:
 
     Raises:
         InvalidOptionError: It is neither float16 nor bfloat16.
-
-    Sync: none.
     """
     passed = os.environ.get(VARIABLE) or "float16" if option is None else option
     wanted = normalise_dtype(str(passed).removeprefix("torch."))
@@ -50,8 +48,6 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
         device: `"cuda"` or `"cpu"`.
         scale: The default loss scale.
         allow_banned: Banned operations are computed in float32 rather than refused.
-
-    Sync: none.
     """
     allow: list[Any] = []
     deny: list[Any] = []
@@ -81,7 +77,7 @@ def _without(entries: list[Any], others: list[Any]) -> list[Any]:
 
 
 def end() -> None:
-    """End the session, if there is one; torch is as it was. Sync: none."""
+    """End the session, if there is one; torch is as it was."""
     registry.restore()
     if _amp_state.session is not None:
         _amp_state.session.shutdown()
@@ -89,12 +85,10 @@ def end() -> None:
 
 
 def present(call: str) -> ampx.Amp:
-    """Give the session.
+    """Return the session.
 
     Raises:
         NotInitializedError: `initialize` was not called, or the session was shut down since.
-
-    Sync: none.
     """
     session: ampx.Amp | None = _amp_state.session
     if session is None or sessions.get("torch") is not session:

@@ -36,7 +36,7 @@ class Stash:
         self.dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
 
     def fill(self, optimizer: Any) -> None:
-        """Sort the parameters of an optimizer. Sync: none."""
+        """Sort the parameters of an optimizer."""
         groups = [group["params"] for group in optimizer.param_groups]
         if optimizer.masters is None:
             everything = [own for group in groups for own in group]

@@ -28,7 +28,7 @@ class LossesInTurn(ApexOptimizer):
     turn: int
 
     def start(self, session: Any, number: int) -> None:
-        """Wait for the first loss. Sync: none."""
+        """Wait for the first loss."""
         self._session = session
         self.number = number
         self.turn = 0
@@ -64,5 +64,5 @@ class LossesInTurn(ApexOptimizer):
 
 
 def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> LossesInTurn:
-    """Turn a script's optimizer into one of the older calls, in place. Sync: none."""
+    """Turn a script's optimizer into one of the older calls, in place."""
     return make(optimizer, LossesInTurn, member, options)  # type: ignore[return-value]

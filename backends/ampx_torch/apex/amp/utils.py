@@ -51,12 +51,12 @@ def type_string(x: torch.Tensor) -> str:
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return a tensor, or a list or tuple of such, in float16. Sync: none."""
+    """Return a tensor, or a list or tuple of such, in float16."""
     return type(x)(maybe_half(item) for item in x) if is_nested(x) else x.half()
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
-    """Return a tensor, or a list or tuple of such, in float32. Sync: none."""
+    """Return a tensor, or a list or tuple of such, in float32."""
     return type(x)(maybe_float(item) for item in x) if is_nested(x) else x.float()
 
 

@@ -41,8 +41,6 @@ class SoftmaxCrossEntropyLoss:
 
         Returns:
             A tensor of shape (rows,), of the logits' dtype or float32.
-
-        Sync: none.
         """
         options: Any = {"ignore_index": padding_idx, "label_smoothing": smoothing, "reduction": "none"}
         with torch.autocast(logits.device.type, enabled=False):
@@ -52,7 +50,7 @@ class SoftmaxCrossEntropyLoss:
 
     @classmethod
     def apply(cls, *args: Any) -> torch.Tensor:
-        """Do as `forward`, without its first argument. Sync: none."""
+        """Do as `forward`, without its first argument."""
         return cls.forward(None, *args)
 
 
@@ -68,12 +66,12 @@ class FastLayerNormFN:
         epsilon: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return FusedLayerNormAffineFunction.apply(x, gamma, beta, gamma.shape, epsilon, memory_efficient)
 
     @classmethod
     def apply(cls, *args: Any) -> torch.Tensor:
-        """Do as `forward`, without its first argument. Sync: none."""
+        """Do as `forward`, without its first argument."""
         return cls.forward(None, *args)
 
 
@@ -95,11 +93,11 @@ class FastLayerNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to 1 and the bias to 0. Sync: none."""
+        """Set the weight to 1 and the bias to 0."""
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         shape = self.weight.shape
         return fused_layer_norm_affine(x, self.weight, self.bias, shape, self.epsilon, self.memory_efficient)

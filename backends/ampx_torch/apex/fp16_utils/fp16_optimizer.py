@@ -132,7 +132,7 @@ class FP16Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Give the gradients to the masters, unscaled; where they are not finite, set `overflow` instead. Sync: one."""
+        """Hand the gradients to the masters, unscaled; where they are not finite, set `overflow` instead. Sync: one."""
         self.overflow = self.loss_scaler.has_overflow([*self._masters.model_parameters(), *self._full])
         if self.overflow:
             return
@@ -153,8 +153,6 @@ class FP16Optimizer:
 
         Returns:
             The norm before, a scalar tensor; -1 after an overflow.
-
-        Sync: none.
         """
         if self.overflow:
             return -1
@@ -195,8 +193,6 @@ class FP16Optimizer:
 
         Raises:
             InvalidOptionError: Another argument is given.
-
-        Sync: none.
         """
         drop = old_spelling.pop("set_grads_to_None", set_grads_to_none)
         if old_spelling:
@@ -212,14 +208,14 @@ class FP16Optimizer:
                 one.grad = one.grad.detach().zero_()
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
-        """Give the unscaled gradients group by group, or None after an overflow. Sync: none."""
+        """Return the unscaled gradients group by group, or None after an overflow."""
         if self.overflow:
             self.maybe_print("Gradients overflowed: there are no master gradients to inspect.")
             return None
         return [[one.grad for one in group["params"]] for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the optimizer's state, the masters and the loss scale, all of types that `torch.load` trusts."""
+        """Return the optimizer's state, the masters and the loss scale, all of types that `torch.load` trusts."""
         return {
             "loss_scaler": self.loss_scaler.__getstate__(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -240,8 +236,6 @@ class FP16Optimizer:
 
         Raises:
             InvalidStateError: It is of an optimizer with other parameters. Nothing was changed.
-
-        Sync: none.
         """
         saved = [one for group in state_dict["fp32_from_fp16"] for one in group]
         current = [master for _, master in self._masters.pairs]

@@ -17,7 +17,7 @@ class ToFP16(nn.Module):
     """Gives its input in float16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Round. Sync: none."""
+        """Round."""
         return input.half()
 
 
@@ -33,12 +33,12 @@ class FP16Model(nn.Module):
         self.network = convert_network(network, dtype=torch.half)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Round the inputs and call the network. Sync: none."""
+        """Round the inputs and call the network."""
         return self.network(*(one.half() for one in inputs))
 
 
 def bn_convert_float(module: nn.Module) -> nn.Module:
-    """Put the affine batch norms of a network back to float32, in place; gives the network. Sync: none."""
+    """Put the affine batch norms of a network back to float32, in place; gives the network."""
     for one in module.modules():
         if isinstance(one, _BatchNorm) and one.affine:
             one.float()
@@ -46,12 +46,12 @@ def bn_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """Give a float16 network with its batch norms in float32, that rounds its input. Sync: none."""
+    """Return a float16 network with its batch norms in float32, that rounds its input."""
     return nn.Sequential(ToFP16(), bn_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put the floating parameters, gradients and buffers of a module, not of its children, to a dtype. Sync: none."""
+    """Put the floating parameters, gradients and buffers of a module, not of its children, to a dtype."""
     for parameter in module.parameters(recurse=False):
         if parameter.is_floating_point():
             gradient, parameter.grad = parameter.grad, None
@@ -63,7 +63,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Put a network to a dtype in place, except its affine batch norms; gives the network. Sync: none."""
+    """Put a network to a dtype in place, except its affine batch norms; gives the network."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -85,8 +85,6 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 
     Raises:
         InvalidOptionError: The parameters are of several dtypes, and one flat master is asked for.
-
-    Sync: none.
     """
     parameters = [one for one in model.parameters() if one.requires_grad]
     if not flat_master:
@@ -114,8 +112,6 @@ def model_grads_to_master_grads(
 
     Raises:
         ProtocolError: A parameter has no gradient, and there is one flat master.
-
-    Sync: none.
     """
     if flat_master:
         gradients = [one.grad for one in model_params if one.grad is not None]
@@ -140,17 +136,14 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Round the masters into the model's parameters; the arguments are those of `model_grads_to_master_grads`.
-
-    Sync: none.
-    """
+    """Round the masters into the model's parameters; the arguments are those of `model_grads_to_master_grads`."""
     masters = unflatten(master_params[0], model_params) if flat_master else list(master_params)
     if masters:
         torch._foreach_copy_(list(model_params), masters)
 
 
 def to_python_float(t: Any) -> float:
-    """Give the number in a tensor of one element. Sync: one."""
+    """Return the number in a tensor of one element. Sync: one."""
     number: float = t.item() if hasattr(t, "item") else t[0]
     return number
 

@@ -37,7 +37,7 @@ class _Scaler:
         return self.cur_scale
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Tell whether any gradient is not finite. Sync: one."""
+        """Return whether any gradient is not finite. Sync: one."""
         gradients = [one.grad for one in params if one.grad is not None]
         if not gradients:
             return False
@@ -46,15 +46,15 @@ class _Scaler:
         return not bool(torch.isfinite(found).all())
 
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale after a step. Sync: none."""
+        """Move the scale after a step."""
         self._state = next_state(self._config, self._state, not overflow)
 
     def scale_gradient(self, module: Any, grad_in: tuple[Any, ...], grad_out: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Scale gradients; to be registered as a backward hook of a module. Sync: none."""
+        """Scale gradients; to be registered as a backward hook of a module."""
         return tuple(None if one is None else self.loss_scale * one for one in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Scale a loss and compute its gradients. Sync: none."""
+        """Scale a loss and compute its gradients."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
@@ -72,7 +72,7 @@ class LossScaler(_Scaler):
         super().__init__(LossScale.static(scale))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what apex kept."""
+        """Return what apex kept."""
         return {"cur_scale": self.cur_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,14 +117,14 @@ class DynamicLossScaler(_Scaler):
         return self._config.growth_interval
 
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale after a step. Sync: none."""
+        """Move the scale after a step."""
         super().update_scale(overflow)
         if overflow:
             self.last_overflow_iter = self.cur_iter
         self.cur_iter += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what apex kept."""
+        """Return what apex kept."""
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         return {name: getattr(self, name) for name in names}
 

@@ -29,5 +29,5 @@ class MultiTensorApply:
         tensor_lists: Sequence[Sequence[torch.Tensor]],
         *args: Any,
     ) -> Any:
-        """Give what `op(chunk_size, noop_flag_buffer, tensor_lists, *args)` gives. Sync: none."""
+        """Return what `op(chunk_size, noop_flag_buffer, tensor_lists, *args)` gives."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

@@ -39,8 +39,6 @@ def fused_layer_norm_affine(
 
     Returns:
         A tensor of the input's shape and dtype.
-
-    Sync: none.
     """
     return _layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient, mixed=False)
 
@@ -48,7 +46,7 @@ def fused_layer_norm_affine(
 def fused_layer_norm(
     input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
-    """Normalise the last dimensions to mean 0 and variance 1; see `fused_layer_norm_affine`. Sync: none."""
+    """Normalise the last dimensions to mean 0 and variance 1; see `fused_layer_norm_affine`."""
     return _layer_norm(input, normalized_shape, None, None, eps, memory_efficient, mixed=False)
 
 
@@ -60,7 +58,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Do as `fused_layer_norm_affine`, and give the dtype of the weight. Sync: none."""
+    """Do as `fused_layer_norm_affine`, and give the dtype of the weight."""
     return _layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient, mixed=True)
 
 
@@ -82,8 +80,6 @@ def fused_rms_norm_affine(
 
     Returns:
         A tensor of the input's shape and dtype.
-
-    Sync: none.
     """
     return _rms_norm(input, normalized_shape, weight, eps, memory_efficient, mixed=False)
 
@@ -91,7 +87,7 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: torch.Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> torch.Tensor:
-    """Divide the last dimensions by their root mean square; see `fused_rms_norm_affine`. Sync: none."""
+    """Divide the last dimensions by their root mean square; see `fused_rms_norm_affine`."""
     return _rms_norm(input, normalized_shape, None, eps, memory_efficient, mixed=False)
 
 
@@ -102,12 +98,12 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Do as `fused_rms_norm_affine`, and give the dtype of the weight. Sync: none."""
+    """Do as `fused_rms_norm_affine`, and give the dtype of the weight."""
     return _rms_norm(input, normalized_shape, weight, eps, memory_efficient, mixed=True)
 
 
 class _NormFunction:
-    """Called as an autograd function of torch; whether autocast is on does not matter. Sync: none."""
+    """Called as an autograd function of torch; whether autocast is on does not matter."""
 
     forward: ClassVar[Callable[..., torch.Tensor]]
 
@@ -129,7 +125,7 @@ class FusedLayerNormAffineFunction(_NormFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return _layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient, mixed=False, casts=False)
 
 
@@ -140,7 +136,7 @@ class FusedLayerNormFunction(_NormFunction):
     def forward(
         ctx: None, input: torch.Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
     ) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return _layer_norm(input, normalized_shape, None, None, eps, memory_efficient, mixed=False, casts=False)
 
 
@@ -156,7 +152,7 @@ class FusedRMSNormAffineFunction(_NormFunction):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return _rms_norm(input, normalized_shape, weight, eps, memory_efficient, mixed=False, casts=False)
 
 
@@ -167,7 +163,7 @@ class FusedRMSNormFunction(_NormFunction):
     def forward(
         ctx: None, input: torch.Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
     ) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return _rms_norm(input, normalized_shape, None, eps, memory_efficient, mixed=False, casts=False)
 
 
@@ -184,8 +180,6 @@ def manual_rms_norm(
 
     Returns:
         A tensor of the weight's dtype if that is a low precision, else of float32 or the input's wider dtype.
-
-    Sync: none.
     """
     norm = functional.rms_norm(in_float32(input), _sizes(normalized_shape), None, eps)
     if weight is None:
@@ -194,7 +188,7 @@ def manual_rms_norm(
 
 
 def warn_about_memory(memory_efficient: bool) -> None:
-    """Warn where the backward pass is asked to start from the output, which torch's kernels do not. Sync: none."""
+    """Warn where the backward pass is asked to start from the output, which torch's kernels do not."""
     if memory_efficient:
         warnings.warn(
             "memory_efficient=True has no effect: torch's kernel keeps its input for the backward pass, and the result "

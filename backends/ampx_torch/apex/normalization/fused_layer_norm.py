@@ -47,7 +47,7 @@ class FusedLayerNorm(nn.LayerNorm):
         super().__init__(_shape(normalized_shape), eps, elementwise_affine)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         if not self.elementwise_affine:
             return fused_layer_norm(input, self.normalized_shape, self.eps)
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
@@ -76,7 +76,7 @@ class FusedRMSNorm(nn.RMSNorm):
         super().__init__(_shape(normalized_shape), eps, elementwise_affine)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         if not self.elementwise_affine:
             return fused_rms_norm(input, self.normalized_shape, self.eps)
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
@@ -99,7 +99,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         super().__init__(normalized_shape, eps, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
@@ -120,7 +120,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         super().__init__(normalized_shape, eps, **options)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise. Sync: none."""
+        """Normalise."""
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 

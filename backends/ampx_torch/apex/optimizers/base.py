@@ -29,12 +29,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give what copies and pickles need: torch leaves out all attributes of its subclasses."""
+        """Return what copies and pickles need: torch leaves out all attributes of its subclasses."""
         own = {name: value for name, value in vars(self).items() if name[:1] != "_" and not callable(value)}
         return {**own, **super().__getstate__(), "_dummy_overflow_buf": self._dummy_overflow_buf}  # type: ignore[no-untyped-call]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, by default in the way that `set_grad_none` says. Sync: none."""
+        """Forget the gradients, by default in the way that `set_grad_none` says."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -50,8 +50,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedByBackendError: A gradient is sparse. Nothing was updated.
             UnsupportedDtypeError: A parameter is not a real floating tensor. Nothing was updated.
-
-        Sync: none.
         """
         loss = None
         if closure is not None:
@@ -66,7 +64,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. The float32 state of low-precision parameters is not rounded to their dtype. Sync: none."""
+        """Load a state. The float32 state of low-precision parameters is not rounded to their dtype."""
         super().load_state_dict(state_dict)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         current = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -142,7 +140,7 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
 def state_tensors(
     states: list[dict[str, Any]], name: str, parameters: list[torch.Tensor], fill: float = 0.0
 ) -> list[torch.Tensor]:
-    """Give one tensor of every state, made like its parameter where it is not there yet. Sync: none."""
+    """Return one tensor of every state, made like its parameter where it is not there yet."""
     found = []
     for state, own in zip(states, parameters, strict=True):
         if name not in state:

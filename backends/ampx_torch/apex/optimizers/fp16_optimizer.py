@@ -35,7 +35,7 @@ class FusedFP16Optimizer(FP16Optimizer):
         return self.loss_scale
 
     def zero_grad(self, set_grads_to_none: bool = True, **old_spelling: bool) -> None:
-        """Forget all gradients; see `FP16Optimizer.zero_grad`. Sync: none."""
+        """Forget all gradients; see `FP16Optimizer.zero_grad`."""
         super().zero_grad(set_grads_to_none, **old_spelling)
 
 

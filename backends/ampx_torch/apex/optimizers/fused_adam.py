@@ -82,8 +82,6 @@ class FusedAdam(FusedOptimizer):
 
         Raises:
             UnsupportedByBackendError: One of the arguments is given that were of use in early versions of apex.
-
-        Sync: none.
         """
         given = [one for one in (grads, output_params, scale, grad_norms, grad_scaler) if one is not None]
         if given:

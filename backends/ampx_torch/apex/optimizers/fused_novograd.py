@@ -65,7 +65,7 @@ class FusedNovoGrad(FusedOptimizer):
         self.set_grad_none = set_grad_none
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also one that apex saved, where a group kept the norms of all its parameters. Sync: none."""
+        """Load a state, also one that apex saved, where a group kept the norms of all its parameters."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             by_dtype = group.pop("exp_avg_sq", None)

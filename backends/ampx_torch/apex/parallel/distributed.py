@@ -100,11 +100,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(None, _make_hook(group, allreduce_always_fp32, gradient_predivide_factor, after))
 
     def enable_allreduce(self) -> None:
-        """Average gradients again in backward passes of forward passes to come. Sync: none."""
+        """Average gradients again in backward passes of forward passes to come."""
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
-        """Leave gradients to their process, for instance while they add up. Sync: none."""
+        """Leave gradients to their process, for instance while they add up."""
         self.require_backward_grad_sync = False
 
 
@@ -116,8 +116,6 @@ class Reducer:
 
     Raises:
         ProtocolError: There is no process group.
-
-    Sync: none.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
@@ -130,7 +128,7 @@ class Reducer:
             self.grads = list(module_or_grads_list)
 
     def reduce(self) -> None:
-        """Average the gradients, in place. Sync: none."""
+        """Average the gradients, in place."""
         if self.module is None:
             gradients = self.grads
         else:
@@ -148,8 +146,6 @@ def flat_dist_call(
         call: A collective such as `torch.distributed.broadcast`; the sums of `torch.distributed.all_reduce` are
             divided by the number of processes.
         extra_args: What the collective gets after the flat tensor.
-
-    Sync: none.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -162,7 +158,7 @@ def flat_dist_call(
 def apply_flat_dist_call(
     bucket: Sequence[torch.Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Do as `flat_dist_call` with tensors of one dtype and device. Sync: none."""
+    """Do as `flat_dist_call` with tensors of one dtype and device."""
     flat = flatten(bucket)
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
@@ -171,7 +167,7 @@ def apply_flat_dist_call(
 
 
 def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Sort tensors into lists of one dtype, the narrowest first; empty ones are left out. Sync: none."""
+    """Sort tensors into lists of one dtype, the narrowest first; empty ones are left out."""
     tensors = list(tensors)
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     buckets = [[tensor for tensor in tensors if tensor.dtype == dtype] for dtype in dtypes]
@@ -179,7 +175,7 @@ def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.
 
 
 def _make_hook(group: Any, in_float32: bool, before: float, after: float) -> Any:
-    """Give the hook that sums one bucket of gradients: divided by `before`, then multiplied by `after`."""
+    """Return the hook that sums one bucket of gradients: divided by `before`, then multiplied by `after`."""
 
     # torch compares these annotations with its types, so that this module must not turn them into strings.
     def reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

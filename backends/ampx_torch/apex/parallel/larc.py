@@ -37,7 +37,7 @@ class LARC(DelegatingOptimizer):
         return self.optimizer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give everything, the wrapped optimizer included."""
+        """Return everything, the wrapped optimizer included."""
         return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class LARC(DelegatingOptimizer):
         return repr(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. Sync: none."""
+        """Forget the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -63,8 +63,6 @@ class LARC(DelegatingOptimizer):
 
         Returns:
             What `closure` gave; without one, what the wrapped optimizer's step gives.
-
-        Sync: none.
         """
         loss = None
         if closure is not None:

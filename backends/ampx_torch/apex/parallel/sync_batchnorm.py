@@ -18,7 +18,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
-        """Add up. Sync: none."""
+        """Add up."""
         context.group = group
         total = own.clone()
         dist.all_reduce(total, group=group)
@@ -26,7 +26,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
-        """Add the gradients up. Sync: none."""
+        """Add the gradients up."""
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=context.group)
         return total, None
@@ -131,8 +131,6 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
     Returns:
         The network, or the new module where `module` is a batch norm itself.
-
-    Sync: none.
     """
     new = module
     if isinstance(module, _BatchNorm):

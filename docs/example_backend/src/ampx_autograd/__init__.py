@@ -10,7 +10,7 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 
 def load() -> ampx.Backend:
-    """Give the backend, importing autograd."""
+    """Return the backend, importing autograd."""
     from .backend import AutogradBackend
 
     return AutogradBackend()

@@ -34,11 +34,11 @@ class AutogradBackend(ampx.Backend):
         return ampx.Device("cpu", emulated=frozenset({"float16"}), reason="NumPy emulates float16, which is slow")
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Tell whether this is an optimizer."""
+        """Return whether this is an optimizer."""
         return isinstance(candidate, SGD)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> ampx.LossInfo:
-        """Tell what ampx has to know about a loss."""
+        """Return what ampx has to know about a loss."""
         value = getval(loss)
         if not isinstance(value, (np.ndarray, np.generic, float)):
             raise ampx.LossDtypeError(
@@ -51,7 +51,7 @@ class AutogradBackend(ampx.Backend):
         return ampx.LossInfo(value.size, str(value.dtype), floating, isbox(loss), nan)
 
     def scale(self, loss: Any, scale: float) -> Any:
-        """Give the loss in float32 times the scale: in float16 the product would be inf."""
+        """Return the loss in float32 times the scale: in float16 the product would be inf."""
         return anp.array(loss, dtype="float32") * np.float32(scale)
 
     def unscale(self, grads: Any, scale: float) -> ampx.Unscaled:
@@ -70,7 +70,7 @@ class AutogradBackend(ampx.Backend):
         return map_floating(lambda leaf: leaf.astype(dtype), tree)
 
     def autocast(self, plan: ampx.CastPlan, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Give a region with casting off, which it is anyway; there is no switch that could turn it on."""
+        """Return a region with casting off, which it is anyway; there is no switch that could turn it on."""
         if enabled:
             self.refuse("autocast regions (annotate functions with ampx.half_function)")
         return contextlib.nullcontext()

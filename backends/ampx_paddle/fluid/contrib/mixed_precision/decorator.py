@@ -37,7 +37,7 @@ def decorate(
     use_fp16_guard: bool | None = None,
     use_bf16: bool = False,
 ) -> OptimizerWithMixedPrecision:
-    """Give an optimizer that trains its program in mixed precision.
+    """Return an optimizer that trains its program in mixed precision.
 
     Args:
         optimizer: An optimizer of fluid or Paddle.
@@ -60,8 +60,6 @@ def decorate(
         UnsupportedByBackendError: Pure float16 or its guard is asked for.
         UnsupportedDtypeError: The device cannot compute in the dtype that was asked for.
         InvalidOptionError: A number is not accepted.
-
-    Sync: none.
     """
     if use_pure_fp16 or use_fp16_guard:
         raise UnsupportedByBackendError(
@@ -90,7 +88,7 @@ def decorate(
 
 
 def _session(dtype: str) -> ampx.Amp:
-    """Give the running session, or one that casts nothing by itself: `minimize` casts what is built already."""
+    """Return the running session, or one that casts nothing by itself: `minimize` casts what is built already."""
     running = sessions.get("paddle")
     if running is not None:
         return running
@@ -126,8 +124,6 @@ class OptimizerWithMixedPrecision:
 
         Raises:
             ProtocolError: It was called before.
-
-        Sync: none.
         """
         program = loss.block.program
         parameters = find_parameters(loss, parameter_list)
@@ -138,11 +134,11 @@ class OptimizerWithMixedPrecision:
             return self.optimizer.minimize(loss, raw(startup_program), parameters, no_grad_set)
 
     def get_loss_scaling(self) -> Any:
-        """Give the loss scale as a value of the program, to fetch. Sync: none."""
+        """Return the loss scale as a value of the program, to fetch."""
         return self._built().ampx_values["scale"]
 
     def get_scaled_loss(self) -> Any:
-        """Give the scaled loss as a value of the program, to fetch. Sync: none."""
+        """Return the scaled loss as a value of the program, to fetch."""
         return self._built().ampx_values["scaled_loss"]
 
     def _built(self) -> StaticOptimizer:
@@ -170,8 +166,6 @@ class OptimizerWithMixedPrecision:
             scope: Not needed.
             test_program: A clone for tests.
             use_fp16_test: Cast it, too.
-
-        Sync: none.
         """
         if test_program is not None and use_fp16_test and self._session.plan is not None:
             lists = self._lists
