@@ -56,5 +56,6 @@ def test_the_tests_of_the_example_are_the_kit_and_nothing_else():
     tests = [node for node in ast.walk(tree) if getattr(node, "name", "").lower().startswith("test")]
     assert [(node.name, [base.id for base in node.bases]) for node in tests] == [
         ("TestBackend", ["BackendSuite"]),
+        ("TestFuzz", ["FuzzSuite"]),
         ("TestPlugin", ["PluginSuite"]),
     ]
