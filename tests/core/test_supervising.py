@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import textwrap
+import warnings
 
 import pytest
 
@@ -177,3 +178,14 @@ def test_the_watch_ends_with_the_run(world):
     before = list(sys.meta_path)
     run("import lowframe")
     assert sys.meta_path == before
+
+
+@pytest.mark.parametrize(("rank", "times"), [("0", 1), ("1", 0)])
+def test_the_first_process_of_a_job_warns_for_all(world, monkeypatch, rank, times):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run, _, _ = world
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run("import lowframe, warnings, ampx\nwarnings.warn('slow', ampx.PrecisionWarning)")
+    assert [str(warning.message) for warning in caught] == ["slow"] * times

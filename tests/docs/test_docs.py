@@ -208,3 +208,10 @@ def test_what_a_row_of_the_table_says_to_write_exists(row):
                     assert pkgutil.resolve_name(ast.unparse(node)) is not None
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("init", "ampx.init"):
                 inspect.signature(ampx.init).bind(*node.args, **{word.arg: word.value for word in node.keywords})
+
+
+def test_the_reference_names_every_command():
+    shown = (ROOT / "docs" / "reference" / "index.md").read_text()
+    commands = re.findall(r"^## ampx ([\w-]+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), flags=re.M)
+    assert {"run", "migrate", "new-backend"} <= set(commands)
+    assert [command for command in commands if f"`{command}`" not in shown] == []
