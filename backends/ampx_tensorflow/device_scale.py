@@ -68,7 +68,8 @@ class VariableLedger(Ledger):
             return self.given
         retracing.depend()
         self.given = tf.convert_to_tensor(self.scale)
-        if self._pinned:
+        # On the host each optimizer of a list knows its own, and what another function scaled for it cannot be stepped.
+        if self._pinned and not (len(self.slots) > 1 and on_host()):
             waiting = tf.reduce_max(tf.stack([tf.convert_to_tensor(slots.pending) for slots in self.slots]))
             self.given = tf.where(waiting > 0, waiting, self.given)
         return self.given

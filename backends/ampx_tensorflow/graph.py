@@ -231,7 +231,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         member, pairs = self.ampx_member, tuple(grads_and_vars)
         if not member.group.enabled:
             self._computed = True
-            return self._optimizer.apply_gradients(pairs, global_step, name)
+            return self._optimizer.apply_gradients(self._clip(pairs)[0], global_step, name)
         member.check_step()
         _refuse_low_precision([variable for _, variable in pairs])
         if member.stage == "scaled":
@@ -271,14 +271,18 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
 
     def _apply_gradients(self, distribution: Any, grads_and_vars: Any, global_step: Any, name: Any) -> Any:
         step = guard.native(self._optimizer, "apply_gradients")
-        told = []
-        if self._clips != (None, None):
-            grads, norm = gradients.clip([gradient for gradient, _ in grads_and_vars], *self._clips)
-            grads_and_vars = tuple(zip(grads, [variable for _, variable in grads_and_vars], strict=True))
-            told = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
+        pairs, norm = self._clip(grads_and_vars)
+        told = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
         with tf.control_dependencies([] if tf.executing_eagerly() else told):
-            updates = distribution.extended.call_for_each_replica(step, args=(grads_and_vars, global_step, name))
+            updates = distribution.extended.call_for_each_replica(step, args=(pairs, global_step, name))
             return distribution.group(updates)
+
+    def _clip(self, pairs: Any) -> tuple[Any, Any]:
+        """Return pairs clipped as `wrap_optimizer` was asked to, and the norm where it is measured."""
+        if self._clips == (None, None):
+            return pairs, None
+        grads, norm = gradients.clip([gradient for gradient, _ in pairs], *self._clips)
+        return tuple(zip(grads, [variable for _, variable in pairs], strict=True)), norm
 
     def _came_out_of_scale_loss(self, loss: Any) -> bool:
         session = sessions.get("tensorflow")

@@ -6,7 +6,7 @@ Imported only where tf_keras is.
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ampx.errors import (
     NotInitializedError,
     UnsupportedByBackendError,
 )
+from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import LossScale
@@ -111,6 +112,22 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
 
             self._conclude(member, factor, finite, norm, apply, grads)
 
+    def _step_disabled(self, grads_and_vars: Any, aggregate: bool, step: Callable[[Any], None]) -> None:
+        """Step the raw optimizer, after clipping as `wrap_optimizer` was asked to."""
+        pairs = list(grads_and_vars)
+        if self._max_grad_norm is not None or self._max_grad_value is not None:
+            variables = [variable for _, variable in pairs]
+            with tf.init_scope():
+                self._make_slots(variables)
+            pairs = [pair for pair in pairs if pair[0] is not None]
+            if aggregate:  # their sum is what is clipped
+                pairs = list(self._aggregate(pairs))
+            grads, _ = gradients.clip([gradient for gradient, _ in pairs], self._max_grad_norm, self._max_grad_value)
+            self._apply_true(list(zip(grads, [variable for _, variable in pairs], strict=True)))
+        else:
+            step(pairs)
+        self._caught_up().note_result(UNCHECKED)
+
     def _make_slots(self, variables: Sequence[Any]) -> None:
         raise NotImplementedError
 
@@ -188,11 +205,14 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
 
         Sync: one on an accelerator in eager mode, none in a function.
         """
-        if not self._ledger.contexts.host.enabled:
-            self._optimizer.apply_gradients(grads_and_vars, skip_gradients_aggregation, **kwargs)
-            return
-        aggregate = kwargs.pop("experimental_aggregate_gradients", True) and not skip_gradients_aggregation
-        self._step(grads_and_vars, aggregate)
+        aggregate = kwargs.get("experimental_aggregate_gradients", True) and not skip_gradients_aggregation
+        if self._ledger.contexts.host.enabled:
+            self._step(grads_and_vars, aggregate)
+        else:
+            native_step = self._optimizer.apply_gradients
+            self._step_disabled(
+                grads_and_vars, aggregate, lambda pairs: native_step(pairs, skip_gradients_aggregation, **kwargs)
+            )
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         self._optimizer.build(variables)
@@ -230,10 +250,12 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[m
 
         Sync: one on an accelerator in eager mode, none in a function.
         """
-        if not self._ledger.contexts.host.enabled:
-            self._optimizer.apply_gradients(grads_and_vars, name, experimental_aggregate_gradients)
-            return
-        self._step(grads_and_vars, experimental_aggregate_gradients)
+        aggregate = experimental_aggregate_gradients
+        if self._ledger.contexts.host.enabled:
+            self._step(grads_and_vars, aggregate)
+        else:
+            native_step = self._optimizer.apply_gradients
+            self._step_disabled(grads_and_vars, aggregate, lambda pairs: native_step(pairs, name, aggregate))
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         self._optimizer._create_all_weights(variables)

@@ -116,8 +116,12 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         grads = list(grads)
         variables = None if trainable_variables is None else list(trainable_variables)
         member = self._caught_up()
+        clips = self.max_grad_norm is not None or self.max_grad_value is not None
         if not member.group.enabled:
             self._build(variables)
+            if clips:
+                grads, _ = gradients.clip(replicas.summed(grads), self.max_grad_norm, self.max_grad_value)
+                grads = replicas.shared(grads)
             self._update(grads, variables, None)
             member.note_result(UNCHECKED)
             return
@@ -139,7 +143,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
             divisor = None
         else:
             self._check_scaled("apply_gradients", grads)
-        clips = self.max_grad_norm is not None or self.max_grad_value is not None
         if clips or not self._shrinks(member.group.config):
             grads, divisor = gradients.unscale(grads, divisor), None
         if clips:

@@ -13,7 +13,7 @@ if importlib.util.find_spec("tensorflow") is None:
 import keras
 import tensorflow as tf
 
-from ampx.testing import BackendSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
+from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 
 
 @tf.custom_gradient
@@ -130,6 +130,11 @@ class TestOutsideTheTape(BackendSuite):
 class TestInsideTheTape(BackendSuite):
     harness = InsideTheTape
     hypothesis = FEW
+
+
+# Not inside the tape: it would record every operation of a script, and take ten times as long.
+class TestFuzz(FuzzSuite):
+    harness = TensorFlowHarness
 
 
 if tf.config.list_physical_devices("GPU"):

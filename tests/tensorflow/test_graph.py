@@ -277,6 +277,15 @@ def test_a_disabled_session_adds_nothing_to_the_graph():
     assert variables(amp.wrap_optimizer) == variables(lambda raw: raw)
 
 
+def test_a_disabled_optimizer_clips_as_asked():
+    amp = ampx.init("tensorflow", enabled=False)
+    program = Program(amp, minimize, "sgd", max_grad_value=4.0)
+    with v1.Session(graph=program.graph) as session:
+        session.run(program.start)
+        program.run(session, 8.0)
+        assert session.run(program.variable).tolist() == [0.0, 1.0]  # 1 and 2, less 0.25 times 4
+
+
 def test_shutdown_needs_no_session():
     with ampx.init("tensorflow", level="O0", loss_scale="dynamic") as amp:
         Program(amp, minimize)

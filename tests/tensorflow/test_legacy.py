@@ -204,6 +204,18 @@ def test_disabled_is_transparent(optimizers):
         assert opt.loss_scale == 1.0
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_disabled_optimizers_clip_as_asked(optimizers, traced):
+    with ampx.init("tensorflow", enabled=False) as amp:
+        for bound, expected in (({"max_grad_norm": 2.0}, -2.0), ({"max_grad_value": 3.5}, -3.5)):
+            variable = tf.Variable([0.0])
+            opt = amp.wrap_optimizer(optimizers.SGD(1.0), **bound)
+            step = lambda opt=opt, variable=variable: minimized(opt, variable, 8.0)  # noqa: E731
+            (tf.function(step) if traced else step)()
+            assert traced or opt.last_step.applied
+            np.testing.assert_allclose(variable.numpy(), [expected], rtol=1e-6)
+
+
 def test_mistakes_are_refused(amp, optimizers):
     raw, variable = optimizers.SGD(1.0), tf.Variable(1.0)
     opt = amp.wrap_optimizer(raw)

@@ -461,6 +461,37 @@ def test_disabled_is_transparent(mode):
     assert opt.scale_loss(tf.constant(3.0)).numpy() == 3.0
 
 
+def test_a_disabled_optimizer_clips_as_asked(mode):
+    amp = ampx.init("tensorflow", enabled=False)
+    variables = [tf.Variable([0.0]), tf.Variable([0.0])]
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), max_grad_norm=1.0)
+    trainer(opt, variables, mode)(tf.constant(3.0), tf.constant(4.0))
+    np.testing.assert_allclose([float(one[0]) for one in variables], [-0.6, -0.8], rtol=1e-6)
+
+
+def test_optimizers_of_a_list_take_the_loss_scale_that_was_loaded_though_another_is_in_mid_window(amp):
+    a, b = tf.Variable([1.0]), tf.Variable([1.0])
+    first, second = amp.wrap_optimizer([keras.optimizers.SGD(0.5), keras.optimizers.SGD(0.5)])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(a) * 2.0
+    with ampx.scale_loss(loss, first) as scaled:
+        carries = scaled.gradient(tape, [a])
+    amp.load_state_dict(
+        ampx.import_state(
+            {"scale": 2.0**4, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 0}
+        ),
+        first,
+    )
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(b) * 2.0
+    with ampx.scale_loss(loss, second) as scaled:
+        (gradient,) = scaled.gradient(tape, [b])
+    assert (float(carries[0][0]), float(gradient[0])) == (2.0**17, 2.0**5)
+    first.apply(carries, [a])
+    second.apply([gradient], [b])
+    assert (float(a[0]), float(b[0])) == (0.0, 0.0)
+
+
 def test_layers_of_an_exception_in_a_trace_leave_nothing(amp):
     variable = tf.Variable([1.0])
     opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
