@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import paddle
 
 from ampx.backend import Device
 from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
+
+from . import casting
 
 
 def describe(name: str) -> Device:
@@ -34,14 +38,14 @@ def describe(name: str) -> Device:
 
 def _describe_cpu() -> Device:
     if not paddle.in_dynamic_mode():
-        bfloat16: frozenset[Dtype] = frozenset({"bfloat16"})
-        native = bool(paddle.base.core.supports_bfloat16())
+        present = _computes_bfloat16()
         return Device(
             name="cpu",
-            native=bfloat16 if native else frozenset(),
-            emulated=frozenset() if native else bfloat16,
-            preferred="bfloat16" if native else None,
-            reason=f"static graphs compute bfloat16 on this CPU{'' if native else ', without instructions for it'}",
+            native=frozenset({"bfloat16"}) if present else frozenset(),
+            preferred="bfloat16" if present else None,
+            reason="static graphs compute bfloat16 on this CPU"
+            if present
+            else "static graphs compute bfloat16 with AVX-512 only, which this CPU lacks or ONEDNN_MAX_CPU_ISA forbids",
             details={"version": paddle.__version__},
         )
     # Eager Paddle skips every cast of a tensor on the CPU, and has no low-precision kernels there.
@@ -50,6 +54,27 @@ def _describe_cpu() -> Device:
         reason="eager Paddle computes float32 on the CPU whatever auto_cast says; loss scaling works all the same",
         details={"version": paddle.__version__},
     )
+
+
+@functools.cache
+def _computes_bfloat16() -> bool:
+    """Return whether static graphs compute bfloat16 here, by a tiny product: a few hundredths of a second, once.
+
+    Without AVX-512 oneDNN has no such kernels. Paddle asks the CPU alone, and not oneDNN, which the environment may
+    forbid to use all that the CPU has; then a program is built, and fails in its first step.
+    """
+    if not paddle.base.core.supports_bfloat16():
+        return False
+    program = paddle.static.Program()
+    with paddle.static.program_guard(program, paddle.static.Program()), paddle.utils.unique_name.guard(), casting.off():
+        ones = paddle.full([2, 2], 1.0, "bfloat16")
+        product = paddle.matmul(ones, ones)
+    try:
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            paddle.static.Executor(paddle.CPUPlace()).run(program, fetch_list=[product])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _describe_gpu(index: int) -> Device:

@@ -24,7 +24,7 @@ class Item(SimpleNamespace):
     """A collected test, as far as the plugin asks."""
 
     def get_closest_marker(self, name):
-        return name == "gpu" and self.nodeid.endswith("on_gpu")
+        return self.nodeid.endswith(f"on_{name}")
 
 
 class Project:
@@ -56,7 +56,11 @@ class Project:
             if outcome == "failed":
                 status = pytest.ExitCode.TESTS_FAILED
             report = SimpleNamespace(
-                nodeid=test, when="call", passed=outcome == "passed", user_properties=self.tests[test]
+                nodeid=test,
+                when="call",
+                passed=outcome == "passed",
+                skipped=outcome == "skipped",
+                user_properties=self.tests[test],
             )
             plugin.pytest_runtest_logreport(report)
         config = SimpleNamespace(rootpath=self.folder, args=arguments or (str(self.folder),))
@@ -134,6 +138,19 @@ def test_a_test_that_was_skipped_shows_nothing(project):
     status, problems = project.run()
     assert status == pytest.ExitCode.TESTS_FAILED
     assert problems == ["mine.json: cpu/float32/O0/state: test_a.py::test_state did not pass"]
+
+
+def test_what_a_test_showed_stays_on_file_where_the_cpu_is_too_weak_for_it(project):
+    tests = {**TESTS, "test_a.py::test_on_bfloat16": [STATE]}
+    project.replace(tests)
+    project.run(regenerate=True)
+    before = project.on_file()
+    project.replace(tests, test_on_bfloat16="skipped")
+    for regenerate in (False, True):
+        assert project.run(regenerate=regenerate) == (pytest.ExitCode.OK, [])
+    assert project.on_file() == before
+    project.replace(tests, test_on_bfloat16="failed")
+    assert project.run()[0] == pytest.ExitCode.TESTS_FAILED
 
 
 def test_a_framework_of_which_nothing_is_shown_any_more_is_stale_too(project):

@@ -26,7 +26,6 @@ RUN = (
 )
 # Paddle says so of its own optimizers while they build a program.
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")
-NATIVE = "bfloat16" if paddle.base.core.supports_bfloat16() else "float32"
 
 
 def run(fluid, fetch, feed=None):
@@ -36,7 +35,8 @@ def run(fluid, fetch, feed=None):
 
 
 def casts(fluid):
-    return sum(one.name() == "pd_op.cast" for one in fluid.default_main_program().global_block().ops)
+    operations = fluid.default_main_program().global_block().ops
+    return sum(one.name() == "pd_op.cast" and one.result(0).dtype == paddle.bfloat16 for one in operations)
 
 
 def trained(name, *arguments):
@@ -55,7 +55,7 @@ def trained(name, *arguments):
 # -- the recipe ------------------------------------------------------------------------------------------------
 
 
-def test_the_vendors_recipe_trains_digits(fluid):
+def test_the_vendors_recipe_trains_digits(fluid, static_dtype):
     """The lines of the recipe as they are printed, in a linear classifier; its learning rate is the default 0.001."""
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
     digits = datasets.load_digits()
@@ -85,14 +85,14 @@ exe.run(fluid.default_startup_program())
     assert losses[-1] < losses[0] / 2
     assert names["mp_sgd"].last_step.applied
     assert names["mp_sgd"].loss_scale == 2.0**15
-    assert casts(fluid) > 0
+    assert (casts(fluid) > 0) is (static_dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("image_classification.py", ("--fp16",)), ("gan.py", ("--use_amp",)), ("word2vec.py", ("--use_amp",))],
 )
-def test_an_unedited_program_trains_as_in_float32(name, arguments):
+def test_an_unedited_program_trains_as_in_float32(name, arguments, static_dtype):
     """Where the two runs have to agree, by how bfloat16 rounds and how the losses scatter.
 
     bfloat16 keeps 8 bits, so one rounding moves a number by at most 2^-9 of it; a forward pass of a handful of cast
@@ -103,7 +103,7 @@ def test_an_unedited_program_trains_as_in_float32(name, arguments):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     plain, scaled = trained(name), trained(name, *arguments)
     assert len(plain["losses"]) == len(scaled["losses"]) >= 100
-    assert (scaled["losses"] != plain["losses"]) is (NATIVE == "bfloat16")
+    assert static_dtype == "float32" or scaled["losses"] != plain["losses"]
     assert scaled["losses"][0] == pytest.approx(plain["losses"][0], rel=2**-6)
     late = len(plain["losses"]) // 2
     spread = statistics.stdev(plain["losses"][late:])
@@ -162,10 +162,9 @@ def test_a_static_loss_scale_stays_and_skips_all_the_same(fluid):
     assert step(0.25)[0] == [0.5, 0.5]
 
 
+@pytest.mark.bfloat16
 def test_products_are_rounded_to_bfloat16_and_nothing_else_is(fluid):
     """By NumPy: inputs and the product lose all but 8 bits; what follows is float32."""
-    if NATIVE != "bfloat16":
-        pytest.skip("this CPU has no instructions for bfloat16")
     x = fluid.layers.data("x", [1])
     weight = fluid.ParamAttr(initializer=fluid.initializer.Constant(1 + 2**-6))
     product = fluid.layers.fc(x, 1, param_attr=weight, bias_attr=False)
@@ -188,6 +187,7 @@ def test_products_are_rounded_to_bfloat16_and_nothing_else_is(fluid):
         ({"custom_white_list": {"elementwise_add"}}, 4),
     ],
 )
+@pytest.mark.bfloat16
 def test_lists_decide_what_is_cast(fluid, lists, expected):
     """A convolution and a matrix product, each with a bias added."""
     image = fluid.layers.data("image", [1, 4, 4])
@@ -244,11 +244,12 @@ def test_a_scheduler_of_paddle_moves_the_learning_rate_of_a_wrapped_static_optim
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
-def test_float16_on_a_cpu_is_refused_with_what_there_is(fluid):
+def test_float16_on_a_cpu_is_refused_with_what_there_is(fluid, static_dtype):
     if paddle.is_compiled_with_cuda():
         pytest.skip("Paddle computes float16 on a GPU")
     ampx_paddle.fluid.install("float16")
-    with pytest.raises(ampx.UnsupportedDtypeError, match="supported: bfloat16"):
+    supported = {"bfloat16": "supported: bfloat16", "float32": "supported: none: only float32"}[static_dtype]
+    with pytest.raises(ampx.UnsupportedDtypeError, match=supported):
         fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.1))
 
 

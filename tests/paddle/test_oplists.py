@@ -26,26 +26,31 @@ def found():
     return json.loads(done.stdout.split("JSON", 1)[1])
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("name", ["matmul", "conv2d"])
 def test_products_are_low_unless_denied(found, name):
     assert found[name] == [LOW, WIDE, WIDE, LOW, LOW, LOW]
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("name", ["multiply", "add", "tanh", "max"])
 def test_operators_of_no_list_follow_their_inputs_unless_denied(found, name):
     """Denied one by one, or all of them with "*", which is Paddle's level OD."""
     assert found[name] == [LOW, WIDE, WIDE, LOW, LOW, WIDE]
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("name", ["exp", "mean", "sum", "softmax", "layer_norm"])
 def test_operators_that_need_the_range_are_wide_unless_allowed(found, name):
     assert found[name] == [WIDE, WIDE, WIDE, LOW, LOW, WIDE]
 
 
+@pytest.mark.bfloat16
 def test_former_names_of_operators_are_taken_too(found):
     assert found["former name"] == [WIDE]
 
 
+@pytest.mark.bfloat16
 def test_allow_makes_an_exception_from_deny_everything(found):
     assert found["both"] == [LOW]
 
