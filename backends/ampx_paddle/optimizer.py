@@ -271,9 +271,12 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         Raises:
             ProtocolError: Another loss has added to them with a scale of its own.
         """
-        if self.ampx_member.group.enabled and self.ampx_member.stage == "scaled":
+        before = self.ampx_member.stage
+        if self.ampx_member.group.enabled and before in ("scaled", "unscaled"):
             self._writes.check()
         super().ampx_unscale()
+        if before == "scaled":
+            self._writes.note_unscaled()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> paddle.Tensor:
         """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""

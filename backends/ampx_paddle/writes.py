@@ -137,13 +137,13 @@ class Writes:
         self._carried = set()
 
     def check(self) -> None:
-        """Raise where another loss has added to pending gradients with another scale.
+        """Raise where another loss has added to pending gradients with another scale; true ones carry 1.
 
         Raises:
             ProtocolError: It has.
         """
         _attribute()
-        factors = set(self._member.factors.values())
+        factors = {1.0} if self._member.stage == "unscaled" else set(self._member.factors.values())
         if self._carried and (len(factors) > 1 or self._carried != factors):
             raise ProtocolError(
                 f"a backward outside of this optimizer's scale_loss has added to its gradients; they carry the scales "
@@ -163,6 +163,10 @@ class Writes:
         if UNKNOWN in self._carried:  # a skipped step left inf or NaN, if they were not cleared since
             return any_nonzero(found) and not unscale(found, 1.0)
         return not self._carried <= {1.0} and any_nonzero(found)
+
+    def note_unscaled(self) -> None:
+        """Note that the gradients are true now, those that others added as well."""
+        self._carried = set()
 
     def begin_step(self) -> set[float]:
         """Note that a step uses the gradients: they may be anything until it is noted.

@@ -137,6 +137,58 @@ def test_the_same_scale_may_be_added_to_pending_gradients(amp, weights, backward
     assert parameter.item() == 1.0 - 0.5 * 3
 
 
+@pytest.mark.parametrize("call", ["step", "unscale", "clip_grad_norm"])
+@pytest.mark.parametrize("scale", [2.0**16, 4.0])
+def test_a_scaled_loss_of_others_added_to_true_gradients_is_refused(amp, weights, backward, call, scale):
+    """Of the optimizer's own scale too: what it divided already must not be mixed with what is not."""
+    parameter, other = weights(1.0), weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    generator = amp.wrap_optimizer(sgd(other), loss_scale=scale)
+    backward(parameter.sum(), opt)
+    ampx.unscale(opt)
+    backward(parameter.sum() + other.sum(), generator)
+    calls = {
+        "step": opt.step,
+        "unscale": lambda: ampx.unscale(opt),
+        "clip_grad_norm": lambda: ampx.clip_grad_norm(opt, 1.0),
+    }
+    with pytest.raises(ampx.ProtocolError, match=rf"carry the scales 1, {scale:g} now; .*call opt\.clear_grad"):
+        calls[call]()
+    assert (parameter.item(), parameter.grad.item(), opt.loss_scale) == (1.0, 1.0 + scale, 2.0**16)
+    opt.clear_grad()
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.item() == 0.5
+
+
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_true_gradients_of_other_losses_are_added_to_true_gradients_as_in_plain_paddle(amp, weights, backward, scale):
+    """By a loss that nobody scaled, or of an optimizer whose scale is 1."""
+    parameter, other = weights(1.0), weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    generator = amp.wrap_optimizer(sgd(other), loss_scale=scale)
+    backward(parameter.sum(), opt)
+    ampx.unscale(opt)
+    if scale is None:
+        (parameter * 2).sum().backward()
+    else:
+        backward((parameter * 2).sum() + other.sum(), generator)
+    assert ampx.clip_grad_norm(opt, 100.0).item() == 3.0
+    opt.step()
+    assert parameter.item() == 1.0 - 0.5 * 3
+
+
+def test_what_others_added_before_unscale_with_the_same_scale_is_true_after_it(amp, weights, backward):
+    parameter, other = weights(1.0), weights(1.0)
+    opt, generator = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[one])) for one in (parameter, other))
+    backward(parameter.sum(), opt)
+    backward((parameter * 2).sum() + other.sum(), generator)
+    ampx.unscale(opt)
+    ampx.unscale(opt)
+    opt.step()
+    assert parameter.item() == 1.0 - 0.5 * 3
+
+
 def test_a_scaled_loss_may_run_backward_outside_as_with_a_grad_scaler(amp, weights):
     """Left gradients included; of several optimizers nobody can tell then what the others' gradients carry."""
     parameter, other = weights(1.0), weights(1.0)
