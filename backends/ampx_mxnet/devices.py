@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,8 @@ from .compat import mx
 # What oneDNN, on which MXNet computes on the CPU, has bfloat16 instructions for; and what it needs at least.
 _NATIVE: Final = ("avx512_bf16", "amx_bf16")
 _NEEDED: Final = "avx512bw"
+# What DNNL_MAX_CPU_ISA may say such that MXNet's oneDNN does without it.
+_TOO_WEAK: Final = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"))
 
 
 def describe(name: str) -> Device:
@@ -42,10 +45,13 @@ def describe(name: str) -> Device:
 def _describe_cpu() -> Device:
     flags = _cpu_flags()
     found = [flag for flag in _NATIVE if flag in flags]
-    works = mx.runtime.Features().is_enabled("MKLDNN") and _NEEDED in flags
+    limit = os.environ.get("DNNL_MAX_CPU_ISA")
+    works = mx.runtime.Features().is_enabled("MKLDNN") and _NEEDED in flags and limit not in _TOO_WEAK
     native = works and bool(found)
     reason = f"this CPU computes bfloat16 natively ({', '.join(found)})"
-    if not native:
+    if limit in _TOO_WEAK:
+        reason = f"MXNet has no bfloat16 kernels where DNNL_MAX_CPU_ISA={limit}"
+    elif not native:
         reason = "this CPU has no instructions for bfloat16" if works else "MXNet has no bfloat16 kernels for this CPU"
     return Device(
         name="cpu",

@@ -184,3 +184,23 @@ def test_gradients_that_begin_to_add_after_wrapping_are_refused(dense):
         loss = net(mx.nd.ones((1, 2))).astype("float32").sum()
     with pytest.raises(ampx.ProtocolError, match="grad_req='add'"), ampx.scale_loss(loss, opt):
         pass
+
+
+@pytest.mark.parametrize("limit", ["AVX2", "SSE41"])
+def test_bfloat16_is_refused_where_onednn_may_not_use_what_it_needs(native, monkeypatch, limit):
+    """MXNet itself fails when somebody waits for the product."""
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
+    code, _, err = native(
+        """
+ones = nd.amp_cast(nd.ones((8, 8)), dtype=np.dtype([("bfloat16", np.uint16)]))
+nd.FullyConnected(ones, ones, no_bias=True, num_hidden=8).wait_to_read()
+"""
+    )
+    assert code != 0
+    assert "MXNetError" in err
+    code, _, err = native("import ampx\nampx.init('mxnet', dtype='bfloat16')")
+    assert code == 1
+    assert err.strip().splitlines()[-1].startswith("ampx.errors.UnsupportedDtypeError")
+    code, out, err = native("import ampx\nprint(ampx.init('mxnet').effective.dtype)")
+    assert code == 0, err
+    assert out.splitlines()[-1] == "None"
