@@ -374,10 +374,10 @@ class Backend(abc.ABC):
         """Return a region in which a script that knows nothing of ampx trains in mixed precision.
 
         Args:
-            run: The `ampx.running.Run` that the script is run by.
+            run: The `ampx.run.Run` that the script is run by.
 
         Declared as `capabilities.automates`. Here alone a backend patches its framework, because the script is not
-        ours to edit; leaving the region restores everything. `ampx.running` says what has to happen inside.
+        ours to edit; leaving the region restores everything. `ampx.run` says what has to happen inside.
 
         Sync: none; inside, as the wrapped optimizers do.
         """

@@ -17,8 +17,8 @@ from whole_step import native_dtypes
 from workloads import Batch, Workload, chosen
 
 import ampx
-from ampx.running import Run, RunSettings
-from ampx.running.recorder import SAMPLED_STEPS
+from ampx.run import Run, RunSettings
+from ampx.run.recorder import SAMPLED_STEPS
 from ampx_torch.run import automate
 
 DTYPES = ("bfloat16", "float16")

@@ -36,7 +36,7 @@ def run() -> int:
 
 
 def _run() -> int:
-    from .run_request import StartProgram
+    from ampx.run.command import StartProgram
 
     arguments, launched = sys.argv[1:], []
     # torch.distributed.launch puts its own argument first, before the command's name; it is meant for the script.
@@ -46,7 +46,7 @@ def _run() -> int:
         return int(app(arguments, obj=launched, standalone_mode=True) or 0)
     except StartProgram as start:
         request = start.request
-    from .run_command import run_to_the_end
+    from ampx.run.command import run_to_the_end
 
     return run_to_the_end(request)  # here, so that no exception of the script has one of ours as its context
 
@@ -169,7 +169,7 @@ def demo(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
-    from .render_demo import print_demo
+    from .render import print_demo
 
     console = Console(highlight=False)
     print_demo(console, found, notes)
@@ -179,7 +179,7 @@ def demo(
 def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
     from rich.console import Console
 
-    from . import demo_all
+    from . import demo_command as demo_all
 
     with Console(stderr=True).status("Looking for frameworks …") as status:
         outcomes = demo_all.train_everywhere(out, options, lambda name: status.update(f"Training with {name} …"))
@@ -187,7 +187,7 @@ def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
-        from .render_demo import print_all
+        from .render import print_all
 
         console = Console(highlight=False)
         print_all(console, outcomes)
@@ -256,11 +256,9 @@ def run_script(
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
     """Train an unedited script in mixed precision, and tell what happened when it ends."""
-    from ampx.running import RunSettings
-    from ampx.running.program import Program
-
-    from .run_command import check_report
-    from .run_request import RunRequest, StartProgram
+    from ampx.run import RunSettings
+    from ampx.run.command import RunRequest, StartProgram, check_report
+    from ampx.run.program import Program
 
     check_report(report)
     program = Program(command[0], is_module, (*context.obj, *command[1:]))

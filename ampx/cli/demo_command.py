@@ -1,19 +1,35 @@
-"""What `ampx demo` does between reading its options and printing its table."""
+"""What `ampx demo` does between its options and its tables: for one framework, and with `--all` for every one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import ampx
 from ampx.errors import AmbiguousFrameworkError, FrameworkNotInstalledError, InvalidOptionError
 from ampx.plugins import default_registry
 
-from .demo import Run, casts_nothing, choose_dtypes, load_digits, plan_runs, report, train_all, write as write
-from .frameworks import is_installed
+from .demo import (
+    SCHEMA,
+    Run,
+    casts_nothing,
+    choose_dtypes,
+    equals_float32,
+    load_digits,
+    plan_runs,
+    report,
+    train_all,
+    write as write,
+)
+from .frameworks import Framework, find_frameworks, is_installed
 from .probe import probe
 
 
@@ -126,3 +142,143 @@ def train(
             results.append(result)
             notes += warned
     return report(framework, runs, results), notes
+
+
+COMPARISON_SCHEMA: Final = "ampx.demo-comparison/1"
+TIME_LIMIT: Final = 3600.0  # seconds for one framework
+_TRACES = ("losses", "scales")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one framework.
+
+    Attributes:
+        framework: Its name.
+        state: `"ran"`; `"earlier"`: not importable here, and a result of an earlier run was found; `"failed"`;
+            `"absent"`: not installed; `"no backend"`; `"no demo"`: its backend has no trainer.
+        report: As of `demo.report`, where there is one.
+        detail: Why, where from, or how to install.
+        notes: Warnings about precision.
+    """
+
+    framework: str
+    state: Literal["ran", "earlier", "failed", "absent", "no backend", "no demo"]
+    report: dict[str, Any] | None = None
+    detail: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callable[[str], object]) -> list[Outcome]:
+    """Train with every framework that is installed, one after the other; look up the others in the folder.
+
+    Args:
+        folder: Where results go, a folder for each framework, and where those of earlier runs may be.
+        options: `dtypes`, `seeds`, `epochs` and `batch_size`.
+        on_start: Called with the name of each framework before it is trained.
+
+    Raises:
+        FrameworkNotInstalledError: Nothing could be trained and nothing was found.
+
+    Sync: none in this process.
+    """
+    scan = probe("plugins")
+    broken = {**scan.get("broken", {}), **({"(plugins)": scan["error"]} if "error" in scan else {})}
+    outcomes = [Outcome(name, "failed", detail=f"its plugin is broken: {error}") for name, error in broken.items()]
+    earlier = find_earlier(folder)
+    for framework in find_frameworks(scan.get("registered", ())):
+        if framework.name in broken:
+            continue
+        if framework.installed and framework.plugin is not None:
+            on_start(framework.name)
+            outcomes.append(_train(framework.name, folder, options))
+        elif framework.name in earlier:
+            path, report = earlier.pop(framework.name)
+            outcomes.append(Outcome(framework.name, "earlier", report, _source(path, report, folder, options)))
+        elif framework.installed:
+            outcomes.append(Outcome(framework.name, "no backend", detail="no plugin registers one"))
+        else:
+            outcomes.append(Outcome(framework.name, "absent", detail=_how_to_install(framework)))
+    if not any(one.report is not None or one.state == "failed" for one in outcomes):
+        advice = "; ".join(f"{one.framework}: {one.detail}" for one in outcomes)
+        raise FrameworkNotInstalledError(
+            f"--all found no framework with a backend, and {str(folder)!r} holds no result of an earlier run; "
+            f"accepted: at least one of either. Install one ({advice})."
+        )
+    return outcomes
+
+
+def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Find the latest result of each framework in a folder or one folder below."""
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    paths = [path for pattern in ("results.json", "*/results.json") for path in folder.glob(pattern)]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(report, dict) and report.get("schema") == SCHEMA:
+            found[report["framework"]] = path, report
+    return found
+
+
+def write_comparison(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Write comparison.json and, where there is something to draw, comparison.png; give what the JSON holds."""
+    from .plot import draw_all
+
+    found = {
+        "schema": COMPARISON_SCHEMA,
+        "ampx": ampx.__version__,
+        "frameworks": [
+            {
+                "framework": one.framework,
+                "state": one.state,
+                "detail": one.detail,
+                "runs": [_summary(run, one.report["runs"]) for run in one.report["runs"]] if one.report else [],
+            }
+            for one in outcomes
+        ],
+    }
+    (folder / "comparison.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    reports = [one.report for one in outcomes if one.report is not None]
+    if reports:
+        draw_all(reports, folder / "comparison.png")
+    return found
+
+
+def _summary(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    kept = {name: value for name, value in run.items() if name not in _TRACES}
+    return {**kept, "equals_float32": equals_float32(run, runs)}
+
+
+def _train(name: str, folder: Path, options: Mapping[str, Any]) -> Outcome:
+    answer = probe("demo", name, dict(options), time_limit=TIME_LIMIT, what="the training")
+    if "refused" in answer:
+        return Outcome(name, "no demo", detail=answer["refused"])
+    if "error" in answer:
+        return Outcome(name, "failed", detail=answer["error"])
+    (folder / name).mkdir(exist_ok=True)
+    write(folder / name, answer["report"])
+    return Outcome(name, "ran", answer["report"], notes=tuple(f"{name}: {note}" for note in answer["notes"]))
+
+
+def _source(path: Path, report: Mapping[str, Any], folder: Path, options: Mapping[str, Any]) -> str:
+    """Say where an earlier result comes from, and in what it differs from this run's."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+    differences = [
+        f"{name.replace('_', ' ')} {report[name]} instead of {options[name]}"
+        for name in ("epochs", "batch_size")
+        if report[name] != options[name]
+    ]
+    if report["ampx"] != ampx.__version__:
+        differences.append(f"ampx {report['ampx']} instead of {ampx.__version__}")
+    trained = f"this is the result of {when} in {path.relative_to(folder).as_posix()}"
+    return trained + (f", with {' and '.join(differences)}" if differences else "")
+
+
+def _how_to_install(framework: Framework) -> str:
+    """Return the line that installs a framework: an extra of ampx, or what its plugin requires."""
+    extras = metadata.metadata("ampx").get_all("Provides-Extra") or []
+    if framework.name in extras:
+        return f"pip install 'ampx[{framework.name}]'"
+    return f"pip install '{framework.requires}'" if framework.requires else "ampx has no backend for it"

@@ -9,7 +9,7 @@ import pytest
 
 import ampx
 from ampx import debug
-from ampx.running import Run
+from ampx.run import Run
 
 from .base import KitTests
 from .bench import FINITE

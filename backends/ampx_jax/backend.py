@@ -13,7 +13,7 @@ import optax
 import ampx
 from ampx.backend import CastPlan, Device, LossInfo, ScaleValue, Unscaled, reject_unknown
 from ampx.policy import Dtype
-from ampx.running import Run
+from ampx.run import Run
 from ampx.scale_state import LossScale, LossScaleState
 
 from . import casting, devices, optimizer, rules, state

@@ -14,8 +14,7 @@ import optax
 
 import ampx
 import ampx_jax
-from ampx.cli.demo import Digits, Run, RunResult
-from ampx.cli.demo_result import make_result
+from ampx.cli.demo import Digits, Run, RunResult, make_result
 
 LEARNING_RATE = 1e-2
 Parameters = dict[str, Any]

@@ -10,7 +10,7 @@ import ampx
 from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
 from ampx.protocol import Member
-from ampx.running import Run
+from ampx.run import Run
 
 from . import casting, clipping, devices, dtypes, gradients
 from .compat import mx

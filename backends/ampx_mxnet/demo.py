@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 import ampx
-from ampx.cli.demo import Digits, Run, RunResult
-from ampx.cli.demo_result import make_result, scale_trace, skipped_steps
+from ampx.cli.demo import Digits, Run, RunResult, make_result, scale_trace, skipped_steps
 
 from .compat import mx
 

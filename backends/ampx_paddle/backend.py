@@ -12,7 +12,7 @@ import ampx
 from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
 from ampx.protocol import Member
-from ampx.running import Run
+from ampx.run import Run
 
 from . import casting, devices, gradients
 from .losses import inspect_loss, scale_loss

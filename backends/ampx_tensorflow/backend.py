@@ -13,7 +13,7 @@ import ampx
 from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
 from ampx.protocol import Member
-from ampx.running import Run
+from ampx.run import Run
 
 from . import casting, devices, gradients, graph_rewrite, rewrite
 from .losses import inspect_loss, scale_loss

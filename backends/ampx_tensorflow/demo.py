@@ -12,8 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import ampx
-from ampx.cli.demo import Digits, Run, RunResult
-from ampx.cli.demo_result import make_result
+from ampx.cli.demo import Digits, Run, RunResult, make_result
 
 LEARNING_RATE = 1e-2
 

@@ -13,7 +13,7 @@ from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
-from ampx.running import Run
+from ampx.run import Run
 
 from . import casting, debug, devices, prepare
 from .gradients import unscale_

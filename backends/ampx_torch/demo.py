@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import ampx
-from ampx.cli.demo import Digits, Run, RunResult
-from ampx.cli.demo_result import make_result, scale_trace, skipped_steps
+from ampx.cli.demo import Digits, Run, RunResult, make_result, scale_trace, skipped_steps
 
 LEARNING_RATE = 1e-2
 

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from ampx.cli.demo_all import find_earlier
+from ampx.cli.demo_command import find_earlier
 
 PLUGIN = """
 import ampx

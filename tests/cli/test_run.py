@@ -251,7 +251,7 @@ def test_python_programs_that_the_script_starts_are_named(tmp_path, outcome):
 
 
 def test_two_optimizers_of_one_class_have_names_of_their_own():
-    from ampx.cli.run_summary import names_of
+    from ampx.run.report import names_of
 
     def named(*pairs):
         return names_of([{"kind": kind, "place": place} for kind, place in pairs])
@@ -264,7 +264,7 @@ def test_two_optimizers_of_one_class_have_names_of_their_own():
 
 def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo")
-    from ampx.cli.run_page import page
+    from ampx.run.report import page
 
     text = page(
         {

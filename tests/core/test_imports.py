@@ -121,3 +121,15 @@ def test_the_environment_is_left_alone():
     done = run(f"import os, sys\nbefore, paths = dict(os.environ), len(sys.path)\n{program}")
     assert done.split() == ["True", "True"]
     assert os.environ.get("AMPX_DISABLE_PLUGINS") is None
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_name_of_a_module_is_bound_twice(path):
+    bound = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            bound.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            bound += [target.id for target in targets if isinstance(target, ast.Name)]
+    assert sorted(bound) == sorted(set(bound))

@@ -6,7 +6,7 @@ import pytest
 
 import ampx
 from ampx.events import ScaleChanged, StepSkipped
-from ampx.running import Recorder, Run, RunSettings, recorder, script_line
+from ampx.run import Recorder, Run, RunSettings, recorder, script_line
 
 
 @pytest.fixture

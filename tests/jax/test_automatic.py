@@ -15,7 +15,7 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 from ampx_jax import casting
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "plain" / "jax_plain.py"

@@ -15,7 +15,7 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 from ampx.testing.interruptions import interrupted_everywhere
 from ampx_jax import casting
 

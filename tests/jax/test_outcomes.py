@@ -14,7 +14,7 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 from ampx_jax.run import outcomes
 
 B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))

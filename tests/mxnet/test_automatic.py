@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.devices import describe
 from ampx_mxnet.run import automate

@@ -11,7 +11,7 @@ import paddle
 import pytest
 
 import ampx
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 from ampx_paddle.optimizer import AmpOptimizer
 from ampx_paddle.run import automate
 

@@ -17,10 +17,10 @@ from tensorflow.python.client.session import BaseSession
 from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
-from ampx.cli.run_summary import headline
 from ampx.plugins import Registry
-from ampx.running import Run, RunSettings
-from ampx.running.supervising import Finished
+from ampx.run import Run, RunSettings
+from ampx.run.report import headline
+from ampx.run.supervisor import Finished
 from ampx_tensorflow import devices, rewrite
 
 v1 = tf.compat.v1

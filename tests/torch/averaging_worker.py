@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ampx.errors import PrecisionWarning
 from ampx.plugins import default_registry
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 
 STEPS = 24
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.running import Run, RunSettings  # noqa: E402
+from ampx.run import Run, RunSettings  # noqa: E402
 
 BOTH = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 

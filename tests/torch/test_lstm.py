@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.running import Run, RunSettings  # noqa: E402
+from ampx.run import Run, RunSettings  # noqa: E402
 from ampx_torch import lstm  # noqa: E402
 from ampx_torch.apex import amp as apex_amp  # noqa: E402
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 import ampx
-from ampx.running import Run, RunSettings
+from ampx.run import Run, RunSettings
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.harness import Chosen

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.running import Run
+from ampx.run import Run
 
 from .framework import Optimizer, Tensor
 

@@ -12,7 +12,7 @@ from ampx.backend import CastPlan, Unscaled, reject_unknown
 from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
-from ampx.running import Run
+from ampx.run import Run
 
 from .automation import automate
 from .framework import Optimizer, Tensor

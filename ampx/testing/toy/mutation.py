@@ -12,7 +12,7 @@ from unittest import mock
 import ampx
 from ampx.backend import Device, Unscaled
 from ampx.protocol import HostLedger, Outcome, ScaleGroup
-from ampx.running import Run
+from ampx.run import Run
 from ampx.testing.harness import Harness
 
 from . import framework

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from ampx.protocol import Member, ScaleGroup
-from ampx.running import Run
+from ampx.run import Run
 from ampx.session import sessions
 from ampx_jax import casting, devices, interpreter, optimizer
 from ampx_jax.transform import autocast

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from ampx.errors import AmpxError
-from ampx.running import Run
+from ampx.run import Run
 from ampx_mxnet.compat import mx
 from ampx_mxnet.optimizer import AmpTrainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ampx.running import Run
+from ampx.run import Run
 from ampx.session import sessions
 from ampx_mxnet import amp
 
@@ -17,7 +17,7 @@ from .operations import blocks_watched
 
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
-    """Patch MXNet for an unedited script: see `ampx.running`.
+    """Patch MXNet for an unedited script: see `ampx.run`.
 
     Sync: none; inside, as the wrapped trainers do.
     """

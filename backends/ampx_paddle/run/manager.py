@@ -13,7 +13,7 @@ from unittest import mock
 import paddle
 
 from ampx.errors import AmpxError
-from ampx.running import Run
+from ampx.run import Run
 from ampx.session import sessions
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.optimizer import AmpOptimizer

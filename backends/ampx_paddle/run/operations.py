@@ -6,7 +6,7 @@ from typing import Final
 
 import paddle
 
-from ampx.running import Recorder
+from ampx.run import Recorder
 
 _FLAG: Final = "FLAGS_low_precision_op_list"
 _DTYPES: Final = ("float16", "bfloat16", "float32")

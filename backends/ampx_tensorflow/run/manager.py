@@ -26,7 +26,7 @@ from ampx.errors import AmpxError, RunRefusedError
 from ampx.events import Event
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
-from ampx.running import Run
+from ampx.run import Run
 from ampx_tensorflow import devices, gradients, graph_rewrite, guard, keras2, old_names, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.device_scale import is_one

@@ -8,7 +8,7 @@ import keras
 from keras.src.models import Functional
 
 from ampx.backend import CastPlan
-from ampx.running import Run
+from ampx.run import Run
 from ampx_tensorflow import casting
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
-from ampx.running import Recorder
+from ampx.run import Recorder
 from ampx_tensorflow.casting import DTYPES, compute_dtype
 
 # What the rewriter casts, with the operands: by the functions that all of TensorFlow and Keras goes through.

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from ampx.errors import AmpxError
-from ampx.running import Run, script_line
+from ampx.run import Run, script_line
 from ampx.scale_state import LossScale
 from ampx_torch.optimizer import AmpOptimizer
 from ampx_torch.step import Stepping

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ampx.running import Recorder
+from ampx.run import Recorder
 
 # They move or make memory and compute nothing.
 _IDLE: Final = frozenset(

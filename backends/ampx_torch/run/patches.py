@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ampx.running import Run
+from ampx.run import Run
 
 from .backward import backward_scaled
 from .gradients import gradients_true
@@ -17,7 +17,7 @@ from .scaler import scaler_watched
 
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
-    """Patch torch for an unedited script: see `ampx.running`.
+    """Patch torch for an unedited script: see `ampx.run`.
 
     Raises:
         RunRefusedError: Level O2 or O3 was asked for: which model to prepare cannot be told from outside.

@@ -1,4 +1,4 @@
-"""What `ampx run` does between reading its options and ending as the script ended."""
+"""What `ampx run` was asked, and what it does between reading its options and ending as the script ended."""
 
 from __future__ import annotations
 
@@ -10,17 +10,49 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampx.errors import InvalidOptionError
-from ampx.running import children
-from ampx.running.ranks import process_rank
-from ampx.running.supervising import Finished, supervise
+from ampx.run import children
+from ampx.run.ranks import process_rank
+from ampx.run.supervisor import Finished, supervise
 
-from .run_request import RunRequest
-from .run_summary import summary_lines
+from .report import summary_lines
+
+if TYPE_CHECKING:
+    from ampx.run import RunSettings
+    from ampx.run.program import Program
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The options of `ampx run`.
+
+    Attributes:
+        program: What to run.
+        settings: How.
+        framework: The only framework to automate, or None.
+        report: Where to write a report, or None.
+        unchanged_if_refused: Run the script without ampx where it is refused.
+    """
+
+    program: Program
+    settings: RunSettings
+    framework: str | None = None
+    report: Path | None = None
+    unchanged_if_refused: bool = False
+
+
+class StartProgram(BaseException):
+    """Carries a request out of the command line's parser, which would catch exceptions that are the script's."""
+
+    def __init__(self, request: RunRequest) -> None:
+        """Take the request."""
+        self.request = request
+
 
 REFUSED = 3
 
@@ -184,7 +216,7 @@ def write_report(target: Path, report: dict[str, Any]) -> None:
     if target.suffix == ".json":
         target.write_text(json.dumps(report, indent=1) + "\n")
         return
-    from .run_page import page
+    from .report import page
 
     target.write_text(page(report))
 

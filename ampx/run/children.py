@@ -28,11 +28,11 @@ from ampx.errors import PrecisionWarning
 
 if TYPE_CHECKING:
     from .run import RunSettings
-    from .supervising import Finished
+    from .supervisor import Finished
 
 # Read by the fork server, which takes no other message.
 VARIABLE: Final = "AMPX_RUN_CHILDREN"
-_PRELOADED: Final = "ampx.running.preloaded"
+_PRELOADED: Final = "ampx.run.preloaded"
 _LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun")
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from . import children
 from .run import RunSettings
-from .supervising import Finished, automated
+from .supervisor import Finished, automated
 
 _entered = ExitStack()
 atexit.register(_entered.close)  # before Python takes its modules apart

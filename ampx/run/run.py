@@ -10,8 +10,8 @@ from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 from ampx.session import sessions
 
-from .following import Following
 from .recorder import Recorder
+from .started_sessions import Following
 
 if TYPE_CHECKING:
     from ampx.policy import Effective

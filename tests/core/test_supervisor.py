@@ -9,8 +9,8 @@ import pytest
 
 import ampx
 from ampx.plugins import Registry
-from ampx.running import RunSettings, supervising
-from ampx.running.program import Program
+from ampx.run import RunSettings, supervisor
+from ampx.run.program import Program
 
 
 class Automated:
@@ -53,11 +53,11 @@ def world(tmp_path, monkeypatch):
 
     registry.register_plugin(Plugin, "pretended")
     monkeypatch.setattr(registry, "load", lambda name: backends[name])
-    monkeypatch.setattr(supervising, "default_registry", lambda: registry)
+    monkeypatch.setattr(supervisor, "default_registry", lambda: registry)
 
     def run(text, framework=None):
         (tmp_path / "script.py").write_text(textwrap.dedent(text))
-        return supervising.supervise(Program(str(tmp_path / "script.py")), RunSettings(), framework)
+        return supervisor.supervise(Program(str(tmp_path / "script.py")), RunSettings(), framework)
 
     yield run, seen, backends
     for name in ("lowframe", "highframe", "oldframe"):
@@ -153,9 +153,9 @@ def test_a_framework_that_its_backend_imports_first_is_automated_when_the_backen
             assert not seen, "automated while its backend was being loaded"
         return backends[name]
 
-    registry = supervising.default_registry()
+    registry = supervisor.default_registry()
     registry.load = load
-    done = run("from ampx.running import supervising\nsupervising.default_registry().load('lowframe')")
+    done = run("from ampx.run import supervisor\nsupervisor.default_registry().load('lowframe')")
     assert done.error is None
     assert seen == ["enter lowframe", "leave lowframe"]
     assert registry.load is load

@@ -16,7 +16,7 @@ from ampx.policy import find_level, normalise_dtype
 from ampx.session import check_settings
 
 from . import children
-from .importing import ImportWatch
+from .imports import ImportWatch
 from .program import Program, run_program
 from .ranks import process_rank
 from .recorder import Recorder
