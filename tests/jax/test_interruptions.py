@@ -16,6 +16,7 @@ import pytest
 import ampx
 import ampx_jax
 from ampx.run import Run, RunSettings
+from ampx.session import sessions
 from ampx.testing.interruptions import interrupted_everywhere
 from ampx_jax import casting
 
@@ -98,12 +99,12 @@ def test_an_interrupted_change_of_sessions_leaves_one_of_them_or_none():
     for act in (init, lambda _: ampx.shutdown()):
         for _, place in interrupted_everywhere(lambda: init("bfloat16").effective.dtype and "float16", act, PACKAGES):
             count += 1
-            session = ampx.sessions.get("jax")
+            session = sessions.get("jax")
             values = model(INPUTS, START)
             choices = [exact] if session is None else [exact, low[session.effective.dtype]]
             assert any(np.array_equal(values, choice) for choice in choices), place
             ampx.shutdown()
-            assert ampx.sessions.get("jax") is None
+            assert sessions.get("jax") is None
             assert casting.active.value is None, place
             init("float16")
             assert np.array_equal(model(INPUTS, START), low["float16"]), place
