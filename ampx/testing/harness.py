@@ -29,6 +29,7 @@ class Harness(abc.ABC):
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
         watches_others: What a loss leaves on parameters of optimizers that it was not scaled for comes out true, or
             is refused; elsewhere the user clears it.
+        watches_true: What such a loss adds to gradients after `unscale` does so, too.
     """
 
     framework: ClassVar[str]
@@ -40,6 +41,7 @@ class Harness(abc.ABC):
     copies: ClassVar[tuple[str, ...]] = ()
     guards_raw_steps: ClassVar[bool] = False
     watches_others: ClassVar[bool] = False
+    watches_true: ClassVar[bool] = False
 
     @abc.abstractmethod
     def tensor(self, values: Sequence[float], dtype: str) -> Any:

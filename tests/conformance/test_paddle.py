@@ -29,6 +29,7 @@ class Pull(paddle.autograd.PyLayer):
 class PaddleHarness(Harness):
     framework, plugin, device = "paddle", "ampx_paddle", "cpu"
     clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
+    watches_true = True
 
     def __init__(self):
         paddle.set_device(self.device)

@@ -276,11 +276,11 @@ class Training(RuleBasedStateMachine):
         """Scale a loss for some optimizers and run backward; it may depend on others' parameters, or not on all."""
         receivers = self._some(named)
         others = self.implicit and (self.harness.watches_others or not self.amp.enabled)
+        watches_true = self.harness.watches_true or not self.amp.enabled
         reaches = [
             one
             for one in (self._some(reached) if self.implicit else receivers)
-            # What foreign losses add to gradients after `unscale` is told apart by some backends only.
-            if one in receivers or (others and (one.reference.phase != "unscaled" or not self.amp.enabled))
+            if one in receivers or (others and (watches_true or one.reference.phase != "unscaled"))
         ]
         self._backward(receivers, reaches or receivers, loss_id, slopes, body)
         self._verify()
