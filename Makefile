@@ -14,7 +14,7 @@ TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
 # Longer fuzzing and all trainings of all programs; the workflow runs it every night.
-test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 $(TOX_TWO) -e $(FRAMEWORK)
+test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 PYTEST_TIMEOUT=3600 $(TOX_TWO) -e $(FRAMEWORK)
 # What computes in float16 depends on the CPU's instructions; these tests must not.
 weakest: .venv-tox/bin/tox
 	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs" tests/conformance/test_torch.py tests/torch

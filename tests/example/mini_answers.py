@@ -6,7 +6,7 @@ from typing import Any
 import mini
 
 import ampx
-from ampx.testing import BackendSuite, Harness, PluginSuite  # noqa: F401 -- the new package's tests use them
+from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: F401 -- the new package's tests use them
 
 
 class MiniBackend(ampx.Backend):
