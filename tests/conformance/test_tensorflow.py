@@ -132,7 +132,7 @@ class TestInsideTheTape(BackendSuite):
     hypothesis = FEW
 
 
-# Not inside the tape: it would record every operation of a script, and take ten times as long.
+# Not inside the tape: it would record every operation of a script, and take three times as long.
 class TestFuzz(FuzzSuite):
     harness = TensorFlowHarness
 
