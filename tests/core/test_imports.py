@@ -133,3 +133,10 @@ def test_no_name_of_a_module_is_bound_twice(path):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             bound += [target.id for target in targets if isinstance(target, ast.Name)]
     assert sorted(bound) == sorted(set(bound))
+
+
+def test_every_package_says_that_it_is_typed():
+    checkout = Path(__file__).parents[2]
+    packages = [checkout / "ampx", *sorted((checkout / "backends").glob("ampx_*"))]
+    assert len(packages) == 6
+    assert [package.name for package in packages if not (package / "py.typed").is_file()] == []
