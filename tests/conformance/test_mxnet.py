@@ -12,6 +12,7 @@ import numpy as np
 
 from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
 from ampx_mxnet.compat import mx
+from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import DTYPES, name_of
 
 
@@ -162,6 +163,11 @@ class TestPlugin(PluginSuite):
     plugin, framework, modules = "ampx_mxnet", "mxnet", ("ampx_mxnet.compat", "mxnet")
 
 
+# What is on file is what a CPU with bfloat16 showed. Where there is none, the kit tests that it is refused, above.
+@pytest.mark.bfloat16
+@pytest.mark.skipif(
+    not describe("cpu").native | describe("cpu").emulated, reason="MXNet computes no bfloat16 on this CPU"
+)
 class TestMatrix(MatrixSuite):
     harness = MXNetHarness
 

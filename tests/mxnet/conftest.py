@@ -1,5 +1,6 @@
 """Every test starts without a session and leaves none."""
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -19,6 +20,19 @@ def _no_session():
     ampx.shutdown()
     yield
     ampx.shutdown()
+
+
+@functools.cache
+def _dtypes():
+    from ampx_mxnet import devices
+
+    cpu = devices.describe("cpu")
+    return cpu.native | cpu.emulated
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("bfloat16") and "bfloat16" not in _dtypes():
+        pytest.skip("MXNet computes no bfloat16 on this CPU")
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ def trained(name, *arguments):
 # -- the recipe ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("place", ["mxnet.contrib", "mxnet"])
 def test_the_vendors_recipe_trains_digits(installed, place):
     """The lines of the recipe as they are printed; 450 test images tell 10 digits apart."""
@@ -92,6 +93,7 @@ for epoch in range(10):
     assert right > 0.9
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -160,6 +162,7 @@ class OwnTrainer(mx.gluon.Trainer):
         super().step(batch_size, ignore_stale_grad)
 
 
+@pytest.mark.bfloat16
 def test_a_trainer_of_the_scripts_own_class_keeps_its_methods_and_attributes(dense):
     ampx_mxnet.amp.init()
     net = dense()
@@ -178,6 +181,7 @@ def test_a_trainer_of_the_scripts_own_class_keeps_its_methods_and_attributes(den
     assert again.learning_rate == 0.25
 
 
+@pytest.mark.bfloat16
 def test_a_refused_trainer_stays_as_it_was(dense):
     ampx_mxnet.amp.init()
     trainer = mx.gluon.Trainer(dense().collect_params(), "sgd", update_on_kvstore=True)
@@ -199,6 +203,7 @@ def test_a_trainer_of_a_list_that_is_refused_is_given_back(dense):
     assert session.wrap_optimizer(good, in_place=True) is good
 
 
+@pytest.mark.bfloat16
 def test_gradients_clipped_after_unscale_are_true(dense):
     """With allreduce_grads, unscale, clip and update, in the order that MXNet's documentation gives."""
     ampx_mxnet.amp.init()
@@ -218,6 +223,7 @@ def test_gradients_clipped_after_unscale_are_true(dense):
     assert net.weight.data().asnumpy().ravel().tolist() == pytest.approx([1 - 0.6, 1 - 0.8], abs=1e-6)
 
 
+@pytest.mark.bfloat16
 def test_numbers_of_the_trainers_scaler_are_those_of_the_loss_scale(dense):
     """What scripts read to clip scaled gradients by a scaled bound, save and load, and set."""
     ampx_mxnet.amp.init()
@@ -250,6 +256,7 @@ def test_numbers_of_the_trainers_scaler_are_those_of_the_loss_scale(dense):
     assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_saved_scaler_holds_the_numbers_and_is_resumed_from(dense, duplicate):
     """MXNet's scaler has no state dict: scripts save the object, and put it on the trainer that goes on."""
@@ -280,6 +287,7 @@ def test_a_saved_scaler_holds_the_numbers_and_is_resumed_from(dense, duplicate):
     assert other._params[0].data().asnumpy().tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.bfloat16
 def test_gradients_of_a_scaled_loss_divided_by_hand_are_true(dense):
     """A gradient penalty, or the gradient of an input: what a script computes between `scale_loss` and the step."""
     ampx_mxnet.amp.init()
@@ -298,6 +306,7 @@ def test_gradients_of_a_scaled_loss_divided_by_hand_are_true(dense):
 # -- init ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.bfloat16
 def test_a_repeated_init_changes_nothing_and_another_replaces(dense):
     net = dense()
     ampx_mxnet.amp.init()
@@ -313,6 +322,7 @@ def test_a_repeated_init_changes_nothing_and_another_replaces(dense):
     assert mx.nd.softmax(net(mx.nd.ones((1, 2)))).dtype == np.float32
 
 
+@pytest.mark.bfloat16
 def test_conditional_operators_compute_in_float32_with_the_values_given():
     ampx_mxnet.amp.init(
         target_precision_ops=["FullyConnected"],
@@ -328,12 +338,18 @@ def test_conditional_operators_compute_in_float32_with_the_values_given():
     [
         ({"target_dtype": "float16"}, ampx.UnsupportedDtypeError, "'float16' is not supported by backend 'mxnet'"),
         ({"target_dtype": "int8"}, ampx.UnsupportedDtypeError, "is not a dtype of mixed precision"),
-        ({"fp32_ops": ["no_such_operator"]}, ampx.UnsupportedOpError, "no_such_operator"),
+        pytest.param(
+            {"fp32_ops": ["no_such_operator"]},
+            ampx.UnsupportedOpError,
+            "no_such_operator",
+            marks=pytest.mark.bfloat16,
+        ),
         ({"fp32_ops": "softmax"}, ampx.InvalidOptionError, "Pass \\['softmax'\\]"),
-        (
+        pytest.param(
             {"fp32_ops": ["FullyConnected"], "target_precision_ops": ["FullyConnected"]},
             ampx.UnsupportedOpError,
             "both name FullyConnected",
+            marks=pytest.mark.bfloat16,
         ),
         ({"layout_optimization": True}, ampx.UnsupportedByBackendError, "layout_optimization"),
     ],
@@ -347,6 +363,7 @@ def test_init_refuses_and_stays_off(arguments, error, match):
         ampx_mxnet.amp.init_trainer(None)
 
 
+@pytest.mark.bfloat16
 def test_what_is_no_trainer_or_was_not_given_is_refused(dense):
     ampx_mxnet.amp.init()
     with pytest.raises(ampx.NotAnOptimizerError, match=r"gluon\.Trainer"):
@@ -363,6 +380,7 @@ def test_what_is_no_trainer_or_was_not_given_is_refused(dense):
 # -- conversion and lists ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.bfloat16
 def test_conversions_by_mxnets_names_compute_in_bfloat16():
     symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=2, name="layer")
     parameters = {"layer_weight": mx.nd.ones((2, 4)), "layer_bias": mx.nd.zeros(2)}
@@ -417,6 +435,7 @@ def test_install_replaces_both_names_and_uninstall_leaves_no_trace():
     ampx_mxnet.amp.uninstall()
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("place", ["mxnet.contrib", "mxnet"])
 def test_modules_and_lists_of_mxnets_amp_are_there_under_both_names(installed, place):
     """As scripts with lists of their own, and GluonNLP's masked softmax, import and read them."""

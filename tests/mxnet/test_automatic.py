@@ -12,15 +12,11 @@ import pytest
 import ampx
 from ampx.run import Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
-from ampx_mxnet.devices import describe
 from ampx_mxnet.run import automate
 from ampx_mxnet.run.manager import ManagedTrainer
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 autograd, gluon = mx.autograd, mx.gluon
-needs_bfloat16 = pytest.mark.skipif(
-    "bfloat16" not in describe("cpu").native | describe("cpu").emulated, reason="MXNet has no bfloat16 on this CPU"
-)
 
 
 @pytest.fixture
@@ -266,7 +262,7 @@ def by_ampx(net):
     return trainer, ampx.scale_loss
 
 
-@needs_bfloat16
+@pytest.mark.bfloat16
 @pytest.mark.parametrize(("start", "recipe"), [(by_mxnets_amp, "mxnet.contrib.amp"), (by_ampx, "ampx")])
 def test_what_the_scripts_own_session_did_is_told(run, start, recipe):
     with automate(run):
@@ -410,6 +406,7 @@ def patched():
     ]
 
 
+@pytest.mark.bfloat16
 def test_leaving_restores_every_patch():
     before = patched()
     run = Run("mxnet", RunSettings(dtype="bfloat16", device="cpu"))

@@ -28,6 +28,7 @@ def _dtype(net):
     return name_of(net(mx.nd.ones((1, 2))).dtype)
 
 
+@pytest.mark.bfloat16
 def test_shutdown_restores_every_function(monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's would keep MXNet from adding one
     before = _modules(), _flags()
@@ -41,6 +42,7 @@ def test_shutdown_restores_every_function(monkeypatch):
         assert logging.getLogger().handlers == []
 
 
+@pytest.mark.bfloat16
 def test_nothing_is_left_where_switching_on_fails(monkeypatch):
     before = _modules(), _flags()
 
@@ -53,6 +55,7 @@ def test_nothing_is_left_where_switching_on_fails(monkeypatch):
     assert (_modules(), _flags()) == before
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("static", [False, True])
 def test_hybridized_blocks_follow_the_switch(dense, static):
     """Traced before `init`, in a region, after it: every call computes as the moment says."""
@@ -74,6 +77,7 @@ def test_hybridized_blocks_follow_the_switch(dense, static):
     assert _dtype(net) == "float32"
 
 
+@pytest.mark.bfloat16
 def test_a_graph_is_traced_once(dense):
     """Calls that change nothing keep the graph."""
     ampx.init("mxnet", dtype="bfloat16")
@@ -85,6 +89,7 @@ def test_a_graph_is_traced_once(dense):
     assert net._cached_op is graph
 
 
+@pytest.mark.bfloat16
 def test_imported_symbol_blocks_keep_their_graph():
     data = mx.sym.var("data", dtype="float32")
     block = mx.gluon.SymbolBlock(mx.sym.FullyConnected(data, num_hidden=1, no_bias=True, name="fc"), data)
@@ -95,6 +100,7 @@ def test_imported_symbol_blocks_keep_their_graph():
     assert block(mx.nd.ones((1, 2))).asnumpy().tolist() == [[2.0]]
 
 
+@pytest.mark.bfloat16
 def test_symbols_are_cast_where_arrays_are():
     def inside():
         made = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
@@ -107,6 +113,7 @@ def test_symbols_are_cast_where_arrays_are():
         assert inside() == 0
 
 
+@pytest.mark.bfloat16
 def test_float16_on_the_cpu_is_refused_with_the_reason():
     with pytest.raises(ampx.UnsupportedDtypeError, match=r"float16.*supported: bfloat16"):
         ampx.init("mxnet", dtype="float16", device="cpu")
@@ -116,6 +123,7 @@ def test_float16_on_the_cpu_is_refused_with_the_reason():
     assert "no float16 matrix kernels" in amp.backend.device("cpu").reason
 
 
+@pytest.mark.bfloat16
 def test_mxnets_own_init_is_refused(native):
     code, out, _ = native(
         "import ampx\namp.init('bfloat16')\ntry:\n    ampx.init('mxnet', dtype='bfloat16')\n"
@@ -125,6 +133,7 @@ def test_mxnets_own_init_is_refused(native):
     assert "Remove amp.init" in out
 
 
+@pytest.mark.bfloat16
 def test_op_lists_take_names_and_functions():
     for entry in ("FullyConnected", mx.nd.FullyConnected, mx.sym.FullyConnected):
         amp = ampx.init("mxnet", dtype="bfloat16", deny=[entry])
@@ -140,6 +149,7 @@ def test_op_lists_take_names_and_functions():
         ampx.init("mxnet", dtype="bfloat16", allow=["FullyConnected"], deny=["FullyConnected"])
 
 
+@pytest.mark.bfloat16
 def test_operators_that_make_their_own_gradient_need_a_scale_of_one(dense):
     """Their gradient does not come through the loss, so nothing would scale it."""
     data, label = mx.nd.ones((2, 2)), mx.nd.ones((2,))
@@ -154,6 +164,7 @@ def test_operators_that_make_their_own_gradient_need_a_scale_of_one(dense):
         assert opt.loss_scale in (1.0, 2.0**16)
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("hybridize", [False, True])
 @pytest.mark.parametrize("how", ["one by one", "one by one through autograd", "together"])
 def test_gradients_add_over_several_backwards_of_one_body(dense, hybridize, how):
@@ -175,6 +186,7 @@ def test_gradients_add_over_several_backwards_of_one_body(dense, hybridize, how)
         assert net.weight.data().asnumpy().tolist() == [[after, after]]
 
 
+@pytest.mark.bfloat16
 def test_gradients_that_begin_to_add_after_wrapping_are_refused(dense):
     amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
     net = dense()

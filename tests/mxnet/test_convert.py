@@ -125,6 +125,7 @@ def test_oracle_is_mxnets_network_in_float32(model, block, images, parameters):
     np.testing.assert_allclose(block(nd.array(images)).asnumpy(), exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "bf16"])
 @pytest.mark.parametrize("cast_parameters", [False, True])
 def test_module_computes_in_bfloat16(model, images, parameters, dtype, cast_parameters):
@@ -141,6 +142,7 @@ def test_module_computes_in_bfloat16(model, images, parameters, dtype, cast_para
     }
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("cast_parameters", [False, True])
 @pytest.mark.parametrize("hybridize", [False, True])
 def test_block_computes_in_bfloat16(block, images, parameters, cast_parameters, hybridize):
@@ -152,6 +154,7 @@ def test_block_computes_in_bfloat16(block, images, parameters, cast_parameters, 
     assert dtype_name(converted.collect_params()["f_weight"]) == expected
 
 
+@pytest.mark.bfloat16
 def test_what_is_converted_stays_as_it_was(model, block, images):
     symbol, arg, aux = model
     before = symbol.tojson(), list(arg.items()), list(aux.items())
@@ -175,6 +178,7 @@ def test_native_conversion_writes_into_its_arguments(model):
     assert arg["f_weight"] is not before["f_weight"]
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("lists", [{"deny": [nd.Convolution, "FullyConnected"]}, {"exclude": ["c", "f"]}])
 def test_lists_keep_layers_in_float32(model, block, images, parameters, lists):
     exact, _ = network(images, parameters)
@@ -185,6 +189,7 @@ def test_lists_keep_layers_in_float32(model, block, images, parameters, lists):
     np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.bfloat16
 def test_allow_adds_an_operator(block, images):
     """An operator of MXNet's float32 list: its operand, which counts twice, is then rounded, and its output cut off."""
     made = gluon.nn.HybridSequential()
@@ -198,6 +203,7 @@ def test_allow_adds_an_operator(block, images):
     np.testing.assert_allclose(found, plain, rtol=(1 + U) ** 2 * (1 + 2 * U) - 1)
 
 
+@pytest.mark.bfloat16
 def test_conversion_is_the_same_while_casting_is_on(model, block, images, parameters):
     without = run(convert_model(*model), images), convert_hybrid_block(block)(nd.array(images)).asnumpy()
     with ampx.init("mxnet", dtype="bfloat16"):
@@ -206,6 +212,7 @@ def test_conversion_is_the_same_while_casting_is_on(model, block, images, parame
         np.testing.assert_array_equal(convert_hybrid_block(block)(nd.array(images)).asnumpy(), without[1])
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("cast_parameters", [False, True])
 def test_converted_model_is_saved_and_loaded(model, images, tmp_path, cast_parameters):
     converted = convert_model(*model, cast_parameters=cast_parameters)
@@ -217,6 +224,7 @@ def test_converted_model_is_saved_and_loaded(model, images, tmp_path, cast_param
 
 # MXNet says so on import: it makes the block before it knows the input's dtype.
 @pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+@pytest.mark.bfloat16
 @pytest.mark.parametrize("cast_parameters", [False, True])
 def test_converted_block_is_exported_and_imported(block, images, tmp_path, cast_parameters):
     converted = convert_hybrid_block(block, cast_parameters=cast_parameters)
@@ -230,6 +238,7 @@ def test_converted_block_is_exported_and_imported(block, images, tmp_path, cast_
     np.testing.assert_array_equal(loaded(x).asnumpy(), expected)
 
 
+@pytest.mark.bfloat16
 def test_float16_on_the_cpu_is_refused_with_what_works(model, block):
     for convert in (lambda: convert_model(*model, "float16"), lambda: convert_hybrid_block(block, "float16")):
         with pytest.raises(ampx.UnsupportedDtypeError, match=r"dtype='float16'.*on 'cpu'.*accepted: bfloat16"):
@@ -247,6 +256,7 @@ def test_block_without_a_graph_is_refused():
         convert_hybrid_block(gluon.nn.Sequential())
 
 
+@pytest.mark.bfloat16
 def test_model_that_is_low_precision_already_is_refused(model, block):
     message = r"4 parameters are not float32 \(c_bias, c_weight"
     with pytest.raises(ampx.InvalidOptionError, match=message):
@@ -255,6 +265,7 @@ def test_model_that_is_low_precision_already_is_refused(model, block):
         convert_hybrid_block(convert_hybrid_block(block, cast_parameters=True))
 
 
+@pytest.mark.bfloat16
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -69,6 +69,7 @@ print(trainer._update_on_kvstore, *[w.data(one).asscalar() for one in contexts])
         assert [parameter.data(c).asscalar() for c in CONTEXTS] == [0.5, 0.5]
 
 
+@pytest.mark.bfloat16
 class TestDefect15AccumulatedGradientsStayZeroInBfloat16:
     def test_native(self, native):
         code, out, err = native(

@@ -30,11 +30,9 @@ def test_scaled_float32_equals_float32_exactly(trainer):
     assert scaled.skipped == []
 
 
+@pytest.mark.bfloat16
 def test_bfloat16_is_as_accurate_as_float32(trainer):
     """Within 0.5 points, over three seeds: with 450 images a single run counts in steps of 0.22 points."""
-    device = ampx.current().backend.device("cpu")
-    if "bfloat16" not in device.native | device.emulated:
-        pytest.skip(device.reason)
     data = load_digits()
     accuracy, losses = {}, {}
     for dtype in ("float32", "bfloat16"):

@@ -55,6 +55,7 @@ def test_scaled_training_is_native_training(amp, data, contexts):
     assert trainer.optimizer.num_update == plain.optimizer.num_update == 8
 
 
+@pytest.mark.bfloat16
 def test_metrics_read_what_bfloat16_predicted(data):
     """NumPy has no bfloat16: what MXNet hands it instead are structures, not numbers."""
     amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")

@@ -28,6 +28,7 @@ def dense():
     return make
 
 
+@pytest.mark.bfloat16
 class TestHybridizedBlocks:
     def test_block_called_before_init_casts_after_it_and_no_more_after_shutdown(self, dense):
         net, x = dense(), nd.ones((1, 2))
@@ -84,6 +85,7 @@ class TestHybridizedBlocks:
 
 
 class TestSessionsOneAfterAnother:
+    @pytest.mark.bfloat16
     def test_init_again_with_other_settings_replaces_the_former(self, dense):
         net, x = dense(), nd.ones((1, 2))
         for _ in range(2):
@@ -94,6 +96,7 @@ class TestSessionsOneAfterAnother:
             ampx.init("mxnet", dtype="bfloat16", deny=["FullyConnected"])
             assert dtype_name(net(x)) == "float32"
 
+    @pytest.mark.bfloat16
     def test_refused_dtype_leaves_the_running_session(self, dense):
         net, x = dense(), nd.ones((1, 2))
         ampx.init("mxnet", dtype="bfloat16")

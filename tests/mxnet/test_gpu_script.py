@@ -1,8 +1,11 @@
 """`make gpu` checks MXNet too; here it runs what makes sense on a CPU."""
 
+from ampx_mxnet.devices import describe
+
 
 def test_the_checks_run_on_a_cpu(gpu_script_on_cpu):
     report, ends = gpu_script_on_cpu("mxnet")
     assert "mxnet" in report["machine"]
-    assert ends.count("pass") == 5
+    cpu = describe("cpu")
+    assert ends.count("pass") == (5 if cpu.native | cpu.emulated else 2)  # MXNet's bfloat16 needs AVX-512
     assert not {"FAIL", "ERROR"} & set(ends)

@@ -195,12 +195,9 @@ def test_going_on_without_zero_grad_after_an_interruption_is_right_or_is_refused
         assert subject.stand_at(*choices, *skipped), place
 
 
+@pytest.mark.bfloat16
 def test_an_interruption_while_bfloat16_gradients_add_starts_over():
     """There ampx adds by itself: what it keeps aside for that must come back."""
-    from ampx_mxnet.devices import describe
-
-    if "bfloat16" not in describe("cpu").native | describe("cpu").emulated:
-        pytest.skip("MXNet has no bfloat16 on this CPU")
     ampx.init("mxnet", dtype="bfloat16", device="cpu", nan_loss="skip")
     test_zero_grad_after_an_interruption_starts_over("adding", Interruption, 1)
     test_a_second_step_after_an_interruption_is_the_step_or_is_refused("adding")
