@@ -10,6 +10,7 @@ from typing import Any, Final
 import paddle
 
 from ampx.errors import UnsupportedByBackendError
+from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
 
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
 _SMALLEST_FACTOR: Final = 2.0**-64
@@ -159,9 +160,12 @@ def _merge_rows(parameter: paddle.Tensor) -> None:
 
 @paddle.no_grad()
 def rescale(found: Sequence[paddle.Tensor], factor: float) -> None:
-    """Multiply gradients in place."""
+    """Multiply gradients in place, in two steps where float32 does not hold the factor: the product may still fit."""
+    fits = FLOAT32_TINY <= factor <= FLOAT32_MAX
+    root = math.sqrt(factor)
     for parameter in found:
-        _values(parameter).scale_(factor)
+        for part in (factor,) if fits else (root, factor / root):
+            _values(parameter).scale_(part)
 
 
 @paddle.no_grad()

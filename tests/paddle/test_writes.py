@@ -1,5 +1,6 @@
 """Gradients that something else wrote: other losses, an earlier step, the script itself. Paddle adds them all up."""
 
+import contextlib
 import math
 
 import numpy as np
@@ -303,3 +304,23 @@ def test_a_gradient_that_comes_later_is_refused_where_paddle_updates_several_at_
     backward(first.sum(), opt)
     opt.step()
     assert opt.last_step.applied
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.0**-40, 2.0**100), (2.0**100, 2.0**-40)])
+def test_gradients_that_were_left_add_up_over_loss_scales_that_are_far_apart(before, after):
+    """The quotient of the two scales is no number of float32, but what is left fits both."""
+    amp = ampx.init(
+        "paddle", dtype="float32", loss_scale=ampx.LossScale(init_scale=before, min_scale=2.0**-40, max_scale=2.0**100)
+    )
+    parameter = paddle.create_parameter([2], "float32", default_initializer=paddle.nn.initializer.Constant(0.0))
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(1.0, parameters=[parameter]))
+    with contextlib.suppress(ZeroDivisionError), amp.scale_loss((parameter * 2.0).sum(), opt) as scaled:
+        scaled.backward()
+        raise ZeroDivisionError
+    state = amp.state_dict(opt)
+    state["groups"][0]["losses"][0]["scale"] = after
+    amp.load_state_dict(state, opt)
+    with amp.scale_loss((parameter * 0.0).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert parameter.numpy().tolist() == [-2.0, -2.0]
