@@ -139,7 +139,7 @@ def dump_session(framework: str, groups: Sequence[ScaleGroup]) -> dict[str, Any]
 
 
 def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
-    """Return some loss scales the states of a portable state; all or none.
+    """Put the states of a portable state into some loss scales; all or none.
 
     Raises:
         UnknownSchemaError: The state is of another schema.

@@ -74,7 +74,7 @@ def doctor(
     as_json: Annotated[bool, _JSON] = False,
     time_limit: Annotated[float, typer.Option(min=1, help="Seconds until an import counts as broken.")] = 120.0,
 ) -> None:
-    """Return what this machine can do in mixed precision, and what is broken.
+    """Print what this machine can do in mixed precision, and what is broken.
 
     The exit code is 0 if the framework (without one: any) can train in mixed precision here, else 1.
     """

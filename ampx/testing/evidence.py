@@ -79,7 +79,7 @@ class EvidencePlugin:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Return what is stale."""
+        """Print what is stale."""
         if self.problems:
             terminalreporter.section(f"stale: {self.folder.name}", red=True)
             for one in self.problems:

@@ -118,7 +118,7 @@ def init(
 
 
 def init_trainer(optimizer_or_trainer: Any) -> None:
-    """Return a gluon trainer a loss scale, in place: the script goes on with the same object.
+    """Add a loss scale to a gluon trainer, in place: the script goes on with the same object.
 
     Args:
         optimizer_or_trainer: A `gluon.Trainer`. Its own `step` and `update` unscale, check and skip from now on.

@@ -19,7 +19,7 @@ REMOVED: Final = ("bool", "int")
 
 
 def restore_names() -> None:
-    """Return NumPy back the names that MXNet needs, where they are missing.
+    """Put back into NumPy the names that MXNet needs, where they are missing.
 
     Raises:
         BackendLoadError: NumPy is 2.0 or newer.

@@ -222,7 +222,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._true = True
 
     def _restore_scale(self) -> None:
-        """Return the raw trainer its own factor back, where a step had put another there."""
+        """Put the raw trainer's own factor back, where a step had put another there."""
         if self._own_scale is not None:
             self.trainer._scale, self._own_scale = self._own_scale, None
 
@@ -363,7 +363,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     # -- life ----------------------------------------------------------------------------------------
 
     def ampx_unwrap(self) -> None:
-        """Return the raw trainer its store's settings and its parameters their `grad_req` back."""
+        """Put back the settings of the raw trainer's store and the `grad_req` of its parameters."""
         self.trainer._kvstore_params = self._kvstore_before
         self._hook.leave(self.trainer)
         self._accumulation.give_back()

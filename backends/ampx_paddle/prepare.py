@@ -13,7 +13,7 @@ from .optimizer import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Return a model low-precision parameters, norms excepted, and its optimizer float32 master weights.
+    """Prepare a model and its optimizer: low-precision parameters, norms excepted, and float32 master weights.
 
     Args:
         model: A layer, or a list of layers; changed in place.

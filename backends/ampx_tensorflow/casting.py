@@ -128,7 +128,7 @@ def deactivate() -> None:
 
 
 def restore() -> None:
-    """Return the layers that `prepare` changed their own policies again."""
+    """Put the policies back that `prepare` changed."""
     for layer, policy in list(_session.prepared.items()):
         layer.dtype_policy = policy
     _session.prepared.clear()

@@ -43,7 +43,7 @@ class MasterWeights:
         return any(own.grad is not None and bool(own.grad.any()) for own, _ in self.pairs)
 
     def pull_gradients(self) -> None:
-        """Return the masters the model's gradients in float32, in place of what they had.
+        """Set the gradients of the masters to the model's, in float32.
 
         The model's own gradients stay: they are summed up by further backwards and dropped by `zero_grad`.
         Pulling twice is pulling once; pull before unscaling, which changes the masters' gradients only.

@@ -484,7 +484,7 @@ class Training(RuleBasedStateMachine):
 
     @rule(which=WHICH, behind=st.booleans())
     def clear(self, which: int, behind: bool) -> None:
-        """Return gradients up: by the wrapped optimizer, or behind its back, as `model.zero_grad()` does."""
+        """Clear gradients: by the wrapped optimizer, or behind its back, as `model.zero_grad()` does."""
         trainee = self._one(which)
         # With several losses the first was perhaps looked at already: what is then told of it is not promised.
         if behind and self.implicit and not trainee.reference.mixed:

@@ -150,7 +150,7 @@ def forgets_overflow(self: ToyOptimizer) -> None:
 
 
 def own_group(made: ToyOptimizer) -> None:
-    """Return a member a scale of its own."""
+    """Let a member have a scale of its own."""
     shared = made.ampx_member.group
     made.ampx_member.group = ScaleGroup(shared.framework, shared.config, shared.enabled, emit=shared.emit)
     made.ampx_member.group.members.append(made.ampx_member)

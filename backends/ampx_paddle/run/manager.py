@@ -146,7 +146,7 @@ class Manager:
         self.decorated = True
 
     def wrap(self, managed: Managed) -> None:
-        """Return an optimizer its wrapper."""
+        """Make the wrapper of an optimizer."""
         try:
             managed.wrapped = self.run.session().wrap_optimizer(managed.raw)
         except AmpxError as error:
@@ -258,7 +258,7 @@ class Manager:
             managed.wrapped.drop_pending()
 
     def release(self) -> None:
-        """Return every optimizer its own methods back."""
+        """Put the own methods of every optimizer back."""
         self._sampler.stop()
         for reference in self._made:
             raw = reference()

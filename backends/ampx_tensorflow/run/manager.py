@@ -112,7 +112,7 @@ class Automation:
         return known[1]
 
     def add(self, wrapped: WrappedOptimizer, kind: str) -> None:
-        """Return the recorder of a wrapped optimizer."""
+        """Make a wrapped optimizer known to the recorder."""
         group = wrapped.ampx_member.group
         self.run.recorder.add_optimizer(kind, group.config.init_scale, group.index)
         self.counted.setdefault(group.index, 0)
@@ -192,7 +192,7 @@ class Automation:
         )
 
     def count(self, wrapped: Any) -> None:
-        """Return the recorder what an optimizer has stepped since the last time. Sync: one."""
+        """Count in the recorder what an optimizer has stepped since the last time. Sync: one."""
         group = wrapped.ampx_member.group
         group.resolve()
         missed = group.steps - self.counted[group.index]

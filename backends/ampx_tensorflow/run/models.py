@@ -35,7 +35,7 @@ def prepare(model: Any, plan: CastPlan, kept: list[Any]) -> None:
 
 
 def count_layers(run: Run, model: Any) -> None:
-    """Return the recorder what layers compute in."""
+    """Count in the recorder what layers compute in."""
     for layer in model._flatten_layers(include_self=False, recursive=True):
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
             run.recorder.count_op(type(layer).__name__, layer.compute_dtype)

@@ -78,7 +78,7 @@ def _inside(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look(this: Automation, session: Any) -> None:
-    """Return the recorder of the steps that a session has made; of a closed or broken one, nothing."""
+    """Count in the recorder the steps that a session has made; of a closed or broken one, none."""
     this.depth.value += 1
     try:
         with session.graph.as_default(), session.as_default():

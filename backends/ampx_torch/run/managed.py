@@ -66,7 +66,7 @@ class Managed:
         member.note_scaled(factor)
 
     def release(self) -> None:
-        """Return the raw optimizer its own `step` back."""
+        """Put the raw optimizer's own `step` back."""
         if isinstance(self.raw.__dict__.get("step"), MethodType):
             del self.raw.step
         else:

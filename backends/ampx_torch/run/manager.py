@@ -367,7 +367,7 @@ class Manager:
         )
 
     def release(self) -> None:
-        """Return every optimizer its own `step` back."""
+        """Put the own `step` of every optimizer back."""
         if self.held:
             self.stand_down("apex.amp", waits=True)
         self._sampler.stop()
