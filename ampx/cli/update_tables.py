@@ -31,10 +31,10 @@ def render(root: Path) -> dict[Path, str]:
     rows = [row for name, one in evidence.items() for row in make_rows(name, one, gpu.get(name, ()))]
     declared = to_markdown([Declared(name, "", "", one.declared) for name, one in evidence.items()])
     readme, page = root / "README.md", root / "docs" / "reference" / "capabilities.md"
-    text = _replace(readme, readme.read_text(encoding="utf-8"), BEGIN, END, declared)
+    text = _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested", compact_table(rows)))
     return {
-        readme: _replace(readme, text, *_marked("ampx tested", compact_table(rows))),
-        page: _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested in full", full_table(rows))),
+        readme: _replace(readme, readme.read_text(encoding="utf-8"), BEGIN, END, declared),
+        page: _replace(page, text, *_marked("ampx tested in full", full_table(rows))),
     }
 
 

@@ -103,10 +103,11 @@ def test_update_writes_what_has_changed_and_nothing_else(tmp_path, ampx_command)
     for folder in ("docs/evidence", "benchmarks/results"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     assert update(tmp_path) == []
-    before = (tmp_path / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(before.replace("tested: O", "tasted: O"), encoding="utf-8")
-    assert "README.md" in ampx_command("backends", "--update", str(tmp_path)).stdout
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == before
+    page = tmp_path / "docs" / "reference" / "capabilities.md"
+    before = page.read_text(encoding="utf-8")
+    page.write_text(before.replace("tested: O", "tasted: O"), encoding="utf-8")
+    assert page.name in ampx_command("backends", "--update", str(tmp_path)).stdout
+    assert page.read_text(encoding="utf-8") == before
     assert "up to date" in ampx_command("backends", "--update", str(tmp_path)).stdout
 
 

@@ -283,7 +283,7 @@ def test_a_scaled_loss_is_not_scaled_again(trainer, alpha):
 
 
 def test_a_scaled_loss_without_weak_references_is_known_until_the_step(amp, trainer, alpha, monkeypatch):
-    monkeypatch.setattr(alpha.Backend, "scale", lambda self, loss, scale: 0.25 * scale)  # a float, as in README.md
+    monkeypatch.setattr(alpha.Backend, "scale", lambda self, loss, scale: 0.25 * scale)  # a float, as backends may
     for _ in range(2):
         with ampx.scale_loss(alpha.Loss(), trainer.opt) as scaled:
             trainer.param.grad = 1.0

@@ -126,8 +126,8 @@ OTHERS = {
     *("torch", "accelerate", "pytorch_lightning", "lightning_fabric"),
     *("tensorflow", "keras", "mxnet", "paddle", "jax", "optax", "flax", "equinox", "numpy", "autograd"),
 }
-# Blocks that run one by one: those of the README are copied one by one, this page's are of several frameworks.
-ALONE = [ROOT / "README.md", ROOT / "docs" / "how-to" / "what-to-write.md"]
+# Blocks that run one by one: they are of several frameworks.
+ALONE = [ROOT / "docs" / "how-to" / "what-to-write.md"]
 
 
 def frameworks_needed(blocks):
@@ -177,14 +177,6 @@ def test_each_python_block_of_some_pages_runs_alone(path, line, tmp_path):
     command = [sys.executable, "-c", block[1]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_the_readme_shows_of_a_framework_stands_on_its_page():
-    """The README's Python of the other frameworks cannot run in one environment; that of their pages does."""
-    shown = re.findall(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    pages = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("use-*.md")))
-    assert len(shown) == 4
-    assert [block for block in shown if block not in pages] == []
 
 
 TABLE = [
