@@ -1,13 +1,13 @@
-"""Choose the fused implementation of an optimizer that was made without it."""
+"""Fused optimizers: choose the implementation of one that was made without it, and start the momentum of fused SGD."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from ampx.errors import InvalidOptionError
+from ampx.errors import InvalidOptionError, UnsupportedByBackendError
 
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _MARKS: Final = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
@@ -84,3 +84,67 @@ def _obstacle(optimizer: torch.optim.Optimizer) -> str | None:
             if parameter.device.type not in devices or not parameter.is_floating_point():
                 return f"which holds a parameter of {parameter.dtype} on {parameter.device}"
     return None
+
+
+def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this step is the one in which SGD makes its momentum buffers.
+
+    Native defect: fused SGD makes them uninitialised, and its kernel leaves them so where the first step overflows;
+    the next step adds to whatever the memory held.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        first = next((parameter for parameter in group["params"] if parameter.grad is not None), None)
+        if first is not None and group["momentum"] and optimizer.state.get(first, {}).get("momentum_buffer") is None:
+            return True
+    return False
+
+
+def check_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a first gradient that comes too late, before anything changes.
+
+    Raises:
+        UnsupportedByBackendError: The group dampens momentum, so that its first step is unlike the others.
+    """
+    for group in optimizer.param_groups:
+        late, _ = _without_momentum(optimizer, group)
+        if late and group["dampening"]:
+            raise UnsupportedByBackendError(
+                "step got the first gradient of a parameter after others of its group had theirs, for fused SGD with "
+                "dampening, whose kernel cannot start one momentum by itself; accepted: dampening=0, or SGD that is "
+                "not fused. Make it with fused=False, and leave fused='auto' out."
+            )
+
+
+def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Start the momentum of parameters whose first gradient comes later than that of others.
+
+    Native defect: the kernel of fused SGD takes the momentum of all parameters or of none, and raises a TypeError.
+
+    Returns:
+        Whether every parameter will have its momentum after this step, so that this need not be called again.
+    """
+    complete = True
+    for group in optimizer.param_groups:
+        late, waits = _without_momentum(optimizer, group)
+        for parameter in late:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        complete = complete and not waits
+    return complete
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
+    """List parameters of fused SGD that have a gradient and no momentum while others have theirs.
+
+    Returns:
+        The list, and whether parameters will be without momentum after the step.
+    """
+    if not group.get("fused") or not group.get("momentum"):
+        return [], False
+    states, parameters = optimizer.state, group["params"]
+    without = [parameter for parameter in parameters if states.get(parameter, {}).get("momentum_buffer") is None]
+    late = [parameter for parameter in without if parameter.grad is not None]
+    if len(without) == len(parameters):
+        return [], True  # torch makes them, unless the step is skipped
+    return late, len(late) < len(without)

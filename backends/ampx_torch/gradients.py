@@ -9,8 +9,10 @@ from typing import Any, Final
 
 import torch
 
+from ampx.errors import LowPrecisionParametersError
+
+from .debug import name_parameters
 from .folded_step import EPSILON, is_large, is_plain, reads_finite
-from .refusals import refuse_half
 
 # The reciprocal of a loss scale on a device, kept because scales change rarely.
 _Reciprocals = dict[torch.device, tuple[float, torch.Tensor]]
@@ -281,3 +283,24 @@ def _shorten(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     else:
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def refuse_half(groups: list[dict[str, Any]]) -> None:
+    """Raise where trainable float16 parameters would be updated in float16.
+
+    Raises:
+        LowPrecisionParametersError: There are some.
+    """
+    found = [
+        name
+        for name, parameter in name_parameters(groups, None)
+        if parameter.dtype is torch.float16 and parameter.requires_grad
+    ]
+    if found:
+        names = ", ".join(found[:5]) + (", …" if found[5:] else "")
+        raise LowPrecisionParametersError(
+            f"the optimizer holds {len(found)} float16 parameters ({names}); updates smaller than their "
+            f"precision would be lost. Keep the parameters in float32 (remove .half(); "
+            f"autocast computes in float16 all the same), or use ampx.init(level='O2') and "
+            f"model, opt = ampx.prepare(model, opt)."
+        )

@@ -18,14 +18,14 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError
 from ampx.protocol import HOST_LEDGER, Member
 from ampx.session import sessions
 
-from . import casting, fused, masters
+from . import casting, fused
 from .debug import nonfinite_parameters
 from .device_scale import TensorLedger
-from .gradients import GradientSet
+from .gradients import GradientSet, refuse_half
 from .guard import StepGuard
 from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
-from .refusals import refuse_half
+from .prepare import masters
 from .step import Stepping
 
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
+from ampx.errors import LowPrecisionParametersError
 from ampx.events import UNCHECKED, StepResult
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HostLedger
@@ -18,10 +18,11 @@ from . import casting, folded_step
 from .closures import evaluates_once, step_with_closure
 from .delegation import DelegatingOptimizer
 from .device_scale import TensorLedger
+from .fused import check_momentum, complete_momentum, makes_momentum
 from .gradients import GradientSet, clip, reads_free
 from .guard import StepGuard
 from .losses_by_id import LossMixer
-from .masters import MasterWeights
+from .prepare.masters import MasterWeights
 
 
 class Stepping(WrappedOptimizer, DelegatingOptimizer):
@@ -441,67 +442,3 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
     step.hooked = True  # type: ignore[attr-defined]
-
-
-def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this step is the one in which SGD makes its momentum buffers.
-
-    Native defect: fused SGD makes them uninitialised, and its kernel leaves them so where the first step overflows;
-    the next step adds to whatever the memory held.
-    """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    for group in optimizer.param_groups:
-        first = next((parameter for parameter in group["params"] if parameter.grad is not None), None)
-        if first is not None and group["momentum"] and optimizer.state.get(first, {}).get("momentum_buffer") is None:
-            return True
-    return False
-
-
-def check_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a first gradient that comes too late, before anything changes.
-
-    Raises:
-        UnsupportedByBackendError: The group dampens momentum, so that its first step is unlike the others.
-    """
-    for group in optimizer.param_groups:
-        late, _ = _without_momentum(optimizer, group)
-        if late and group["dampening"]:
-            raise UnsupportedByBackendError(
-                "step got the first gradient of a parameter after others of its group had theirs, for fused SGD with "
-                "dampening, whose kernel cannot start one momentum by itself; accepted: dampening=0, or SGD that is "
-                "not fused. Make it with fused=False, and leave fused='auto' out."
-            )
-
-
-def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Start the momentum of parameters whose first gradient comes later than that of others.
-
-    Native defect: the kernel of fused SGD takes the momentum of all parameters or of none, and raises a TypeError.
-
-    Returns:
-        Whether every parameter will have its momentum after this step, so that this need not be called again.
-    """
-    complete = True
-    for group in optimizer.param_groups:
-        late, waits = _without_momentum(optimizer, group)
-        for parameter in late:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        complete = complete and not waits
-    return complete
-
-
-def _without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
-    """List parameters of fused SGD that have a gradient and no momentum while others have theirs.
-
-    Returns:
-        The list, and whether parameters will be without momentum after the step.
-    """
-    if not group.get("fused") or not group.get("momentum"):
-        return [], False
-    states, parameters = optimizer.state, group["params"]
-    without = [parameter for parameter in parameters if states.get(parameter, {}).get("momentum_buffer") is None]
-    late = [parameter for parameter in without if parameter.grad is not None]
-    if len(without) == len(parameters):
-        return [], True  # torch makes them, unless the step is skipped
-    return late, len(late) < len(without)

@@ -16,6 +16,7 @@ DTYPES: Final[dict[Dtype, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
+LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[torch.dtype, ...] | None = None) -> Any:

@@ -13,10 +13,10 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member
 
 from . import casting, fused as fusing
-from .capture import CapturableLedger
 from .device_scale import DeviceLedger, TensorLedger
+from .device_scale.capture import CapturableLedger
+from .gradients import refuse_half
 from .optimizer import AmpOptimizer
-from .refusals import refuse_half
 
 
 def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:

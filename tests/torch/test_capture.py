@@ -141,7 +141,7 @@ def test_a_loaded_scale_reaches_the_steps_that_are_replayed(amp):
 
 
 def test_more_replays_than_the_log_holds_lose_events_with_a_warning_but_not_the_scale(amp, monkeypatch):
-    monkeypatch.setattr("ampx_torch.capture.LOG", 8)
+    monkeypatch.setattr("ampx_torch.device_scale.capture.LOG", 8)
     events = []
     training = Training(ampx.LossScale(init_scale=2.0**24, growth_interval=100))
     recording = record(training)

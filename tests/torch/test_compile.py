@@ -10,7 +10,7 @@ import torch._functorch.config
 from torch import nn
 
 import ampx
-import ampx_torch.compiled
+import ampx_torch.casting.compiled
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ def test_another_session_and_threads_keep_compiled_backward_uncast():
 
 
 def test_a_torch_without_the_option_casts_as_before(x, monkeypatch):
-    monkeypatch.setattr(ampx_torch.compiled, "_OPTION", "no_such_option")
+    monkeypatch.setattr(ampx_torch.casting.compiled, "_OPTION", "no_such_option")
 
     def work():
         with ampx.init("torch", dtype="bfloat16", device="cpu"):

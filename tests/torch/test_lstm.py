@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
 from ampx.run import Run, RunSettings  # noqa: E402
-from ampx_torch import lstm  # noqa: E402
 from ampx_torch.apex import amp as apex_amp  # noqa: E402
+from ampx_torch.casting import lstm  # noqa: E402
 
 LOW = pytest.mark.parametrize("low", ["float16", "bfloat16"])
 EXPECTED = "an LSTM was to compute in float16.*it computes in float32"

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
 
-from ampx_torch import lstm  # noqa: E402
+from ampx_torch.casting import lstm  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "programs"
 PROGRAMS = FOLDER / "torch_amp"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import ampx
-from ampx_torch.wrappers import PYTHON_WRAPPERS
+from ampx_torch.casting.oplists import PYTHON_WRAPPERS
 
 LOW = torch.bfloat16
 

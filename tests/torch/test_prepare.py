@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ampx
-from ampx_torch import masters
+from ampx_torch.prepare import masters
 
 pytestmark = pytest.mark.filterwarnings("ignore::ampx.errors.PrecisionWarning")
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from ampx.errors import AmpxError
-from ampx_torch.low_precision_models import LOW
+from ampx_torch.trees import LOW
 
 from .managed import Managed
 from .manager import Manager

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ampx_torch.delegation import TakenOver
 from ampx_torch.gradients import unscale_into
-from ampx_torch.in_place import TakenOver
 from ampx_torch.optimizer import AmpOptimizer
 
 

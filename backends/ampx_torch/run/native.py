@@ -20,7 +20,8 @@ from torch.amp.autocast_mode import autocast
 
 from ampx.backend import CastPlan
 from ampx.policy import Dtype
-from ampx_torch import devices, lstm
+from ampx_torch import devices
+from ampx_torch.casting import lstm
 from ampx_torch.trees import DTYPES
 
 from .manager import Manager

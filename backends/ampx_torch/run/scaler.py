@@ -20,8 +20,8 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from ampx.errors import AmpxError
 from ampx.scale_state import LossScale, LossScaleState
 from ampx.session import sessions
+from ampx_torch.fused import makes_momentum
 from ampx_torch.gradients import GradientSet
-from ampx_torch.step import makes_momentum
 
 from .managed import Managed
 from .manager import Manager

@@ -10,8 +10,8 @@ from torch import nn
 
 from ampx.errors import ProtocolError
 from ampx.optimizer import WrappedOptimizer
-from ampx_torch.low_precision_models import LOW
-from ampx_torch.masters import check_movable
+from ampx_torch.prepare.masters import check_movable
+from ampx_torch.trees import LOW
 
 from .errors import ArgumentTypeError, InitializedTwiceError, PropertyError
 

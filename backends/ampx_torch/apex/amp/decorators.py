@@ -11,7 +11,7 @@ from ampx.annotate import Function, Kind
 from ampx.backend import CastPlan
 from ampx.session import sessions
 from ampx_torch import casting, trees
-from ampx_torch.kernels import LOW
+from ampx_torch.trees import LOW
 
 
 def annotate(function: Function, kind: Kind) -> Function:

@@ -13,8 +13,8 @@ from ampx.errors import InvalidOptionError, InvalidStateError
 from ampx.protocol import ScaleGroup
 from ampx.saved_state import parse_loss_state
 from ampx.session import sessions as core_sessions
-from ampx_torch import masters
-from ampx_torch.low_precision_models import LOW
+from ampx_torch.prepare import masters
+from ampx_torch.trees import LOW
 
 from . import models as casts, sessions
 from ._amp_state import _amp_state

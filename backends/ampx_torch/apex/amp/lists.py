@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from ampx.annotate import Kind
 from ampx.errors import UnsupportedOpError
-from ampx_torch.oplists import Rule
+from ampx_torch.casting.oplists import Rule
 
 # In low precision, beyond autocast's own lists.
 _HALF_ON_CPU: Final = ("addmv", "addr", "mv", "gru_cell", "lstm_cell", "gru")

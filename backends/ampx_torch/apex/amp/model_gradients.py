@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ampx_torch.masters import MasterWeights
+from ampx_torch.prepare.masters import MasterWeights
 
 _MARK = "_ampx_pulled"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampx_torch import low_precision_models
-from ampx_torch.low_precision_models import LOW
+from ampx_torch.prepare import low_precision_models
+from ampx_torch.trees import LOW
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:

@@ -18,12 +18,13 @@ from ampx.events import StepResult
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, ScaleGroup
 from ampx.session import sessions
-from ampx_torch import casting, masters
+from ampx_torch import casting
 from ampx_torch.closures import evaluates_once
 from ampx_torch.debug import nonfinite_parameters
+from ampx_torch.delegation import TakenOver, give_back, take_over
 from ampx_torch.gradients import GradientSet, clip
-from ampx_torch.in_place import TakenOver, give_back, take_over
-from ampx_torch.masters import MasterWeights, give
+from ampx_torch.prepare import masters
+from ampx_torch.prepare.masters import MasterWeights, give
 
 from ._amp_state import _amp_state
 from .model_gradients import mark_pulled, pull_foreign

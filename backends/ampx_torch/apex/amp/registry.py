@@ -8,7 +8,7 @@ from typing import Any
 from ampx.annotate import Kind
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, UnsupportedOpError
-from ampx_torch.oplists import Rule, TorchPlan, resolve
+from ampx_torch.casting.oplists import Rule, TorchPlan, resolve
 
 from . import decorators, lists
 

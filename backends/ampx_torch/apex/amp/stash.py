@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampx_torch.apex import amp_c
-from ampx_torch.low_precision_models import LOW
+from ampx_torch.trees import LOW
 
 
 class Stash:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampx.errors import InvalidOptionError, InvalidStateError, ProtocolError, UnsupportedDtypeError
-from ampx_torch import masters
+from ampx_torch.prepare import masters
 
 from .fp16util import clip_grad_norm
 from .loss_scaler import DynamicLossScaler, LossScaler

@@ -7,19 +7,38 @@ modules, `rules` puts both in force.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 
-from .wrappers import PYTHON_WRAPPERS
-
 # ban: an error where a floating argument has low precision. promote: the widest dtype among the arguments.
 Kind = Literal["allow", "deny", "ban", "promote"]
+
+# Functions of torch that are written in Python and consist of one operation, with that operation.
+_SAME_NAME: Final = (
+    "alpha_dropout batch_norm binary_cross_entropy binary_cross_entropy_with_logits celu cosine_embedding_loss "
+    "ctc_loss dropout elu embedding glu group_norm hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss "
+    "instance_norm kl_div l1_loss layer_norm leaky_relu log_softmax margin_ranking_loss mish mse_loss "
+    "multi_margin_loss poisson_nll_loss relu rms_norm rrelu selu silu smooth_l1_loss soft_margin_loss softmax "
+    "triplet_margin_loss adaptive_avg_pool2d adaptive_avg_pool3d"
+)
+
+# Each is proved by a test: a rule for the operation must change what the function gives.
+PYTHON_WRAPPERS: Final[dict[Callable[..., Any], tuple[str, ...]]] = {
+    **{getattr(F, name): (name,) for name in _SAME_NAME.split()},
+    F.cross_entropy: ("cross_entropy_loss",),
+    F.grid_sample: ("grid_sampler",),
+    F.nll_loss: ("nll_loss_nd",),
+    torch.cdist: ("cdist",),
+    torch.einsum: ("einsum",),
+}
 
 
 @dataclass(frozen=True)

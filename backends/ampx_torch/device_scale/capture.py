@@ -18,7 +18,7 @@ from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.protocol import Outcome, ScaleGroup
 from ampx.scale_state import LossScaleState, next_state
 
-from .device_scale import TensorLedger
+from . import TensorLedger
 
 LOG: Final = 4096
 """So many steps are remembered on the device."""

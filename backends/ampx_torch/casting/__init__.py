@@ -20,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
+from ampx_torch import trees
+from ampx_torch.trees import DTYPES, LOW
 
-from . import compiled, module_rules, oplists, rules, trees
-from .trees import DTYPES
+from . import compiled, module_rules, oplists, rules
 
 # Names for callers that cannot afford a region: read the flag, switch off, restore in `finally`.
 is_on = torch.is_autocast_enabled
@@ -235,5 +236,5 @@ def cast(tree: Any, dtype: Dtype) -> Any:
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 where a floating tensor of the tree is float32 or wider, else `at_least`."""
-    wide = any(tensor.dtype not in (torch.float16, torch.bfloat16) for tensor in trees.floating(tree))
+    wide = any(tensor.dtype not in LOW for tensor in trees.floating(tree))
     return "float32" if wide else at_least

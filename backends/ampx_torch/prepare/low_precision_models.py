@@ -11,9 +11,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .trees import cast
+from ampx_torch.trees import LOW, cast
 
-LOW: Final = (torch.float16, torch.bfloat16)
 NORMS: Final = (
     nn.modules.batchnorm._NormBase,  # BatchNorm, SyncBatchNorm, InstanceNorm
     nn.GroupNorm,

@@ -20,9 +20,9 @@ from torch.nn.modules import module as torch_module
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
+from ampx_torch.trees import cast, floating
 
 from .oplists import Kind, TorchPlan
-from .trees import cast, floating
 
 # What wrappers put in front of the names of the modules they wrap.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})

@@ -18,10 +18,11 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError, UnsupportedOpError
+from ampx_torch.casting import module_rules
+from ampx_torch.casting.oplists import TorchPlan
+from ampx_torch.trees import DTYPES, LOW
 
-from . import low_precision_models, masters, module_rules
-from .oplists import TorchPlan
-from .trees import DTYPES
+from . import low_precision_models, masters
 
 _MARK = "_ampx_prepared"
 
@@ -101,14 +102,14 @@ def _lower(models: list[nn.Module], optimizers: list[Any], found: dict[nn.Module
             module.flatten_parameters()  # cuDNN wants them in one piece again
     for module in kept:
         module.register_forward_pre_hook(
-            low_precision_models.CastArguments(torch.float32, only=low_precision_models.LOW),
+            low_precision_models.CastArguments(torch.float32, only=LOW),
             prepend=True,
             with_kwargs=True,
         )
         module.register_forward_hook(low_precision_models.CastOutputs(dtype, only=(torch.float32,)))
     for model in models:
         model.register_forward_pre_hook(low_precision_models.CastArguments(dtype), prepend=True, with_kwargs=True)
-        model.register_forward_hook(low_precision_models.CastOutputs(torch.float32, only=low_precision_models.LOW))
+        model.register_forward_hook(low_precision_models.CastOutputs(torch.float32, only=LOW))
         vars(model)[_MARK] = mark
 
 

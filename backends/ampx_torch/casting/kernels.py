@@ -14,14 +14,13 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import UnsupportedByBackendError
+from ampx_torch.trees import LOW, cast, floating
 
 from .oplists import Kind
-from .trees import cast, floating
 
 _KEYS: Final = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 # These update tensors that their schema does not declare, so only what they normalise may be cast.
 _STATEFUL: Final = ("batch_norm", "instance_norm")
-LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def register(device: str, operations: Iterable[tuple[Kind, str]]) -> list[torch.library.Library]:

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampx import callers
 from ampx.backend import CastPlan
 from ampx.errors import PrecisionWarning
+from ampx_torch.trees import DTYPES, cast
 
 from . import kernels
 from .oplists import TorchPlan
-from .trees import DTYPES, cast
 
 _DEVICE: Final = "cpu"
 _OPERATION: Final = "aten::mkldnn_rnn_layer.default"
