@@ -309,7 +309,8 @@ class Backend(abc.ABC):
         Args:
             optimizer: The raw optimizer; never modified by a call that raises.
             member: Its place in the protocol.
-            options: `plan`, `level`, `max_grad_norm`, `max_grad_value`, and what else the user passed.
+            options: `plan`, `level`, `session` (the `Amp` that wraps; an optimizer may outlive it),
+                `max_grad_norm`, `max_grad_value`, and what else the user passed.
 
         Where another optimizer of the same list is refused later, `WrappedOptimizer.ampx_unwrap` is called.
 
@@ -392,7 +393,7 @@ class Backend(abc.ABC):
         )
 
 
-OPTIONS: frozenset[str] = frozenset({"plan", "level", "max_grad_norm", "max_grad_value"})
+OPTIONS: frozenset[str] = frozenset({"plan", "level", "session", "max_grad_norm", "max_grad_value"})
 
 
 def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]) -> None:
@@ -406,5 +407,5 @@ def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]
     if unknown:
         raise InvalidOptionError(
             f"wrap_optimizer got {', '.join(unknown)}, which backend {backend!r} does not know; accepted: "
-            f"loss_scale, {', '.join(sorted(known - {'plan', 'level'}))}. Remove or correct it."
+            f"loss_scale, {', '.join(sorted(known - {'plan', 'level', 'session'}))}. Remove or correct it."
         )

@@ -52,6 +52,10 @@ class WrappedOptimizer(abc.ABC):
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
 
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients are not finite, for `ScaleCollapsed`; () for unknown."""
+        return ()
+
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped, because another of its list was refused."""
 

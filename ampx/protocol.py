@@ -118,8 +118,7 @@ class ScaleGroup:
         index: Position in `amp.state_dict()`.
         steps: Counted steps.
         ledger: Where the scale lives.
-        culprits: Gives the names of parameters with non-finite gradients, for `ScaleCollapsed`.
-        emit: Receives the framework's name and an event.
+        emit: Receives the framework's name and an event; None for nobody.
     """
 
     framework: str
@@ -131,7 +130,6 @@ class ScaleGroup:
     states: dict[int, LossScaleState] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
     window: list[Outcome] = field(default_factory=list)
-    culprits: Callable[[], tuple[str, ...]] | None = None
     emit: Emit | None = None
     _due: list[Move] = field(default_factory=list)
 
@@ -229,11 +227,15 @@ class ScaleGroup:
         try:
             while due:
                 steps, loss_id, before, after, finite = due.pop(0)
-                if self.emit is not None:
-                    for event in self.events_of((self.framework, self.index, loss_id, steps), before, after, finite):
-                        self.emit(self.framework, event)
+                for event in self.events_of((self.framework, self.index, loss_id, steps), before, after, finite):
+                    self.send(event)
         finally:
             self._due[:0] = due
+
+    def send(self, event: Event) -> None:
+        """Send one event to the session of the framework, and to plugins."""
+        if self.emit is not None:
+            self.emit(self.framework, event)
 
     def events_of(
         self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
@@ -245,12 +247,12 @@ class ScaleGroup:
         if after.scale != before.scale:
             yield ScaleChanged(*told, *numbers)
         if after.consecutive_skips == self.config.max_consecutive_skips and not finite:
-            yield ScaleCollapsed(*told, *numbers, self.culprits() if self.culprits is not None else ())
+            yield ScaleCollapsed(*told, *numbers, tuple(name for member in self.members for name in member.culprits()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""
         self.resolve()
-        return {**self.__dict__, "culprits": None, "ledger": HOST_LEDGER}
+        return {**self.__dict__, "ledger": HOST_LEDGER}
 
 
 def _merged(window: Sequence[Outcome]) -> dict[int, bool]:
@@ -294,6 +296,11 @@ class Member:
     def is_abandoned(self) -> bool:
         """Whether the optimizer is gone, or was not copied with the others that share the scale."""
         return self._owner is not None and self._owner() is None
+
+    def culprits(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients are not finite, as far as its optimizer can tell."""
+        optimizer = None if self._owner is None else self._owner()
+        return () if optimizer is None else tuple(optimizer.ampx_culprits())
 
     @property
     def result(self) -> StepResult | None:

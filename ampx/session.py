@@ -134,7 +134,7 @@ class Amp:
             check_bound(name, bound)
         if max_grad_norm is not None or max_grad_value is not None:
             check_clipping(self.backend)
-        if reserved := options.keys() & {"plan", "level"}:
+        if reserved := options.keys() & {"plan", "level", "session"}:
             raise InvalidOptionError(
                 f"wrap_optimizer got {', '.join(sorted(reserved))}, which init decides; accepted: loss_scale, "
                 f"max_grad_norm, max_grad_value and what the backend adds. Pass it to ampx.init."
@@ -143,13 +143,14 @@ class Amp:
         settings = {
             "plan": self.plan,
             "level": self.level,
+            "session": self,
             "max_grad_norm": max_grad_norm,
             "max_grad_value": max_grad_value,
             **options,
         }
         if self.backend.capabilities.state_values:
             return self.wrap_transformation(opt, config, settings)
-        group = ScaleGroup(self.framework, config, self.enabled, emit=sessions.emit)
+        group = new_group(self.framework, config, self.enabled)
         wrapped: list[WrappedOptimizer] = []
         try:
             for one in optimizers:
@@ -963,6 +964,15 @@ class Sessions:
 
 
 sessions: Final = Sessions()
+
+
+def new_group(framework: str, config: LossScale, enabled: bool = True) -> ScaleGroup:
+    """Return a loss scale whose events reach the framework's session of that moment, and plugins.
+
+    `wrap_optimizer` makes them; a backend needs it for what stands outside of a session: an optimizer that the
+    framework loads from a file, say.
+    """
+    return ScaleGroup(framework, config, enabled, emit=sessions.emit)
 
 
 _VERBS: Final = ("step", "update", "update_parameters")

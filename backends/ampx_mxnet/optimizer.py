@@ -90,11 +90,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if group.enabled:
             self._hook.watch(self.trainer)
-        group.emit = sessions.emit
-        culprits = weakref.WeakMethod(self._culprits)
-        group.culprits = lambda: found() if (found := culprits()) is not None else ()
 
-    def _culprits(self) -> tuple[str, ...]:
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Name the parameters whose gradients are not finite. Sync: one."""
         return tuple(name for name, _, _ in gradients.name_nonfinite(self.trainer, None))
 
     def __getattr__(self, name: str) -> Any:

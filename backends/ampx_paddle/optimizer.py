@@ -15,7 +15,6 @@ from ampx.events import UNCHECKED
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import FLOAT32_MAX
-from ampx.session import sessions
 
 from . import sharding
 from .closures import needs_closure, refuse_missing, step_with_closure
@@ -74,9 +73,6 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         if group.enabled:
             self._guard.watch(self.optimizer)
             self._writes.watch(parameters(self.optimizer))
-        group.emit = sessions.emit
-        culprits = weakref.WeakMethod(self._culprits)
-        group.culprits = lambda: found() if (found := culprits()) is not None else ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set on the raw optimizer what is not the wrapper's own."""
@@ -375,7 +371,8 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
     def _are_scaled(self) -> bool:
         return self._writes.are_scaled(collect(self.optimizer))
 
-    def _culprits(self) -> tuple[str, ...]:
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Name the parameters whose gradients are not finite. Sync: one."""
         return tuple(name for name, _, _ in name_nonfinite(self.optimizer, None))
 
     def ampx_restore(self, state: dict[str, Any]) -> None:

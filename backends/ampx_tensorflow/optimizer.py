@@ -13,7 +13,7 @@ from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendE
 from ampx.events import UNCHECKED
 from ampx.protocol import Member, ScaleGroup
 from ampx.scale_state import LossScale
-from ampx.session import sessions
+from ampx.session import new_group
 
 from . import casting, gradients, guard, history, replicas
 from .device_scale import VariableLedger
@@ -49,7 +49,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
     ) -> None:
         """Made by `ampx.wrap_optimizer`, and by Keras when it loads a model."""
         if member is None:
-            member = ScaleGroup("tensorflow", loss_scale or LossScale(), enabled, emit=sessions.emit).add_member()
+            member = new_group("tensorflow", loss_scale or LossScale(), enabled).add_member()
         group = member.group
         super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name)
         self.max_grad_norm = max_grad_norm

@@ -6,7 +6,6 @@ patching the raw optimizer's `step` would be lost by copies and shadowed by sche
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from threading import get_ident
@@ -16,7 +15,6 @@ import torch
 
 from ampx.errors import LowPrecisionParametersError, ProtocolError
 from ampx.protocol import HOST_LEDGER, Member
-from ampx.session import sessions
 
 from . import casting, fused
 from .debug import nonfinite_parameters
@@ -102,10 +100,6 @@ class AmpOptimizer(Stepping):
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
-        group = self.ampx_member.group
-        group.emit = sessions.emit
-        culprits = weakref.WeakMethod(self._culprits)
-        group.culprits = lambda: found() if (found := culprits()) is not None else ()
 
     # -- what core asks ------------------------------------------------------------------------------
 
@@ -245,7 +239,8 @@ class AmpOptimizer(Stepping):
         if not self.ampx_member.factors:
             self.leftovers.note(self.leaves(), self._entering)
 
-    def _culprits(self) -> tuple[str, ...]:
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Name the parameters whose gradients are not finite. Sync: one."""
         return tuple(name for name, _, _ in nonfinite_parameters(self, None))
 
     # -- what torch asks -----------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_the_plugin_hook_receives_the_same_events(trainer):
 def test_a_collapse_is_told_once_with_one_warning_that_names_the_parameters(trainer):
     seen = []
     ampx.on_event(seen.append)
-    trainer.opt.ampx_member.group.culprits = lambda: ("layer.weight",)
+    trainer.opt.ampx_culprits = lambda: ("layer.weight",)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(7):
@@ -130,7 +130,7 @@ def test_naming_the_parameters_may_fail_without_harm(trainer):
     def fail():
         raise RuntimeError("cannot tell")
 
-    trainer.opt.ampx_member.group.culprits = fail
+    trainer.opt.ampx_culprits = fail
     trainer.step(INF)
     trainer.step(INF)
     trainer.backward(INF)

@@ -117,12 +117,6 @@ class ToyOptimizer(GenericOptimizer):
     def __init__(self, backend: ImplicitToy, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> None:
         super().__init__(backend, optimizer, member, options)
         self._forget_losses()
-        member.group.culprits = self._culprits
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Come back from a copy."""
-        super().__setstate__(state)
-        self.ampx_member.group.culprits = self._culprits
 
     def _forget_losses(self) -> None:
         # Finiteness by loss id, once there are several; and the true gradients while another loss runs backward.
@@ -186,7 +180,8 @@ class ToyOptimizer(GenericOptimizer):
         self._forget_losses()
         self.ampx_member.mixes = False
 
-    def _culprits(self) -> tuple[str, ...]:
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Name the parameters whose gradients are not finite."""
         return tuple(name for name, *_ in self._backend.nonfinite_parameters(self.optimizer, None))
 
     def _take(self) -> list[Tensor | None]:

@@ -131,7 +131,7 @@ MUTANTS: Final[list[Mutant]] = [
     # Reports.
     ledger("ReportsNumbers", ReportsNumbers),
     spoiled("SendsNoEvents", lambda made: setattr(made.ampx_member.group, "emit", None)),
-    spoiled("NamesNobody", lambda made: setattr(made.ampx_member.group, "culprits", None)),
+    wrapper("NamesNobody", ampx_culprits=lambda self: ()),
     verbs("FindsNothing", nonfinite_parameters=lambda self, optimizer, model: []),
     verbs("TracesNothing", trace_overflow=lambda self, model: nullcontext()),
     ledger("ForgetsTracker", ForgetsTracker),

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.protocol import Member, ScaleGroup
+from ampx.protocol import Member
 from ampx.run import Run
-from ampx.session import sessions
+from ampx.session import new_group
 from ampx_jax import casting, devices, interpreter, optimizer
 from ampx_jax.transform import autocast
 
@@ -91,7 +91,7 @@ class Automation:
             self.regions.enter_context(self.run.recorder.phase("train"))
             if amp.casting is not None:
                 self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
-            group = ScaleGroup("jax", amp.effective.loss_scale, amp.enabled, emit=sessions.emit)
+            group = new_group("jax", amp.effective.loss_scale, amp.enabled)
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
                 self.outcomes = outcomes.Outcomes(group.config, self._tell)

@@ -14,7 +14,6 @@ import paddle
 
 from ampx.errors import AmpxError
 from ampx.run import Run
-from ampx.session import sessions
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.optimizer import AmpOptimizer
 from ampx_paddle.static import GraphLedger, StaticOptimizer
@@ -130,7 +129,7 @@ class Manager:
         for group in () if amp is None else amp.live_groups():
             if isinstance(group.ledger, GraphLedger):
                 for event in group.ledger.events(group):
-                    sessions.emit("paddle", event)
+                    group.send(event)
         self.run.look()
         recorder = self.run.recorder
         for group in () if amp is None or self.stood_down else amp.live_groups():

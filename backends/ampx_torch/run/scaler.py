@@ -19,7 +19,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from ampx.errors import AmpxError
 from ampx.scale_state import LossScale, LossScaleState
-from ampx.session import sessions
 from ampx_torch.fused import makes_momentum
 from ampx_torch.gradients import GradientSet
 
@@ -254,7 +253,7 @@ class _Watch:
                 states = (LossScaleState(before, 0, 1, skips), LossScaleState(after, 0, 1, managed.skips))
                 group = managed.wrapped.ampx_member.group
                 for event in group.events_of(("torch", managed.group, 0, step), *states, not overflowed):
-                    sessions.emit("torch", event)
+                    group.send(event)
 
     def close(self) -> None:
         """Read what is left, an update that never came included."""

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from ampx.errors import InvalidOptionError, InvalidStateError
-from ampx.protocol import ScaleGroup
 from ampx.saved_state import parse_loss_state
-from ampx.session import sessions as core_sessions
+from ampx.session import new_group
 from ampx_torch.prepare import masters
 from ampx_torch.trees import LOW
 
@@ -107,8 +106,7 @@ def initialize(
     _amp_state.opt_properties = properties
     _amp_state.initialized = True
     _amp_state.handle = AmpHandle(session) if level == "O1" else None
-    group = all_optimizers[0].ampx_member.group if all_optimizers else ScaleGroup("torch", scale)
-    group.emit = core_sessions.emit
+    group = all_optimizers[0].ampx_member.group if all_optimizers else new_group("torch", scale)
     for one in list(_amp_state.optimizers):  # as in apex, what came before shares the loss scales from now on
         one.join(group)
     _amp_state.optimizers.update(all_optimizers)

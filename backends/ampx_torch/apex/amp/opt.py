@@ -7,7 +7,6 @@ added to.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ from ampx.errors import UnsupportedByBackendError
 from ampx.events import StepResult
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, ScaleGroup
-from ampx.session import sessions
 from ampx_torch import casting
 from ampx_torch.closures import evaluates_once
 from ampx_torch.debug import nonfinite_parameters
@@ -65,6 +63,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def begin(self, member: Member, device: str | None) -> None:
         """Start with nothing pending; called once, by `wrap`."""
         self.ampx_member = member
+        member.belong_to(self)
         member.mixes = True
         self.masters = masters.of(self.optimizer)
         self.gradients = GradientSet(self.optimizer, accepts_half=True)
@@ -199,7 +198,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         """Leave the object as it was."""
         give_back(self)
 
-    def culprits(self) -> tuple[str, ...]:
+    def ampx_culprits(self) -> tuple[str, ...]:
         """Name the parameters whose gradients are not finite. Sync: one."""
         return tuple(name for name, _, _ in nonfinite_parameters(self, None))
 
@@ -369,7 +368,4 @@ def make(optimizer: Any, kind: type[ApexOptimizer], member: Member, options: Map
     """Turn an optimizer into one of a kind, in place."""
     take_over(optimizer, kind)
     optimizer.begin(member, None if options["plan"] is None else options["plan"].device)
-    group, culprits = member.group, weakref.WeakMethod(optimizer.culprits)
-    group.emit = sessions.emit
-    group.culprits = lambda: found() if (found := culprits()) is not None else ()
     return optimizer  # type: ignore[no-any-return]

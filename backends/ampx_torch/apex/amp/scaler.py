@@ -268,13 +268,11 @@ def _move(group: ScaleGroup, loss_id: int, finite: bool) -> list[Due]:
 def send(events: Sequence[Due]) -> None:
     """Send events; last in every call, because listeners may look at everything, call back, or raise."""
     for group, event in events:
-        if group.emit is not None:
-            group.emit(group.framework, event)
+        group.send(event)
 
 
 def tell_skipped(group: ScaleGroup, loss_id: int, scale: Any) -> None:
     """Send the event that a step was skipped because of one loss."""
     state = group.state_of(loss_id)
-    if group.emit is not None:
-        told = (group.framework, group.index, loss_id, group.steps)
-        group.emit(group.framework, StepSkipped(*told, float(scale), float(state.scale), int(state.consecutive_skips)))
+    told = (group.framework, group.index, loss_id, group.steps)
+    group.send(StepSkipped(*told, float(scale), float(state.scale), int(state.consecutive_skips)))
