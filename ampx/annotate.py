@@ -17,36 +17,32 @@ Kind = Literal["float", "half", "promote"]
 Casting: TypeAlias = tuple[Backend, CastPlan]
 
 
-class _Entered(threading.local):
-    """The regions entered and not left, by thread: frameworks keep their switch by thread, too."""
-
-    regions: tuple[tuple[Region, AbstractContextManager[Any]], ...] = ()
-
-
-_entered = _Entered()
-
-
 class Region:
     """A casting region: a context manager that may be entered again and again, and a decorator."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         """Remember how to make the framework's region; it is made on entry, for the session of that moment."""
         self._make = make
+        # By thread, as frameworks keep their switch. Nothing else holds them: after an exit that was interrupted they
+        # end with the `with` statement.
+        self._entered: dict[int, list[AbstractContextManager[Any]]] = {}
 
     def __enter__(self) -> None:
         """Enter a fresh region of the framework."""
         region = self._make()
         region.__enter__()
-        _entered.regions = ((self, region), *_entered.regions)
+        self._entered.setdefault(threading.get_ident(), []).append(region)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore what was before."""
-        entries = _entered.regions
-        position = [entered is self for entered, _ in entries].index(True)
-        _entered.regions = entries[:position] + entries[position + 1 :]
-        entries[position][1].__exit__(kind, error, trace)
+        thread = threading.get_ident()
+        regions = self._entered[thread]
+        region = regions.pop()
+        if not regions:
+            del self._entered[thread]
+        region.__exit__(kind, error, trace)
 
     def __call__(self, function: Function) -> Function:
         """Run a function inside the region."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -52,7 +52,7 @@ class TensorFlowBackend(ampx.Backend):
         if isinstance(plan, graph_rewrite.GraphPlan):
             return nullcontext()
         if "tf_keras" in sys.modules:
-            return _both(casting.region(plan, enabled), _legacy_casting().region(plan, enabled))
+            return casting.both(casting.region(plan, enabled), _legacy_casting().region(plan, enabled))
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -148,9 +148,3 @@ def _legacy_casting() -> Any:
     from . import legacy_casting  # imports tf_keras, which few programs use
 
     return legacy_casting
-
-
-@contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
-    with first, second:
-        yield

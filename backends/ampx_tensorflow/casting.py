@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -37,31 +37,17 @@ class _Before(threading.local):
 
 _session = _Session()
 _before = _Before()
-_regions: Final[dict[int, tuple[Dtype, ...]]] = {}  # by thread, the innermost last
+_regions: Final[dict[int, tuple[weakref.ref[Region], ...]]] = {}  # by thread, the innermost last
 
 
 @retracing.decided_by
 def compute_dtype() -> Dtype:
     """Return the dtype in which layers compute in the calling thread now."""
     if _regions:
-        regions = _regions.get(threading.get_ident()) or _regions.get(retracing.launcher() or 0)
-        if regions:
-            return regions[-1]
+        region = _innermost(threading.get_ident()) or _innermost(retracing.launcher() or 0)
+        if region is not None:
+            return region.dtype
     return _session.dtype or "float32"
-
-
-@contextmanager
-def _region(dtype: Dtype) -> Iterator[None]:
-    thread = threading.get_ident()
-    before = _regions.get(thread, ())
-    try:
-        _regions[thread] = (*before, dtype)
-        yield
-    finally:
-        if before:
-            _regions[thread] = before
-        else:
-            _regions.pop(thread, None)
 
 
 class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
@@ -87,26 +73,77 @@ def policy_for(dtype: Dtype) -> AmpPolicy:
     return AmpPolicy("float32" if dtype == "float32" else f"mixed_{dtype}")
 
 
+class Region:
+    """Layers compute in one dtype inside, in the calling thread. Nothing but its `with` statement keeps it alive.
+
+    A Ctrl-C may interrupt the exit at any line; a region that has ended with its statement does not count even so.
+
+    Attributes:
+        dtype: In which layers compute.
+    """
+
+    def __init__(self, dtype: Dtype) -> None:
+        """Remember the dtype."""
+        self.dtype: Final = dtype
+
+    def __enter__(self) -> None:
+        """Compute in the dtype from here on."""
+        self._thread = threading.get_ident()
+        self._outer = tuple(entry for entry in _regions.get(self._thread, ()) if entry() is not None)
+        _regions[self._thread] = (*self._outer, weakref.ref(self))
+
+    def __exit__(self, *error: object) -> None:
+        """Compute as before."""
+        _regions[self._thread] = self._outer  # first, and before any call: a traceback that is kept keeps regions alive
+        if not self._outer:
+            _regions.pop(self._thread, None)
+
+
 @contextmanager
-def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
-    """Return a region with casting on or off; layers that are made inside one with casting on follow later ones."""
-    policy = keras.config.dtype_policy()
+def policy_region(policy: Any, get: Callable[[], Any], set: Callable[[Any], None]) -> Iterator[None]:
+    """Return a region in which new layers get a policy; `get` and `set` are Keras' functions for the global one."""
+    before = get()
     try:
-        if enabled:
-            keras.config.set_dtype_policy(policy_for(plan.dtype))
-        with _region(plan.dtype if enabled else "float32"):
+        try:
+            set(policy)
             yield
+        except GeneratorExit:  # nobody left it, after a Ctrl-C, and regions around it may be over
+            before = before if get() is policy else get()
+            raise
+        finally:
+            set(before)
     finally:
-        keras.config.set_dtype_policy(policy)
+        set(before)  # again: the first may have been interrupted
 
 
-def off() -> AbstractContextManager[None]:
+@contextmanager
+def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    """Return a region inside two."""
+    with first, second:
+        yield
+
+
+def _innermost(thread: int) -> Region | None:
+    regions = (entry() for entry in reversed(_regions.get(thread, ())))
+    return next((region for region in regions if region is not None), None)
+
+
+def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
+    """Return a region with casting on or off; layers that are made inside one with casting on follow later ones."""
+    if not enabled:
+        return off()
+    policy = policy_region(policy_for(plan.dtype), keras.config.dtype_policy, keras.config.set_dtype_policy)
+    return both(policy, Region(plan.dtype))
+
+
+def off() -> Region:
     """Return a region with casting off, whatever the plan."""
-    return _region("float32")
+    return Region("float32")
 
 
 def activate(plan: CastPlan) -> None:
     """Switch casting on in the process, and for new layers in the calling thread."""
+    _regions.pop(threading.get_ident(), None)
     _session.dtype = plan.dtype
     enter_thread(plan)
 
@@ -120,6 +157,7 @@ def enter_thread(plan: CastPlan) -> None:
 
 def deactivate() -> None:
     """Undo `activate` and `prepare`."""
+    _regions.pop(threading.get_ident(), None)
     _session.dtype = None
     if _before.policies:
         (policy,), _before.policies = _before.policies, ()

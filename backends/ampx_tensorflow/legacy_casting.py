@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tf_keras
@@ -13,6 +12,7 @@ from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.policy import Dtype
 from ampx.session import sessions
 
+from .casting import policy_region
 from .graph_rewrite import GraphPlan
 
 
@@ -41,15 +41,11 @@ def deactivate() -> None:
         _Before.policy = None
 
 
-@contextmanager
-def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
+def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
     """Return a region in which new layers cast, or do not; layers that exist keep their policy."""
-    before = tf_keras.mixed_precision.global_policy()
-    tf_keras.mixed_precision.set_global_policy(policy_for(plan.dtype if enabled else "float32"))
-    try:
-        yield
-    finally:
-        tf_keras.mixed_precision.set_global_policy(before)
+    mixed_precision = tf_keras.mixed_precision
+    policy = policy_for(plan.dtype if enabled else "float32")
+    return policy_region(policy, mixed_precision.global_policy, mixed_precision.set_global_policy)
 
 
 def is_model(candidate: object) -> bool:

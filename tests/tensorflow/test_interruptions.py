@@ -6,6 +6,7 @@ Right is what momentum by hand does with the same gradients, which are known: lo
 import math
 import os
 import threading
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -222,3 +223,31 @@ def test_threads_that_look_do_not_disturb_one_that_trains():
     assert problems == []
     assert on_host()
     assert subject.stand_at(subject.plainly(*[1.0] * 60))
+
+
+def enter_and_leave(inner, outer=None):
+    with outer or nullcontext(), inner:
+        pass
+
+
+ACTS = {
+    "off": lambda _: enter_and_leave(ampx.autocast(enabled=False)),
+    "on": lambda _: enter_and_leave(ampx.autocast(dtype="float16")),
+    "off inside on": lambda _: enter_and_leave(ampx.autocast(enabled=False), ampx.autocast(dtype="float16")),
+    "step": Subject.act,
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_the_session_casts_after_an_interruption_at_any_line_of_a_region(name):
+    """No region counts that its `with` statement has left: neither for layers that exist, nor for new ones."""
+    ampx.init("tensorflow", dtype="bfloat16", nan_loss="skip")
+    policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
+    layer, ones, places = keras.layers.Dense(1), tf.ones((1, 2)), 0
+    stride = 7 if name == "step" and not THOROUGH else 1
+    for _, place in interrupted_everywhere(Subject, ACTS[name], PACKAGES, stride=stride):
+        dtypes = tf.function(layer)(ones).dtype, layer(ones).dtype, keras.layers.Dense(1)(ones).dtype
+        assert dtypes == (tf.bfloat16,) * 3, place
+        assert (keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()) == policies, place
+        places += 1
+    assert places > 10
