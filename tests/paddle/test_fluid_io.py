@@ -10,7 +10,7 @@ import pytest
 
 import ampx
 import ampx_paddle.fluid
-from ampx_paddle.fluid import script
+from ampx_paddle.old.fluid import script
 
 # Paddle says so of its own optimizers while they build a program.
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")

@@ -77,7 +77,7 @@ def programs_watched(manager: Manager) -> Iterator[None]:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
         if finder.asked:
-            from ampx_paddle import fluid
+            from ampx_paddle.old import fluid
 
             fluid.uninstall()
 
@@ -94,7 +94,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != _FLUID or self.asked:
             return None
         self.asked = True
-        from ampx_paddle import fluid
+        from ampx_paddle.old import fluid
 
         fluid.install()
         return importlib.machinery.ModuleSpec(fullname, _Provided(sys.modules[fullname]), is_package=True)

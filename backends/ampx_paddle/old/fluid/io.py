@@ -94,23 +94,19 @@ def save_vars(
     predicate: Callable[[Any], bool] | None = None,
     filename: str | None = None,
 ) -> None:
-    """Save variables of a program, each in a file of its name, or all in one.
+    """Save variables of a program from the scope, each in a file of its name, or all in one.
 
     Args:
-        executor: Not needed: values are read from the scope.
+        executor: Not needed.
         dirname: The folder; it is made.
         main_program: The program; None for the default one.
-        vars: The variables.
+        vars: The variables, or their names.
         predicate: Where `vars` is None: returns whether to save a persistable variable.
         filename: The one file; None for a file each.
 
-    Raises:
-        InvalidOptionError: Neither `vars` nor `predicate` was given.
-        UnsupportedByBackendError: A variable has no value: the startup program did not run.
-
     Sync: waits for the device.
     """
-    tensors = {one.name: _tensor(one.name) for one in _chosen(main_program, vars, predicate)}
+    tensors = {value.name: _tensor(value.name) for value in _chosen(main_program, vars, predicate)}
     folder = Path(dirname)
     folder.mkdir(parents=True, exist_ok=True)
     if filename is not None:
@@ -136,37 +132,38 @@ def load_vars(
         executor: Makes the variables that the scope does not have yet.
         dirname: The folder.
         main_program: The program; None for the default one.
-        vars: The variables.
+        vars: The variables, or their names.
         predicate: Where `vars` is None: returns whether to load a persistable variable.
         filename: The one file that holds exactly these variables; None for a file each.
 
     Raises:
-        InvalidOptionError: Neither `vars` nor `predicate` was given; or a file is missing, or holds another shape or
-            dtype than the variable has.
+        InvalidOptionError: A file is missing, or holds another shape or dtype than the variable has.
 
     Sync: waits for the device.
     """
-    chosen = sorted(_chosen(main_program, vars, predicate), key=lambda one: str(one.name))
-    names = [one.name for one in chosen]
-    found = [_scratch() for _ in chosen]
-    place, folder = _cpu, Path(dirname)
+    chosen = sorted(_chosen(main_program, vars, predicate), key=lambda value: str(value.name))
+    names = [value.name for value in chosen]
+    loaded = [_scratch() for _ in chosen]
+    folder = Path(dirname)
     try:
         if filename is not None:
-            _core.load_combine_func(str(folder / filename), names, found, False, place)
+            _core.load_combine_func(str(folder / filename), names, loaded, False, _cpu)
         else:
-            for name, tensor in zip(names, found, strict=True):
-                _core.load_func(str(folder / name), -1, [], False, tensor, place)
+            for name, tensor in zip(names, loaded, strict=True):
+                _core.load_func(str(folder / name), -1, [], False, tensor, _cpu)
     except RuntimeError as error:
         raise InvalidOptionError(
             f"{str(folder / (filename or ''))!r} cannot be loaded ({str(error).strip().splitlines()[0]}); accepted: a "
             f"folder that the same function of fluid.io saved for the same program. Check path, filename and program."
         ) from error
-    for value, tensor in zip(chosen, found, strict=True):
+    for value, tensor in zip(chosen, loaded, strict=True):
         _check_fits(value, tensor)
-    paddle.base.libpaddle.pir.create_loaded_parameter(chosen, paddle.static.global_scope(), _default(executor))
-    for name, tensor in zip(names, found, strict=True):
-        target = _variable(name).get_tensor()
-        target.set(np.array(tensor), _place_of(executor))
+    paddle.base.libpaddle.pir.create_loaded_parameter(
+        chosen, paddle.static.global_scope(), _native(executor)._default_executor
+    )
+    for name, tensor in zip(names, loaded, strict=True):
+        place = getattr(executor, "place", None)
+        _variable(name).get_tensor().set(np.array(tensor), _cpu if place is None else place)
 
 
 def save_params(executor: Any, dirname: str, main_program: Any = None, filename: str | None = None) -> None:
@@ -234,9 +231,6 @@ def save_inference_model(
     Returns:
         Numbers of the values, as text: in Paddle 3 values have no names.
 
-    Raises:
-        UnsupportedByBackendError: An input of that name is not in the program, or `export_for_deployment` is False.
-
     Sync: waits for the device.
     """
     if not export_for_deployment:
@@ -247,13 +241,13 @@ def save_inference_model(
     program = Program(paddle.static.default_main_program()) if main_program is None else main_program
     names = [feeded_var_names] if isinstance(feeded_var_names, str) else list(feeded_var_names)
     targets = list(target_vars) if isinstance(target_vars, (list, tuple)) else [target_vars]
-    found = [program.find(one) if isinstance(program, Program) else one for one in targets]
+    values = [program.find(value) if isinstance(program, Program) else value for value in targets]
     inputs = [Program(raw(program)).global_block().var(name) for name in names]
     prefix = Path(dirname) / (model_filename or _MODEL)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     model, parameters = (prefix.with_name(prefix.name + suffix) for suffix in _SUFFIXES)
     with paddle.static.program_guard(raw(program)):
-        wide = [widened(one) for one in found]
+        wide = [widened(value) for value in values]
         paddle.static.save_inference_model(str(prefix), inputs, wide, _native(executor), program=raw(program))
     if program_only:
         parameters.unlink(missing_ok=True)
@@ -269,21 +263,10 @@ def load_inference_model(
     params_filename: str | None = None,
     pserver_endpoints: Any = None,
 ) -> list[Any]:
-    """Load what `save_inference_model` saved, into the present scope.
-
-    Args:
-        dirname: The folder.
-        executor: Of fluid.
-        model_filename: As it was saved.
-        params_filename: As it was saved.
-        pserver_endpoints: None; parameter servers are gone.
+    """Load what `save_inference_model` saved, into the present scope; `pserver_endpoints` is None.
 
     Returns:
         The program, the names of its inputs, and the values to fetch.
-
-    Raises:
-        InvalidOptionError: There is no such model.
-        UnsupportedByBackendError: The model was saved before Paddle 3, or there are parameter servers.
 
     Sync: waits for the device.
     """
@@ -299,7 +282,7 @@ def load_inference_model(
                 f"fluid.io.save_inference_model of ampx saved. Build the program, load its parameters and save it anew."
             )
         raise InvalidOptionError(
-            f"there is no inference model {str(prefix)!r}; accepted: the folder and model_filename that were given to "
+            f"there is no inference model {str(prefix)!r}; accepted: the folder and model_filename that were passed to "
             f"save_inference_model. Check both."
         )
     options = {}
@@ -321,27 +304,18 @@ def _native(executor: Any) -> Any:
     return getattr(executor, "_executor", executor)
 
 
-def _default(executor: Any) -> Any:
-    return _native(executor)._default_executor
-
-
-def _place_of(executor: Any) -> Any:
-    place = getattr(executor, "place", None)
-    return _cpu if place is None else place
-
-
 def _chosen(program: Any, variables: Sequence[Any] | None, predicate: Callable[[Any], bool] | None) -> list[Any]:
     """List the variables that are meant: some may be given by name."""
     owner = raw(program) if program is not None else paddle.static.default_main_program()
     if variables is not None:
         block = Program(owner).global_block()
-        return [block.var(one) if isinstance(one, str) else one for one in variables]
+        return [block.var(item) if isinstance(item, str) else item for item in variables]
     if predicate is None:
         raise InvalidOptionError(
-            "neither vars nor predicate was given; accepted: one of them. Call save_params or save_persistables, or "
+            "neither vars nor predicate was passed; accepted: one of them. Call save_params or save_persistables, or "
             "pass vars=[…]."
         )
-    return [one for one in owner.list_vars() if one.has_name and one.persistable and predicate(one)]
+    return [value for value in owner.list_vars() if value.has_name and value.persistable and predicate(value)]
 
 
 def _variable(name: str) -> Any:
@@ -366,7 +340,7 @@ def _scratch() -> Any:
 
 
 def _check_fits(value: Any, tensor: Any) -> None:
-    shape = [int(one) for one in tensor.shape()]
+    shape = [int(size) for size in tensor.shape()]
     if list(value.shape) != shape or str(tensor._dtype()) != str(value.dtype):
         raise InvalidOptionError(
             f"the file of variable {value.name!r} holds {tensor._dtype()} of shape {shape}, the program has "

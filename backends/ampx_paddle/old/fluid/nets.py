@@ -30,18 +30,8 @@ def simple_img_conv_pool(
     use_cudnn: bool = True,
 ) -> Any:
     """Convolve, then pool; the arguments are fluid's."""
-    out = layers.conv2d(
-        input,
-        num_filters,
-        filter_size,
-        conv_stride,
-        conv_padding,
-        conv_dilation,
-        conv_groups,
-        param_attr,
-        bias_attr,
-        act=act,
-    )
+    conv = (num_filters, filter_size, conv_stride, conv_padding, conv_dilation, conv_groups, param_attr, bias_attr)
+    out = layers.conv2d(input, *conv, act=act)
     return layers.pool2d(out, pool_size, pool_type, pool_stride, pool_padding, global_pooling)
 
 
@@ -62,20 +52,12 @@ def img_conv_group(
     """Convolve several times, with batch normalisation and dropout if asked, then pool; the arguments are fluid's."""
     count = len(conv_num_filter)
 
-    def each(given: Any) -> list[Any]:
-        return list(given) if isinstance(given, (list, tuple)) else [given] * count
+    def each(value: Any) -> list[Any]:
+        return list(value) if isinstance(value, (list, tuple)) else [value] * count
 
-    settings = zip(
-        conv_num_filter,
-        each(conv_padding),
-        each(conv_filter_size),
-        each(param_attr),
-        each(conv_with_batchnorm),
-        each(conv_batchnorm_drop_rate),
-        strict=True,
-    )
+    settings = (conv_padding, conv_filter_size, param_attr, conv_with_batchnorm, conv_batchnorm_drop_rate)
     out = input
-    for filters, padding, size, attr, normalises, drop_rate in settings:
+    for filters, padding, size, attr, normalises, drop_rate in zip(conv_num_filter, *map(each, settings), strict=True):
         act = None if normalises else conv_act
         out = layers.conv2d(out, filters, size, padding=padding, param_attr=attr, act=act)
         if normalises:

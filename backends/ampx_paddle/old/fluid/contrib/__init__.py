@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ampx_paddle.fluid.missing import refuse_missing
+from ampx_paddle.old.fluid.missing import refuse_missing
 
 from . import mixed_precision
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx_paddle.casting import check_plan
-from ampx_paddle.fluid.missing import refuse_missing
+from ampx_paddle.old.fluid.missing import refuse_missing
 
 __all__ = ["AutoMixedPrecisionLists", "CustomOpLists"]
 
@@ -27,11 +27,7 @@ class AutoMixedPrecisionLists:
         custom_black_list: Collection[str] | None = None,
         custom_black_varnames: Collection[str] | None = None,
     ) -> None:
-        """Check the names.
-
-        Raises:
-            UnsupportedOpError: A name is no operator, or stands in both lists.
-        """
+        """Check the names."""
         plan = CastPlan("cpu", "bfloat16", "O1", tuple(custom_white_list or ()), tuple(custom_black_list or ()))
         if "*" in plan.deny:
             raise UnsupportedOpError("custom_black_list got '*'; accepted: names of operators. Name them.")

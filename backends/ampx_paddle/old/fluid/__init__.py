@@ -7,9 +7,8 @@ is refused by name, with what there is.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import sys
+from types import ModuleType
 from typing import Any, Final
 
 import paddle
@@ -37,8 +36,6 @@ from ampx.policy import normalise_dtype
 from . import clip, contrib, initializer, io, layers, nets, optimizer, regularizer
 from .executor import DataFeeder, Executor, LoDTensor
 from .io import load, save
-from .layers.networks import embedding as _embedding
-from .layers.tensors import check_level as _check_level
 from .missing import FluidNameError, refuse_missing
 from .programs import (
     CompiledProgram,
@@ -52,7 +49,6 @@ from .programs import (
     scope_guard,
 )
 from .script import forget as _forget_scripts
-from .settings import choose_dtype as _choose_dtype
 
 __all__ = [
     "BuildStrategy",
@@ -101,13 +97,12 @@ __all__ = [
 ]
 
 _NAME: Final = "paddle.fluid"
-_INTERNAL: Final = ("executor", "missing", "parameters", "programs", "script", "settings")
 _before: Final[dict[str, Any]] = {}
 
 
 def data(name: str, shape: Any, dtype: str = "float32", lod_level: int = 0) -> Any:
     """Return an input of the program; the shape holds the batch, as None or -1. `lod_level` is 0."""
-    _check_level(lod_level)
+    layers.check_level(lod_level)
     return paddle.static.data(name, shape, dtype)
 
 
@@ -121,7 +116,8 @@ def embedding(
     dtype: str = "float32",
 ) -> Any:
     """Look rows up, for numbers of any shape; see `layers.embedding`, which takes the last axis away."""
-    return _embedding(paddle.unsqueeze(input, -1), size, is_sparse, is_distributed, padding_idx, param_attr, dtype)
+    rows = paddle.unsqueeze(input, -1)
+    return layers.embedding(rows, size, is_sparse, is_distributed, padding_idx, param_attr, dtype)
 
 
 def install(dtype: str = "auto") -> None:
@@ -134,17 +130,15 @@ def install(dtype: str = "auto") -> None:
     Raises:
         UnsupportedDtypeError: The dtype is unknown.
     """
-    _choose_dtype(dtype if dtype == "auto" else normalise_dtype(dtype))
+    contrib.mixed_precision.decorator.choose_dtype(dtype if dtype == "auto" else normalise_dtype(dtype))
     _forget_scripts()
     if _before:
         return
     _before["eager"] = paddle.in_dynamic_mode()
     _before["fluid"] = vars(paddle).get("fluid")
-    _before["modules"] = {}
-    modules = {module.__name__.replace(__name__, _NAME, 1): module for module in _modules()}
-    for name, module in {**modules, f"{_NAME}.core": core, f"{_NAME}.unique_name": unique_name}.items():
-        _before["modules"][name] = sys.modules.get(name)
-        sys.modules[name] = module
+    alias = {**modules(_NAME), f"{_NAME}.core": core, f"{_NAME}.unique_name": unique_name}
+    _before["modules"] = {name: sys.modules.get(name) for name in alias}
+    sys.modules.update(alias)
     paddle.fluid = sys.modules[__name__]
     paddle.enable_static()
 
@@ -153,7 +147,7 @@ def uninstall() -> None:
     """Undo `install`."""
     if not _before:
         return
-    _choose_dtype("auto")
+    contrib.mixed_precision.decorator.choose_dtype("auto")
     for name, module in _before["modules"].items():
         if module is None:
             del sys.modules[name]
@@ -168,13 +162,12 @@ def uninstall() -> None:
     _before.clear()
 
 
-def _modules() -> list[Any]:
-    """List this package and its public modules."""
-    found = [sys.modules[__name__]]
-    for one in pkgutil.walk_packages(__path__, f"{__name__}."):
-        if one.name.rpartition(".")[2] not in _INTERNAL:
-            found.append(importlib.import_module(one.name))
-    return found
+def modules(name: str) -> dict[str, ModuleType]:
+    """Return this package and its modules by the names that they have where the package has this one."""
+    own = {__name__: sys.modules[__name__]}
+    own |= {path: module for path, module in sys.modules.items() if path.startswith(f"{__name__}.")}
+    own |= {f"{__name__}.layers.{former}": layers for former in layers.FORMER}
+    return {path.replace(__name__, name, 1): module for path, module in own.items()}
 
 
 __getattr__ = refuse_missing(__name__)

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 from ampx.errors import AmpxWarning
 
-from .missing import FluidNameError
+from .missing import ALIAS, FluidNameError
 
-_ALIAS: Final = "ampx_paddle.fluid"
 _CAUGHT: Final = frozenset(("AttributeError", "ImportError", "ModuleNotFoundError", "Exception", "BaseException"))
 _ENDS: Final = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
@@ -43,9 +42,10 @@ def check_callers() -> None:
     if len(sys.modules) == _Looked.modules:  # asked at every run of a program
         return
     _Looked.modules = len(sys.modules)
-    found = missing_names([path for path in _script_files() if str(path) not in _Looked.files])
+    missing = missing_names([path for path in _script_files() if str(path) not in _Looked.files])
     _Looked.files |= {str(path) for path in _script_files()}
-    certain, possible = ([one for one in found if one.certain is wanted] for wanted in (True, False))
+    certain = [use for use in missing if use.certain]
+    possible = [use for use in missing if not use.certain]
     if possible:
         warnings.warn(
             f"the script names what is not in the alias of paddle.fluid that ampx offers, and would stop there: "
@@ -99,7 +99,7 @@ def missing_names(files: list[Path]) -> list[Use]:
     reader = _Reader(functions)
     for source in sources:
         reader.read_block(source, source.tree.body, True)
-    return sorted(reader.found.values(), key=lambda one: (one.file, one.line, one.name))
+    return sorted(reader.uses.values(), key=lambda use: (use.file, use.line, use.name))
 
 
 def _script_files() -> Iterator[Path]:
@@ -116,7 +116,7 @@ def _script_files() -> Iterator[Path]:
 
 
 def _listed(uses: list[Use]) -> str:
-    return ", ".join(f"{one.name} ({Path(one.file).name}:{one.line})" for one in uses)
+    return ", ".join(f"{use.name} ({Path(use.file).name}:{use.line})" for use in uses)
 
 
 @dataclass
@@ -130,12 +130,12 @@ class _Source:
     def __post_init__(self) -> None:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                for one in node.names:
-                    if one.name.partition(".")[0] == "paddle":
-                        self.aliases[one.asname or "paddle"] = one.name if one.asname else "paddle"
+                for alias in node.names:
+                    if alias.name.partition(".")[0] == "paddle":
+                        self.aliases[alias.asname or "paddle"] = alias.name if alias.asname else "paddle"
             elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "paddle":
-                for one in node.names:
-                    self.aliases[one.asname or one.name] = f"{node.module}.{one.name}"
+                for alias in node.names:
+                    self.aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
 
     def dotted(self, node: ast.AST) -> str:
         """Return what an expression names in full, such as `"paddle.fluid.io.save"`; "" for anything else."""
@@ -151,7 +151,7 @@ class _Reader:
     """Goes through statements as they would run, and into the functions that they name."""
 
     def __init__(self, functions: dict[str, list[tuple[_Source, ast.AST]]]) -> None:
-        self.found: dict[tuple[str, int, str], Use] = {}
+        self.uses: dict[tuple[str, int, str], Use] = {}
         self._functions = functions
         self._entered: dict[int, bool] = {}
 
@@ -163,8 +163,8 @@ class _Reader:
 
     def _read(self, source: _Source, node: ast.AST, certain: bool) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for one in (*node.decorator_list, node.args):  # the body runs when it is called
-                self._read(source, one, certain)
+            for part in (*node.decorator_list, node.args):  # the body runs when it is called
+                self._read(source, part, certain)
         elif isinstance(node, ast.If):
             self._read_if(source, node, certain)
         elif isinstance(node, ast.Try):
@@ -185,20 +185,20 @@ class _Reader:
                 self._read_value(source, value, certain and not isinstance(node, (ast.BoolOp, ast.Match)))
 
     def _read_value(self, source: _Source, value: Any, certain: bool) -> None:
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, ast.AST):
-                self._read(source, one, certain)
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.AST):
+                self._read(source, node, certain)
 
     def _read_if(self, source: _Source, node: ast.If, certain: bool) -> None:
         self._read(source, node.test, certain)
-        asked = [one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)]
+        asked = [name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)]
         if "hasattr" not in asked:
             self.read_block(source, node.body, certain and asked == ["__name__"])
         self.read_block(source, node.orelse, False)
 
     def _read_try(self, source: _Source, node: ast.Try, certain: bool) -> None:
         kinds = [handler.type for handler in node.handlers]
-        caught = {one.id for kind in kinds if kind for one in ast.walk(kind) if isinstance(one, ast.Name)}
+        caught = {name.id for kind in kinds if kind for name in ast.walk(kind) if isinstance(name, ast.Name)}
         if None not in kinds and not caught & _CAUGHT:
             self.read_block(source, node.body, certain)
         for handler in node.handlers:
@@ -209,8 +209,8 @@ class _Reader:
     def _look(self, source: _Source, node: ast.AST, certain: bool) -> None:
         """Note a missing name, and enter the functions of a name that is read."""
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            for one in node.names:
-                self._note(source, node.lineno, f"{node.module}.{one.name}", certain)
+            for alias in node.names:
+                self._note(source, node.lineno, f"{node.module}.{alias.name}", certain)
         elif isinstance(node, ast.Attribute):
             self._note(source, node.lineno, source.dotted(node), certain)
             self._enter(node.attr, certain)
@@ -227,8 +227,8 @@ class _Reader:
         missing = _first_missing(name)
         if missing:
             key = source.file, line, missing
-            known = self.found.get(key)
-            self.found[key] = Use(source.file, line, missing, certain or (known is not None and known.certain))
+            before = self.uses.get(key)
+            self.uses[key] = Use(source.file, line, missing, certain or (before is not None and before.certain))
 
 
 def _first_missing(name: str) -> str:
@@ -236,10 +236,10 @@ def _first_missing(name: str) -> str:
     start, *parts = f"{name}.".partition("paddle.fluid.")
     if start or not parts[0]:
         return ""
-    here: Any = sys.modules[_ALIAS]
+    here: Any = sys.modules[ALIAS]
     path = "fluid"
     for part in parts[1].rstrip(".").split("."):
-        if not (isinstance(here, ModuleType) and here.__name__.startswith(_ALIAS)) or not part or part == "*":
+        if not (isinstance(here, ModuleType) and here.__name__.startswith(ALIAS)) or not part or part == "*":
             return ""
         path += f".{part}"
         if not hasattr(here, part):

@@ -39,13 +39,9 @@ class Program:
         self._values = values
 
     def clone(self, for_test: bool = False) -> Program:
-        """Copy the program as it is now.
+        """Copy the program as it is now; `Executor.run` finds values of this program in the copy.
 
-        Args:
-            for_test: Dropout and batch normalisation compute as in inference. To be called before `minimize`.
-
-        Returns:
-            The copy; `Executor.run` finds values of this program in it.
+        With `for_test` dropout and batch normalisation compute as in inference; to be called before `minimize`.
         """
         values = pir.IrMapping()
         copy = self.program.clone(values)
@@ -59,8 +55,8 @@ class Program:
 
     def all_parameters(self) -> list[Any]:
         """List the trainable parameters."""
-        found: list[Any] = self.program.global_block().all_parameters()
-        return found
+        parameters: list[Any] = self.program.global_block().all_parameters()
+        return parameters
 
     @property
     def random_seed(self) -> int:
@@ -104,11 +100,7 @@ class Block:
         self._program = program
 
     def var(self, name: str) -> Any:
-        """Return the input or the parameter of a name.
-
-        Raises:
-            InvalidOptionError: There is none: other values have no names in Paddle 3.
-        """
+        """Return the input or the parameter of a name."""
         for value in self._program.list_vars():
             if value.has_name and value.name == name:
                 return value
@@ -140,11 +132,7 @@ class CompiledProgram(Program):
         share_vars_from: Any = None,
         places: Any = None,
     ) -> CompiledProgram:
-        """Return the same program, for one device.
-
-        Raises:
-            UnsupportedByBackendError: There are several places.
-        """
+        """Return the same program, for one device."""
         if isinstance(places, (list, tuple)) and len(places) > 1:
             raise UnsupportedByBackendError(
                 f"with_data_parallel got {len(places)} places; accepted: one. Leave `places` out, and start one "
@@ -157,8 +145,8 @@ def widened(value: Any) -> Any:
     """Return the float32 that the program makes of a value which `decorate` has cast; others as they are."""
     if value.dtype not in (paddle.float16, paddle.bfloat16):
         return value
-    wide = [one.result(0) for one in value.all_used_ops() if one.name() == "pd_op.cast"]
-    return next((one for one in wide if one.dtype == paddle.float32), value)
+    casts = [operation.result(0) for operation in value.all_used_ops() if operation.name() == "pd_op.cast"]
+    return next((wide for wide in casts if wide.dtype == paddle.float32), value)
 
 
 def raw(program: Any) -> Any:

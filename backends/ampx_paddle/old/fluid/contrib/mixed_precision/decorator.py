@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import paddle
 
 import ampx
-from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.errors import NotInitializedError, ProtocolError, UnsupportedByBackendError
 from ampx.events import StepResult
-from ampx.session import sessions
-from ampx_paddle.fluid.missing import refuse_missing
-from ampx_paddle.fluid.optimizer import find_parameters
-from ampx_paddle.fluid.programs import raw
-from ampx_paddle.fluid.settings import chosen_dtype
 from ampx_paddle.graph_rewrite import cast_program
+from ampx_paddle.old.fluid.missing import refuse_missing
+from ampx_paddle.old.fluid.optimizer import find_parameters
+from ampx_paddle.old.fluid.programs import raw
 from ampx_paddle.static import StaticOptimizer
 
 from .fp16_lists import AutoMixedPrecisionLists
 
 __all__ = ["OptimizerWithMixedPrecision", "decorate"]
 
-_NEVER: Final = 2**31 - 1  # steps: a loss scale that does not grow
+
+class _Chosen:
+    """What `install` was told that decorated optimizers compute in."""
+
+    dtype: str = "auto"
+
+
+def choose_dtype(dtype: str) -> None:
+    """Set what decorated optimizers compute in."""
+    _Chosen.dtype = dtype
 
 
 def decorate(
@@ -71,28 +78,27 @@ def decorate(
             "decorate was called in eager mode; accepted: static graphs, as in fluid. Call "
             "ampx_paddle.fluid.install() or paddle.enable_static() first, or use ampx.init and ampx.wrap_optimizer."
         )
-    growth = (incr_every_n_steps, incr_ratio, decr_ratio, decr_every_n_nan_or_inf)
     config = ampx.LossScale.static(float(init_loss_scaling))
     if use_dynamic_loss_scaling:
         config = ampx.LossScale(
             init_scale=float(init_loss_scaling),
-            growth_interval=growth[0],
-            growth_factor=growth[1],
-            backoff_factor=growth[2],
-            hysteresis=growth[3],
+            growth_interval=incr_every_n_steps,
+            growth_factor=incr_ratio,
+            backoff_factor=decr_ratio,
+            hysteresis=decr_every_n_nan_or_inf,
             min_scale=min(1.0, float(init_loss_scaling)),
         )
-    session = _session("bfloat16" if use_bf16 else chosen_dtype())
+    session = _session("bfloat16" if use_bf16 else _Chosen.dtype)
     wrapped = session.wrap_optimizer(optimizer, loss_scale=config)
     return OptimizerWithMixedPrecision(wrapped, session, amp_lists or AutoMixedPrecisionLists())
 
 
 def _session(dtype: str) -> ampx.Amp:
     """Return the running session, or one that casts nothing by itself: `minimize` casts what is built already."""
-    running = sessions.get("paddle")
-    if running is not None:
-        return running
-    return ampx.init("paddle", dtype=dtype, process_wide=False, nan_loss="skip")
+    try:
+        return ampx.current("paddle")
+    except NotInitializedError:
+        return ampx.init("paddle", dtype=dtype, process_wide=False, nan_loss="skip")
 
 
 class OptimizerWithMixedPrecision:
@@ -119,18 +125,13 @@ class OptimizerWithMixedPrecision:
             parameter_list: Parameters to update, or their names; None for all.
             no_grad_set: Values to compute no gradient for.
 
-        Returns:
-            None, and the pairs of parameters and (true) gradients.
-
         Raises:
             ProtocolError: It was called before.
         """
         program = loss.block.program
         parameters = find_parameters(loss, parameter_list)
         with paddle.static.program_guard(program, raw(startup_program)):
-            if self._session.plan is not None:
-                lists = self._lists
-                cast_program(program, self._session.plan.dtype, lists.white, lists.black, lists.black_varnames)
+            self._cast(program)
             return self.optimizer.minimize(loss, raw(startup_program), parameters, no_grad_set)
 
     def get_loss_scaling(self) -> Any:
@@ -159,25 +160,17 @@ class OptimizerWithMixedPrecision:
         return self.optimizer.loss_scale
 
     def amp_init(self, place: Any, scope: Any = None, test_program: Any = None, use_fp16_test: bool = False) -> None:
-        """Do nothing where parameters stay in float32; a test program is cast if asked.
+        """Do nothing, because parameters stay in float32; a clone for tests is cast if `use_fp16_test`."""
+        if test_program is not None and use_fp16_test:
+            self._cast(raw(test_program))
 
-        Args:
-            place: Not needed.
-            scope: Not needed.
-            test_program: A clone for tests.
-            use_fp16_test: Cast it, too.
-        """
-        if test_program is not None and use_fp16_test and self._session.plan is not None:
-            lists = self._lists
-            dtype = self._session.plan.dtype
-            cast_program(raw(test_program), dtype, lists.white, lists.black, lists.black_varnames)
+    def _cast(self, program: Any) -> None:
+        lists, plan = self._lists, self._session.plan
+        if plan is not None:
+            cast_program(program, plan.dtype, lists.white, lists.black, lists.black_varnames)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: scaling, check and update belong together.
-
-        Raises:
-            UnsupportedByBackendError: Always.
-        """
+        """Refuse: scaling, check and update belong together."""
         raise UnsupportedByBackendError(
             "backward and apply_gradients of a decorated optimizer are not offered one by one; accepted: minimize. "
             "Call that; it returns the pairs of parameters and gradients, and optimizers take grad_clip."

@@ -9,37 +9,25 @@ from typing import Any
 
 from ampx.errors import UnsupportedByBackendError
 
+ALIAS = __name__.rpartition(".")[0]
+
 
 class FluidNameError(UnsupportedByBackendError, AttributeError):
     """The alias of `paddle.fluid` has no such name."""
 
 
 def refuse_missing(module: str) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module of the alias.
-
-    Args:
-        module: The module's own name.
-
-    Raises:
-        FluidNameError: Always, by what is returned.
-    """
+    """Return the `__getattr__` of a module of the alias: it says what the module offers."""
 
     def missing(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        offered = sorted(one for one in public_names(module))
+        offered = sorted(sys.modules[module].__all__)
         near = difflib.get_close_matches(name, offered, 3)
-        fluid = module.replace("ampx_paddle.fluid", "paddle.fluid", 1)
         raise FluidNameError(
-            f"{fluid}.{name} is not in the alias of paddle.fluid that ampx offers"
+            f"{module.replace(ALIAS, 'paddle.fluid', 1)}.{name} is not in the alias of paddle.fluid that ampx offers"
             f"{f' (near: {chr(44).join(near)})' if near else ''}; there are: {', '.join(offered)}. Use one of these, "
             f"or what Paddle 3 has for it."
         )
 
     return missing
-
-
-def public_names(module: str) -> list[str]:
-    """List what a module of the alias offers."""
-    names: list[str] = sys.modules[module].__all__
-    return names

@@ -82,22 +82,17 @@ class Executor:
 
         Args:
             program: A program; None is the default main program.
-            feed: Arrays by the names of the program's inputs; or what a reader gives, a list of one such dict.
-            fetch_list: Values to return: those that layers gave, or names of parameters. A clone finds those of the
-                program it was made from.
+            feed: Arrays by the names of the program's inputs; or what a reader yields, a list of one such dict.
+            fetch_list: Values to return: those of layers, or names of parameters. A clone finds those of the program it
+                was made from.
             feed_var_name: As in Paddle.
             fetch_var_name: As in Paddle.
             scope: Holds the variables; None is the global scope.
             return_numpy: Return NumPy arrays.
             use_program_cache: Programs are always kept, whatever this says.
 
-        Returns:
-            What was asked for, in order.
-
         Raises:
             FluidNameError: Before anything is run: the script uses a name of fluid later that is not in the alias.
-            UnsupportedByBackendError: A name in `fetch_list` is no parameter or input of the program, or `feed` is for
-                several devices.
 
         Sync: waits for the device.
         """
@@ -109,7 +104,7 @@ class Executor:
                 )
             feed = feed[0]
         chosen = Program(paddle.static.default_main_program()) if program is None else program
-        fetched = [_find(chosen, one) for one in fetch_list or ()]
+        fetched = [_find(chosen, value) for value in fetch_list or ()]
         results: list[Any] = self._executor.run(
             raw(chosen),
             feed={name: getattr(value, "_tensor", value) for name, value in dict(feed or {}).items()},
@@ -122,14 +117,14 @@ class Executor:
         schedule = getattr(raw(chosen), "lr_scheduler", None)
         if isinstance(schedule, Schedule):
             schedule.step()  # in fluid a schedule was part of the program
-        return [_one(result) if return_numpy else LoDTensor(result) for result in results]
+        return [_as_fetched(result) if return_numpy else LoDTensor(result) for result in results]
 
     def close(self) -> None:
         """Release what the executor holds."""
         self._executor.close()
 
 
-def _one(result: Any) -> Any:
+def _as_fetched(result: Any) -> Any:
     return result.view(_Fetched) if isinstance(result, np.ndarray) else result
 
 
@@ -149,36 +144,18 @@ class DataFeeder:
     """Turns a batch, a list of tuples, into arrays by the names of inputs."""
 
     def __init__(self, feed_list: Sequence[Any], place: Any = None, program: Any = None) -> None:
-        """Remember the inputs.
-
-        Args:
-            feed_list: Inputs, as `data` gave them, or their names, in the order of each tuple.
-            place: Not needed: the executor copies.
-            program: Has the inputs that are named; None for the default main program.
-
-        Raises:
-            InvalidOptionError: The program has no input of a name.
-        """
+        """Remember the inputs, or their names in a program, in the order of each tuple."""
         block = (Program(paddle.static.default_main_program()) if program is None else program).global_block()
-        inputs = [block.var(one) if isinstance(one, str) else one for one in feed_list]
-        self._inputs = [(one.name, one.shape, _NUMPY[str(one.dtype).rpartition(".")[2].lower()]) for one in inputs]
+        inputs = [block.var(item) if isinstance(item, str) else item for item in feed_list]
+        self._inputs = [(value.name, value.shape, str(value.dtype).rpartition(".")[2].lower()) for value in inputs]
 
     def feed(self, iterable: Iterable[Sequence[Any]]) -> dict[str, Any]:
-        """Return the arrays for `Executor.run`.
-
-        Args:
-            iterable: The samples of a batch, each with one entry for every input.
-
-        Returns:
-            Arrays of shape (batch, ...) by name.
-        """
+        """Return arrays of shape (batch, ...) by name, for samples with an entry for every input."""
         columns = zip(*iterable, strict=True)
         return {
-            name: np.stack([np.asarray(one, dtype).reshape(shape[1:]) for one in column])
+            name: np.stack([np.asarray(value, dtype).reshape(shape[1:]) for value in column])
             for (name, shape, dtype), column in zip(self._inputs, columns, strict=True)
         }
 
-
-_NUMPY = {"float32": "float32", "float64": "float64", "int64": "int64", "int32": "int32", "bool": "bool"}
 
 __getattr__ = refuse_missing(__name__)

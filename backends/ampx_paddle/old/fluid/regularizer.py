@@ -1,4 +1,4 @@
-"""`fluid.regularizer`."""
+"""`fluid.regularizer`: Paddle's, by fluid's name of the coefficient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class L1Decay(paddle.regularizer.L1Decay):  # type: ignore[misc]
     """Adds the sum of absolute values, times a coefficient, to the loss."""
 
     def __init__(self, regularization_coeff: float = 0.0) -> None:
-        """Take fluid's name of the coefficient."""
         super().__init__(regularization_coeff)
 
 
@@ -21,7 +20,6 @@ class L2Decay(paddle.regularizer.L2Decay):  # type: ignore[misc]
     """Adds half the sum of squares, times a coefficient, to the loss."""
 
     def __init__(self, regularization_coeff: float = 0.0) -> None:
-        """Take fluid's name of the coefficient."""
         super().__init__(regularization_coeff)
 
 

@@ -1,0 +1,1 @@
+"""Recipes of Paddle's former mixed precision."""
