@@ -1,8 +1,8 @@
 """How many calls and files of ampx one training step touches, by framework: what a reader has to follow.
 
 `python benchmarks/hops.py` counts for every framework that can be imported and prints a table; `--json` prints JSON.
-Nothing is timed. One small model, bfloat16 casting where the CPU has it, a dynamic loss scale and `max_grad_norm=1`, after two
-steps to warm up. The files of a whole step are those that `scale_loss`, backward and `step` touch.
+Nothing is timed. One small model, bfloat16 casting where the CPU has it, a dynamic loss scale and `max_grad_norm=1`,
+after two steps to warm up. The files of a whole step are those that `scale_loss`, backward and `step` touch.
 """
 
 from __future__ import annotations

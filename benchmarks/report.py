@@ -189,11 +189,10 @@ def write(results: Path) -> list[Path]:
 
 
 def plots(results: Path) -> list[Path]:
-    """Draw the ratios of the committed runs, as SVG."""
+    """Draw the ratios of the committed runs."""
     import matplotlib
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "ampx"
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
     runs = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
@@ -208,7 +207,7 @@ def plots(results: Path) -> list[Path]:
         names = [f"{row['against']}: {row['workload']}" for row in reversed(steps)]
         axes.set_yticks(range(len(steps)), names, fontsize=7)
         axes.set_xlabel("time of one step, ampx / other (median and middle half; left of 1: ampx is faster)")
-        written.append(_save(figure, "steps.svg"))
+        written.append(_save(figure, "steps.png"))
     if phase := [row for run in runs for row in run.get("optimizer_phase", ()) if row.get("threads", 1) == 1]:
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         for name, clipped in sorted({(row["optimizer"], row["clipped"]) for row in phase}):
@@ -223,10 +222,10 @@ def plots(results: Path) -> list[Path]:
         axes.set_xlabel("elements of all parameters")
         axes.set_ylabel("optimizer phase, ampx / GradScaler")
         axes.legend()
-        written.append(_save(figure, "optimizer_phase.svg"))
+        written.append(_save(figure, "optimizer_phase.png"))
     return written
 
 
 def _save(figure: Any, name: str) -> Path:
-    figure.savefig(DOCS / name, metadata={"Date": None})
+    figure.savefig(DOCS / name, dpi=72, metadata={"Software": None})
     return DOCS / name

@@ -1,0 +1,105 @@
+"""The Python of README and manual runs, in each environment what its framework can run."""
+
+import ast
+import importlib.util
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ampx
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def python_blocks(path):
+    found = re.finditer(r"^```python\n(.*?)^```$", path.read_text(), flags=re.M | re.S)
+    text = path.read_text()
+    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+
+
+# What the Python of the manual may need beyond ampx.
+OTHERS = {
+    *("torch", "accelerate", "pytorch_lightning", "lightning_fabric"),
+    *("tensorflow", "keras", "mxnet", "paddle", "jax", "optax", "flax", "equinox", "numpy", "autograd"),
+}
+# Blocks that run one by one: they are of several frameworks.
+ALONE = [ROOT / "docs" / "how-to" / "what-to-write.md"]
+
+
+def frameworks_needed(blocks):
+    source = "\n".join(block for _, block in blocks)
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", source, flags=re.M))
+    return sorted(imported & OTHERS)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PAGES if python_blocks(path) and path not in ALONE],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_the_python_of_a_page_runs(path, tmp_path):
+    blocks = python_blocks(path)
+    absent = [name for name in frameworks_needed(blocks) if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}")
+    # Blank lines in between, so that a traceback shows the line of the page.
+    program = ""
+    for line, block in blocks:
+        program += "\n" * (line - 1 - program.count("\n")) + block
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text(program)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [(path, line) for path in ALONE for line, _ in python_blocks(path)],
+    ids=lambda value: value.name if isinstance(value, Path) else str(value),
+)
+def test_each_python_block_of_some_pages_runs_alone(path, line, tmp_path):
+    (block,) = [block for block in python_blocks(path) if block[0] == line]
+    absent = [name for name in frameworks_needed([block]) if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}")
+    command = [sys.executable, "-c", block[1]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+TABLE = [
+    row.strip("| ").split(" | ")
+    for row in (ROOT / "docs" / "how-to" / "what-to-write.md").read_text().splitlines()
+    if re.match(r"\| [^*-]", row)
+]
+
+
+@pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
+@pytest.mark.parametrize("row", TABLE[1:], ids=lambda row: row[0].replace("`", "")[:40])
+def test_what_a_row_of_the_table_says_to_write_exists(row):
+    old, new, migrate = row
+    assert "`" in old
+    assert migrate in ("rewrites", "leaves", "rewrites or leaves", "is told", "unknown")
+    for code in re.findall(r"`([^`]+)`", new):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("ampx"):
+                framework = ast.unparse(node).partition(".")[0].removeprefix("ampx_")
+                if framework == "ampx" or importlib.util.find_spec(framework) is not None:
+                    assert pkgutil.resolve_name(ast.unparse(node)) is not None
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("init", "ampx.init"):
+                inspect.signature(ampx.init).bind(*node.args, **{word.arg: word.value for word in node.keywords})
