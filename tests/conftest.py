@@ -12,6 +12,10 @@ from ampx.cli.evidence import ASPECTS, COMBINATIONS
 from ampx.testing.evidence import EvidencePlugin
 
 ROOT = pathlib.Path(__file__).parents[1]
+# The toy framework, its plugin and its mutants, for the tests and for the processes that they start.
+KIT = str(ROOT / "tests" / "kit")
+sys.path.insert(0, KIT)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), KIT]))
 # `make weakest` lets oneDNN pretend to have a weaker CPU. TensorFlow asks the real one, and ends the process where
 # oneDNN then has no kernel; on a CPU that is so weak it does without oneDNN, as it is told here before it is imported.
 if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"):

@@ -27,7 +27,7 @@ The contract of `Backend.automate(run)`, which a backend declares as `capabiliti
   effect, and uses the one phase `"train"`.
 - Where the lines of code of `Run.explain` do not fit the framework, the backend sets `run.lines`.
 
-The kit tests it (`ampx.testing.kit.automation`); `ampx.testing.toy.automation` is the smallest example.
+The kit tests it (`ampx.testing.kit.automation`); `tests/kit/toy/automation.py` is the smallest example.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ def ampx_register_backends(register):
 
 
 def test_json_holds_every_declared_capability(ampx_command):
-    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
-    from ampx.testing.toy.implicit import ImplicitToy
+    ampx_command.add_plugin("toy", "toy.plugin")
+    from toy.implicit import ImplicitToy
 
     report = json.loads(ampx_command("backends", "--json").stdout)
     assert report["schema"] == "ampx.backends/1"
@@ -32,7 +32,7 @@ def test_json_holds_every_declared_capability(ampx_command):
 
 
 def test_table_has_a_column_for_each_framework_and_a_row_for_each_capability(ampx_command):
-    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    ampx_command.add_plugin("toy", "toy.plugin")
     text = ampx_command("backends").stdout
     assert "toy-explicit" in text
     for field in dataclasses.fields(ampx.Capabilities):
@@ -59,7 +59,7 @@ def test_table_has_columns_only_for_what_can_be_loaded(ampx_command):
     ampx_command.add_module("ghost_plugin", GHOST)
     only = ampx_command("backends", AMPX_DISABLE_PLUGINS=disabled).stdout
     assert only.splitlines() == ["ghost is unavailable: ghost_framework is not installed"]
-    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    ampx_command.add_plugin("toy", "toy.plugin")
     text = ampx_command("backends", AMPX_DISABLE_PLUGINS=disabled).stdout
     (heading,) = [line for line in text.splitlines() if line.strip().startswith("capability")]
     assert heading.split() == ["capability", "toy", "toy-bare", "toy-explicit"]
@@ -69,7 +69,7 @@ def test_framework_that_crashes_is_unavailable_and_the_others_are_shown(ampx_com
     ampx_command.add_plugin("ghost", "ghost_plugin")
     ampx_command.add_module("ghost_plugin", GHOST)
     ampx_command.add_module("ghost_framework", "import os; os._exit(9)")
-    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    ampx_command.add_plugin("toy", "toy.plugin")
     markdown = ampx_command("backends", "--markdown").stdout
     assert "| ghost | unavailable (the import ended the interpreter with exit code 9) |" in markdown
     assert "| toy | cpu |" in markdown

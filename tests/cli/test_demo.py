@@ -54,7 +54,7 @@ def load():
 FRAMEWORK = """
 import ampx
 from ampx.cli.demo import RunResult
-from ampx.testing.toy.implicit import ImplicitToy
+from toy.implicit import ImplicitToy
 
 class Base(ImplicitToy):
     name = "{name}"
@@ -218,5 +218,5 @@ def test_no_framework_is_chosen_among_several_with_a_demo(ampx_command):
 
 @pytest.mark.usefixtures("_extra")
 def test_backend_without_a_trainer_says_so(ampx_command):
-    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    ampx_command.add_plugin("toy", "toy.plugin")
     assert "does not support ampx demo" in ampx_command("demo", "--framework", "toy", code=1).stderr

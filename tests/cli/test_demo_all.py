@@ -24,7 +24,7 @@ FRAMEWORK = """
 import os
 import ampx
 from ampx.cli.demo import RunResult
-from ampx.testing.toy.implicit import ImplicitToy
+from toy.implicit import ImplicitToy
 
 class Trainer:
     def train(self, data, run, on_step):
@@ -95,7 +95,7 @@ def test_each_framework_runs_in_a_process_of_its_own_and_all_are_compared(run):
 
 def test_what_cannot_be_trained_is_listed_with_what_to_do_and_is_no_failure(run):
     run.add("one")
-    run.command.add_plugin("toy", "ampx.testing.toy.plugin")
+    run.command.add_plugin("toy", "toy.plugin")
     run.command.add_plugin("ghost", "ghost_plugin")
     run.command.add_module("ghost_plugin", PLUGIN.format(name="ghost"))
     text = run().stdout

@@ -42,7 +42,7 @@ def test_torch_facts_are_those_of_the_backend(ampx_command):
 
 
 def test_plugin_framework_that_computes_low_precision_gives_exit_code_0(ampx_command):
-    ampx_command.add_plugin("toy", "ampx.testing.toy.plugin")
+    ampx_command.add_plugin("toy", "toy.plugin")
     report = examine(ampx_command, "--framework", "toy", code=0)
     found = only(report)
     assert (found["state"], found["mixed_precision"]) == ("ready", "native")
@@ -79,7 +79,7 @@ def test_framework_that_only_its_backend_can_import_is_ready(ampx_command):
     ampx_command.add_module(
         "picky_plugin",
         "import ampx\n"
-        "from ampx.testing.toy.implicit import ImplicitToy\n"
+        "from toy.implicit import ImplicitToy\n"
         "class Backend(ImplicitToy):\n"
         "    name = 'picky'\n"
         "def load():\n"

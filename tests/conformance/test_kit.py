@@ -16,11 +16,10 @@ import ampx.testing.kit
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite, oracle
 from ampx.testing.bench import Bench
 from ampx.testing.checks import refused
-from ampx.testing.judging import suite_for
-from ampx.testing.runner import list_tests
-from ampx.testing.toy.harness import ImplicitToyHarness
-from ampx.testing.toy.implicit import ImplicitToy
-from ampx.testing.toy.mutation import verbs
+from judging import list_tests, suite_for
+from toy.harness import ImplicitToyHarness
+from toy.implicit import ImplicitToy
+from toy.mutation import verbs
 
 FOLDER = pathlib.Path(ampx.testing.kit.__file__).parent
 TOY = pathlib.Path(__file__).with_name("test_toy.py")

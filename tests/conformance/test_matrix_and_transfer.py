@@ -9,14 +9,13 @@ import pytest
 import ampx
 from ampx.cli.evidence import ASPECTS, COMBINATIONS
 from ampx.testing import MatrixSuite, TransferSuite
-from ampx.testing.judging import suite_for
 from ampx.testing.matrix import LOW
 from ampx.testing.oracle import Oracle
-from ampx.testing.runner import judge
-from ampx.testing.toy import framework
-from ampx.testing.toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
-from ampx.testing.toy.mutants import MUTANTS
 from ampx.testing.transfer import CONFIG, CONTINUATION, PATTERNS, built_in
+from judging import judge, suite_for
+from toy import framework
+from toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
+from toy.mutants import MUTANTS
 
 STATES = pathlib.Path(__file__).parents[1] / "states"
 RECORDS = {

@@ -1,6 +1,7 @@
 """The kit can fail: every mutant is rejected, and every kit test, refusal and plugin test rejects a mutant."""
 
 import functools
+import os
 import sys
 
 import pytest
@@ -9,13 +10,12 @@ from ampx.optimizer import GenericOptimizer
 from ampx.protocol import ScaleGroup
 from ampx.scaling import ScaleLoss
 from ampx.testing import BackendSuite, FuzzSuite, PluginSuite
-from ampx.testing.judging import suite_for
 from ampx.testing.refusals import REFUSALS
-from ampx.testing.runner import judge, list_tests
-from ampx.testing.toy import framework
-from ampx.testing.toy.explicit import BareToy, ExplicitToy
-from ampx.testing.toy.mutants import MUTANTS
-from ampx.testing.toy.mutation import HalfToy, patched, verbs
+from judging import judge, list_tests, suite_for
+from toy import framework
+from toy.explicit import BareToy, ExplicitToy
+from toy.mutants import MUTANTS
+from toy.mutation import HalfToy, patched, verbs
 
 ABILITIES = sorted(REFUSALS)
 
@@ -104,18 +104,18 @@ import ampx
 def ampx_register_backends(register):
     register({name!r}, load, roots={roots}, requires="ampx")
 def load():
-    from ampx.testing.toy.implicit import ImplicitToy
+    from toy.implicit import ImplicitToy
     return ImplicitToy()
 """
-SOUND = HOOK.format(name="toy", roots=("ampx",))
+SOUND = HOOK.format(name="toy", roots=("toy",))
 # Importing in a fresh process is slow: only these are watched there.
 WATCHED = {"sound", "heavy", "silent", "noisy", "reseeding"}
 PLUGINS = {
-    "heavy": "import ampx.testing.toy.framework\n" + SOUND,
+    "heavy": "import toy.framework\n" + SOUND,
     "silent": "import ampx\n@ampx.hookimpl\ndef ampx_register_backends(register): pass\n",
     "noisy": "import os\nos.environ['KIT_NOISE'] = '1'\n" + SOUND,
     "reseeding": SOUND.replace("    return", "    import random\n    random.seed(1)\n    return"),
-    "misnamed": HOOK.format(name="toys", roots=("ampx",)),
+    "misnamed": HOOK.format(name="toys", roots=("toy",)),
     "rootless": HOOK.format(name="toy", roots=()),
     "unmarked": SOUND.replace("@ampx.hookimpl", ""),
     "misspelt": SOUND + "@ampx.hookimpl\ndef ampx_events(event): pass\n",
@@ -136,12 +136,12 @@ def plugin_verdicts(tmp_path_factory):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("plugins")
-        patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         patch.syspath_prepend(folder)
         for name, text in {"sound": SOUND, **PLUGINS}.items():
             module = f"kit_plugin_{name}"
             (folder / f"{module}.py").write_text(text)
-            attributes = {"plugin": module, "framework": "toy", "modules": ("ampx.testing.toy.framework",)}
+            attributes = {"plugin": module, "framework": "toy", "modules": ("toy.framework",)}
             suite = type(name, (PluginSuite,), attributes)
             tests = [test for test in list_tests(suite) if name in WATCHED or test not in IN_A_PROCESS]
             found[name] = {test for test in tests if judge(suite, test) == "failed"}

@@ -1,7 +1,7 @@
 """The kit passes on the toy framework, in all variants."""
 
 from ampx.testing import BackendSuite, FuzzSuite, PluginSuite
-from ampx.testing.toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
+from toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
 
 
 class TestImplicit(BackendSuite):
@@ -29,4 +29,4 @@ class TestFuzzBare(FuzzSuite):
 
 
 class TestPlugin(PluginSuite):
-    plugin, framework, modules = "ampx.testing.toy.plugin", "toy", ("ampx.testing.toy.framework",)
+    plugin, framework, modules = "toy.plugin", "toy", ("toy.framework",)

@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def toy():
-    import ampx.testing.toy.plugin as plugin
+    import toy.plugin as plugin
 
     if "toy" not in ampx.backends():
         ampx.register_plugin(plugin)
@@ -85,7 +85,7 @@ def test_a_refusal_names_the_line_of_the_script_and_is_remembered():
 
 def test_an_automated_loop_is_explained_by_lines_of_code(toy):
     from ampx.plugins import default_registry
-    from ampx.testing.toy import framework
+    from toy import framework
 
     run = Run("toy", RunSettings(dtype="float16"))
     weights = framework.Tensor([1.0, 2.0], parameter=True)
@@ -119,7 +119,7 @@ def test_only_one_framework_is_automated(toy):
 
 
 def test_a_session_that_the_script_starts_itself_is_recorded(toy):
-    from ampx.testing.toy import framework
+    from toy import framework
 
     began = []
     run = Run("toy", RunSettings(dtype="bfloat16"))

@@ -4,8 +4,8 @@ import pytest
 
 import ampx
 from ampx.testing.bench import OVERFLOW, Bench
-from ampx.testing.toy import plugin
-from ampx.testing.toy.harness import ImplicitToyHarness
+from toy import plugin
+from toy.harness import ImplicitToyHarness
 
 
 @pytest.fixture

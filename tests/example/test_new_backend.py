@@ -168,7 +168,7 @@ def test_the_kit_asks_for_one_thing_after_the_other_until_the_example_stands(aut
 
 @pytest.mark.slow
 def test_gradients_that_hang_on_parameters_are_asked_for_too(tmp_path):
-    (tmp_path / "mini.py").write_text("from ampx.testing.toy.framework import *\n")
+    (tmp_path / "mini.py").write_text("from toy.framework import *\n")
     author = Author(tmp_path, "mini", MINI, MINI)
     author.write_surroundings(*(name for name in methods(MINI.read_text()) if not name.endswith("gradients")))
     asked, passed = author.answer_all()

@@ -30,8 +30,6 @@ assert not heavy, f"importing the plugin imported {{heavy}}"
 _QUIET = """
 import importlib
 import ampx
-if {plugin!r}.startswith("ampx.testing."):
-    import ampx.testing  # pytest and hypothesis are no part of the toy's plugin
 before = world()
 ampx.register_plugin(importlib.import_module({plugin!r}), "kit") if {framework!r} not in ampx.backends() else None
 importlib.import_module({plugin!r})

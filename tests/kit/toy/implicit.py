@@ -13,10 +13,9 @@ from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
-
-from .automation import automate
-from .framework import Optimizer, Tensor
-from .verbs import ToyVerbs
+from toy.automation import automate
+from toy.framework import Optimizer, Tensor
+from toy.verbs import ToyVerbs
 
 OPERATIONS = ("product", "total")
 

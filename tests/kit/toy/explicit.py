@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import ampx
 from ampx.backend import Device
-
-from .framework import Optimizer, Tensor
-from .verbs import ToyVerbs
+from toy.framework import Optimizer, Tensor
+from toy.verbs import ToyVerbs
 
 
 class ExplicitToy(ToyVerbs):

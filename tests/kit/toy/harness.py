@@ -6,16 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ampx.testing.harness import Chosen, Harness
-
-from . import framework as toy
-from .framework import Optimizer, Tensor
+from toy import framework as toy
+from toy.framework import Optimizer, Tensor
 
 
 class ImplicitToyHarness(Harness):
     """The toy framework used like PyTorch."""
 
     framework: ClassVar[str] = "toy"
-    plugin: ClassVar[str] = "ampx.testing.toy.plugin"
+    plugin: ClassVar[str] = "toy.plugin"
     copies: ClassVar[tuple[str, ...]] = ("deepcopy",)
 
     def tensor(self, values: Sequence[float], dtype: str) -> Tensor:

@@ -8,8 +8,7 @@ from typing import Any
 from unittest import mock
 
 from ampx.run import Run
-
-from .framework import Optimizer, Tensor
+from toy.framework import Optimizer, Tensor
 
 
 class Managed:

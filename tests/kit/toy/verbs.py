@@ -10,9 +10,8 @@ from typing import Any
 import ampx
 from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
-
-from . import framework
-from .framework import FLOATING, CastingState, Tensor
+from toy import framework
+from toy.framework import FLOATING, CastingState, Tensor
 
 
 def casting_of(plan: CastPlan, enabled: bool) -> CastingState:

@@ -8,9 +8,9 @@ import ampx
 @ampx.hookimpl
 def ampx_register_backends(register: ampx.Register) -> None:
     """Register the variants of the toy framework."""
-    register("toy", load_implicit, roots=("ampx",), requires="ampx")
-    register("toy-explicit", load_explicit, roots=("ampx",), requires="ampx")
-    register("toy-bare", load_bare, roots=("ampx",), requires="ampx")
+    register("toy", load_implicit, roots=("toy",), requires="ampx")
+    register("toy-explicit", load_explicit, roots=("toy",), requires="ampx")
+    register("toy-bare", load_bare, roots=("toy",), requires="ampx")
 
 
 def load_implicit() -> ampx.Backend:

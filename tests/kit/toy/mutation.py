@@ -14,13 +14,12 @@ from ampx.backend import Device, Unscaled
 from ampx.protocol import HostLedger, Outcome, ScaleGroup
 from ampx.run import Run
 from ampx.testing.harness import Harness
-
-from . import framework
-from .explicit import BareToy, ExplicitToy
-from .framework import CastingState, Tensor
-from .harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
-from .implicit import ImplicitToy, ToyOptimizer
-from .verbs import ToyVerbs
+from toy import framework
+from toy.explicit import BareToy, ExplicitToy
+from toy.framework import CastingState, Tensor
+from toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
+from toy.implicit import ImplicitToy, ToyOptimizer
+from toy.verbs import ToyVerbs
 
 Patches = Callable[[], Sequence[AbstractContextManager[Any]]]
 

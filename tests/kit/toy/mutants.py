@@ -13,12 +13,11 @@ from ampx.protocol import Member
 from ampx.scale_state import LossScale
 from ampx.scaling import ScaleLoss
 from ampx.session import Amp, sessions
-
-from . import framework
-from .explicit import BareToy, ExplicitToy
-from .framework import FLOATING
-from .implicit import ImplicitToy, ToyOptimizer
-from .mutation import (
+from toy import framework
+from toy.explicit import BareToy, ExplicitToy
+from toy.framework import FLOATING
+from toy.implicit import ImplicitToy, ToyOptimizer
+from toy.mutation import (
     DiesWithItsSession,
     ForgetsTracker,
     HalfToy,
@@ -44,7 +43,7 @@ from .mutation import (
     verbs,
     wrapper,
 )
-from .verbs import casting_of
+from toy.verbs import casting_of
 
 
 def _wrap_simply(self: ImplicitToy, optimizer: Any, member: Member, options: Any) -> GenericOptimizer:
