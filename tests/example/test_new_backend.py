@@ -15,6 +15,7 @@ pytest.importorskip("autograd", reason="autograd is not installed: the new packa
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_backend"
 MINI = Path(__file__).with_name("mini_answers.py")
+TOY = Path(__file__).parents[1] / "kit" / "toy" / "framework.py"
 CAPABILITIES = re.compile(r"^    capabilities = .*?^    \)\n", flags=re.M | re.S)
 
 
@@ -168,7 +169,7 @@ def test_the_kit_asks_for_one_thing_after_the_other_until_the_example_stands(aut
 
 @pytest.mark.slow
 def test_gradients_that_hang_on_parameters_are_asked_for_too(tmp_path):
-    (tmp_path / "mini.py").write_text("from toy.framework import *\n")
+    (tmp_path / "mini.py").write_text(TOY.read_text())
     author = Author(tmp_path, "mini", MINI, MINI)
     author.write_surroundings(*(name for name in methods(MINI.read_text()) if not name.endswith("gradients")))
     asked, passed = author.answer_all()
