@@ -131,7 +131,7 @@ class GenericOptimizer(WrappedOptimizer):
         return self._backend.capabilities.gradients == "implicit"
 
     def step(self, grads: Any = None) -> None:
-        """Unscale if not done, check, apply or skip, move the scale.
+        """Unscale if not done, check, clip, apply or skip, move the loss scale.
 
         Args:
             grads: The scaled gradients, where the framework's gradients are values.
@@ -144,35 +144,36 @@ class GenericOptimizer(WrappedOptimizer):
         Sync: as the backend's `unscale`.
         """
         member = self.ampx_member
-        if self._implicit and grads is not None:
-            self._backend.refuse("arguments of step (closures)")
-        if self._implicit:
-            grads = self._backend.gradients(self.optimizer)
+        grads = self._collect(grads)
         if not member.group.enabled:
-            self._update(grads)
+            self._apply(self._clip(grads))
             self._norm = None
             member.note_result(UNCHECKED)
             return
         if not (self._implicit and _is_empty(grads) and member.stage == "idle"):
             member.check_step()
         if _is_empty(grads):
-            self._nothing_to_do()
+            self._close_empty()
             return
         if self._unscaled is None:
             self._unscale(grads)
-        elif self._implicit:
+        else:
             self._look_again()
-        grads, flag = cast("Unscaled", self._unscaled)
-        finite = bool(flag)
-        by_loss = self.ampx_finite_by_loss(finite)
-        if not finite and all(by_loss.values()):  # each by itself, but not their sum
-            by_loss = dict.fromkeys(by_loss, False)
+        grads, finite = self._check()
         member.begin_change()  # nobody can tell how far an update came that raised
-        if finite:
-            self._update(grads)
-        norm = self._norm
-        self._unscaled = self._norm = None
-        member.finish(by_loss, norm)  # `last_step` reads the norm: stepping does not
+        if all(finite.values()):
+            self._apply(self._clip(grads))
+        else:
+            self._skip()
+        self._close(finite)
+
+    def _collect(self, grads: Any) -> Any:
+        """Return the gradients of this step: those on the parameters, or what was passed where they are values."""
+        if not self._implicit:
+            return grads
+        if grads is not None:
+            self._backend.refuse("arguments of step (closures)")
+        return self._backend.gradients(self.optimizer)
 
     def _unscale(self, grads: Any) -> Unscaled:
         """Make gradients true that are not yet, and note it."""
@@ -192,15 +193,40 @@ class GenericOptimizer(WrappedOptimizer):
         grads, finite = self._backend.gradients(self.optimizer), self._unscaled is None or bool(self._unscaled.finite)
         self._unscaled = Unscaled(grads, finite and self._backend.unscale(grads, 1.0).finite)
 
-    def _update(self, grads: Any) -> None:
-        """Clip true, finite gradients as asked and apply them."""
+    def _check(self) -> tuple[Any, dict[int, bool]]:
+        """Return the true gradients, and by loss id whether they are finite. Sync: one where that is on the device."""
+        grads, flag = cast("Unscaled", self._unscaled)
+        finite = bool(flag)
+        by_loss = self.ampx_finite_by_loss(finite)
+        if not finite and all(by_loss.values()):  # each by itself, but not their sum
+            by_loss = dict.fromkeys(by_loss, False)
+        return grads, by_loss
+
+    def _clip(self, grads: Any) -> Any:
+        """Clip true gradients as `wrap_optimizer` was asked to."""
         if self._max_grad_norm is not None or self._max_grad_value is not None:
             grads, norm = self._backend.clip(grads, self._max_grad_norm, self._max_grad_value)
             self._norm = norm if self._norm is None else self._norm
-        # An optimizer that multiplies matrices would have its own operations cast.
-        off = nullcontext() if self._plan is None else self._backend.autocast(self._plan, False)
-        with off:
+        return grads
+
+    def _apply(self, grads: Any) -> None:
+        """Update with true, finite gradients, casting off: an optimizer that multiplies matrices would be cast."""
+        with nullcontext() if self._plan is None else self._backend.autocast(self._plan, False):
             self._backend.apply(self.optimizer, grads)
+
+    def _skip(self) -> None:
+        """Leave the weights as they are; a framework may have more to do."""
+
+    def _close(self, finite: dict[int, bool]) -> None:
+        """Note the outcome by loss id and move the loss scale; the norm is read by `last_step`, not here."""
+        norm = self._norm
+        self._unscaled = self._norm = None
+        self.ampx_member.finish(finite, norm)
+
+    def _close_empty(self) -> None:
+        """End a step that found no gradients: it counts for nothing."""
+        self._unscaled = self._norm = None
+        self.ampx_member.finish_empty()
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
         """Bring gradients that are there before a window to its scale: the step before left them true."""
@@ -281,13 +307,6 @@ class GenericOptimizer(WrappedOptimizer):
                 f"{call} was called, but backend {self._backend.name!r} has gradients as values, which only step "
                 f"sees; accepted: wrap_optimizer(opt, max_grad_norm=…). Pass it there."
             )
-
-    def _nothing_to_do(self) -> None:
-        self._unscaled = self._norm = None
-        group = self.ampx_member.group
-        scale = cast("float", group.states[0].scale)
-        skips = cast("int", group.states[0].consecutive_skips)
-        self.ampx_member.forget(StepResult(False, True, scale, scale, skips))
 
 
 def _is_empty(grads: Any) -> bool:

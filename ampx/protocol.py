@@ -480,6 +480,18 @@ class Member:
         if group._due:
             group.send_events()
 
+    def finish_empty(self, applied: bool = False) -> None:
+        """Close a step that found no gradients: it is not counted, and the scale stays.
+
+        Args:
+            applied: The raw optimizer was stepped all the same.
+
+        Sync: as the group's ledger.
+        """
+        self.group.resolve()
+        state = self.group.states[0]
+        self.forget(StepResult(applied, True, state.scale, state.scale, state.consecutive_skips))
+
     def forget(self, result: StepResult | None = None) -> None:
         """Drop pending gradients without counting a step; inside a body, those so far.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ampx.errors import ProtocolError
-from ampx.events import UNCHECKED, StepResult
+from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import FLOAT32_MAX
@@ -226,10 +226,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _nothing_to_do(self) -> None:
         self._forget_pending()
-        state = self.ampx_member.group.states[0]
-        scale: Any = state.scale
-        skips: Any = state.consecutive_skips
-        self.ampx_member.forget(StepResult(False, True, scale, scale, skips))
+        self.ampx_member.finish_empty()
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""

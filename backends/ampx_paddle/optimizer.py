@@ -126,7 +126,7 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
             found = collect(self.optimizer)
             if found and not any_nonzero(found):
                 # `clear_grad` leaves zeros by default: nothing was computed since, so there is nothing to count.
-                self._nothing_to_do()
+                self._close_empty()
                 return loss
         if not (member.group.enabled and member.pending):
             super().step()
@@ -325,16 +325,19 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         else:
             self._look_again()
         finite = self.ampx_finite_by_loss(self._unscaled is None or bool(self._unscaled.finite))
-        if all(finite.values()) and (self._max_grad_norm is not None or self._max_grad_value is not None):
+        if all(finite.values()):
             self._clip(found)
         self._forget_losses()
         return finite
 
-    def _clip(self, found: list[Any]) -> None:
+    def _clip(self, found: list[Any]) -> list[Any]:
         """Clip true, finite gradients as asked; their norm was read already where it was tested."""
+        if self._max_grad_norm is None and self._max_grad_value is None:
+            return found
         squares = None if self._unscaled is None else self._unscaled.finite.squares
         norm = clip(found, self._max_grad_norm, self._max_grad_value, squares)
         self._norm = norm if self._norm is None else self._norm
+        return found
 
     def close_step(self, finite: dict[int, bool]) -> None:
         """Note a step's outcome and move the loss scale."""
@@ -359,10 +362,8 @@ class AmpOptimizer(GenericOptimizer, CopiesWithCare, DelegatingOptimizer):
         self._mixer.reset()
         self.ampx_member.mixes = False
 
-    def _update(self, grads: Any) -> None:
-        """Clip and apply, telling the guard that it is the wrapper who steps."""
-        if self._max_grad_norm is not None or self._max_grad_value is not None:
-            self._clip(grads)
+    def _apply(self, grads: Any) -> None:
+        """Update, telling the guard that it is the wrapper who steps."""
         self._guard.watch(self.optimizer)
         with self._guard.opened(), self.casting_region(False):
             self._backend.apply(self.optimizer, grads)
