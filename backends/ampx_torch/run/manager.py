@@ -111,7 +111,7 @@ class Manager:
 
     def decide(self) -> None:
         """Begin at the first backward or step of a script that imports apex.amp, unless it switched that off."""
-        amp = sys.modules.get("ampx_torch.apex.amp._amp_state")
+        amp = sys.modules.get("ampx_torch.old.apex.amp._amp_state")
         if amp is not None and amp._amp_state.switched_off:
             self.held = False
             self.stand_down("apex.amp", waits=True)

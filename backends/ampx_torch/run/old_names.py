@@ -12,14 +12,14 @@ from types import ModuleType
 from typing import Final
 from unittest import mock
 
-from ampx_torch.apex import ApexPresentError, install, uninstall
+from ampx_torch.old.apex import ApexPresentError, install, uninstall
 
 from .manager import Manager, own_steps_recorded
 
-_IN_PLACE: Final = "ampx_torch.apex.amp.opt"
-_BY_HAND: Final = "ampx_torch.apex.fp16_utils.loss_scaler"
+_IN_PLACE: Final = "ampx_torch.old.apex.amp.opt"
+_BY_HAND: Final = "ampx_torch.old.apex.fp16_utils.loss_scaler"
 _AMP: Final = "apex.amp"
-_OURS: Final = "ampx_torch.apex.amp"
+_OURS: Final = "ampx_torch.old.apex.amp"
 _NAMES: Final = ("apex", "amp_C", "apex_C")
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import InvalidOptionError
-from ampx_torch.apex import amp_c
+from ampx_torch.old.apex import amp_c
 
 from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampx.errors import UnsupportedByBackendError
-from ampx_torch.apex import amp_c
+from ampx_torch.old.apex import amp_c
 
 from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from ampx.errors import AmpxWarning
-from ampx_torch.apex.amp_c import in_float32
+from ampx_torch.old.apex.amp_c import in_float32
 
 Shape: TypeAlias = int | Sequence[int]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from ampx.errors import UnsupportedByBackendError, UnsupportedDtypeError
-from ampx_torch.apex.amp_c import in_float32
+from ampx_torch.old.apex.amp_c import in_float32
 
 _LOW: Final = (torch.float16, torch.bfloat16)
 

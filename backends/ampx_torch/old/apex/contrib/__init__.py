@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm_
 
-from ampx_torch.apex.normalization.functional import FusedLayerNormAffineFunction, fused_layer_norm_affine
+from ampx_torch.old.apex.normalization.functional import FusedLayerNormAffineFunction, fused_layer_norm_affine
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN", "SoftmaxCrossEntropyLoss", "clip_grad_norm_"]
 

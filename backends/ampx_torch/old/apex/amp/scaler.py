@@ -11,7 +11,7 @@ import torch
 from ampx.events import Event, StepSkipped
 from ampx.protocol import ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
-from ampx_torch.apex import amp_c
+from ampx_torch.old.apex import amp_c
 
 from ._amp_state import _amp_state
 

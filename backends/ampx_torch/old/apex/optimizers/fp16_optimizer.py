@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampx_torch.apex.fp16_utils.fp16_optimizer import FP16Optimizer
+from ampx_torch.old.apex.fp16_utils.fp16_optimizer import FP16Optimizer
 
 
 class FusedFP16Optimizer(FP16Optimizer):

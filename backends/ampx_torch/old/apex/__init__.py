@@ -1,6 +1,6 @@
 """The package `apex` as scripts knew it, on today's PyTorch, on CUDA devices and on the CPU.
 
-`install()` lets an unedited script import it under its old name; `from ampx_torch.apex import amp` works without.
+`install()` lets an unedited script import it under its old name; `from ampx_torch.old.apex import amp` works without.
 Importing this package imports no framework.
 """
 

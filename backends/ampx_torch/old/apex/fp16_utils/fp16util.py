@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampx.errors import InvalidOptionError, ProtocolError
-from ampx_torch.apex.apex_c import flatten, unflatten
+from ampx_torch.old.apex.apex_c import flatten, unflatten
 
 
 class ToFP16(nn.Module):

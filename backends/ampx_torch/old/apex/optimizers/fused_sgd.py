@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import required
 
 from ampx.errors import AmpxWarning, InvalidOptionError
-from ampx_torch.apex import amp_c
+from ampx_torch.old.apex import amp_c
 
 from .base import FusedOptimizer, state_tensors
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ampx.errors import AmpxWarning, InvalidOptionError, ProtocolError, UnsupportedByBackendError
-from ampx_torch.apex.apex_c import flatten, unflatten
+from ampx_torch.old.apex.apex_c import flatten, unflatten
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):

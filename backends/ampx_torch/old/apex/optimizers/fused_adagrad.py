@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ampx_torch.apex import amp_c
+from ampx_torch.old.apex import amp_c
 
 from .base import FusedOptimizer, state_tensors
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ampx.errors import AmpxError
 
-_OURS: Final = "ampx_torch.apex"
+_OURS: Final = "ampx_torch.old.apex"
 _PARTS: Final = (
     *("amp", "contrib", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers"),
     "parallel",

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ampx_torch.apex import amp_c
-from ampx_torch.apex.amp_c import in_float32
+from ampx_torch.old.apex import amp_c
+from ampx_torch.old.apex.amp_c import in_float32
 
 from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 

@@ -1,0 +1,1 @@
+"""Recipes of PyTorch's former mixed precision."""
