@@ -32,7 +32,7 @@ LIMIT: Final = 1.02
 
 def has(device: str) -> bool:
     """Return whether JAX offers the device here."""
-    return device == "cpu" or any(one.platform == "gpu" for one in jax.devices())
+    return device == "cpu" or any(gpu.platform == "gpu" for gpu in jax.devices())
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -66,12 +66,12 @@ def products_are_low_precision_and_sum_in_float32(setup: Setup) -> Figure:
         with _session(setup, dtype=dtype):
             a = jax.random.normal(jax.random.key(0), (64, terms))
             b = jax.random.normal(jax.random.key(1), (terms, 64))
-            found = np.asarray(jax.jit(ampx_jax.autocast(jnp.matmul))(a, b), np.float64)
-            rounded = [np.asarray(one.astype(dtype), np.float64) for one in (a, b)]
+            product = np.asarray(jax.jit(ampx_jax.autocast(jnp.matmul))(a, b), np.float64)
+            rounded = [np.asarray(factor.astype(dtype), np.float64) for factor in (a, b)]
             # The result is rounded to the dtype once (2**-8 at most); sums in float32 add far less.
-            errors[dtype] = float(np.abs(found - rounded[0] @ rounded[1]).max() / np.abs(found).max())
+            errors[dtype] = float(np.abs(product - rounded[0] @ rounded[1]).max() / np.abs(product).max())
             require(errors[dtype] <= 2.0**-8, f"{dtype}: off by {errors[dtype]} of the largest")
-            require(not np.array_equal(found, np.asarray(a @ b)), f"{dtype}: nothing was cast")
+            require(not np.array_equal(product, np.asarray(a @ b)), f"{dtype}: nothing was cast")
     return Figure(", ".join(f"{dtype} {error:.1e}" for dtype, error in errors.items()), errors)
 
 
@@ -113,7 +113,7 @@ def step_takes_no_longer_than_a_masked_update(setup: Setup) -> Figure:
     with _session(setup, level="O0", loss_scale="dynamic"):
         raw = optax.adam(1e-3)
         tx = ampx.wrap_optimizer(raw)
-        params = [jax.random.normal(one, (width, width)) for one in jax.random.split(jax.random.key(0), layers)]
+        params = [jax.random.normal(key, (width, width)) for key in jax.random.split(jax.random.key(0), layers)]
         x = jnp.ones((width, width)) / width
         ours = _Carried(_compiled(tx, _deep), params, tx.init(params), x)
         theirs = _Carried(_masked(raw, _deep), params, (jnp.float32(2.0**16), jnp.int32(0), raw.init(params)), x)
@@ -179,8 +179,8 @@ def _masked(tx: Any, predict: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         scale, tracker, inner = state
         loss = lambda params: jnp.mean((predict(params, x) - 1.0) ** 2) * factor * scale  # noqa: E731
         value, grads = jax.value_and_grad(loss)(params)
-        grads = jax.tree.map(lambda one: one / scale, grads)
-        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(one).all() for one in jax.tree.leaves(grads)])
+        grads = jax.tree.map(lambda grad: grad / scale, grads)
+        finite = functools.reduce(jnp.logical_and, [jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads)])
         updates, after = tx.update(grads, inner, params)
         new = optax.apply_updates(params, updates), after
         params, inner = jax.tree.map(functools.partial(jnp.where, finite), new, (params, inner))

@@ -26,7 +26,7 @@ def has(device: str) -> bool:
 
 def describe(device: str) -> dict[str, Any]:
     """Return the version, and which of its features were compiled in."""
-    compiled = sorted(name for name, one in mx.runtime.Features().items() if one.enabled)
+    compiled = sorted(name for name, feature in mx.runtime.Features().items() if feature.enabled)
     return {**devices.describe(_place(device)).details, "compiled": compiled}
 
 
@@ -85,9 +85,9 @@ def gradients_that_add_are_true_sums(setup: Setup) -> Figure:
                 with ampx.scale_loss(loss, trainer) as scaled:
                     scaled.backward()
         trainer.step(1)
-        found = layer.weight.data().asnumpy().ravel().tolist()
-        require(found == [1 - 0.375, 1 - 0.75], f"the weights became {found}")
-    return Figure(f"weights {found}")
+        weights = layer.weight.data().asnumpy().ravel().tolist()
+        require(weights == [1 - 0.375, 1 - 0.75], f"the weights became {weights}")
+    return Figure(f"weights {weights}")
 
 
 def o1_casts_products_and_trains(setup: Setup) -> Figure:
@@ -107,7 +107,7 @@ def o1_casts_products_and_trains(setup: Setup) -> Figure:
                 seen.append(_backward(setup, network, trainer, 0))
                 trainer.step(1)
             require(seen[-1] < 0.5 * seen[0], f"{dtype}: the loss went from {seen[0]} to {seen[-1]}")
-            dtypes = {_name(one.data()) for one in network.collect_params().values()}
+            dtypes = {_name(parameter.data()) for parameter in network.collect_params().values()}
             require(dtypes == {"float32"}, f"{dtype}: the parameters became {dtypes}")
             losses["hybridized" if hybridize else "imperative"] = seen[-1]
     return Figure(f"{dtype}: " + ", ".join(f"{way} {loss:.4f}" for way, loss in losses.items()), losses)
@@ -121,8 +121,8 @@ def converted_network_computes_what_it_did(setup: Setup) -> Figure:
         network.hybridize()
         data = mx.nd.random.uniform(shape=(8, 16), ctx=_contexts(setup, 1)[0])
         expected = network(data).asnumpy()
-        found = convert_hybrid_block(network, dtype, cast_parameters=True)(data).astype("float32").asnumpy()
-    error = float(abs(found - expected).max())
+        outputs = convert_hybrid_block(network, dtype, cast_parameters=True)(data).astype("float32").asnumpy()
+    error = float(abs(outputs - expected).max())
     # Two layers, each of which rounds its operands and its output to 8 bits or more; a width of 32 adds up.
     require(0 < error < 0.1 * abs(expected).max(), f"{dtype}: differs by {error} of {abs(expected).max()}")
     return Figure(f"{dtype}: largest difference {error:.1e}", {"error": error})
@@ -187,9 +187,9 @@ def _name(array: Any) -> str:
 
 def _weights(network: Any, contexts: list[Any]) -> list[bytes]:
     parameters = network.collect_params().values()
-    return [b"".join(one.data(context).asnumpy().tobytes() for one in parameters) for context in contexts]
+    return [b"".join(parameter.data(context).asnumpy().tobytes() for parameter in parameters) for context in contexts]
 
 
 def _bits(network: Any, trainer: Any) -> tuple[list[bytes], bytes]:
     updater = trainer.trainer._updaters[0]
-    return _weights(network, [one for one in trainer.trainer._contexts]), updater.get_states(dump_optimizer=False)
+    return _weights(network, list(trainer.trainer._contexts)), updater.get_states(dump_optimizer=False)

@@ -100,8 +100,10 @@ def op_lists_reach_the_operators(setup: Setup) -> Figure:
     for name, (lists, dtypes) in expected.items():
         with _session(setup, dtype="float16", **lists):
             product = paddle.matmul(ones, ones)
-            found = tuple(str(one.dtype)[7:] for one in (product, paddle.tanh(product), paddle.exp(product * 0.01)))
-            require(found == dtypes, f"{name}: matmul, tanh, exp are {found}, not {dtypes}")
+            actual = tuple(
+                str(tensor.dtype)[7:] for tensor in (product, paddle.tanh(product), paddle.exp(product * 0.01))
+            )
+            require(actual == dtypes, f"{name}: matmul, tanh, exp are {actual}, not {dtypes}")
     return Figure(", ".join(expected))
 
 
@@ -166,5 +168,5 @@ def _backward(model: paddle.nn.Layer, opt: Any, overflow: int) -> float:
 
 
 def _bits(model: paddle.nn.Layer, opt: Any) -> list[bytes]:
-    tensors = [*model.parameters(), *(one for one in opt.state_dict().values() if isinstance(one, paddle.Tensor))]
-    return [one.numpy().tobytes() for one in tensors]
+    tensors = [*model.parameters(), *(value for value in opt.state_dict().values() if isinstance(value, paddle.Tensor))]
+    return [tensor.numpy().tobytes() for tensor in tensors]

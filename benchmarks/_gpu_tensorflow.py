@@ -26,8 +26,8 @@ def has(device: str) -> bool:
 def describe(device: str) -> dict[str, Any]:
     """Return versions, and for a GPU its name and compute capability."""
     kind = _kind(device)
-    found = ampx.init("tensorflow", level="O0", device=kind).backend.device(kind)
-    return {**found.details, "keras": keras.__version__}
+    device = ampx.init("tensorflow", level="O0", device=kind).backend.device(kind)
+    return {**device.details, "keras": keras.__version__}
 
 
 def scale_trace_is_the_reference_and_skips_change_nothing(setup: Setup) -> Figure:
@@ -79,7 +79,9 @@ def a_float16_overflow_is_skipped_and_cured(setup: Setup) -> Figure:
             step(tf.constant(1.0))
             applied.append(opt.last_step.applied)
         require(not applied[0] and applied[-1], f"applied: {applied}")
-        require(all(bool(tf.reduce_all(tf.math.is_finite(one))) for one in model.weights), "weights are not finite")
+        require(
+            all(bool(tf.reduce_all(tf.math.is_finite(weight))) for weight in model.weights), "weights are not finite"
+        )
     return Figure(f"{applied.count(False)} skipped", {"final_scale": opt.loss_scale})
 
 
@@ -95,9 +97,9 @@ def plain_functions_are_rewritten(setup: Setup) -> Figure:
             if setup.on_gpu:
                 raise
             raise NotHere(str(error)) from None
-        found = float(prepared(values)[0, 0]), float(plain(values)[0, 0])
-        require(found[0] == 1.0, f"{dtype}: the prepared function gave {found[0]}")
-    return Figure(f"{found[0]} in {dtype}, {found[1]} without", {"rewritten": found[0], "plain": found[1]})
+        outputs = float(prepared(values)[0, 0]), float(plain(values)[0, 0])
+        require(outputs[0] == 1.0, f"{dtype}: the prepared function gave {outputs[0]}")
+    return Figure(f"{outputs[0]} in {dtype}, {outputs[1]} without", {"rewritten": outputs[0], "plain": outputs[1]})
 
 
 def float16_is_faster_than_float32(setup: Setup) -> Figure:
@@ -175,4 +177,4 @@ def _step(model: keras.Model, opt: Any, *, rows: int = 8, jit_compile: bool = Fa
 
 
 def _bits(model: keras.Model, opt: Any) -> list[bytes]:
-    return [one.numpy().tobytes() for one in (*model.variables, *opt.inner_optimizer.variables)]
+    return [variable.numpy().tobytes() for variable in (*model.variables, *opt.inner_optimizer.variables)]

@@ -58,7 +58,9 @@ def skipped_step_changes_nothing(setup: Setup) -> Figure:
                 label = f"{name}, device_scale={device_scale}"
                 require(same(first, second) and same(first, third), f"{label}: a skipped step changed something")
                 require(not same(third, fourth), f"{label}: the finite step after the skips changed nothing")
-                require(all(bool(torch.isfinite(one).all()) for one in fourth), f"{label}: something is not finite")
+                require(
+                    all(bool(torch.isfinite(tensor).all()) for tensor in fourth), f"{label}: something is not finite"
+                )
             tried.append(label)
     return Figure(f"{len(tried)} optimizers and places of the scale, all bits kept", {"tried": tried})
 

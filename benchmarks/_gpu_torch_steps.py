@@ -40,7 +40,7 @@ class Transformer(nn.Module):
 
 def optimizers(device: str) -> dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[bool | None, ...]]]:
     """Return the optimizers to check, by name, each with the values of `device_scale` that it takes."""
-    found: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[bool | None, ...]]] = {
+    cases: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[bool | None, ...]]] = {
         "SGD foreach": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True), (None,)),
         "Adam foreach": (lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True), (None,)),
         "SGD fused": (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True), (False, True)),
@@ -48,9 +48,9 @@ def optimizers(device: str) -> dict[str, tuple[Callable[[Any], torch.optim.Optim
         "AdamW fused": (lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True), (None,)),
     }
     if device != "cpu":
-        found["Adam capturable"] = (lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True), (None,))
-        found["Adam fused capturable"] = (lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, capturable=True), (None,))
-    return found
+        cases["Adam capturable"] = (lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True), (None,))
+        cases["Adam fused capturable"] = (lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, capturable=True), (None,))
+    return cases
 
 
 def through_ampx(model: nn.Module, opt: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -95,6 +95,6 @@ def bits(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same(first: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Compare bit by bit."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(first) == len(other) and all(torch.equal(a, b) for a, b in zip(first, other, strict=True))

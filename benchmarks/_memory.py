@@ -27,7 +27,7 @@ def peak(function: Callable[[], object], before: Callable[[], object] | None = N
     """
     if not _CLEAR.exists():
         return None
-    found = []
+    processes = []
     for _ in range(runs):
         if before is not None:
             before()
@@ -36,8 +36,8 @@ def peak(function: Callable[[], object], before: Callable[[], object] | None = N
         _CLEAR.write_text("5")  # from here on counts what the process holds at most
         held = resident("VmRSS")
         function()
-        found.append(resident("VmHWM") - held)
-    return max(*found, 0.0)
+        processes.append(resident("VmHWM") - held)
+    return max(*processes, 0.0)
 
 
 def resident(key: str) -> float:

@@ -150,7 +150,7 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
             ratios = [
                 mine["seconds"] / base["seconds"] for mine, base in zip(runs[dtype], runs["float32"], strict=True)
             ]
-            middle = {key: statistics.median(one[key] for one in runs[dtype]) for key in runs[dtype][0]}
+            middle = {key: statistics.median(run[key] for run in runs[dtype]) for key in runs[dtype][0]}
             rows.append(
                 {
                     "task": task.name,

@@ -71,8 +71,11 @@ def main(arguments: list[str]) -> int:
     if not any(framework in machine for framework in FRAMEWORKS):
         print(f"no {setup.device.upper()} device: nothing was run")
         return 2
-    failed = [one for one in outcomes if one.status in ("FAIL", "ERROR")]
-    counts = {status: sum(one.status == status for one in outcomes) for status in ("pass", "FAIL", "ERROR", "not here")}
+    failed = [outcome for outcome in outcomes if outcome.status in ("FAIL", "ERROR")]
+    counts = {
+        status: sum(outcome.status == status for outcome in outcomes)
+        for status in ("pass", "FAIL", "ERROR", "not here")
+    }
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     target = options.out or default_target(setup, machine)
     if target is not None:
@@ -83,7 +86,7 @@ def main(arguments: list[str]) -> int:
             "device": setup.device,
             "quick": setup.quick,
             "counts": counts,
-            "checks": [one.to_json() for one in outcomes],
+            "checks": [outcome.to_json() for outcome in outcomes],
         }
         target.write_text(json.dumps(content, indent=1) + "\n")
         print(f"written: {target}")

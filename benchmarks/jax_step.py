@@ -41,8 +41,8 @@ def _mlp(*sizes: int) -> tuple[Callable[[Any], Any], Callable[[Any, Any, Product
         keys = jax.random.split(key, len(sizes))
         pairs = itertools.pairwise(sizes)
         return [
-            (jax.random.normal(one, pair) / pair[0] ** 0.5, jnp.zeros(pair[1]))
-            for one, pair in zip(keys, pairs, strict=False)
+            (jax.random.normal(key, pair) / pair[0] ** 0.5, jnp.zeros(pair[1]))
+            for key, pair in zip(keys, pairs, strict=False)
         ]
 
     def forward(params: Any, x: Any, product: Product) -> Any:
@@ -67,22 +67,22 @@ def _transformer(width: int, heads: int, layers: int, length: int) -> tuple[Any,
                 "down": (4 * width, width),
             }
             keys = jax.random.split(key, len(shapes))
-            return {name: matrix(one, *shape) for one, (name, shape) in zip(keys, shapes.items(), strict=True)}
+            return {name: matrix(each, *shape) for each, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
         *blocks, last = jax.random.split(key, layers + 1)
-        return {"blocks": [block(one) for one in blocks], "head": matrix(last, width, 10)}
+        return {"blocks": [block(key) for key in blocks], "head": matrix(last, width, 10)}
 
     def norm(x: Any) -> Any:
         return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
     def forward(params: Any, x: Any, product: Product) -> Any:
-        for one in params["blocks"]:
+        for block in params["blocks"]:
             batch = x.shape[0]
-            parts = product(norm(x), one["qkv"]).reshape(batch, length, 3, heads, width // heads)
+            parts = product(norm(x), block["qkv"]).reshape(batch, length, 3, heads, width // heads)
             q, k, v = (parts[:, :, part].swapaxes(1, 2) for part in range(3))
             weights = jax.nn.softmax(product(q, k.swapaxes(2, 3)) / (width // heads) ** 0.5)
-            x = x + product(product(weights, v).swapaxes(1, 2).reshape(batch, length, width), one["out"])
-            x = x + product(jax.nn.gelu(product(norm(x), one["up"])), one["down"])
+            x = x + product(product(weights, v).swapaxes(1, 2).reshape(batch, length, width), block["out"])
+            x = x + product(jax.nn.gelu(product(norm(x), block["up"])), block["down"])
         return product(x.mean(1), params["head"])
 
     return init, forward, (length, width)
@@ -92,8 +92,8 @@ def _embeddings(rows: int, width: int) -> tuple[Any, Any, tuple[int, ...]]:
     head, predict, _ = _mlp(2 * width, 64, 10)
 
     def init(key: Any) -> Any:
-        one, other = jax.random.split(key)
-        return {"table": jax.random.normal(one, (rows, width)) * 0.1, "head": head(other)}
+        first, other = jax.random.split(key)
+        return {"table": jax.random.normal(first, (rows, width)) * 0.1, "head": head(other)}
 
     def forward(params: Any, x: Any, product: Product) -> Any:
         places = (jnp.abs(x) * 1e4).astype(jnp.int32) % rows
@@ -171,8 +171,8 @@ RECIPES: dict[str, tuple[str, Callable[..., tuple[Any, Any]]]] = {
 class _Run:
     """A compiled step and what it carries from call to call; every call waits for its result."""
 
-    def __init__(self, made: tuple[Any, Any], params: Any, x: Any, y: Any) -> None:
-        step, state = made
+    def __init__(self, step_and_state: tuple[Any, Any], params: Any, x: Any, y: Any) -> None:
+        step, state = step_and_state
         self._step = jax.jit(step, donate_argnums=(0, 1))
         self._carried = jax.tree.map(jnp.copy, (params, state))
         self._data = x, y
@@ -189,10 +189,10 @@ def measure(workload: str, recipe: str, dtype: str, quick: bool) -> dict[str, ob
         AssertionError: They do not train alike, so that a ratio would mean nothing.
     """
     (init, forward, shape), batch, optimizer, pairs, repeat = WORKLOADS[workload]
-    told: dict[str, object] = {"against": recipe, "workload": workload, "dtype": dtype}
+    facts: dict[str, object] = {"against": recipe, "workload": workload, "dtype": dtype}
     package, make = RECIPES[recipe]
     if importlib.util.find_spec(package) is None:
-        return {**told, "left_out": f"{package} is not installed"}
+        return {**facts, "left_out": f"{package} is not installed"}
     keys = jax.random.split(jax.random.key(0), 3)
     params = init(keys[0])
     x, y = jax.random.normal(keys[1], (batch, *shape)), jax.random.randint(keys[2], (batch,), 0, 10)
@@ -207,7 +207,7 @@ def measure(workload: str, recipe: str, dtype: str, quick: bool) -> dict[str, ob
         epsilon = 2.0**-7 if low else 2.0**-16
         assert all(abs(a - b) <= epsilon * abs(b) for a, b in zip(mine, other, strict=True)), (mine, other)
         ratio = paired(ours, theirs, pairs=max(pairs // (8 if quick else 1), 8), repeat=repeat, warmup=3)
-    return {**told, **ratio.to_json()}
+    return {**facts, **ratio.to_json()}
 
 
 STEPS = 2 * len(RECIPES) * len(WORKLOADS)

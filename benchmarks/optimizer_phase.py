@@ -108,7 +108,7 @@ class Phase:
         gradient loses to rounding: at most the root of its length, in units of 2**-24, of each update.
         """
         start = [parameter.detach().clone() for parameter in self.parameters[:3]]
-        found = []
+        rows = []
         for before, step in ((self.before_ampx, self.through_ampx), (self.before_native, self.natively)):
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters[:3], start)
@@ -116,8 +116,8 @@ class Phase:
             for _ in range(3):
                 before()
                 step()
-            found.append([parameter.detach().clone() for parameter in self.parameters[:3]])
-        for begin, ours, theirs in zip(start, *found, strict=True):
+            rows.append([parameter.detach().clone() for parameter in self.parameters[:3]])
+        for begin, ours, theirs in zip(start, *rows, strict=True):
             moved = (theirs - begin).abs().max().item()
             tolerance = 2.0**-24 * (len(begin.view(-1)) ** 0.5 * moved + 4 * begin.abs().max().item())
             limit = tolerance if self.clip else 0.0
@@ -175,13 +175,13 @@ Case = tuple[int, int, tuple[int, ...], str]
 
 def cases(quick: bool, threads: tuple[int, ...] = THREADS) -> list[Case]:
     """List what is measured; quickly, the growing ones with the first number of threads. Never more than cores."""
-    found: list[Case] = []
-    for number in [one for one in threads[: 1 if quick else None] if one <= (os.cpu_count() or 1)]:
+    cases: list[Case] = []
+    for number in [count for count in threads[: 1 if quick else None] if count <= (os.cpu_count() or 1)]:
         for count, shape in sizes(quick):
             targeted = (count, shape) in TARGETS
             names = OPTIMIZERS if targeted and not quick else GROWING if number == 1 else ()
-            found += [(number, count, shape, name) for name in names]
-    return found
+            cases += [(number, count, shape, name) for name in names]
+    return cases
 
 
 STEPS = 2 * len(cases(quick=False))

@@ -92,8 +92,8 @@ def _versions() -> dict[str, str]:
         "accelerate", "flax", "jax", "jaxlib", "jmp", "keras", "lightning-fabric", "mxnet", "numpy", "optax",
         "paddlepaddle", "tensorflow-cpu", "tensorflow", "tf-keras", "torch",
     }  # fmt: skip
-    found = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in distributions()}
-    return {name: found[name] for name in sorted(shown & found.keys())}
+    versions = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in distributions()}
+    return {name: versions[name] for name in sorted(shown & versions.keys())}
 
 
 if __name__ == "__main__":

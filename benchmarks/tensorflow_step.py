@@ -89,8 +89,8 @@ def measure(workload: str, way: str, dtype: str, quick: bool) -> dict[str, objec
         epsilon = 2.0**-7 if dtype == "bfloat16" else 2.0**-20
         assert all(abs(a - b) <= epsilon * abs(b) for a, b in zip(mine, other, strict=True)), (mine, other)
         ratio = paired(our_step, native_step, pairs=max(pairs // (8 if quick else 1), 8), warmup=3)
-    told = {"against": f"Keras' LossScaleOptimizer, {way}", "workload": workload, "dtype": dtype}
-    return {**told, **ratio.to_json()}
+    facts = {"against": f"Keras' LossScaleOptimizer, {way}", "workload": workload, "dtype": dtype}
+    return {**facts, **ratio.to_json()}
 
 
 def _built(make: Callable[[], Layers], x: tf.Tensor) -> keras.Model:

@@ -21,10 +21,10 @@ def report():
 
 
 def test_tables_are_those_of_the_committed_runs(report):
-    made = report.pages(ROOT / "benchmarks" / "results")
+    pages = report.pages(ROOT / "benchmarks" / "results")
     committed = {path.name: path.read_text() for path in report.DOCS.glob("*.md")}
-    assert made
-    assert made == committed, "run: python benchmarks/run.py --report"
+    assert pages
+    assert pages == committed, "run: python benchmarks/run.py --report"
 
 
 def test_page_includes_every_table_and_picture(report):

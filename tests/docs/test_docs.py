@@ -78,7 +78,7 @@ def test_every_environment_variable_is_listed():
 
 def bare_signature(function, method=False):
     signature = inspect.signature(function)
-    parameters = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     text = str(signature.replace(parameters=parameters[method:], return_annotation=inspect.Signature.empty))
     return re.sub(r"=<function .*?>", "=…", text)
 
@@ -91,7 +91,7 @@ def test_the_signature_in_the_reference_is_the_true_one(name):
     written = re.search(rf"^### {name}\n\n`ampx\.{name}(\(.*\))`$", REFERENCE["api.md"], flags=re.M)
     assert written, f"docs/reference/api.md has no '### {name}' followed by its signature"
     function = getattr(ampx, name)
-    if any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()):
         assert written[1] == bare_signature(getattr(Amp, name), method=True)
     else:
         assert written[1] == bare_signature(function)
@@ -100,10 +100,10 @@ def test_the_signature_in_the_reference_is_the_true_one(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_argument_is_explained(name):
     section = re.search(rf"^### {name}\n(.*?)(?=^##|\Z)", REFERENCE["api.md"], flags=re.M | re.S)[1]
-    parameters = [one for one in inspect.signature(getattr(ampx, name)).parameters if one != "options"]
+    arguments = [argument for argument in inspect.signature(getattr(ampx, name)).parameters if argument != "options"]
     # `autocast` and the three annotations say in a sentence what a list of one argument would repeat
-    if len(parameters) > 1:
-        assert [one for one in parameters if f"`{one}`" not in section and f"({one}" not in section] == []
+    if len(arguments) > 1:
+        assert [name for name in arguments if f"`{name}`" not in section and f"({name}" not in section] == []
 
 
 def test_the_reference_names_every_command():

@@ -19,9 +19,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_blocks(path):
-    found = re.finditer(r"^```python\n(.*?)^```$", path.read_text(), flags=re.M | re.S)
+    blocks = re.finditer(r"^```python\n(.*?)^```$", path.read_text(), flags=re.M | re.S)
     text = path.read_text()
-    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in blocks]
 
 
 # What the Python of the manual may need beyond ampx.

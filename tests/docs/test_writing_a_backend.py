@@ -12,12 +12,12 @@ INCLUDE = re.compile(r"^```\{literalinclude\} (\S+)\n(.*?)^```$", flags=re.M | r
 
 def shown():
     """Return the line numbers that the page shows, by file."""
-    found = {}
+    lines = {}
     for name, options in INCLUDE.findall(PAGE):
         path = DOCS / name
-        given = dict(re.findall(r"^:([\w-]+): (.*)$", options, flags=re.M))
-        found.setdefault(path, set()).update(range(*lines_of(path, given)))
-    return found
+        marks = dict(re.findall(r"^:([\w-]+): (.*)$", options, flags=re.M))
+        lines.setdefault(path, set()).update(range(*lines_of(path, marks)))
+    return lines
 
 
 def lines_of(path, options):
@@ -27,8 +27,8 @@ def lines_of(path, options):
     if "pyobject" in options:
         node = ast.parse(path.read_text())
         for part in options["pyobject"].split("."):
-            (node,) = [one for one in node.body if getattr(one, "name", None) == part]
-        return min(one.lineno for one in [node, *node.decorator_list]) - 1, node.end_lineno
+            (node,) = [child for child in node.body if getattr(child, "name", None) == part]
+        return min(statement.lineno for statement in [node, *node.decorator_list]) - 1, node.end_lineno
     first = 0
     for name in ("start-at", "start-after"):
         if name in markers:

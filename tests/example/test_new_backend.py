@@ -67,9 +67,9 @@ class Author:
         done = run(*command, cwd=self.folder, check=False, PYTHONPATH=os.pathsep.join(paths))
         if done.returncode == 0:
             return None, done.stdout
-        told = re.findall(r"^E\s+NotImplementedError: (\w+\.\w+): (.+)$", done.stdout, flags=re.M)
-        assert len(told) == 1, done.stdout
-        return told[0]
+        tasks = re.findall(r"^E\s+NotImplementedError: (\w+\.\w+): (.+)$", done.stdout, flags=re.M)
+        assert len(tasks) == 1, done.stdout
+        return tasks[0]
 
     def write_method(self, task):
         """Write a method in the place of its stub, or at the end of the class."""
@@ -77,21 +77,21 @@ class Author:
         path = self.backend if cls.endswith("Backend") else self.tests
         text, answer = path.read_text(), self.answers[path]
         lines, written, stub = text.splitlines(), methods(answer)[task], methods(text).get(task)
-        found = answer.splitlines()[written.lineno - 1 : written.end_lineno]
+        method = answer.splitlines()[written.lineno - 1 : written.end_lineno]
         if stub:
-            lines[stub.lineno - 1 : stub.end_lineno] = found
+            lines[stub.lineno - 1 : stub.end_lineno] = method
         else:
             end = next(node.end_lineno for node in ast.parse(text).body if getattr(node, "name", None) == cls)
-            lines[end:end] = ["", *found]
+            lines[end:end] = ["", *method]
         path.write_text("\n".join(lines) + "\n")
 
     def answer_all(self):
         """Write what the kit asks for until it asks no more; give the names in order, and how many tests pass."""
         asked = []
         while True:
-            task, told = self.next_task()
+            task, text = self.next_task()
             if task is None:
-                return asked, int(re.search(r"(\d+) passed", told)[1])
+                return asked, int(re.search(r"(\d+) passed", text)[1])
             assert task not in asked, f"{task} was asked for again"
             asked.append(task)
             self.write_method(task)

@@ -44,8 +44,8 @@ class AutogradHarness(Harness):
         # What autograd.grad does up to the loss; the trace lives on in it until `backward`.
         with autograd.tracer.trace_stack.new_trace() as trace:
             traced = autograd.tracer.new_box(list(parameters), trace, VJPNode.new_root())
-            slopes = [np.array(one, "float32") for one in gradients]
-            return sum(pull(traced[position], one) for position, one in enumerate(slopes))
+            slopes = [np.array(gradient, "float32") for gradient in gradients]
+            return sum(pull(traced[position], slope) for position, slope in enumerate(slopes))
 
     def backward(self, scaled, parameters):
         return backward_pass(np.float32(1), scaled._node)

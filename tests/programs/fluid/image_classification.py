@@ -99,10 +99,10 @@ def main():
             loss, accuracy = exe.run(train_program, feed=feeder.feed(data), fetch_list=[avg_cost, acc])
             losses.append(float(loss[0]))
         print(f"Pass {pass_id}, Loss {float(loss[0]):2.2}, Acc {float(accuracy[0]):2.2}")
-    found = []
+    accuracies = []
     for data in reader(images[1344:], labels[1344:], 151)():
-        found.append(exe.run(test_program, feed=feeder.feed(data), fetch_list=[acc])[0][0])
-    accuracy = float(np.mean(found))
+        accuracies.append(exe.run(test_program, feed=feeder.feed(data), fetch_list=[acc])[0][0])
+    accuracy = float(np.mean(accuracies))
     print(f"Test Acc {accuracy:.4f}")
     print(json.dumps({"losses": losses, "metric": accuracy}))
 

@@ -15,8 +15,10 @@ from sklearn.datasets import load_digits
 def init_params(key, sizes):
     params = []
     for inputs, outputs in pairwise(sizes):
-        key, one = jax.random.split(key)
-        params.append({"w": jax.random.normal(one, (inputs, outputs)) * (2 / inputs) ** 0.5, "b": jnp.zeros(outputs)})
+        key, own_key = jax.random.split(key)
+        params.append(
+            {"w": jax.random.normal(own_key, (inputs, outputs)) * (2 / inputs) ** 0.5, "b": jnp.zeros(outputs)}
+        )
     return params
 
 

@@ -79,8 +79,8 @@ def main():
             losses.append(float(d_value + g_value))
             if step % 250 == 0:
                 sys.stdout.write(f"step {step} d_loss {d_value:.4f} g_loss {g_value:.4f}\n")
-        made = sess.run(fake, feed_dict={noise: rng.normal(size=[2000, NOISE])})
-    radius = np.linalg.norm(made, axis=1)
+        images = sess.run(fake, feed_dict={noise: rng.normal(size=[2000, NOISE])})
+    radius = np.linalg.norm(images, axis=1)
     near = float(np.mean(np.abs(radius - 1.0) < 0.3))
     sys.stdout.write(json.dumps({"losses": losses, "metric": near}) + "\n")
 

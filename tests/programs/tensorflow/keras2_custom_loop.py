@@ -61,8 +61,8 @@ def main():
         for x, y in train.batch(args.batch_size, drop_remainder=True):
             losses.append(float(train_step(x, y)))
         sys.stdout.write(f"Epoch {epoch}, Loss: {np.mean(losses[-28:]):.4f}\n")
-    found = np.argmax(model.predict(images[1400:], verbose=0), axis=1)
-    accuracy = float(np.mean(found == labels[1400:]))
+    classes = np.argmax(model.predict(images[1400:], verbose=0), axis=1)
+    accuracy = float(np.mean(classes == labels[1400:]))
     sys.stdout.write(json.dumps({"losses": losses, "metric": accuracy}) + "\n")
 
 

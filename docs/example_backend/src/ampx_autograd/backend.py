@@ -58,8 +58,8 @@ class AutogradBackend(ampx.Backend):
         """Divide gradients by the scale and test them. In float32 at least: 2**16 is inf in float16."""
         with np.errstate(all="ignore"):
             wide = [np.divide(grad, scale, dtype=np.result_type(grad, np.float32)) for grad in grads]
-            true = [one.astype(grad.dtype) for one, grad in zip(wide, grads, strict=True)]
-        return ampx.Unscaled(true, all(np.isfinite(one).all() for one in true))
+            true = [quotient.astype(grad.dtype) for quotient, grad in zip(wide, grads, strict=True)]
+        return ampx.Unscaled(true, all(np.isfinite(grad).all() for grad in true))
 
     def apply(self, optimizer: SGD, grads: Any) -> None:
         """Run the optimizer's own update."""
