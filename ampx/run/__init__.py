@@ -34,5 +34,12 @@ from __future__ import annotations
 
 from ampx.callers import script_line as script_line
 
+from .imports import ImportAlias as ImportAlias, spec_of as spec_of
+from .manager import (
+    Managed as Managed,
+    Manager as Manager,
+    Sampler as Sampler,
+    asked_by_script as asked_by_script,
+)
 from .recorder import Recorder as Recorder
 from .run import Run as Run, RunSettings as RunSettings

@@ -1,4 +1,4 @@
-"""Notice when a script has imported a framework."""
+"""Notice when a script has imported a framework, and provide modules that it asks for."""
 
 from __future__ import annotations
 
@@ -117,3 +117,65 @@ class _Watched(importlib.abc.Loader):
         with self._watch.importing():
             self._loader.exec_module(module)
         self._watch.look()
+
+
+class ImportAlias(importlib.abc.MetaPathFinder):
+    """Installs modules under names of others, when the script first asks for one of these.
+
+    Attributes:
+        asked: The script did.
+    """
+
+    def __init__(self, names: Sequence[str], install: Callable[[str], bool], uninstall: Callable[[], None]) -> None:
+        """Remember how.
+
+        Args:
+            names: The names.
+            install: Called with the name that was asked for; puts all of them into `sys.modules`, or returns False.
+            uninstall: Called at the end, where the script asked.
+        """
+        self.asked = False
+        self._names = names
+        self._install = install
+        self._uninstall = uninstall
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Provide one of the names."""
+        if self.asked or fullname not in self._names:
+            return None
+        self.asked = True
+        return spec_of(fullname) if self._install(fullname) else None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Provide the modules inside."""
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            if self.asked:
+                self._uninstall()
+
+
+def spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a module that is there, and take the module out: else Python would load by its own spec."""
+    module = sys.modules.pop(name, None)
+    return None if module is None else importlib.machinery.ModuleSpec(name, _Provided(module), is_package=True)
+
+
+class _Provided(importlib.abc.Loader):
+    """Returns a module that is there already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # it ran when it was made

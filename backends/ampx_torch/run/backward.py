@@ -9,18 +9,16 @@ from unittest import mock
 
 import torch
 
-from ampx.errors import AmpxError
 from ampx_torch.trees import LOW
 
-from .managed import Managed
-from .manager import Manager
+from .manager import TorchManaged, TorchManager
 
 _LEAF: Final = "AccumulateGrad"
 _HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
 
 
 @contextmanager
-def backward_scaled(manager: Manager) -> Iterator[None]:
+def backward_scaled(manager: TorchManager) -> Iterator[None]:
     """Patch `torch.autograd.backward`, which `Tensor.backward` calls."""
     true = torch.autograd.backward
 
@@ -32,37 +30,45 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        given = grad_tensors if grad_variables is None else grad_variables
+        weights = grad_tensors if grad_variables is None else grad_variables
+
+        def native() -> None:
+            true(tensors, weights, retain_graph, create_graph, inputs=inputs)
+
         if manager.held:
             manager.decide()
         if manager.stood_down:
             with manager.records_only("backward"):
-                true(tensors, given, retain_graph, create_graph, inputs=inputs)
+                native()
             return
-        if manager.script_scales:
+        if manager.native.scales:
             with manager.run.recorder.phase("backward"):
-                true(tensors, given, retain_graph, create_graph, inputs=inputs)
+                native()
             return
-        losses = None if manager.inside else _losses(tensors, given)
-        managed = manager.all() if losses else []
-        if losses is None or not managed:
-            true(tensors, given, retain_graph, create_graph, inputs=inputs)
+        losses = None if manager.inside else _losses(tensors, weights)
+        optimizers = manager.all() if losses else []
+        if losses is None or not optimizers:
+            native()
             return
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         with manager.run.recorder.phase("backward"):
             if manager.scales:
-                _backward_scaled(manager, true, losses, managed, options)
+                _backward_scaled(manager, true, losses, optimizers, options)
             else:
                 if manager.run.recorder.sampling:  # the first steps tell; walking the graph takes time
-                    _refuse_by_hand(manager, managed, _leaves(losses)[0])
-                _backward(manager, true, losses, managed, options)
+                    _refuse_by_hand(manager, optimizers, _leaves(losses)[0])
+                _backward(manager, true, losses, optimizers, options)
 
     with mock.patch.object(torch.autograd, "backward", backward):
         yield
 
 
 def _backward_scaled(
-    manager: Manager, true: Any, losses: list[torch.Tensor], found: list[Managed], options: dict[str, Any]
+    manager: TorchManager,
+    true: Any,
+    losses: list[torch.Tensor],
+    optimizers: list[TorchManaged],
+    options: dict[str, Any],
 ) -> None:
     """Find out what the loss reaches, bring gradients that wait to the same scale, and run."""
     leaves, hidden = _leaves(losses)
@@ -71,11 +77,11 @@ def _backward_scaled(
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
     if manager.run.recorder.sampling:
-        _refuse_by_hand(manager, found, leaves)
+        _refuse_by_hand(manager, optimizers, leaves)
     if not hidden:
-        reached = {id(one) for key in leaves if (one := manager.owners.of(key)) is not None}
-        found = [one for one in found if id(one) in reached]
-    if not found:
+        reached = {id(manager.owners.of(key)) for key in leaves}
+        optimizers = [managed for managed in optimizers if id(managed) in reached]
+    if not optimizers:
         true(losses, None, **options)
         return
     if options["create_graph"]:
@@ -83,27 +89,24 @@ def _backward_scaled(
             "backward(create_graph=True) makes gradients that are differentiated again, which a loss scale would "
             "multiply twice; accepted: torch.autograd.grad for these, or --dtype bfloat16, which needs no loss scale"
         )
-    quiet, manager.quiet = manager.quiet, True
-    try:
-        _bring_together(manager, found)
+    with manager.working():
+        _bring_together(manager, optimizers)
         strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if manager.owners.of(key) is None]
         for leaf, _ in strangers:
             leaf.grad = None
         factor = None
         try:
-            factor = _backward(manager, true, losses, found, options)
+            factor = _backward(manager, true, losses, optimizers, options)
         finally:
             for leaf, before in strangers:  # of tensors that no optimizer holds the script gets true gradients at once
                 after = None if factor is None or leaf.grad is None else leaf.grad / factor
                 leaf.grad = after if before is None else before if after is None else before.add_(after)
-    finally:
-        manager.quiet = quiet
     manager.look()
 
 
-def _refuse_by_hand(manager: Manager, managed: list[Managed], leaves: dict[int, torch.Tensor]) -> None:
+def _refuse_by_hand(manager: TorchManager, optimizers: list[TorchManaged], leaves: dict[int, torch.Tensor]) -> None:
     """Refuse parameters in low precision that no optimizer holds: the script keeps float32 copies of them by itself."""
-    manager.owners.sort(managed)
+    manager.owners.sort(optimizers)
     for key, leaf in leaves.items():
         if leaf.dtype in LOW and isinstance(leaf, torch.nn.Parameter) and manager.owners.of(key) is None:
             apex = "" if not manager.run.provided else ", with the apex that it finds here"
@@ -116,42 +119,37 @@ def _refuse_by_hand(manager: Manager, managed: list[Managed], leaves: dict[int, 
             )
 
 
-def _bring_together(manager: Manager, found: Sequence[Managed]) -> None:
+def _bring_together(manager: TorchManager, optimizers: Sequence[TorchManaged]) -> None:
     """Have the gradients that wait carry one loss scale: the smallest of all that this backward serves."""
     scales = []
-    for one in found:
-        assert one.wrapped is not None
-        member = one.wrapped.ampx_member
-        if member.stage != "idle" and not one.wrapped.collect():
-            one.wrapped.forget()
+    for managed in optimizers:
+        member = managed.wrapped.ampx_member
+        if member.stage != "idle" and not managed.wrapped.collect():
+            managed.wrapped.forget()
         scales.append(member.factors[0] if member.factors else member.group.ledger.factor(member.group, 0))
-    amp = manager.run.amp
-    assert amp is not None
-    factor = scales[0] if len(scales) == 1 else amp.backend.smallest(scales)
-    for one in found:
-        one.rescale(factor)
+    factor = scales[0] if len(scales) == 1 else manager.run.session().backend.smallest(scales)
+    for managed in optimizers:
+        managed.rescale(factor)
 
 
 def _backward(
-    manager: Manager, true: Any, losses: list[torch.Tensor], found: Sequence[Managed], options: dict[str, Any]
+    manager: TorchManager,
+    true: Any,
+    losses: list[torch.Tensor],
+    optimizers: Sequence[TorchManaged],
+    options: dict[str, Any],
 ) -> Any:
-    """Run backward on the scaled losses; give the scale."""
-    amp = manager.run.amp
-    assert amp is not None
-    wrapped = [one.wrapped for one in found]
-    try:
-        # One tensor is the fast way through; several come back as a list of the same length.
-        region = amp.scale_loss(losses[0] if len(losses) == 1 else losses, wrapped[0] if len(wrapped) == 1 else wrapped)
-        with region as scaled:
-            member = wrapped[0].ampx_member  # type: ignore[union-attr]
-            factor = manager.factor = member.factors.get(0, 1.0)
-            manager.inside = True
-            try:
-                true(scaled, None, **options)
-            finally:
-                manager.inside, manager.factor = False, 1.0
-    except AmpxError as error:
-        manager.run.refuse_for(error)
+    """Run backward on the scaled losses; return the scale."""
+    wrapped = [managed.wrapped for managed in optimizers]
+    # One tensor is the fast way through; several come back as a list of the same length.
+    loss, optimizer = losses[0] if len(losses) == 1 else losses, wrapped[0] if len(wrapped) == 1 else wrapped
+    with manager.working(), manager.run.session().scale_loss(loss, optimizer) as scaled:
+        factor = manager.factor = wrapped[0].ampx_member.factors.get(0, 1.0)
+        manager.inside = True
+        try:
+            true(scaled, None, **options)
+        finally:
+            manager.inside, manager.factor = False, 1.0
     return factor
 
 
@@ -159,26 +157,26 @@ def _listed(tensors: Any) -> list[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _losses(tensors: Any, given: Any) -> list[torch.Tensor] | None:
+def _losses(tensors: Any, weights: Any) -> list[torch.Tensor] | None:
     """Return scalars with the same gradients; None for what torch will not take, and shall refuse in its own words.
 
     What comes with a gradient is replaced by the sum of `tensor * gradient`.
     """
-    if given is None and isinstance(tensors, torch.Tensor):  # what most scripts do
+    if weights is None and isinstance(tensors, torch.Tensor):  # what most scripts do
         usual = tensors.requires_grad and tensors.numel() == 1 and tensors.is_floating_point()
         return [tensors] if usual else None
     roots = _listed(tensors)
     if not roots or not all(
-        isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point() for one in roots
+        isinstance(root, torch.Tensor) and root.requires_grad and root.is_floating_point() for root in roots
     ):
         return None
-    weights = [None] * len(roots) if given is None else _listed(given)
-    if len(weights) != len(roots) or any(
-        one.numel() != 1 if weight is None else one.shape != weight.shape
-        for one, weight in zip(roots, weights, strict=True)
-    ):
+    weights = [None] * len(roots) if weights is None else _listed(weights)
+    if len(weights) != len(roots):
         return None
-    return [one if weight is None else _weighted(one, weight) for one, weight in zip(roots, weights, strict=True)]
+    pairs = list(zip(roots, weights, strict=True))
+    if any(root.numel() != 1 if weight is None else root.shape != weight.shape for root, weight in pairs):
+        return None
+    return [root if weight is None else _weighted(root, weight) for root, weight in pairs]
 
 
 def _weighted(root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -187,9 +185,9 @@ def _weighted(root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(losses: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], bool]:
-    """Walk the graph; give the tensors that gradients are added to, and whether some part of it is hidden."""
-    leaves: dict[int, torch.Tensor] = {id(one): one for one in losses if one.grad_fn is None}
-    nodes: list[Any] = [one.grad_fn for one in losses if one.grad_fn is not None]
+    """Walk the graph; return the tensors that gradients are added to, and whether some part of it is hidden."""
+    leaves: dict[int, torch.Tensor] = {id(loss): loss for loss in losses if loss.grad_fn is None}
+    nodes: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen = set(nodes)  # holds the nodes, whose ids would otherwise be used again
     hidden = False
     for node in nodes:  # grows on the way

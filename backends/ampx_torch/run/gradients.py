@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch
 
-from .manager import Manager
+from .manager import TorchManager
 
 
 @contextmanager
-def gradients_true(manager: Manager) -> Iterator[None]:
+def gradients_true(manager: TorchManager) -> Iterator[None]:
     """Patch `.grad` and the calls that register hooks on gradients."""
     with ExitStack() as stack:
         stack.enter_context(_grad_watched(manager))
@@ -25,7 +25,7 @@ def gradients_true(manager: Manager) -> Iterator[None]:
 
 
 @contextmanager
-def _grad_watched(manager: Manager) -> Iterator[None]:
+def _grad_watched(manager: TorchManager) -> Iterator[None]:
     """Make the gradients of an optimizer true as soon as the script reads or replaces one of them.
 
     So `clip_grad_norm_`, gradient statistics and whatever a script does by hand need no knowledge of their own.
@@ -49,7 +49,7 @@ def _grad_watched(manager: Manager) -> Iterator[None]:
     def install() -> None:
         torch.Tensor.grad = property(read, write, forget, native.__doc__)  # type: ignore[assignment, misc]
 
-    manager.watch = install  # every read of a gradient takes longer then, so not before it must
+    manager.watch_gradients = install  # every read of a gradient takes longer then, so not before it must
     try:
         yield
     finally:
@@ -58,18 +58,18 @@ def _grad_watched(manager: Manager) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks_true(manager: Manager, owner: Any, name: str) -> Iterator[None]:
+def _hooks_true(manager: TorchManager, owner: Any, name: str) -> Iterator[None]:
     """Divide what a hook sees by the loss scale, and multiply what it gives back."""
     true = getattr(owner, name)
 
     def register(self: Any, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def hook_on_true_gradients(*given: Any) -> Any:
+        def hook_on_true_gradients(*values: Any) -> Any:
             factor = manager.factor
             if isinstance(factor, float) and factor == 1.0:
-                return hook(*given)
-            module = given[:1] if owner is torch.nn.Module else ()
-            result = hook(*module, *(_divided(one, factor) for one in given[len(module) :]))
-            return None if result is None else _multiplied(result, factor, given[len(module)])
+                return hook(*values)
+            module, gradients = (values[:1], values[1:]) if owner is torch.nn.Module else ((), values)
+            result = hook(*module, *(_divided(gradient, factor) for gradient in gradients))
+            return None if result is None else _multiplied(result, factor, gradients[0])
 
         from_torch = str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
         return true(self, hook if from_torch else hook_on_true_gradients, *args, **kwargs)
@@ -79,7 +79,7 @@ def _hooks_true(manager: Manager, owner: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _accumulated_refused(manager: Manager) -> Iterator[None]:
+def _accumulated_refused(manager: TorchManager) -> Iterator[None]:
     """Refuse hooks that look at `.grad` while backward still adds to others: there is nothing to make true yet."""
     true = torch.Tensor.register_post_accumulate_grad_hook
 
@@ -102,7 +102,7 @@ def _accumulated_refused(manager: Manager) -> Iterator[None]:
 def _divided(tree: Any, factor: Any) -> Any:
     """Return gradients without the loss scale; low precision becomes float32, where nothing underflows."""
     if isinstance(tree, tuple):
-        return tuple(_divided(one, factor) for one in tree)
+        return tuple(_divided(part, factor) for part in tree)
     if not isinstance(tree, torch.Tensor):
         return tree
     return (tree.float() if tree.dtype in (torch.float16, torch.bfloat16) else tree) / factor
@@ -111,7 +111,7 @@ def _divided(tree: Any, factor: Any) -> Any:
 def _multiplied(result: Any, factor: Any, like: Any) -> Any:
     if isinstance(result, tuple):
         before = like if isinstance(like, tuple) else (like,) * len(result)
-        return tuple(_multiplied(one, factor, old) for one, old in zip(result, before, strict=True))
+        return tuple(_multiplied(part, factor, old) for part, old in zip(result, before, strict=True))
     if not isinstance(result, torch.Tensor):
         return result
     return (result * factor).to(like.dtype)

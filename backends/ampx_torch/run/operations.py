@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ampx.run import Recorder
+from ampx.run import Recorder, Sampler
 
 # They move or make memory and compute nothing.
 _IDLE: Final = frozenset(
@@ -35,30 +35,24 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-class Sampler:
-    """Switches the counting on with the first optimizer, and off after some steps, for good."""
+class TorchSampler(Sampler):
+    """Switches the counting on with the first optimizer, and off after some steps."""
 
     def __init__(self, recorder: Recorder) -> None:
         """Remember the recorder."""
-        self._recorder = recorder
+        super().__init__(recorder)
         self._mode: _Counter | None = None
 
     def start(self) -> None:
         """Count from now on, in this thread; nothing where it counts already."""
-        if self._mode is not None:
-            return
-        self._mode = _Counter(self._recorder)
-        self._mode.__enter__()
+        if self._mode is None:
+            self._mode = _Counter(self.recorder)
+            self._mode.__enter__()
 
     def pause(self, paused: bool) -> None:
-        """Leave out what the optimizers do, which is always float32."""
+        """Leave out what the optimizers do."""
         if self._mode is not None:
             self._mode.paused = paused
-
-    def after_step(self) -> None:
-        """Stop where enough was seen."""
-        if self._mode is not None and not self._recorder.sampling:
-            self.stop()
 
     def stop(self) -> None:
         """Stop, unless the script has entered a mode of its own meanwhile: modes end in the order of a stack."""

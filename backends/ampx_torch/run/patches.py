@@ -9,7 +9,7 @@ from ampx.run import Run
 
 from .backward import backward_scaled
 from .gradients import gradients_true
-from .manager import Manager, optimizers_managed
+from .manager import TorchManager, optimizers_managed
 from .native import autocast_watched
 from .old_names import old_names
 from .scaler import scaler_watched
@@ -17,15 +17,9 @@ from .scaler import scaler_watched
 
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
-    """Patch torch for an unedited script: see `ampx.run`.
-
-    Raises:
-        RunRefusedError: Level O2 or O3 was asked for: which model to prepare cannot be told from outside.
-
-    Sync: none; inside, as the wrapped optimizers do.
-    """
+    """Patch torch for an unedited script: see `ampx.run`."""
     run.refuse_preparation()
-    manager = Manager(run)
+    manager = TorchManager(run)
     try:
         with ExitStack() as stack:
             stack.enter_context(old_names(manager))

@@ -18,13 +18,13 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from ampx.errors import AmpxError
+from ampx.run import asked_by_script
 from ampx.scale_state import LossScale, LossScaleState
 from ampx_torch.fused import makes_momentum
 from ampx_torch.gradients import GradientSet
 
-from .managed import Managed
-from .manager import Manager
-from .native import ADVICE, asked_by_script
+from .manager import TorchManaged, TorchManager
+from .native import ADVICE, ALIASES, OWN
 
 # Scales on an accelerator are read together, because every read waits for it.
 _READ_TOGETHER: Final = 64
@@ -32,13 +32,13 @@ _SMALL: Final = 2.0**10
 
 
 @contextmanager
-def scaler_watched(manager: Manager) -> Iterator[None]:
+def scaler_watched(manager: TorchManager) -> Iterator[None]:
     """Patch the methods of GradScaler that a loop calls; its older names inherit them."""
     watch = _Watch(manager)
     true = GradScaler.__init__
 
     def make(self: GradScaler, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        ours = asked_by_script() and not manager.stood_down
+        ours = asked_by_script(OWN, ALIASES) and not manager.stood_down
         absent = ours and device == "cuda" and not torch.cuda.is_available()  # where torch would switch itself off
         true(self, "cpu" if absent else device, *args, **kwargs)
         if ours and self.is_enabled():
@@ -75,7 +75,7 @@ class _Update:
         after: The scale from then on.
     """
 
-    steps: list[tuple[Managed, int, Any]] = field(default_factory=list)
+    steps: list[tuple[TorchManaged, int, Any]] = field(default_factory=list)
     before: Any = None
     after: Any = None
 
@@ -92,7 +92,7 @@ class _Seen:
         scale: The scale as far as it was read.
     """
 
-    optimizers: list[Managed] = field(default_factory=list)
+    optimizers: list[TorchManaged] = field(default_factory=list)
     unscaled: set[int] = field(default_factory=set)
     now: _Update = field(default_factory=_Update)
     unread: list[_Update] = field(default_factory=list)
@@ -102,7 +102,7 @@ class _Seen:
 class _Watch:
     """All scalers of the script, those that it copied or unpickled included."""
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: TorchManager) -> None:
         """Remember whose optimizers there are."""
         self.manager = manager
         self._seen: weakref.WeakKeyDictionary[GradScaler, _Seen] = weakref.WeakKeyDictionary()
@@ -113,14 +113,14 @@ class _Watch:
         if not run.settings.replace_native:
             run.refuse(f"the script makes a GradScaler of its own; {ADVICE}")
         self.manager.start()
-        if self.manager.needs_no_scale():
+        if self.manager.native.needs_no_scale:
             scaler._enabled = False
             return
         self.manager.leave_scaling()
-        if self.manager.config is None:
+        if self.manager.native.config is None:
             with suppress(AmpxError):  # what PyTorch takes and ampx does not is not said
-                self.manager.config = _config(scaler)
-        self.manager.explain()
+                self.manager.native.config = _config(scaler)
+        self.manager.native.explain()
         self._seen[scaler] = _Seen()
 
     # -- the methods ---------------------------------------------------------------------------------
@@ -196,11 +196,11 @@ class _Watch:
             scaler.unscale_(optimizer)
         seen.unscaled.discard(id(optimizer))
         if small or changed:
-            found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
+            flags: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
             gradients = GradientSet(optimizer, accepts_half=True)
             for flag in gradients.unscale(gradients.collect(), 1.0, fresh=True):
-                known = found.get(flag.device)
-                found[flag.device] = flag if known is None else torch.maximum(known, flag)
+                before = flags.get(flag.device)
+                flags[flag.device] = flag if before is None else torch.maximum(before, flag)
         return makes and any(flag.item() for flag in state["found_inf_per_device"].values())
 
     def _is_below_one(self, scaler: GradScaler, seen: _Seen) -> bool:
@@ -209,7 +209,7 @@ class _Watch:
         assert scale is not None
         return (scale.device.type == "cpu" or seen.scale < _SMALL) and scale.item() < 1.0
 
-    def _note(self, scaler: GradScaler, seen: _Seen, managed: Managed, state: dict[str, Any]) -> None:
+    def _note(self, scaler: GradScaler, seen: _Seen, managed: TorchManaged, state: dict[str, Any]) -> None:
         recorder = self.manager.run.recorder
         record = recorder.optimizers[managed.group]
         if any(stepped is managed for stepped, _, _ in seen.now.steps):  # a class of the script's own updates otherwise
@@ -225,7 +225,7 @@ class _Watch:
         flags = list(state["found_inf_per_device"].values())
         skipped: Any = _held(flags[0]) if len(flags) == 1 else sum(float(flag) for flag in flags)
         seen.now.steps.append((managed, record.steps, skipped))
-        self.manager.after_step()
+        self.manager.sampler.after_step()
 
     def _turn(self, scaler: GradScaler, seen: _Seen) -> None:
         """Begin the next window."""

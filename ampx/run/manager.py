@@ -1,0 +1,211 @@
+"""The optimizers of a script, each with the wrapper of ampx beside it: what is the same in every framework."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Generic, TypeVar, cast
+
+from ampx.errors import AmpxError
+
+from .recorder import Recorder
+from .run import Run
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_MANAGED = "_ampx_managed"
+
+
+class Sampler:
+    """Counts operations by dtype in the first steps; a backend overrides what its framework has a way to do."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        """Start switched off."""
+        self.recorder = recorder
+
+    def start(self) -> None:
+        """Count from now on, with nothing counted so far."""
+
+    def pause(self, paused: bool) -> None:
+        """Leave out what optimizers do, which is always float32."""
+
+    def after_step(self) -> None:
+        """Stop where enough was seen."""
+        if not self.recorder.sampling:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop for good, and hand over what was counted."""
+
+
+class Managed:
+    """One optimizer of the script.
+
+    Attributes:
+        raw: The script's own object; some of its methods are shadowed on the instance.
+        wrapped: What `wrap_optimizer` made of it; None until the first backward or step, because a script may move
+            its model, or hand the optimizer to a library of its own choice, before.
+        place: The script's line that made it.
+        group: Where the recorder counts its steps.
+        busy: Its own methods must run: the wrapper calls them.
+    """
+
+    def __init__(self, raw: Any, place: str = "") -> None:
+        """Remember the optimizer, and the script's line that made it."""
+        self.raw = raw
+        self.place = place
+        self.wrapped: Any = None
+        self.group = -1
+        self.busy = False
+
+
+SomeManaged = TypeVar("SomeManaged", bound=Managed)
+
+
+class Manager(Generic[SomeManaged]):
+    """What is managed in one run. A backend adds how its framework makes optimizers and runs backward.
+
+    Attributes:
+        run: The run.
+        sampler: Counts operations.
+        quiet: Code of ampx is at work, which reads gradients as they are.
+    """
+
+    def __init__(self, run: Run, sampler: Sampler | None = None, kind_of: Callable[[Any], str] | None = None) -> None:
+        """Start with nothing managed; `kind_of` as in `Run.record_own_sessions`."""
+        self.run = run
+        self.sampler = Sampler(run.recorder) if sampler is None else sampler
+        self.quiet = False
+        self._references: list[weakref.ref[Any]] = []
+        run.record_own_sessions(self.follow, kind_of)
+
+    def follow(self) -> None:
+        """Only record from now on: the script has started a session by itself."""
+        self.sampler.start()
+
+    @property
+    def stood_down(self) -> bool:
+        """Whether the script has mixed precision of its own, which is recorded."""
+        return bool(self.run.stood_down)
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are multiplied at all: with bfloat16 they are not, unless asked."""
+        amp = self.run.amp
+        return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
+
+    # -- optimizers --------------------------------------------------------------------------------
+
+    def keep(self, managed: SomeManaged) -> None:
+        """Manage an optimizer for as long as the script holds it."""
+        managed.raw.__dict__[_MANAGED] = managed
+        self.remember(managed.raw)
+
+    def remember(self, raw: Any) -> None:
+        """Remember an optimizer for as long as the script holds it."""
+        self._references.append(weakref.ref(raw))
+
+    def alive(self) -> list[Any]:
+        """List the script's optimizers that are still there, in order of creation."""
+        return [raw for reference in self._references if (raw := reference()) is not None]
+
+    def managed(self) -> list[SomeManaged]:
+        """List what is managed, with a wrapper or without."""
+        return [raw.__dict__[_MANAGED] for raw in self.alive() if _MANAGED in raw.__dict__]
+
+    def all(self) -> list[SomeManaged]:
+        """List what is managed, each with its wrapper."""
+        if self.run.amp is None or self.stood_down:
+            return []
+        optimizers = self.managed()
+        for managed in optimizers:
+            if managed.wrapped is None:
+                self.wrap(managed)
+        return optimizers
+
+    def find(self, raw: Any) -> SomeManaged | None:
+        """Return what is managed of an optimizer of the script, wrapped or not; None where nothing is."""
+        return cast("SomeManaged | None", raw.__dict__.get(_MANAGED))
+
+    def wrap(self, managed: SomeManaged, **options: Any) -> None:
+        """Make the wrapper of an optimizer, and have the recorder count its steps."""
+        with self.working():
+            managed.wrapped = self.run.session().wrap_optimizer(managed.raw, **options)
+        group = managed.wrapped.ampx_member.group
+        kind = type(managed.raw).__name__
+        managed.group = self.run.recorder.add_optimizer(kind, managed.wrapped.loss_scale, group.index, managed.place)
+
+    def release(self) -> None:
+        """Leave every optimizer as it was."""
+        self.sampler.stop()
+        for managed in self.managed():
+            del managed.raw.__dict__[_MANAGED]
+            self.let_go(managed)
+
+    def let_go(self, managed: SomeManaged) -> None:
+        """Put the own methods of an optimizer back."""
+
+    # -- who is at work ----------------------------------------------------------------------------
+
+    @contextmanager
+    def working(self, managed: SomeManaged | None = None) -> Iterator[None]:
+        """Have ampx do something, with an optimizer say: gradients are read as they are, its errors are refusals."""
+        quiet, busy = self.quiet, managed is not None and managed.busy
+        self.quiet = True
+        if managed is not None:
+            managed.busy = True
+        try:
+            yield
+        except AmpxError as error:
+            self.run.refuse_for(error)
+        finally:
+            self.quiet = quiet
+            if managed is not None:
+                managed.busy = busy
+
+    @contextmanager
+    def records_only(self, phase: str) -> Iterator[None]:
+        """Note what the script's own session does in a backward or a step."""
+        steps = phase == "step"
+        with self.run.recorder.phase(phase):
+            if steps:
+                self.sampler.pause(True)
+            try:
+                yield
+            finally:
+                if steps:
+                    self.sampler.pause(False)
+        self.run.look()
+        if steps:
+            self.sampler.after_step()
+
+    def recorded(self, native: Function) -> Function:
+        """Return the step of a wrapper of ampx that is recorded where the script started a session by itself."""
+
+        @functools.wraps(native)
+        def step(wrapped: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.stood_down:
+                return native(wrapped, *args, **kwargs)
+            with self.records_only("step"):
+                return native(wrapped, *args, **kwargs)
+
+        return cast("Function", step)
+
+
+def asked_by_script(framework: Collection[str], through: tuple[str, ...]) -> bool:
+    """Return whether the script calls the function that asks, and not the framework for itself or ampx.
+
+    Args:
+        framework: Top-level modules whose calls are not the script's.
+        through: Modules, by how their names begin, that only pass a call on.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not module.startswith(through):
+            return module.partition(".")[0] not in framework
+        frame = frame.f_back
+    return True
