@@ -28,17 +28,7 @@ _NORMS: Final = {2: 2.0, 0: float("inf")}
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """Write `source * scale` for every tensor.
-
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Integer tensor of one element; set to 1 where a source is not finite, else left.
-        tensor_lists: The sources, and the tensors to write.
-        scale: The factor.
-
-    Raises:
-        InvalidOptionError: There are not two lists of one length.
-    """
+    """Write `source * scale` for every tensor, and set the flag where a source is not finite."""
     sources, targets = _check("multi_tensor_scale", tensor_lists, 2)
     if sources:
         _flag(noop_flag, sources)
@@ -49,19 +39,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: T
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int = -1
 ) -> None:
-    """Write `a * x + b * y` for every pair of tensors.
-
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Integer tensor of one element; set to 1 where a checked tensor is not finite, else left.
-        tensor_lists: All x, all y, and the tensors to write.
-        a: The factor of x.
-        b: The factor of y.
-        arg_to_check: 0 checks x, 1 checks y, -1 checks both.
-
-    Raises:
-        InvalidOptionError: There are not three lists of one length, or `arg_to_check` is none of these.
-    """
+    """Write `a * x + b * y` for every pair; `arg_to_check` 0 tests x, 1 tests y, -1 both."""
     xs, ys, targets = _check("multi_tensor_axpby", tensor_lists, 3)
     checked = {-1: [*xs, *ys], 0: xs, 1: ys}.get(arg_to_check)
     if checked is None:
@@ -80,19 +58,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the L2 norm over all tensors, and where asked for the norm of each.
+    """Return the L2 norm over all tensors, and the norm of each where asked for.
 
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Integer tensor of one element, of the device of the result; set to 1 where the norm is not finite.
-        tensor_lists: One list of tensors.
-        per_tensor: Whether the norms of the tensors are given too.
-
-    Returns:
-        A float32 tensor of one element, and a float32 tensor of one element a tensor, or of none.
-
-    Raises:
-        InvalidOptionError: There is not one list.
+    Both are float32 tensors of one dimension; the flag is set where the norm is not finite.
     """
     (tensors,) = _check("multi_tensor_l2norm", tensor_lists, 1)
     if not tensors:
@@ -117,7 +85,7 @@ def multi_tensor_l2norm_scale(
     scale: float,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write `source * scale` for every tensor, and return the norms of the sources as `multi_tensor_l2norm` does."""
+    """Write `source * scale` for every tensor, and return the norms of the sources."""
     sources, targets = _check("multi_tensor_l2norm_scale", tensor_lists, 2)
     norms = multi_tensor_l2norm(chunk_size, noop_flag, [sources], per_tensor)
     if sources:
@@ -133,7 +101,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `multi_tensor_l2norm` gives of the tensors times a scalar tensor; they stay as they are."""
+    """Return the norms of the tensors times a scalar tensor; they stay as they are."""
     norm, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor)
     return norm * inv_scale, each * inv_scale
 
@@ -155,23 +123,9 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Do one step of Adam.
+    """Do one step of Adam on gradients, parameters, and averages of the gradients and of their squares.
 
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Of no meaning.
-        tensor_lists: Gradients, parameters, averages of the gradients, and of their squares; the last three change.
-        lr: Learning rate.
-        beta1: Decay of the first average.
-        beta2: Decay of the second average.
-        epsilon: Added to the denominator.
-        step: The number of this step, from 1.
-        mode: 0 adds the decay to the gradients, 1 decays weights apart from them.
-        bias_correction: Whether the averages are corrected for their start at zero.
-        weight_decay: Factor of the decay.
-
-    Raises:
-        InvalidOptionError: There are not four lists of one length.
+    `step` counts from 1. Mode 0 adds the decay to the gradients, 1 decays weights apart from them.
     """
     gradients, parameters, averages, squares = _check("multi_tensor_adam", tensor_lists, 4)
     if not parameters:
@@ -284,20 +238,7 @@ def multi_tensor_adagrad(
     mode: int,
     weight_decay: float,
 ) -> None:
-    """Do one step of Adagrad.
-
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Of no meaning.
-        tensor_lists: Gradients, parameters, sums of squared gradients; the last two change.
-        lr: Learning rate.
-        epsilon: Added to the denominator.
-        mode: 0 adds the decay to the gradients, 1 decays weights apart from them.
-        weight_decay: Factor of the decay.
-
-    Raises:
-        InvalidOptionError: There are not three lists of one length.
-    """
+    """Do one step of Adagrad on gradients, parameters and sums of squares; modes as in Adam."""
     gradients, parameters, sums = _check("multi_tensor_adagrad", tensor_lists, 3)
     if not parameters:
         return
@@ -333,24 +274,10 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float = 1.0,
 ) -> None:
-    """Do one step of SGD; nothing where the flag is set.
+    """Do one step of SGD on gradients, parameters, momenta, and perhaps copies of the parameters in another dtype.
 
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Integer tensor of one element, or None.
-        tensor_lists: Gradients, parameters, momenta, and perhaps copies of the parameters in another dtype; all but
-            the gradients change.
-        wd: Factor of the weight decay.
-        momentum: Factor of the momentum.
-        dampening: The first step aside, gradients enter the momentum times 1 - dampening.
-        lr: Learning rate.
-        nesterov: Nesterov's momentum.
-        first_run: The momenta hold nothing yet.
-        wd_after_momentum: True adds the decay to the momentum's result and not to the gradients.
-        scale: Factor of the gradients.
-
-    Raises:
-        InvalidOptionError: There are not three or four lists of one length.
+    Nothing happens where the flag is set. In the first run the momenta hold nothing yet. `wd_after_momentum` adds the
+    decay to the momentum's result and not to the gradients, which are multiplied by `scale`.
 
     Sync: one where there is a flag.
     """
@@ -401,26 +328,11 @@ def multi_tensor_novograd(
     moment_mode: int,
     norm_type: int,
 ) -> None:
-    """Do one step of NovoGrad.
+    """Do one step of NovoGrad on gradients, parameters and averages of the gradients.
 
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Of no meaning.
-        tensor_lists: Gradients, parameters, averages of the gradients; the last two change.
-        grad_norms: The average norm of each gradient up to now; changed.
-        lr: Learning rate.
-        beta1: Decay of the average of the gradients.
-        beta2: Decay of the average of their norms.
-        epsilon: Added to the denominator.
-        step: The number of this step, from 1.
-        bias_correction: Whether the averages are corrected for their start at zero.
-        weight_decay: Factor of the decay.
-        grad_averaging: Whether gradients enter their average times 1 - beta1, or whole.
-        moment_mode: 0: gradients are normalised and decayed before they enter their average. 1: after.
-        norm_type: 2 for the L2 norm, 0 for the largest value.
-
-    Raises:
-        InvalidOptionError: There are not three lists of one length.
+    `grad_norms` are the average norms up to now, and change; `norm_type` is 2, or 0 for the largest value. In moment
+    mode 0, gradients are normalised and decayed before they enter their average, in 1 after. `grad_averaging` lets
+    them enter times 1 - beta1 rather than whole.
     """
     gradients, parameters, averages = _check("multi_tensor_novograd", tensor_lists, 3)
     if not parameters:
@@ -467,27 +379,10 @@ def multi_tensor_lamb(
     max_grad_norm: Any,
     use_nvlamb: bool | None = False,
 ) -> None:
-    """Do one step of LAMB.
+    """Do one step of LAMB on gradients, parameters, and averages of the gradients and of their squares.
 
-    Args:
-        chunk_size: Of no meaning.
-        noop_flag: Of no meaning.
-        tensor_lists: Gradients, parameters, averages of the gradients, and of their squares; the last three change.
-        lr: Learning rate.
-        beta1: Decay of the first average.
-        beta2: Decay of the second average.
-        epsilon: Added to the denominator.
-        step: The number of this step, from 1.
-        bias_correction: Whether the averages are corrected for their start at zero.
-        weight_decay: Factor of the decay.
-        grad_averaging: Whether gradients enter their average times 1 - beta1, or whole.
-        mode: 0 adds the decay to the gradients, 1 decays weights apart from them.
-        global_grad_norm: Norm over all gradients, a number or a tensor of one element.
-        max_grad_norm: Its bound.
-        use_nvlamb: True scales the step of every parameter, False only where the weight decay is not 0.
-
-    Raises:
-        InvalidOptionError: There are not four lists of one length.
+    Gradients are clipped by their norm and its bound first. `mode` is that of Adam, `grad_averaging` that of NovoGrad.
+    `use_nvlamb` scales the step of every parameter, else only where there is weight decay.
     """
     gradients, parameters, averages, squares = _check("multi_tensor_lamb", tensor_lists, 4)
     if not parameters:
@@ -638,23 +533,10 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> torch.Tensor:
-    """Move a loss scale on its device, as Megatron does.
+    """Move a loss scale on its device as Megatron does, and return it; all four tensors have one element.
 
     It falls with every overflow once `hysteresis` of them came in a row, and grows after `growth_interval` steps
     without any. This is not the state machine of ampx, which fills the hysteresis again after each fall.
-
-    Args:
-        current_scale: Float32 tensor of one element; changed.
-        growth_tracker: Integer tensor, steps without overflow; changed.
-        hysteresis_tracker: Integer tensor, overflows still tolerated; changed.
-        found_inf: Float32 tensor, above 0 after an overflow.
-        growth_factor: Factor on growth.
-        backoff_factor: Factor on overflow.
-        growth_interval: Steps without overflow before growth.
-        hysteresis: Overflows in a row before the scale falls.
-
-    Returns:
-        `current_scale`.
     """
     overflow = found_inf > 0
     hysteresis_tracker.copy_(torch.where(overflow, hysteresis_tracker - 1, hysteresis))

@@ -14,17 +14,7 @@ class FusedDense(nn.Linear):
 
 
 class FusedDenseGeluDense(nn.Module):
-    """A linear layer, the tanh approximation of GELU, a linear layer.
-
-    Args:
-        in_features: Size of the input.
-        intermediate_features: Size between the layers.
-        out_features: Size of the output.
-        bias: Only True is accepted.
-
-    Raises:
-        InvalidOptionError: `bias` is False.
-    """
+    """A linear layer, the tanh approximation of GELU, a linear layer; `bias` may only be True."""
 
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()

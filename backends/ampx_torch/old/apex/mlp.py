@@ -20,16 +20,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 class MLP(nn.Module):
-    """Linear layers with one activation after each, the last included.
-
-    Args:
-        mlp_sizes: Features of the input and of each layer's output.
-        bias: Whether the layers have biases.
-        activation: `"none"`, `"relu"` or `"sigmoid"`.
-
-    Raises:
-        InvalidOptionError: There is no such activation.
-    """
+    """Linear layers, each followed by its activation, which is `"none"`, `"relu"` or `"sigmoid"`."""
 
     def __init__(self, mlp_sizes: Sequence[int], bias: bool = True, activation: str = "relu") -> None:
         super().__init__()

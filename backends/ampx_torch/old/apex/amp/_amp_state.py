@@ -66,9 +66,6 @@ def master_params(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """Walk over the parameters that an optimizer updates: the float32 masters where there are some.
 
     After a `scale_loss` block their gradients are true, so this is what to clip.
-
-    Args:
-        optimizer: Any optimizer.
     """
     for group in optimizer.param_groups:
         yield from group["params"]

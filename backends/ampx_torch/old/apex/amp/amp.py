@@ -27,41 +27,17 @@ def promote_function(fn: Function) -> Function:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have a function of a module get low precision from the next `initialize` at O1 on.
-
-    Args:
-        module: The module or class.
-        name: The function's name in it.
-
-    Raises:
-        InvalidOptionError: There is no such function.
-    """
+    """Have a function of a module get low precision from the next `initialize` at O1 on."""
     registry.add(module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have a function of a module compute in float32 from the next `initialize` at O1 on.
-
-    Args:
-        module: The module or class.
-        name: The function's name in it.
-
-    Raises:
-        InvalidOptionError: There is no such function.
-    """
+    """Have a function of a module compute in float32 from the next `initialize` at O1 on."""
     registry.add(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have a function of a module get the widest dtype of its arguments from the next `initialize` at O1 on.
-
-    Args:
-        module: The module or class.
-        name: The function's name in it.
-
-    Raises:
-        InvalidOptionError: There is no such function.
-    """
+    """Have a function of a module get its arguments' widest dtype from the next `initialize` at O1 on."""
     registry.add(module, name, "promote")
 
 
@@ -76,17 +52,11 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Cast operations from here on, the older way; losses are scaled through the handle that is returned.
 
-    Args:
-        enabled: False: the handle does nothing.
-        loss_scale: `"dynamic"` or a number, of `handle.scale_loss`.
-        enable_caching: Accepted; weights are cast anew in every use outside `ampx.autocast` regions, so that none
-            is stale.
-        verbose: Accepted; ask `ampx` events and reports instead of reading casts line by line.
-        allow_banned: Compute binary_cross_entropy in float32 instead of refusing low-precision input.
-        dtype: float16 or bfloat16; None as in `initialize`.
+    With `allow_banned`, binary_cross_entropy computes in float32 instead of refusing low-precision input. Weights are
+    cast anew in every use outside `ampx.autocast` regions, whatever `enable_caching` says, and nothing is printed.
 
     Raises:
-        PropertyError: The loss scale is neither.
-        InvalidOptionError: The dtype is neither.
+        PropertyError: The loss scale is neither `"dynamic"` nor a number.
+        InvalidOptionError: The dtype is neither float16 nor bfloat16.
     """
     return begin_handle(enabled, loss_scale, allow_banned, dtype)

@@ -26,17 +26,7 @@ def flatten(tree: Any) -> list[Any]:
 
 
 def check_models(models: Sequence[Any], takes_low: bool) -> None:
-    """Raise for what is no model that `initialize` can take.
-
-    Args:
-        models: Flat.
-        takes_low: Low-precision parameters are welcome.
-
-    Raises:
-        ArgumentTypeError: It is no module.
-        ProtocolError: It is wrapped for several devices or processes already.
-        PropertyError: It holds low-precision parameters or buffers.
-    """
+    """Refuse what is no module, is wrapped for several processes, or holds low precision unwelcomely."""
     for model in models:
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(
@@ -59,17 +49,7 @@ def check_models(models: Sequence[Any], takes_low: bool) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
-    """Raise for what is no optimizer that `initialize` can take.
-
-    Args:
-        optimizers: Flat.
-        masters: They are to get master weights.
-
-    Raises:
-        ArgumentTypeError: It is no optimizer.
-        InitializedTwiceError: It went through `initialize` or `ampx.wrap_optimizer`, or is in the list twice.
-        PropertyError: It has master weights of its own.
-    """
+    """Refuse what is no optimizer, was wrapped before, or cannot get the masters that it is to get."""
     for position, one in enumerate(optimizers):
         if isinstance(one, WrappedOptimizer) or any(one is other for other in optimizers[:position]):
             raise InitializedTwiceError(

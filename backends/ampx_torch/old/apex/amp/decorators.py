@@ -17,10 +17,8 @@ from ampx_torch.trees import LOW
 def annotate(function: Function, kind: Kind) -> Function:
     """Return a function whose floating arguments are cast while operations are cast.
 
-    Args:
-        function: Any function of tensors.
-        kind: `"half"`: low precision. `"float"`: float32, also inside, where apex went on casting. `"promote"`:
-            the widest dtype among the arguments.
+    The kind `"half"` casts to low precision, `"float"` to float32, also inside, where apex went on casting, and
+    `"promote"` to the widest dtype among the arguments.
     """
 
     @functools.wraps(function)

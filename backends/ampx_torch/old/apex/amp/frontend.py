@@ -50,12 +50,12 @@ def initialize(
         optimizers: All that train them, in the same forms; None for inference.
         enabled: False changes nothing and makes all other calls transparent.
         opt_level: `"O0"` float32; `"O1"` operations are cast by op lists; `"O2"` the model is cast but for batch
-            norms, with float32 master weights; `"O3"` the model is cast.
-        cast_model_type: Dtype of the model, in place of the level's; False casts nothing.
+            norms, with float32 master weights; `"O3"` the model is cast. The next five options override it.
+        cast_model_type: Dtype of the model; False casts nothing.
         patch_torch_functions: False: operations are not cast at O1.
-        keep_batchnorm_fp32: Leave batch norms in float32, in place of the level's; a bool or a string of one.
-        master_weights: Update float32 copies of low-precision parameters, in place of the level's.
-        loss_scale: `"dynamic"`, a number or a string of one, in place of the level's.
+        keep_batchnorm_fp32: Leave batch norms in float32; a bool or a string of one.
+        master_weights: Update float32 copies of low-precision parameters.
+        loss_scale: `"dynamic"`, a number or a string of one.
         cast_model_outputs: Cast the models' outputs to this dtype, at every level.
         num_losses: How many loss scales there are, to be chosen by `loss_id`.
         verbosity: 0 prints nothing.
@@ -163,11 +163,7 @@ def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: obje
 
 
 def state_dict(destination: Any = None) -> Any:
-    """Return the loss scales as apex saved them: `{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …}`.
-
-    Args:
-        destination: A dict to fill; None for a new one.
-    """
+    """Return the loss scales as apex saved them: `{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …}`."""
     found = OrderedDict() if destination is None else destination
     for position, one in enumerate(_amp_state.loss_scalers):
         found[f"loss_scaler{position}"] = {"loss_scale": one.loss_scale(), "unskipped": one._unskipped}
@@ -175,13 +171,10 @@ def state_dict(destination: Any = None) -> Any:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Take over loss scales that `state_dict` gave, here or in apex.
+    """Take over loss scales that `state_dict` returned, here or in apex.
 
     Loss scales of the state that have no counterpart are left out, and those without an entry stay, each with a
     warning. With `enabled=False` nothing happens.
-
-    Args:
-        state_dict: The dictionary.
 
     Raises:
         CheckpointError: It holds other entries.

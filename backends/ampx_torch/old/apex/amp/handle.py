@@ -34,18 +34,17 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Return the loss in float32 times its loss scale; when the block ends, gradients are true.
 
+    A loss of several elements needs its own way of calling backward. Nothing needs `model`.
+
     Args:
-        loss: Floating tensor; one of several elements needs its own way of calling backward.
+        loss: Floating tensor.
         optimizers: All optimizers whose gradients this backward makes: one, or a list. With an empty list the loss
             is scaled and nothing is made true, for gradients of inputs.
         loss_id: Which loss scale, below `num_losses`.
-        model: Accepted; nothing needs it.
+        model: Accepted.
         delay_unscale: Leave the gradients scaled when the block ends; the next block without it, or the step, makes
             them true.
         delay_overflow_check: Move the loss scale, and decide about skipping, in the step.
-
-    Yields:
-        The scaled loss.
 
     Raises:
         NotInitializedError: `initialize` was not called.
@@ -104,17 +103,7 @@ def _inner(optimizer: Any) -> Any:
 def block(
     session: ampx.Amp, loss: torch.Tensor, optimizers: list[ApexOptimizer], loss_id: int, delays: bool
 ) -> Iterator[torch.Tensor]:
-    """Scale a loss; afterwards have the optimizers make their gradients true. The loss scale does not move.
-
-    Args:
-        session: The session.
-        loss: Of any shape.
-        optimizers: Whose gradients the backward makes.
-        loss_id: Which loss scale.
-        delays: Leave the gradients scaled.
-
-    Sync: one a device.
-    """
+    """Scale a loss; afterwards have the optimizers make their gradients true, unless delayed. Sync: one a device."""
     for one in optimizers:
         one.delays = delays
     element = _one_element(loss)
@@ -142,7 +131,6 @@ class AmpHandle:
     """What `init` returns, and what `initialize` keeps at O1: the older way to scale losses."""
 
     def __init__(self, session: ampx.Amp, loss_scale: Any = "dynamic") -> None:
-        """Made by `init`."""
         self._session = session
         self._loss_scale = loss_scale
         self._first: ApexOptimizer | None = None
@@ -163,11 +151,7 @@ class AmpHandle:
     _disable_casts = disable_casts
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> LossesInTurn:
-        """Return an optimizer with a loss scale for each of its losses, to be used as `optimizer.scale_loss(loss)`.
-
-        Args:
-            optimizer: A raw optimizer; the same object is returned.
-            num_loss: So many losses come before each step, in the same order.
+        """Return the optimizer, whose `optimizer.scale_loss(loss)` has a loss scale for each of its `num_loss` losses.
 
         Raises:
             NotAnOptimizerError, AlreadyWrappedError, InvalidOptionError: It is no optimizer, was wrapped before, or
@@ -184,9 +168,7 @@ class AmpHandle:
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
         """Scale a loss; when the block ends, gradients are true, and the next step may be skipped.
 
-        Args:
-            loss: Floating tensor.
-            optimizer: A raw optimizer (it becomes one that can skip, in place), or one that was passed before.
+        A raw optimizer becomes one that can skip, in place. All optimizers of a handle share its loss scale.
 
         Raises:
             ProtocolError: `wrap_optimizer` was used, so that the optimizers have their own `scale_loss`.

@@ -14,13 +14,7 @@ from ampx_torch.trees import LOW
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
-    """Cast parameters and buffers of any floating dtype in place, gradients included.
-
-    Args:
-        model: The model.
-        dtype: Their new dtype.
-        keep_norms: Leave batch and instance norms as they are; they then compute in float32 and give `dtype`.
-    """
+    """Cast floating parameters, gradients and buffers in place; batch and instance norms may stay in float32."""
     for module in model.modules():
         if keep_norms and isinstance(module, nn.modules.batchnorm._NormBase):
             module.register_forward_pre_hook(
@@ -40,14 +34,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_norms: bool) -> None:
 def make_masters(
     optimizers: Iterable[torch.optim.Optimizer], models: Sequence[nn.Module], dtype: torch.dtype | None, keep: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Return a float32 copy of every trained parameter that is or will be of low precision, before it is rounded.
-
-    Args:
-        optimizers: Raw optimizers.
-        models: The models that will be cast.
-        dtype: To what; None: they will not be.
-        keep: Batch and instance norms stay.
-    """
+    """Return a float32 copy of every trained parameter that is or will be of low precision, before it is rounded."""
     staying = {p for model in models for module in model.modules() if keep and _is_norm(module) for p in _own(module)}
     lowered = {p for model in models for p in model.parameters()} - staying if dtype in LOW else set()
     copies = {}
@@ -68,12 +55,9 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 
 
 def guard_checkpoints(models: Iterable[nn.Module], copies: Mapping[nn.Parameter, nn.Parameter], all_of: bool) -> None:
-    """Have `state_dict` give float32, exact where there are masters, and `load_state_dict` load the masters.
+    """Have `state_dict` save float32, exact where there are masters, and `load_state_dict` load the masters.
 
-    Args:
-        models: The models.
-        copies: The master of each parameter.
-        all_of: Of all modules, not only of those whose parameters have masters.
+    With `all_of` of all modules, not only of those whose parameters have masters.
     """
     for module in {one: None for model in models for one in model.modules()}:
         own = {name: copies[p] for name, p in module._parameters.items() if p is not None and p in copies}
@@ -91,7 +75,6 @@ class CastForward:
     def __init__(
         self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None, before: Any = None
     ) -> None:
-        """Remember the model, and what its own attribute `forward` was, if it had one."""
         self.module = module
         self.before = before
         self.inputs = inputs
@@ -118,7 +101,6 @@ class _Replicate:
     """The method by which DataParallel copies a model for another device."""
 
     def __init__(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-        """Remember the model and its casts."""
         self.module = module
         self.casts = (inputs, outputs)
 

@@ -205,13 +205,9 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     # -- what scripts ask --------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients, or skip where a block since the last step overflowed.
+        """Apply the gradients, or skip where a block since the last step overflowed; return what the closure returned.
 
-        Args:
-            closure: Evaluated once, before the update; it runs backward in a `scale_loss` block.
-
-        Returns:
-            What the closure returned; None without one.
+        A closure is evaluated once, before the update; it runs backward in a `scale_loss` block.
 
         Raises:
             UnsupportedByBackendError: The optimizer evaluates closures several times.

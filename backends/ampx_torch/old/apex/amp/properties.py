@@ -51,16 +51,7 @@ LEVELS: Final[dict[str, Properties]] = {
 
 
 def choose(opt_level: str, low: torch.dtype, overrides: dict[str, Any]) -> Properties:
-    """Return the properties of a level, with what was passed beyond None in their place.
-
-    Args:
-        opt_level: `"O0"` to `"O3"`.
-        low: What stands for float16: float16, or bfloat16 where that was chosen.
-        overrides: Options of `initialize` by name; None leaves the level's own.
-
-    Raises:
-        PropertyError: There is no such level, or an override does not go with it.
-    """
+    """Return the properties of a level, with the overrides that are not None in their place."""
     if not isinstance(opt_level, str) or opt_level not in LEVELS:
         raise PropertyError(
             f"opt_level={opt_level!r} is not an opt level; accepted: 'O0', 'O1', 'O2', 'O3' (the letter O, then a "

@@ -15,12 +15,7 @@ from . import decorators, lists
 
 @dataclass
 class _Registry:
-    """What was registered, and what replaced it.
-
-    Attributes:
-        entries: By (module, name).
-        replaced: (module, name, its own attribute or None where it was inherited).
-    """
+    """What was registered, by (module, name); and (module, name, its own attribute or None) of what was replaced."""
 
     entries: dict[tuple[Any, str], Kind] = field(default_factory=dict)
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -30,16 +25,7 @@ _registry = _Registry()
 
 
 def add(module: Any, name: str, kind: Kind) -> None:
-    """Register a function.
-
-    Args:
-        module: A module, or a class whose function it is.
-        name: Its name there.
-        kind: How to cast its floating arguments.
-
-    Raises:
-        InvalidOptionError: There is no such function.
-    """
+    """Register a function of a module or class, by its name there."""
     if not hasattr(module, name):
         raise InvalidOptionError(
             f"register_{kind}_function got {name!r}, which {getattr(module, '__name__', module)!r} does not have; "

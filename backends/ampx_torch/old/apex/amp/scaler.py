@@ -27,16 +27,7 @@ HIGHEST: Final = 2.0**24
 
 
 def configure(loss_scale: float | str, lowest: float | None, highest: float | None) -> LossScale:
-    """Return the configuration of a loss scale.
-
-    Args:
-        loss_scale: `"dynamic"` or a number.
-        lowest: `min_loss_scale`; None for no floor but 2**-24.
-        highest: `max_loss_scale`; None for 2**24.
-
-    Raises:
-        InvalidOptionError: A bound is not positive, or they exclude each other.
-    """
+    """Return the configuration of a loss scale that is `"dynamic"` or a number; None stands for apex's bounds."""
     if not isinstance(loss_scale, str):
         return LossScale.static(loss_scale)
     top = HIGHEST if highest is None else highest
@@ -48,20 +39,9 @@ def configure(loss_scale: float | str, lowest: float | None, highest: float | No
 class LossScaler:
     """One loss scale as scripts know it; the numbers are those of ampx's state machine.
 
-    Args:
-        loss_scale: `"dynamic"` or a number.
-        init_scale: First value of a dynamic scale.
-        scale_factor: Factor on growth; the scale is divided by it on overflow.
-        scale_window: Finite backwards in a row before growth.
-        min_loss_scale: Floor; None for none but 2**-24.
-        max_loss_scale: Ceiling.
-
     Attributes:
         group: The optimizers that share it.
         loss_id: Which of their loss scales it is.
-
-    Raises:
-        InvalidOptionError: A value is out of range.
     """
 
     has_fused_kernel = True
@@ -174,15 +154,7 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """Write gradients divided by the loss scale, and note whether they are finite for `update_scale`.
-
-        Args:
-            model_grads: The scaled gradients.
-            master_grads: Where to write; may be the same.
-            unused_scale: Of no meaning.
-            models_are_masters: Of no meaning.
-            scale_override: Divide by this instead.
-        """
+        """Write gradients divided by the loss scale, and note whether they are finite for `update_scale`."""
         if not self._has_overflow:
             scale = self.loss_scale() if scale_override is None else scale_override
             amp_c.multi_tensor_scale(0, self._overflow_buf, [model_grads, master_grads], 1.0 / scale)
@@ -194,13 +166,9 @@ class LossScaler:
         master_grads: Sequence[torch.Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """Write the sum of scaled gradients, divided by the loss scale, and of others.
+        """Write the sum of scaled gradients, which are tested, divided by the loss scale, and of others.
 
-        Args:
-            model_grads: The scaled gradients; these are tested.
-            stashed_master_grads: The others, which are true.
-            master_grads: Where to write; may be either.
-            scale_override: The scales that the gradients have, that the others have, and that the sum shall have.
+        `scale_override` has the scales that the gradients have, that the others have, and that the sum shall have.
         """
         if not self._has_overflow:
             have, others, wanted = scale_override or (self.loss_scale(), 1.0, 1.0)
@@ -210,10 +178,7 @@ class LossScaler:
     def update_scale(self) -> bool:
         """Move the loss scale by what `_overflow_buf` says, for blocks with `delay_overflow_check=True`.
 
-        Returns:
-            Whether there was an overflow. The next step is skipped then, also if the script calls it.
-
-        Sync: one.
+        After an overflow, which is returned, the next step is skipped, also if the script calls it. Sync: one.
         """
         if not self._has_overflow:
             self._has_overflow = bool(self._overflow_buf.item())
@@ -228,27 +193,14 @@ class LossScaler:
 
 @dataclass(eq=False)
 class Verdict:
-    """What one block's backward showed, shared by the optimizers of the block.
-
-    Attributes:
-        finite: All gradients of all optimizers are finite.
-        moved: The loss scale moved by it.
-    """
+    """What one block's backward showed, shared by its optimizers: all is finite; the loss scale moved by it."""
 
     finite: bool = True
     moved: bool = False
 
 
 def settle(optimizer: ApexOptimizer, loss_id: int) -> list[Due]:
-    """Have an optimizer skip its step if a block overflowed; move the loss scale where no other of the block did.
-
-    Args:
-        optimizer: The optimizer.
-        loss_id: Whose blocks are decided about.
-
-    Returns:
-        The events to `send` when everything else is done.
-    """
+    """Have an optimizer skip where a block overflowed, move the scale unless another has; return what to `send`."""
     verdicts = optimizer.found.get(loss_id, [])
     optimizer.note(loss_id, all(verdict.finite for verdict in verdicts))
     new = [verdict for verdict in verdicts if not verdict.moved]

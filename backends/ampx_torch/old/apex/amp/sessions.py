@@ -20,11 +20,7 @@ VARIABLE: Final = "AMPX_APEX_DTYPE"
 
 
 def choose_low(option: object) -> torch.dtype:
-    """Return the dtype that stands where apex had float16.
-
-    Args:
-        option: The option `dtype`: a dtype or its name; None for what the environment variable AMPX_APEX_DTYPE
-            says, float16 where it says nothing.
+    """Return the dtype that stands where apex had float16: the option, else what AMPX_APEX_DTYPE says, else float16.
 
     Raises:
         InvalidOptionError: It is neither float16 nor bfloat16.
@@ -40,15 +36,7 @@ def choose_low(option: object) -> torch.dtype:
 
 
 def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned: bool) -> ampx.Amp:
-    """Start a session, in place of the former one.
-
-    Args:
-        level: The opt level.
-        low: The dtype of low precision.
-        device: `"cuda"` or `"cpu"`.
-        scale: The default loss scale.
-        allow_banned: Banned operations are computed in float32 rather than refused.
-    """
+    """Start a session, in place of the former one."""
     allow: list[Any] = []
     deny: list[Any] = []
     if level == "O1":
@@ -85,11 +73,7 @@ def end() -> None:
 
 
 def present(call: str) -> ampx.Amp:
-    """Return the session.
-
-    Raises:
-        NotInitializedError: `initialize` was not called, or the session was shut down since.
-    """
+    """Return the session, or raise where `initialize` was not called or the session was shut down since."""
     session: ampx.Amp | None = _amp_state.session
     if session is None or sessions.get("torch") is not session:
         raise NotInitializedError(

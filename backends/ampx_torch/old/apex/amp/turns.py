@@ -16,12 +16,7 @@ from .scaler import send, settle
 
 
 class LossesInTurn(ApexOptimizer):
-    """An optimizer of the older calls: it scales its losses itself, each with a scale of its own.
-
-    Attributes:
-        number: So many losses come before each step.
-        turn: Whose turn it is.
-    """
+    """An optimizer of the older calls: `number` losses with scales of their own come before each step."""
 
     own = ApexOptimizer.own | {"number", "turn", "_session"}
     number: int
@@ -36,9 +31,6 @@ class LossesInTurn(ApexOptimizer):
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """Scale the next loss; when the block ends, gradients are true.
-
-        Args:
-            loss: Floating tensor.
 
         Raises:
             ProtocolError: There were as many losses as `num_loss` says, and no step since.

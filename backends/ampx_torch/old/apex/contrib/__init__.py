@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm_
 
-from ampx_torch.old.apex.normalization.functional import FusedLayerNormAffineFunction, fused_layer_norm_affine
+from ampx_torch.old.apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, fused_layer_norm_affine
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN", "SoftmaxCrossEntropyLoss", "clip_grad_norm_"]
 
@@ -29,18 +29,9 @@ class SoftmaxCrossEntropyLoss:
         padding_idx: int = 0,
         half_to_float: bool = False,
     ) -> torch.Tensor:
-        """Compute the loss of each row, in float32.
+        """Compute the loss of each row in float32; rows labelled `padding_idx` have the loss 0.
 
-        Args:
-            ctx: Of no meaning.
-            logits: Floating tensor of shape (rows, classes).
-            labels: Integer tensor, a class for each row.
-            smoothing: So much of the probability is spread over all classes.
-            padding_idx: Rows of this label have the loss 0.
-            half_to_float: Whether the loss of low-precision logits is float32.
-
-        Returns:
-            A tensor of shape (rows,), of the logits' dtype or float32.
+        The losses have the logits' dtype, or float32 with `half_to_float`.
         """
         options: Any = {"ignore_index": padding_idx, "label_smoothing": smoothing, "reduction": "none"}
         with torch.autocast(logits.device.type, enabled=False):
@@ -76,13 +67,7 @@ class FastLayerNormFN:
 
 
 class FastLayerNorm(nn.Module):
-    """Layer norm over the last dimension, like `apex.normalization.FusedLayerNorm`.
-
-    Args:
-        hidden_size: The last dimension.
-        eps: Added to the variance.
-        memory_efficient: True warns: torch's kernel keeps its input, the result is the same.
-    """
+    """Layer norm over the last dimension, like `apex.normalization.FusedLayerNorm`."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, memory_efficient: bool = False) -> None:
         super().__init__()

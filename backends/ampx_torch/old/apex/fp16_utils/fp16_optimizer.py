@@ -21,14 +21,8 @@ _LOW = (torch.float16, torch.bfloat16)
 class FP16Optimizer:
     """Trains low-precision parameters through float32 masters, with a static or a dynamic loss scale.
 
-    A step whose gradients are not finite is skipped, also with a static loss scale.
-
-    Args:
-        init_optimizer: An ordinary optimizer. Its low-precision parameters are replaced by masters, in place.
-        static_loss_scale: The loss scale, where it is not dynamic.
-        dynamic_loss_scale: Whether the loss scale moves.
-        dynamic_loss_args: Arguments of `DynamicLossScaler`.
-        verbose: Whether skipped steps are printed.
+    A step whose gradients are not finite is skipped, also with a static loss scale. The low-precision parameters of
+    `init_optimizer` are replaced by masters, in place; `dynamic_loss_args` are those of `DynamicLossScaler`.
 
     Raises:
         UnsupportedDtypeError: A parameter is neither float16, bfloat16 nor float32. Nothing was changed.
@@ -112,12 +106,7 @@ class FP16Optimizer:
         self.optimizer.param_groups = value
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """Compute the gradients of a loss, and give them unscaled to the masters.
-
-        Args:
-            loss: A scalar. Not scaled yet.
-            update_master_grads: False where more losses add up first: call `update_master_grads` after the last.
-            retain_graph: As in `torch.Tensor.backward`.
+        """Compute the gradients of a loss, and hand them unscaled to the masters, unless more losses are to add up.
 
         Sync: one, in `update_master_grads`.
         """
@@ -145,15 +134,7 @@ class FP16Optimizer:
             self.overflow = self.loss_scaler.has_overflow([*(one for _, one in self._masters.pairs), *self._full])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the unscaled gradients of all parameters together.
-
-        Args:
-            max_norm: Bound of the norm.
-            norm_type: Which norm.
-
-        Returns:
-            The norm before, a scalar tensor; -1 after an overflow.
-        """
+        """Clip the unscaled gradients of all parameters; return their norm before, -1 after an overflow."""
         if self.overflow:
             return -1
         parameters = [one for group in self.param_groups for one in group["params"]]
@@ -162,11 +143,7 @@ class FP16Optimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip after an overflow, and move the loss scale.
 
-        Args:
-            closure: Clears the gradients, computes the loss, calls `backward` of this optimizer, gives the loss.
-
-        Returns:
-            What the wrapped optimizer's step gives; None for a skipped step.
+        A closure clears the gradients, computes the loss, calls `backward` of this optimizer and returns the loss.
 
         Raises:
             ProtocolError: In a closure, gradients are not finite whatever the scale.
@@ -185,15 +162,7 @@ class FP16Optimizer:
         return result
 
     def zero_grad(self, set_grads_to_none: bool = False, **old_spelling: bool) -> None:
-        """Forget all gradients.
-
-        Args:
-            set_grads_to_none: Whether gradients are dropped rather than filled with zeros.
-            old_spelling: `set_grads_to_None`, which means the same.
-
-        Raises:
-            InvalidOptionError: Another argument is given.
-        """
+        """Drop all gradients, or fill them with zeros; apex spelled the argument `set_grads_to_None`."""
         drop = old_spelling.pop("set_grads_to_None", set_grads_to_none)
         if old_spelling:
             raise InvalidOptionError(
@@ -230,9 +199,6 @@ class FP16Optimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, here or in apex. Load the model before.
-
-        Args:
-            state_dict: The state.
 
         Raises:
             InvalidStateError: It is of an optimizer with other parameters. Nothing was changed.

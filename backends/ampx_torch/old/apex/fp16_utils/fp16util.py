@@ -22,11 +22,7 @@ class ToFP16(nn.Module):
 
 
 class FP16Model(nn.Module):
-    """A network in float16 with its batch norms in float32; it rounds the inputs that it is called with.
-
-    Args:
-        network: The network; changed in place.
-    """
+    """A network in float16 with its batch norms in float32; it rounds the inputs that it is called with."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -74,14 +70,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-    """Make float32 masters of the parameters that are trained.
-
-    Args:
-        model: The network.
-        flat_master: Whether there is one flat master of all parameters, rather than one of each.
-
-    Returns:
-        The model's parameters, and the masters: give these to the optimizer.
+    """Return the parameters that are trained and their float32 masters, or one flat master of all.
 
     Raises:
         InvalidOptionError: The parameters are of several dtypes, and one flat master is asked for.
@@ -104,11 +93,6 @@ def model_grads_to_master_grads(
     model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Tensor], flat_master: bool = False
 ) -> None:
     """Copy the gradients of a model to its masters, in float32.
-
-    Args:
-        model_params: The model's parameters, as `prep_param_lists` gives them.
-        master_params: The masters, likewise.
-        flat_master: As in `prep_param_lists`.
 
     Raises:
         ProtocolError: A parameter has no gradient, and there is one flat master.
@@ -136,7 +120,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[torch.Tensor], master_params: Sequence[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Round the masters into the model's parameters; the arguments are those of `model_grads_to_master_grads`."""
+    """Round the masters into the model's parameters."""
     masters = unflatten(master_params[0], model_params) if flat_master else list(master_params)
     if masters:
         torch._foreach_copy_(list(model_params), masters)

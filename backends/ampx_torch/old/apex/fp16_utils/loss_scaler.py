@@ -59,14 +59,7 @@ class _Scaler:
 
 
 class LossScaler(_Scaler):
-    """A loss scale that never moves.
-
-    Args:
-        scale: The factor.
-
-    Raises:
-        InvalidOptionError: It is not a positive finite number.
-    """
+    """A loss scale that never moves."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(LossScale.static(scale))
@@ -81,16 +74,7 @@ class LossScaler(_Scaler):
 
 
 class DynamicLossScaler(_Scaler):
-    """A loss scale that grows after many finite steps and falls after each that is not.
-
-    Args:
-        init_scale: First value.
-        scale_factor: Factor on growth; the scale is divided by it on overflow, down to 1.
-        scale_window: Finite steps in a row before growth.
-
-    Raises:
-        InvalidOptionError: A value is out of range.
-    """
+    """A loss scale that grows after `scale_window` finite steps and falls after each that is not, down to 1."""
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         lowest = min(1.0, init_scale)

@@ -39,13 +39,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients.
-
-        Args:
-            closure: Computes the loss and its gradients once more, before the update.
-
-        Returns:
-            What `closure` gave, or None.
+        """Update the parameters that have gradients, and return what the closure gave.
 
         Raises:
             UnsupportedByBackendError: A gradient is sparse. Nothing was updated.
@@ -84,14 +78,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         gradients: list[torch.Tensor],
         states: list[dict[str, Any]],
     ) -> None:
-        """Update the parameters of one group in place.
-
-        Args:
-            group: The options, with the number of this step under `"step"`.
-            parameters: Float32 or float64, any shapes. At least one.
-            gradients: Of the same shapes and dtypes. Not to be changed.
-            states: The state of each, empty before its first step.
-        """
+        """Update float32 or float64 parameters of one group in place; the gradients stay as they are."""
         raise NotImplementedError
 
     def _gather(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -126,11 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raise where the variant is asked for, which no fused optimizer of apex has.
-
-    Raises:
-        UnsupportedByBackendError: It is asked for.
-    """
+    """Refuse the variant that no fused optimizer of apex has."""
     if amsgrad:
         raise UnsupportedByBackendError(
             f"{name}(amsgrad=True) is not supported; accepted: False. Use torch.optim.AdamW(amsgrad=True)."

@@ -8,15 +8,7 @@ from ampx_torch.old.apex.fp16_utils.fp16_optimizer import FP16Optimizer
 
 
 class FusedFP16Optimizer(FP16Optimizer):
-    """The one of `apex.fp16_utils`, whose dynamic scale starts at 2**16 and whose gradients are dropped by default.
-
-    Args:
-        init_optimizer: An ordinary optimizer.
-        static_loss_scale: The loss scale, where it is not dynamic.
-        dynamic_loss_scale: Whether the loss scale moves.
-        dynamic_loss_args: Arguments of the dynamic scale.
-        verbose: Whether skipped steps are printed.
-    """
+    """The one of `apex.fp16_utils`, whose dynamic scale starts at 2**16 and whose gradients are dropped by default."""
 
     def __init__(
         self,

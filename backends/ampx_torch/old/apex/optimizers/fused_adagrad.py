@@ -12,16 +12,7 @@ from .base import FusedOptimizer, state_tensors
 
 
 class FusedAdagrad(FusedOptimizer):
-    """Adagrad with L2 regularisation, or with decoupled weight decay.
-
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        eps: Added to the denominator.
-        weight_decay: Factor of the decay.
-        set_grad_none: Whether `zero_grad` drops the gradients.
-        adagrad_w_mode: True decays weights apart from the gradient, False adds the decay to the gradient.
-    """
+    """Adagrad with L2 regularisation, or with decoupled weight decay where `adagrad_w_mode` is set."""
 
     multi_tensor_adagrad = staticmethod(amp_c.multi_tensor_adagrad)
 

@@ -14,26 +14,13 @@ from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam with decoupled weight decay, or with L2 regularisation.
+    """Adam with decoupled weight decay, or with L2 regularisation where `adam_w_mode` is not set.
 
-    The state has the names of torch's Adam; the number of steps is kept once a group, as apex kept it.
-
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        bias_correction: Whether the averages are corrected for their start at zero.
-        betas: Decay of the averages of the gradient and of its square.
-        eps: Added to the denominator.
-        adam_w_mode: True decays weights apart from the gradient, False adds the decay to the gradient.
-        weight_decay: Factor of the decay.
-        amsgrad: Not supported.
-        set_grad_none: Whether `zero_grad` drops the gradients.
-        capturable: Not supported.
-        master_weights: Not supported.
-        max_grad_norm: Bound of the norm of the gradients of each group, 0 for none. Early versions of apex had it.
+    The state has the names of torch's Adam; the number of steps is kept once a group, as apex kept it. `max_grad_norm`,
+    which early versions of apex had, bounds the norm of the gradients of each group.
 
     Raises:
-        UnsupportedByBackendError: One of the options is not supported.
+        UnsupportedByBackendError: `amsgrad`, `capturable` or `master_weights` is asked for.
     """
 
     multi_tensor_adam = staticmethod(amp_c.multi_tensor_adam)

@@ -13,21 +13,10 @@ from .base import FusedOptimizer, refuse_amsgrad, state_tensors
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB, with the gradients of all groups clipped together first.
+    """LAMB, with the gradients of all groups clipped together first, to `max_grad_norm`.
 
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        bias_correction: Whether the averages are corrected for their start at zero.
-        betas: Decay of the averages of the gradient and of its square.
-        eps: Added to the denominator.
-        weight_decay: Factor of the decay.
-        amsgrad: Not supported.
-        adam_w_mode: True decays weights apart from the gradient, False adds the decay to the gradient.
-        grad_averaging: Whether the gradient enters its average times 1 - beta1, or whole.
-        set_grad_none: Whether `zero_grad` drops the gradients.
-        max_grad_norm: Bound of the norm over the gradients of all groups.
-        use_nvlamb: True scales the step of every parameter, False only where the weight decay is not 0.
+    `grad_averaging` lets the gradient enter its average times 1 - beta1 rather than whole; `use_nvlamb` scales the step
+    of every parameter, also without weight decay.
 
     Raises:
         UnsupportedByBackendError: `amsgrad` is asked for.
@@ -93,16 +82,9 @@ class FusedLAMB(FusedOptimizer):
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """LAMB that keeps float32 masters of low-precision parameters in its state.
+    """LAMB that keeps float32 masters of parameters of `reduced_precision_dtype`, after `step` steps.
 
     torch's GradScaler unscales and checks before its step, as for any optimizer.
-
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        step: How many steps were done before.
-        options: Those of `FusedLAMB`.
-        reduced_precision_dtype: Parameters of this dtype get masters; None for none.
     """
 
     def __init__(

@@ -17,19 +17,8 @@ _NORMS: Final = {2: 2.0, 0: float("inf")}
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad, with one average of the gradient's norm a parameter.
 
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate.
-        bias_correction: Whether the averages are corrected for their start at zero.
-        betas: Decay of the averages of the gradient and of its norm.
-        eps: Added to the denominator.
-        weight_decay: Factor of the decay.
-        amsgrad: Not supported.
-        reg_inside_moment: Whether the gradient is normalised and decayed before it enters its average, or after.
-        grad_averaging: Whether the gradient enters its average times 1 - beta1, or whole.
-        norm_type: 2 for the L2 norm, 0 for the largest value.
-        init_zero: Whether the average of the norm starts at 0, or at the norm of the first gradient.
-        set_grad_none: Whether `zero_grad` drops the gradients.
+    `norm_type` is 2, or 0 for the largest value. `reg_inside_moment` normalises and decays the gradient before it
+    enters its average; `init_zero` starts the average of the norm at 0 rather than at the first norm.
 
     Raises:
         UnsupportedByBackendError: `amsgrad` is asked for.

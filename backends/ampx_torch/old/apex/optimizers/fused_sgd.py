@@ -17,20 +17,11 @@ from .base import FusedOptimizer, state_tensors
 class FusedSGD(FusedOptimizer):
     """SGD as `torch.optim.SGD` computes it, and with weight decay after momentum where asked for.
 
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate; may be left out where every group has its own.
-        momentum: Factor of the momentum.
-        dampening: The first step aside, the gradient enters the momentum times 1 - dampening.
-        weight_decay: Factor of the decay.
-        nesterov: Nesterov's momentum; needs momentum and no dampening.
-        wd_after_momentum: True adds the decay to the momentum's result and not to the gradient.
-        materialize_master_grads: Master gradients are always made; False warns, as it can save no memory here.
-        set_grad_none: Whether `zero_grad` drops the gradients.
+    Master gradients are always made: `materialize_master_grads=False` warns.
 
     Raises:
         InvalidOptionError: A value is out of range.
-        ValueError: Neither `lr` nor a group's own is given.
+        ValueError: Neither `lr` nor a group's own is passed.
     """
 
     multi_tensor_sgd = staticmethod(amp_c.multi_tensor_sgd)

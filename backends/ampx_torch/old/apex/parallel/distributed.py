@@ -18,21 +18,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Parameters that take no part in a loss are allowed, and buffers are synchronised once, when it is made: as in
     apex, and unlike in torch's defaults. Where all take part, torch prints once that it need not have looked.
-
-    Args:
-        module: The network, on the device it trains on. Rank 0's parameters and buffers are given to all ranks.
-        message_size: So many elements at least travel together.
-        delay_allreduce: True sends all gradients together, after the backward pass.
-        shared_param: Not accepted; apex refuses it too.
-        allreduce_trigger_params: Warns: torch decides when gradients are sent. Results are the same.
-        retain_allreduce_buffers: Not supported.
-        allreduce_always_fp32: Whether low-precision gradients are summed in float32.
-        num_allreduce_streams: Above 1 it warns: torch chooses its streams. Results are the same.
-        allreduce_communicators: (process groups, streams); the first group is used, the rest warns.
-        gradient_average: False gives sums, divided by `gradient_predivide_factor`, rather than averages.
-        gradient_predivide_factor: Gradients are divided by it before they are summed, and by the rest after.
-        gradient_average_split_factor: The former name of `gradient_predivide_factor`; it warns.
-        prof: True warns: `torch.profiler` shows the collectives.
+    `message_size` elements at least travel together, all with `delay_allreduce`; `allreduce_always_fp32` sums low
+    precision in float32. Gradients are divided by `gradient_predivide_factor` before they are summed and by the rest
+    after; the latter not without `gradient_average`. What torch decides itself warns: trigger parameters, streams.
 
     Raises:
         ProtocolError: There is no process group.
@@ -109,14 +97,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 class Reducer:
-    """Averages gradients when told to.
-
-    Args:
-        module_or_grads_list: A module, whose parameters rank 0 gives to all ranks now; or gradients.
-
-    Raises:
-        ProtocolError: There is no process group.
-    """
+    """Averages gradients when told to: those of a module, whose parameters rank 0 hands out now, or those of a list."""
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[torch.Tensor]) -> None:
         _check_ready("Reducer")
@@ -139,14 +120,7 @@ class Reducer:
 def flat_dist_call(
     tensors: Iterable[torch.Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
 ) -> None:
-    """Run a collective on tensors of any dtypes, in place: those of one dtype and device travel together.
-
-    Args:
-        tensors: The tensors.
-        call: A collective such as `torch.distributed.broadcast`; the sums of `torch.distributed.all_reduce` are
-            divided by the number of processes.
-        extra_args: What the collective gets after the flat tensor.
-    """
+    """Run a collective on tensors of any dtypes, in place; the sums of `all_reduce` become averages."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)

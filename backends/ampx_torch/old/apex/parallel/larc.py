@@ -14,13 +14,8 @@ class LARC(DelegatingOptimizer):
     """Scales every gradient by the ratio of the norms of weight and gradient before the wrapped optimizer's step.
 
     The weight decay enters the gradient before it is scaled, and so is taken from the wrapped optimizer for the time
-    of its step. Gradients of zeros, and weights of zeros, are left as they are.
-
-    Args:
-        optimizer: The optimizer to wrap.
-        trust_coefficient: Factor of the ratio.
-        clip: True bounds the resulting rate by the group's `lr`, False multiplies the two.
-        eps: Added to the denominator.
+    of its step. Gradients of zeros, and weights of zeros, are left as they are. With `clip` the resulting rate is
+    bounded by the group's `lr`, else the two are multiplied.
     """
 
     def __init__(
@@ -56,14 +51,7 @@ class LARC(DelegatingOptimizer):
         self.optimizer.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Scale the gradients, and step the wrapped optimizer.
-
-        Args:
-            closure: Computes the loss and its gradients once more, before they are scaled.
-
-        Returns:
-            What `closure` gave; without one, what the wrapped optimizer's step gives.
-        """
+        """Scale the gradients, and step the wrapped optimizer; a closure is evaluated before."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

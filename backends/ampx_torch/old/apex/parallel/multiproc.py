@@ -18,17 +18,7 @@ from ampx.errors import InvalidOptionError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the processes, and wait for them; when one fails the others are ended.
-
-    Args:
-        arguments: The script and its arguments; `--world-size N` among them says how many, else one for each GPU.
-
-    Returns:
-        The exit code of the first that failed, or 0.
-
-    Raises:
-        InvalidOptionError: There is no script, or nothing says how many.
-    """
+    """Start a process for each GPU, or `--world-size`; when one fails end the others and return its exit code."""
     count = torch.cuda.device_count()
     options = list(arguments)
     if "--world-size" in options:

@@ -35,17 +35,8 @@ class _Sum(torch.autograd.Function):
 class SyncBatchNorm(_BatchNorm):
     """torch's SyncBatchNorm on CUDA devices, and the same on the CPU, where torch refuses.
 
-    It is no subclass of torch's: torch's DistributedDataParallel refuses those on the CPU.
-
-    Args:
-        num_features: The channels.
-        eps: Added to the variance.
-        momentum: How much of a batch enters the running statistics; None averages over all batches.
-        affine: Whether the module has a weight and a bias.
-        track_running_stats: Whether it has running statistics.
-        process_group: The processes that share statistics; None for all.
-        channel_last: Whether the channels are the last dimension of the input rather than the second.
-        fuse_relu: Whether the result goes through ReLU.
+    It is no subclass of torch's: torch's DistributedDataParallel refuses those on the CPU. `channel_last` says that the
+    channels are the last dimension of the input, `fuse_relu` that the result goes through ReLU.
     """
 
     def __init__(
@@ -69,17 +60,7 @@ class SyncBatchNorm(_BatchNorm):
     _normalise_by_torch: Any = nn.SyncBatchNorm.forward
 
     def forward(self, input: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalise.
-
-        Args:
-            input: Of at least two dimensions.
-            z: Added to the normalised input, before ReLU. Of the input's shape.
-
-        Returns:
-            A tensor of the input's shape and dtype.
-
-        Sync: on CUDA as torch's.
-        """
+        """Normalise, add `z`, go through ReLU where asked for. Sync: on CUDA as torch's."""
         x = input.movedim(-1, 1) if self.channel_last else input
         y = self._normalise_on_cpu(x) if self._is_shared_on_cpu(x) else self._normalise_by_torch(x)
         y = y.movedim(1, -1) if self.channel_last else y
@@ -122,16 +103,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Replace the batch norms of a network by SyncBatchNorm, with their parameters and statistics.
-
-    Args:
-        module: The network; its children are replaced in place.
-        process_group: The processes that share statistics; None for all.
-        channel_last: As in `SyncBatchNorm`.
-
-    Returns:
-        The network, or the new module where `module` is a batch norm itself.
-    """
+    """Return the network with SyncBatchNorm in place of its batch norms, with their parameters and statistics."""
     new = module
     if isinstance(module, _BatchNorm):
         own: Any = module
@@ -147,13 +119,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Split all processes into groups of neighbours that share the statistics of SyncBatchNorm.
-
-    Args:
-        group_size: Processes in a group; 0 for all in one.
-
-    Returns:
-        The group of this process, or None for all.
+    """Return this process's group of neighbours that share the statistics of SyncBatchNorm; None, for size 0, for all.
 
     Raises:
         ProtocolError: There is no process group.
