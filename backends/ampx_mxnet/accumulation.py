@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,9 +18,9 @@ from .compat import mx
 
 
 class _Body(threading.local):
-    """Those who accumulate in the calling thread's `scale_loss` bodies."""
+    """Those who accumulate in the calling thread's `scale_loss` bodies; one whose optimizer is gone has ended."""
 
-    running: tuple[Accumulation, ...] = ()
+    running: tuple[weakref.ref[Accumulation], ...] = ()
 
 
 _body = _Body()
@@ -53,7 +54,7 @@ class Accumulation:
         if not self.parameters:
             return
         self.reset()
-        _body.running = (*_body.running, self)
+        _body.running = (*_body.running, weakref.ref(self))
         self._keep()
 
     def _keep(self) -> None:
@@ -68,7 +69,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Undo what an exception left of `begin`: no backward has run since."""
-        _body.running = tuple(one for one in _body.running if one is not self)
+        self._leave()
         for data, _, fresh, _ in self._before:
             data._fresh_grad = data._fresh_grad or fresh
         self._before = []
@@ -84,8 +85,11 @@ class Accumulation:
         """Add the kept gradients to those that a backward wrote."""
         if not self.parameters:
             return
-        _body.running = tuple(one for one in _body.running if one is not self)
+        self._leave()
         self._add()
+
+    def _leave(self) -> None:
+        _body.running = tuple(entry for entry in _body.running if entry() not in (self, None))
 
     def _add(self) -> None:
         kept, self._before = self._before, []
@@ -121,16 +125,17 @@ def follow() -> None:
 
 def unfollow() -> None:
     """Undo `follow`."""
-    while _originals:
-        place, original = _originals.popitem()
+    for place, original in list(_originals.items()):
         place.backward = original
+        del _originals[place]
 
 
 def _apart(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def apart(*args: Any, **kwargs: Any) -> Any:
-        for one in _body.running:
-            one.part()
+        for entry in _body.running:
+            if (accumulation := entry()) is not None:
+                accumulation.part()
         return backward(*args, **kwargs)
 
     return apart

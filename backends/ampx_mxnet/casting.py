@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
@@ -36,22 +37,41 @@ class _Installed:
 
     Attributes:
         plan: By which it casts.
-        replaced: Module, name, the original and what replaces it.
         flags: The state of MXNet's amp before.
-        users: Regions, and the session, that need it.
+        replaced: Module, name, the original and what replaces it; while they are being replaced, all names and None.
+        whole: All of it is in place.
     """
 
     plan: CastPlan
-    replaced: list[tuple[ModuleType, str, Any, Any]]
     flags: dict[str, Any]
-    users: int = 0
+    replaced: list[tuple[ModuleType, str, Any, Any]]
+    whole: bool = False
 
 
 class _State:
-    """The one thing that can be installed in a process."""
+    """The one thing that can be installed in a process, and those who need it."""
 
     installed: _Installed | None = None
-    session: _Installed | None = None
+    session: CastPlan | None = None
+    regions: tuple[weakref.ref[_On], ...] = ()  # of all threads; they may be gone, as in `switch`
+
+
+class _On(switch.Within):
+    """A region with casting on, which needs what is installed."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        with _lock:
+            _State.regions = (*_State.regions, weakref.ref(self, _settle_without))
+            _settle()
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        with _lock:
+            _State.regions = tuple(entry for entry in _State.regions if entry() is not self)
+            _settle()
 
 
 def activate(plan: CastPlan) -> None:
@@ -60,17 +80,18 @@ def activate(plan: CastPlan) -> None:
     Raises:
         ProtocolError: The script called MXNet's own `amp.init`, which cannot be undone.
     """
-    deactivate()
-    _State.session = _acquire(plan)
+    with _lock:
+        _State.session = plan
+        _settle()
     switch.set_default(plan)
 
 
 def deactivate() -> None:
     """Undo `activate`: every function that `amp.init` replaced is the original again."""
     switch.set_default(None)
-    held, _State.session = _State.session, None
-    if held is not None:
-        _release(held)
+    with _lock:
+        _State.session = None
+        _settle()
 
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
@@ -79,85 +100,77 @@ def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
     Raises:
         ProtocolError: As `activate`.
     """
-    return _on(plan) if enabled else switch.within(None)
+    return _On(plan) if enabled else switch.Within(None)
 
 
-@contextmanager
-def _on(plan: CastPlan) -> Iterator[None]:
-    held = _acquire(plan)
-    try:
-        with switch.within(plan):
-            yield
-    finally:
-        _release(held)
+def _settle() -> None:
+    """Install what the last region or else the session needs, and nothing else; also after an interrupted call."""
+    regions = [region for entry in _State.regions if (region := entry()) is not None]
+    plan = regions[-1].plan if regions else _State.session
+    installed = _State.installed
+    if installed is not None and not (installed.whole and installed.plan == plan):
+        _uninstall(installed)
+    if plan is not None and _State.installed is None:
+        _install(plan)
 
 
-def _acquire(plan: CastPlan) -> _Installed:
+def _settle_without(gone: weakref.ref[_On]) -> None:
+    """Do without a region that an exception kept from being left to the end."""
     with _lock:
-        installed = _State.installed
-        if installed is not None and installed.plan != plan:
-            _uninstall(installed)
-            installed = None
-        if installed is None:
-            installed = _State.installed = _install(plan)
-        installed.users += 1
-        return installed
+        _State.regions = tuple(entry for entry in _State.regions if entry is not gone)
+        if _State.installed is not None and _State.installed.whole:  # else the garbage collector came amid a change
+            _settle()
 
 
-def _release(held: _Installed) -> None:
-    with _lock:
-        held.users -= 1
-        if held.users == 0 and _State.installed is held:
-            _uninstall(held)
-
-
-def _install(plan: CastPlan) -> _Installed:
+def _install(plan: CastPlan) -> None:
     if _amp._amp_initialized:
         raise ProtocolError(
             "mxnet's own amp.init was called in this process, and cannot be undone; accepted: ampx.init alone. Remove "
             "amp.init from the script and start it again."
         )
-    flags = {name: getattr(_amp, name) for name in _FLAGS}
-    before = [(module, dict(vars(module))) for module in _modules()]
+    # Noted before anything changes, so that it can be undone from wherever it is interrupted.
+    before = [(module, name, value, None) for module in _modules() for name, value in list(vars(module).items())]
+    installed = _State.installed = _Installed(plan, {name: getattr(_amp, name) for name in _FLAGS}, before)
     handlers = list(logging.getLogger().handlers)
     try:
         amp.init(plan.dtype, **oplists.lists(plan))
+        hybrid.follow()
+        accumulation.follow()
+        installed.replaced = _replace(before, set(_amp.list_loss_output_functions(DTYPES[plan.dtype])))
+        installed.whole = True
     except BaseException:
-        for module, names in before:
-            for name, original in names.items():
-                setattr(module, name, original)
-        _restore_flags(flags)
+        _uninstall(installed)
         raise
     finally:
         # Native defect: amp.init logs on the root logger, and so configures logging for the whole process.
         logging.getLogger().handlers[:] = handlers
-    outputs = set(_amp.list_loss_output_functions(DTYPES[plan.dtype]))
+
+
+def _replace(
+    before: list[tuple[ModuleType, str, Any, None]], outputs: set[str]
+) -> list[tuple[ModuleType, str, Any, Any]]:
+    """Put functions that look at the switch in the place of those that `amp.init` put there."""
     replaced = []
-    for module, names in before:
-        for name, original in names.items():
-            native = vars(module)[name]
-            if native is not original:
-                ours = _refusing(original) if name in outputs else _choosing(original, native)
-                setattr(module, name, ours)
-                replaced.append((module, name, original, ours))
-    hybrid.follow()
-    accumulation.follow()
-    return _Installed(plan, replaced, flags)
+    for module, name, original, _ in before:
+        native = vars(module)[name]
+        if native is not original:
+            ours = _refusing(original) if name in outputs else _choosing(original, native)
+            setattr(module, name, ours)
+            replaced.append((module, name, original, ours))
+    return replaced
 
 
 def _uninstall(installed: _Installed) -> None:
-    _State.installed = None
+    installed.whole = False
     hybrid.unfollow()
     accumulation.unfollow()
     for module, name, original, ours in installed.replaced:
-        if vars(module).get(name) is ours:  # else somebody replaced it once more, and owns it
+        # Unless somebody replaced it once more, and owns it.
+        if ours is None or vars(module).get(name) is ours:
             setattr(module, name, original)
-    _restore_flags(installed.flags)
-
-
-def _restore_flags(flags: dict[str, Any]) -> None:
-    for name, value in flags.items():
+    for name, value in installed.flags.items():
         setattr(_amp, name, value)
+    _State.installed = None
 
 
 def _modules() -> list[ModuleType]:

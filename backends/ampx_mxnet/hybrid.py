@@ -29,8 +29,9 @@ def follow() -> None:
 
 def unfollow() -> None:
     """Undo `follow`; graphs with casts are forgotten, and traced anew when their block is called."""
-    while _originals:
-        setattr(mx.gluon.HybridBlock, *_originals.popitem())
+    for name, original in list(_originals.items()):
+        setattr(mx.gluon.HybridBlock, name, original)
+        del _originals[name]
     for block, plan in list(_traced.items()):
         if plan is not None:
             block._clear_cached_op()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
+import weakref
 
 from ampx.backend import CastPlan
 
-_UNSET: Final = object()
-
 
 class _Thread(threading.local):
-    """What the calling thread's innermost region says; `_UNSET` outside of regions."""
+    """The regions that the calling thread has entered, the innermost first.
 
-    plan: object = _UNSET
+    Only the `with` statement keeps a region alive: one that an exception kept from being left to the end does not count
+    any more.
+    """
+
+    regions: tuple[weakref.ref[Within], ...] = ()
 
 
 class _Process:
@@ -25,37 +27,38 @@ class _Process:
 _thread = _Thread()
 
 
-def current() -> object:
+def current() -> CastPlan | None:
     """Return the plan by which the calling thread casts, or None."""
-    plan = _thread.plan
-    return _Process.plan if plan is _UNSET else plan
+    for reference in _thread.regions:
+        region = reference()
+        if region is not None:
+            return region.plan
+    return _Process.plan
 
 
 def set_default(plan: CastPlan | None) -> None:
-    """Set what holds outside of regions, in all threads."""
+    """Set what holds outside of regions, in all threads; the calling thread is outside of them then."""
+    _thread.regions = ()
     _Process.plan = plan
 
 
 class Within:
-    """A region of one thread. A class, because it is entered in every step and a generator costs more."""
+    """A region of one thread. A class, because it is entered in every step and a generator costs more.
 
-    __slots__ = ("_before", "_plan")
+    Attributes:
+        plan: By which the thread casts inside; None: not at all.
+    """
+
+    __slots__ = ("__weakref__", "plan")
 
     def __init__(self, plan: CastPlan | None) -> None:
-        """Remember the plan."""
-        self._plan = plan
-        self._before: object = _UNSET
+        self.plan = plan
 
     def __enter__(self) -> None:
-        """Cast by the plan from here on."""
-        self._before = _thread.plan
-        _thread.plan = self._plan
+        _thread.regions = (weakref.ref(self), *self._others())
 
     def __exit__(self, *error: object) -> None:
-        """Cast as before."""
-        _thread.plan = self._before
+        _thread.regions = self._others()
 
-
-def within(plan: CastPlan | None) -> Within:
-    """Return a region of the calling thread."""
-    return Within(plan)
+    def _others(self) -> tuple[weakref.ref[Within], ...]:
+        return tuple([entry for entry in _thread.regions if entry() not in (self, None)])

@@ -12,7 +12,8 @@ import pytest
 import ampx
 from ampx.session import sessions
 from ampx.testing.interruptions import Interruption, interrupted_everywhere
-from ampx_mxnet.compat import mx
+from ampx_mxnet.compat import amp as native_amp, mx
+from ampx_mxnet.dtypes import name_of
 
 PACKAGES = ("ampx", "ampx_mxnet")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # a tenth of all lines and calls; else of the lines a 29th
@@ -201,3 +202,87 @@ def test_an_interruption_while_bfloat16_gradients_add_starts_over():
     ampx.init("mxnet", dtype="bfloat16", device="cpu", nan_loss="skip")
     test_zero_grad_after_an_interruption_starts_over("adding", Interruption, 1)
     test_a_second_step_after_an_interruption_is_the_step_or_is_refused("adding")
+
+
+def _compute_dtype():
+    ones = mx.nd.ones((2, 2))
+    return name_of(mx.nd.FullyConnected(ones, ones, num_hidden=2, no_bias=True).dtype)
+
+
+def _inside(enabled):
+    with ampx.autocast(enabled=enabled):
+        pass
+
+
+REGIONS = {
+    "off": (None, lambda _: _inside(False)),
+    "on": (None, lambda _: _inside(True)),
+    "step": (Subject, Subject.act),
+}
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_session_casts_again_after_a_region_was_interrupted_at_any_line(name):
+    ampx.init("mxnet", dtype="bfloat16", device="cpu", nan_loss="skip")
+    start, act = REGIONS[name]
+    places = 0
+    for _, place in interrupted_everywhere(start or object, act, PACKAGES):
+        assert _compute_dtype() == "bfloat16", place
+        places += 1
+    assert places > 5
+    _inside(False)
+    assert _compute_dtype() == "bfloat16"
+
+
+@pytest.mark.bfloat16
+def test_a_new_session_casts_where_a_region_was_never_left():
+    """So it lives on in the traceback of an exception, which Python's prompt keeps."""
+    left_open = ampx.init("mxnet", dtype="bfloat16", device="cpu").autocast(enabled=False)
+    left_open.__enter__()
+    assert _compute_dtype() == "float32"
+    ampx.init("mxnet", dtype="bfloat16", device="cpu")
+    assert _compute_dtype() == "bfloat16"
+    left_open.__exit__(None, None, None)
+    assert _compute_dtype() == "bfloat16"
+
+
+def _start(process_wide=True):
+    return ampx.init("mxnet", dtype="bfloat16", device="cpu", process_wide=process_wide)
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize(
+    ("process_wide", "act"), [(True, lambda _: _start()), (False, lambda _: _inside(True))], ids=["init", "region"]
+)
+def test_functions_are_cast_as_long_as_somebody_needs_it_after_an_interruption(process_wide, act):
+    """While they are put in place or taken away, which takes thousands of lines, of which some are interrupted."""
+    original = mx.nd.FullyConnected
+    expected = "bfloat16" if process_wide else "float32"
+    for _, place in interrupted_everywhere(lambda: _start(process_wide), act, PACKAGES, stride=97 if THOROUGH else 997):
+        if sessions.get("mxnet") is not None:
+            assert _compute_dtype() == expected, place
+            _inside(True)
+            assert _compute_dtype() == expected, place
+            assert (mx.nd.FullyConnected is original) is not process_wide, place
+        ampx.shutdown()
+        assert mx.nd.FullyConnected is original, place
+        assert not native_amp.amp._amp_initialized, place
+
+
+@pytest.mark.bfloat16
+def test_gradients_that_were_kept_aside_for_an_optimizer_that_is_gone_are_not_added_to_others():
+    ampx.init("mxnet", dtype="bfloat16", device="cpu", nan_loss="skip")
+    for subject, place in interrupted_everywhere(
+        lambda: Subject(**SUBJECTS["adding"]), Subject.act, PACKAGES, stride=11
+    ):
+        (parameter,), before = subject.parameters, subject.weights()[0]
+        subject.opts.clear()
+        subject.raws.clear()
+        parameter.grad_req = "write"
+        trainer = mx.gluon.Trainer([parameter], "sgd", {"learning_rate": 0.5})
+        with mx.autograd.record():
+            loss = (parameter.data() * 5).sum()
+        loss.backward()
+        trainer.step(1)
+        assert np.abs(subject.weights()[0] - (before - 2.5)).max() < 1e-5, place
