@@ -56,7 +56,7 @@ class _State:
     regions: tuple[weakref.ref[_On], ...] = ()  # of all threads; they may be gone, as in `switch`
 
 
-class _On(switch.Within):
+class _On(switch.Region):
     """A region with casting on, which needs what is installed."""
 
     __slots__ = ()
@@ -100,7 +100,7 @@ def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
     Raises:
         ProtocolError: As `activate`.
     """
-    return _On(plan) if enabled else switch.Within(None)
+    return _On(plan) if enabled else switch.Region(None)
 
 
 def _settle() -> None:

@@ -201,7 +201,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         try:
             if folds:
                 raw._scale = before / factor
-            with switch.Within(None):
+            with switch.Region(None):
                 finite = self._hook.run(raw, run, batch_size, ignore_stale_grad, check)
         except UserWarning as error:
             gradients.restore_fresh(raw, str(error))
@@ -260,7 +260,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             if not self._reduced:
                 self.allreduce_grads()
             member.begin_change()
-            with switch.Within(None):
+            with switch.Region(None):
                 self._unscale(gradients.collect(self.trainer, False))
         member.note_unscaled()
 
@@ -268,7 +268,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         self.ampx_unscale()
         self.ampx_member.begin_change()
-        with switch.Within(None):
+        with switch.Region(None):
             _, norm = clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
         self._norm = norm = 0.0 if norm is None else norm
         self.ampx_member.end_change()

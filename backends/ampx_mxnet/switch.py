@@ -15,7 +15,7 @@ class _Thread(threading.local):
     any more.
     """
 
-    regions: tuple[weakref.ref[Within], ...] = ()
+    regions: tuple[weakref.ref[Region], ...] = ()
 
 
 class _Process:
@@ -42,7 +42,7 @@ def set_default(plan: CastPlan | None) -> None:
     _Process.plan = plan
 
 
-class Within:
+class Region:
     """A region of one thread. A class, because it is entered in every step and a generator costs more.
 
     Attributes:
@@ -60,5 +60,5 @@ class Within:
     def __exit__(self, *error: object) -> None:
         _thread.regions = self._others()
 
-    def _others(self) -> tuple[weakref.ref[Within], ...]:
+    def _others(self) -> tuple[weakref.ref[Region], ...]:
         return tuple([entry for entry in _thread.regions if entry() not in (self, None)])

@@ -57,7 +57,7 @@ def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
             for one in managed:
                 one.ampx_before_backward(0, factor)
                 prepared.append(one)
-            with switch.Within(None):
+            with switch.Region(None):
                 scaled = listed if factor == 1 else [scale_loss(one, factor) for one in listed]
                 true(scaled if several else scaled[0])
         except BaseException as error:
