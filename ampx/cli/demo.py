@@ -5,28 +5,34 @@ A backend takes part by returning a `Trainer` from `Backend.demo()`.
 
 from __future__ import annotations
 
+import abc
 import json
+import math
 import platform
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import ampx
 from ampx.backend import Backend
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError
 from ampx.events import Event, ScaleChanged, StepSkipped
-from ampx.policy import Dtype, Effective, normalise_dtype
+from ampx.policy import Dtype, normalise_dtype
 from ampx.scale_state import LossScale
+from ampx.session import Amp
 
 SCHEMA = "ampx.demo/1"
 TEST_IMAGES = 450  # of 1797
 # The default interval of 2000 finite steps is longer than a run: growth would never be seen.
 DEMO_SCALE = LossScale(growth_interval=200)
 SCALED = "float32, scaled"
+LEARNING_RATE = 1e-2  # of the first epoch; a cosine leads to 0
 
 
 class Digits(NamedTuple):
@@ -262,57 +268,119 @@ def equals_float32(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) ->
     return plain is not None and (run["losses"], run["accuracy"]) == (plain["losses"], plain["accuracy"])
 
 
-def scale_trace(init_scale: float, events: Iterable[Event], steps: int) -> list[float]:
-    """Return the loss scale of every step; a change holds from the step after its event's."""
-    changes = {event.step: event.next_scale for event in events if isinstance(event, ScaleChanged)}
-    trace = [init_scale]
-    for step in range(1, steps):
-        trace.append(changes.get(step, trace[-1]))
-    return trace
+class History(NamedTuple):
+    """What the loss scale did in a run: its value by step, the steps that were skipped, its value at the end."""
+
+    scales: list[float]
+    skipped: list[int]
+    final_scale: float
 
 
-def skipped_steps(events: Iterable[Event]) -> list[int]:
-    """List the steps that were skipped, counted from 0."""
-    return [event.step - 1 for event in events if isinstance(event, StepSkipped)]
+class DigitsTrainer(abc.ABC):
+    """A `Trainer` that has the loop; a backend's demo derives from it and says what its framework calls the parts.
 
-
-def make_result(
-    run: Run,
-    effective: Effective,
-    *,
-    accuracy: float,
-    losses: list[float],
-    marks: Sequence[tuple[int, float]],
-    scales: list[float],
-    skipped: list[int],
-    final_scale: float,
-) -> RunResult:
-    """Return the result of a run.
-
-    Args:
-        run: What was done.
-        effective: `amp.effective` of its session.
-        accuracy: Share of the test images told right, in [0, 1].
-        losses: Training loss by step, unscaled.
-        marks: (steps done, time in seconds) after the first step, which warms up, and after each epoch.
-        scales: Loss scale by step.
-        skipped: Steps that were skipped, counted from 0.
-        final_scale: Loss scale after the last step.
+    Attributes:
+        framework: Name of the backend.
+        optimizer: The wrapped optimizer, which `start` makes.
+        events: What `amp.on_event` told in this run.
     """
-    speeds = [(done - before) / (end - start) for (before, start), (done, end) in pairwise(marks) if done > before]
-    last_epoch = losses[-(len(losses) // run.epochs) :]
-    return RunResult(
-        dtype=run.dtype,
-        seed=run.seed,
-        device=effective.device,
-        native=run.dtype == "float32" or effective.native,
-        reason=effective.reason,
-        accuracy=accuracy,
-        final_loss=sum(last_epoch) / len(last_epoch),
-        seconds=marks[-1][1] - marks[0][1],
-        steps_per_second=statistics.median(speeds),
-        losses=losses,
-        scales=scales,
-        skipped=skipped,
-        final_scale=final_scale,
-    )
+
+    framework: ClassVar[str]
+    optimizer: Any
+    events: list[Event]
+
+    def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
+        """Train and test; see `Trainer`.
+
+        Sync: one after the first step, which warms up, and one after each epoch; at each step the optimizer's own.
+        """
+        enabled = run.dtype != "float32" or run.loss_scale is not None
+        with self.set_up(run.seed), ampx.init(self.framework, dtype=run.dtype, enabled=enabled) as amp:
+            self.events = []
+            amp.on_event(self.events.append)
+            self.start(data, run, amp)
+            losses, marks = self._train(len(data.train_images), run, on_step)
+            trace = [self.number(loss) for loss in losses]
+            history = self.history(len(trace))
+            speeds = [(done - first) / (end - start) for (first, start), (done, end) in pairwise(marks) if done > first]
+            last_epoch = trace[-(len(trace) // run.epochs) :]
+            return RunResult(
+                dtype=run.dtype,
+                seed=run.seed,
+                device=amp.effective.device,
+                native=run.dtype == "float32" or amp.effective.native,
+                reason=amp.effective.reason,
+                accuracy=self.accuracy(),
+                final_loss=sum(last_epoch) / len(last_epoch),
+                seconds=marks[-1][1] - marks[0][1],
+                steps_per_second=statistics.median(speeds),
+                losses=trace,
+                scales=history.scales,
+                skipped=history.skipped,
+                final_scale=history.final_scale,
+            )
+
+    def _train(self, images: int, run: Run, on_step: Callable[[], None]) -> tuple[list[Any], list[tuple[int, float]]]:
+        """Return the losses, and after the first step and each epoch the steps done and the time in seconds."""
+        losses: list[Any] = []
+        marks: list[tuple[int, float]] = []
+        shuffle = self.shuffle(images, run.seed)
+        for epoch in range(run.epochs):
+            self.set_learning_rate(LEARNING_RATE * (1 + math.cos(math.pi * epoch / run.epochs)) / 2)
+            order = shuffle()
+            for start in range(0, images - run.batch_size + 1, run.batch_size):
+                factor = math.inf if len(losses) == run.overflow_at else 1.0
+                losses.append(self.step(order[start : start + run.batch_size], factor))
+                on_step()
+                if len(losses) == 1:
+                    marks.append((len(losses), self._now(losses[-1])))
+            marks.append((len(losses), self._now(losses[-1])))
+        return losses, marks
+
+    def _now(self, loss: Any) -> float:
+        self.number(loss)  # waits for the device
+        return time.perf_counter()
+
+    def number(self, loss: Any) -> float:
+        """Read a loss. Sync: one."""
+        return float(loss)
+
+    def set_up(self, seed: int) -> AbstractContextManager[None]:
+        """Return a region outside of which the framework is as it was; random numbers in it begin with the seed."""
+        return nullcontext()
+
+    def shuffle(self, images: int, seed: int) -> Callable[[], Any]:
+        """Return what gives the order of the images for an epoch."""
+        import numpy as np
+
+        random = np.random.default_rng(seed)
+        return lambda: random.permutation(images)
+
+    @abc.abstractmethod
+    def start(self, data: Digits, run: Run, amp: Amp) -> None:
+        """Make the network and wrap its optimizer, and put the data where they train."""
+
+    @abc.abstractmethod
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the epoch that begins."""
+
+    @abc.abstractmethod
+    def step(self, rows: Any, factor: float) -> Any:
+        """Train one step on some images, with the loss times a factor; return the loss without it, on the device."""
+
+    @abc.abstractmethod
+    def accuracy(self) -> float:
+        """Return the share of the test images told right."""
+
+    def history(self, steps: int) -> History:
+        """Return what the loss scale did, as events tell it without a sync at each step.
+
+        A change holds from the step after its event's.
+        """
+        final_scale = self.optimizer.loss_scale  # sends the events still due
+        changes = [event for event in self.events if isinstance(event, ScaleChanged)]
+        after = {event.step: event.next_scale for event in changes}
+        scales = [changes[0].scale if changes else final_scale]
+        for step in range(1, steps):
+            scales.append(after.get(step, scales[-1]))
+        return History(scales, [event.step - 1 for event in self.events if isinstance(event, StepSkipped)], final_scale)

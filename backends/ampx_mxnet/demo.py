@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 import ampx
-from ampx.cli.demo import Digits, Run, RunResult, make_result, scale_trace, skipped_steps
+from ampx.cli.demo import LEARNING_RATE, Digits, DigitsTrainer, Run
 
 from .compat import mx
-
-LEARNING_RATE = 1e-2
 
 
 def make_network(seed: int, context: mx.Context) -> mx.gluon.HybridBlock:
@@ -39,68 +35,40 @@ def make_network(seed: int, context: mx.Context) -> mx.gluon.HybridBlock:
     return network
 
 
-class MxnetTrainer:
-    """Trains on the best device of this machine.
+class MxnetTrainer(DigitsTrainer):
+    """Trains on the best device of this machine."""
 
-    A float32 run with a loss scale computes in float32 and scales for real.
-    """
+    framework: ClassVar[str] = "mxnet"
 
-    def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
-        """Train and test; see `ampx.cli.demo.Trainer`.
+    def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
+        """Make the network and its trainer."""
+        self.context = mx.gpu(0) if amp.effective.device.startswith("gpu") else mx.cpu()
+        self.data = Digits(*(mx.nd.array(part, ctx=self.context, dtype=part.dtype) for part in data))
+        self.network = make_network(run.seed, self.context)
+        raw = mx.gluon.Trainer(self.network.collect_params(), "adam", {"learning_rate": LEARNING_RATE})
+        self.optimizer = ampx.wrap_optimizer(raw, loss_scale=run.loss_scale)
+        self.loss_function = mx.gluon.loss.SoftmaxCrossEntropyLoss()
 
-        Sync: one after the first step and one after each epoch; none at each step beyond the trainer's own.
-        """
-        enabled = run.dtype != "float32" or run.loss_scale is not None
-        with ampx.init("mxnet", dtype=run.dtype, enabled=enabled) as amp:
-            return _train(data, run, on_step, amp)
+    def set_learning_rate(self, rate: float) -> None:
+        """Set it."""
+        self.optimizer.set_learning_rate(rate)
 
+    def step(self, rows: Any, factor: float) -> Any:
+        """Train one step."""
+        batch = mx.nd.array(rows, ctx=self.context, dtype="int32")
+        with mx.autograd.record():
+            outputs = self.network(self.data.train_images[batch])
+            loss = self.loss_function(outputs, self.data.train_labels[batch]).mean()
+            with ampx.scale_loss(loss * factor, self.optimizer) as scaled:
+                scaled.backward()
+        self.optimizer.step(1)  # the loss is a mean already
+        return loss.detach()
 
-def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -> RunResult:
-    context = mx.gpu(0) if amp.effective.device.startswith("gpu") else mx.cpu()
-    images, labels, test_images, test_labels = (mx.nd.array(part, ctx=context, dtype=part.dtype) for part in data)
-    network = make_network(run.seed, context)
-    raw = mx.gluon.Trainer(network.collect_params(), "adam", {"learning_rate": LEARNING_RATE})
-    trainer = ampx.wrap_optimizer(raw, loss_scale=run.loss_scale)
-    loss_function = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-    init_scale = trainer.loss_scale
-    events: list[ampx.Event] = []
-    amp.on_event(events.append)
-    shuffle = np.random.default_rng(run.seed)
+    def number(self, loss: Any) -> float:
+        """Read a loss."""
+        return float(loss.asscalar())
 
-    losses: list[Any] = []
-    marks: list[tuple[int, float]] = []  # (steps done, time); from the first step on, which warms up
-    for epoch in range(run.epochs):
-        trainer.set_learning_rate(LEARNING_RATE * (1 + math.cos(math.pi * epoch / run.epochs)) / 2)
-        order = shuffle.permutation(len(images))
-        for start in range(0, len(order) - run.batch_size + 1, run.batch_size):
-            batch = mx.nd.array(order[start : start + run.batch_size], ctx=context, dtype="int32")
-            with mx.autograd.record():
-                loss = loss_function(network(images[batch]), labels[batch]).mean()
-                losses.append(loss.detach())
-                if len(losses) - 1 == run.overflow_at:
-                    loss = loss * math.inf
-                with ampx.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-            trainer.step(1)  # the loss is a mean already
-            on_step()
-            if len(losses) == 1:
-                marks.append(_mark(losses))
-        marks.append(_mark(losses))
-    trace = [float(one.asscalar()) for one in losses]
-    right = network(test_images).astype("float32").argmax(1).astype("int64") == test_labels
-    return make_result(
-        run,
-        amp.effective,
-        accuracy=float(right.astype("float32").mean().asscalar()),
-        losses=trace,
-        marks=marks,
-        scales=scale_trace(init_scale, events, len(trace)),
-        skipped=skipped_steps(events),
-        final_scale=trainer.loss_scale,
-    )
-
-
-def _mark(losses: list[Any]) -> tuple[int, float]:
-    losses[-1].wait_to_read()  # wait for the device
-    mx.nd.waitall()
-    return len(losses), time.perf_counter()
+    def accuracy(self) -> float:
+        """Test."""
+        digits = self.network(self.data.test_images).astype("float32").argmax(1).astype("int64")
+        return float((digits == self.data.test_labels).astype("float32").mean().asscalar())

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
-import numpy as np
 import paddle
 from paddle import nn
 
 import ampx
-from ampx.cli.demo import Digits, Run, RunResult, make_result, scale_trace, skipped_steps
-
-LEARNING_RATE = 1e-2
+from ampx.cli.demo import LEARNING_RATE, Digits, DigitsTrainer, Run
 
 
 def make_network() -> nn.Layer:
@@ -30,75 +26,46 @@ def make_network() -> nn.Layer:
     )
 
 
-class PaddleTrainer:
-    """Trains on the best device of this machine.
+class PaddleTrainer(DigitsTrainer):
+    """Trains on the best device of this machine."""
 
-    A float32 run with a loss scale computes in float32 and scales for real: on the CPU, where Paddle casts nothing,
-    it is all that mixed precision does there.
-    """
+    framework: ClassVar[str] = "paddle"
 
-    def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
-        """Train and test; see `ampx.cli.demo.Trainer`.
-
-        Sync: one after the first step and one after each epoch; none at each step beyond the optimizer's own.
-        """
-        enabled = run.dtype != "float32" or run.loss_scale is not None
+    @contextmanager
+    def set_up(self, seed: int) -> Iterator[None]:
+        """Seed Paddle, and give it its random state back."""
         state = paddle.get_rng_state()
+        paddle.seed(seed)
         try:
-            with ampx.init("paddle", dtype=run.dtype, enabled=enabled) as amp:
-                paddle.seed(run.seed)
-                return _train(data, run, on_step, amp)
+            yield
         finally:
             paddle.set_rng_state(state)
 
+    def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
+        """Make the model and the optimizer."""
+        self.data = Digits(*(paddle.to_tensor(part) for part in data))
+        self.model = make_network()
+        raw = paddle.optimizer.AdamW(LEARNING_RATE, parameters=self.model.parameters())
+        self.optimizer = ampx.wrap_optimizer(raw, loss_scale=run.loss_scale)
+        self.loss_function = nn.CrossEntropyLoss()
 
-def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -> RunResult:
-    images, labels, test_images, test_labels = (paddle.to_tensor(part) for part in data)
-    model = make_network()
-    scheduler = paddle.optimizer.lr.CosineAnnealingDecay(LEARNING_RATE, run.epochs)
-    raw = paddle.optimizer.AdamW(scheduler, parameters=model.parameters())
-    optimizer = ampx.wrap_optimizer(raw, loss_scale=run.loss_scale)
-    loss_function = nn.CrossEntropyLoss()
-    init_scale = optimizer.loss_scale
-    events: list[ampx.Event] = []
-    amp.on_event(events.append)
-    shuffle = np.random.default_rng(run.seed)
+    def set_learning_rate(self, rate: float) -> None:
+        """Set it."""
+        self.optimizer.set_lr(rate)
 
-    losses: list[Any] = []
-    marks: list[tuple[int, float]] = []  # (steps done, time); from the first step on, which warms up
-    for _ in range(run.epochs):
-        order = shuffle.permutation(len(images))
-        for start in range(0, len(order) - run.batch_size + 1, run.batch_size):
-            batch = paddle.to_tensor(order[start : start + run.batch_size])
-            loss = loss_function(model(images[batch]), labels[batch])
-            losses.append(loss.detach())
-            if len(losses) - 1 == run.overflow_at:
-                loss = loss * math.inf
-            with ampx.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.clear_grad()
-            on_step()
-            if len(losses) == 1:
-                marks.append(_mark(losses))
-        scheduler.step()
-        marks.append(_mark(losses))
-    trace: Any = paddle.stack(losses).astype("float32").tolist()
-    model.eval()
-    with paddle.no_grad():
-        right = (model(test_images).argmax(1) == test_labels).astype("float32").mean().item()
-    return make_result(
-        run,
-        amp.effective,
-        accuracy=right,
-        losses=trace,
-        marks=marks,
-        scales=scale_trace(init_scale, events, len(trace)),
-        skipped=skipped_steps(events),
-        final_scale=optimizer.loss_scale,
-    )
+    def step(self, rows: Any, factor: float) -> Any:
+        """Train one step."""
+        batch = paddle.to_tensor(rows)
+        loss = self.loss_function(self.model(self.data.train_images[batch]), self.data.train_labels[batch])
+        with ampx.scale_loss(loss * factor, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        return loss.detach()
 
-
-def _mark(losses: list[Any]) -> tuple[int, float]:
-    losses[-1].item()  # wait for the device
-    return len(losses), time.perf_counter()
+    def accuracy(self) -> float:
+        """Test."""
+        self.model.eval()
+        with paddle.no_grad():
+            right = self.model(self.data.test_images).argmax(1) == self.data.test_labels
+            return float(right.astype("float32").mean())

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 import ampx
-from ampx.cli.demo import Digits, Run, RunResult, make_result
-
-LEARNING_RATE = 1e-2
+from ampx.cli.demo import LEARNING_RATE, Digits, DigitsTrainer, History, Run
 
 
 def make_network(seed: int) -> keras.Model:
@@ -37,72 +31,49 @@ def make_network(seed: int) -> keras.Model:
     )
 
 
-class KerasTrainer:
-    """Trains on the best device of this machine.
+class KerasTrainer(DigitsTrainer):
+    """Trains on the best device of this machine."""
 
-    A float32 run with a loss scale computes in float32 and scales for real.
-    """
+    framework: ClassVar[str] = "tensorflow"
 
-    def train(self, data: Digits, run: Run, on_step: Callable[[], None]) -> RunResult:
-        """Train and test; see `ampx.cli.demo.Trainer`.
+    def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
+        """Make the model, the optimizer and the compiled step."""
+        images, self.test_images = (tf.constant(part.transpose(0, 2, 3, 1)) for part in (data[0], data[2]))
+        labels, self.test_labels = tf.constant(data.train_labels), data.test_labels
+        self.model = model = make_network(run.seed)
+        raw = keras.optimizers.AdamW(LEARNING_RATE, weight_decay=1e-2)
+        self.optimizer = optimizer = ampx.wrap_optimizer(raw, loss_scale=run.loss_scale)
+        loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.results: list[tuple[Any, Any]] = []
 
-        Sync: one after the first step and one after each epoch.
-        """
-        enabled = run.dtype != "float32" or run.loss_scale is not None
-        with ampx.init("tensorflow", dtype=run.dtype, enabled=enabled) as amp:
-            return _train(data, run, on_step, amp)
+        @tf.function
+        def step(rows: Any, factor: Any) -> tuple[Any, Any, Any]:
+            with tf.GradientTape() as tape:
+                loss = loss_function(tf.gather(labels, rows), model(tf.gather(images, rows), training=True))
+                with ampx.scale_loss(loss * factor, optimizer) as scaled:
+                    pass
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            result = optimizer.last_step
+            return loss, result.applied, result.scale
 
+        self.compiled = step
 
-def _train(data: Digits, run: Run, on_step: Callable[[], None], amp: ampx.Amp) -> RunResult:
-    images, test_images = (tf.constant(part.transpose(0, 2, 3, 1)) for part in (data.train_images, data.test_images))
-    labels = tf.constant(data.train_labels)
-    model = make_network(run.seed)
-    optimizer = ampx.wrap_optimizer(keras.optimizers.AdamW(LEARNING_RATE, weight_decay=1e-2), loss_scale=run.loss_scale)
-    loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    events: list[ampx.Event] = []
-    amp.on_event(events.append)
+    def set_learning_rate(self, rate: float) -> None:
+        """Set it."""
+        self.optimizer.learning_rate = rate
 
-    @tf.function
-    def step(rows: Any, factor: Any) -> tuple[Any, Any, Any]:
-        with tf.GradientTape() as tape:
-            loss = loss_function(tf.gather(labels, rows), model(tf.gather(images, rows), training=True))
-            with ampx.scale_loss(loss * factor, optimizer) as scaled:
-                pass
-        gradients = tape.gradient(scaled, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        result = optimizer.last_step
-        return loss, result.applied, result.scale
+    def step(self, rows: Any, factor: float) -> Any:
+        """Train one step."""
+        loss, *result = self.compiled(tf.constant(rows), tf.constant(factor))
+        self.results.append(tuple(result))
+        return loss
 
-    shuffle = np.random.default_rng(run.seed)
-    losses: list[Any] = []
-    told: list[Any] = []
-    marks: list[tuple[int, float]] = []  # (steps done, time); from the first step on, which traces
-    for epoch in range(run.epochs):
-        optimizer.learning_rate = LEARNING_RATE * (1 + math.cos(math.pi * epoch / run.epochs)) / 2
-        order = shuffle.permutation(len(images))
-        for start in range(0, len(order) - run.batch_size + 1, run.batch_size):
-            factor = math.inf if len(losses) == run.overflow_at else 1.0
-            loss, *result = step(tf.constant(order[start : start + run.batch_size]), tf.constant(factor))
-            losses.append(loss)
-            told.append(result)
-            on_step()
-            if len(losses) == 1:
-                marks.append(_mark(losses))
-        marks.append(_mark(losses))
-    trace = [float(loss) for loss in losses]
-    right = tf.argmax(model(test_images), 1).numpy() == data.test_labels
-    return make_result(
-        run,
-        amp.effective,
-        accuracy=float(right.mean()),
-        losses=trace,
-        marks=marks,
-        scales=[float(scale) for _, scale in told],
-        skipped=[number for number, (applied, _) in enumerate(told) if not bool(applied)],
-        final_scale=float(optimizer.loss_scale),
-    )
+    def accuracy(self) -> float:
+        """Test."""
+        return float((tf.argmax(self.model(self.test_images), 1).numpy() == self.test_labels).mean())
 
-
-def _mark(losses: list[Any]) -> tuple[int, float]:
-    losses[-1].numpy()
-    return len(losses), time.perf_counter()
+    def history(self, steps: int) -> History:
+        """Read what the compiled steps returned."""
+        skipped = [number for number, (applied, _) in enumerate(self.results) if not bool(applied)]
+        return History([float(scale) for _, scale in self.results], skipped, float(self.optimizer.loss_scale))
