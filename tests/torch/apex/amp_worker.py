@@ -92,11 +92,11 @@ def train_unequal(rank, way):
     amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     amp._amp_state.loss_scalers[0]._loss_scale = 64.0
     if way == "by hand":
-        flat_dist_call([one.data for one in model.parameters()], dist.broadcast, (0,))
+        flat_dist_call([parameter.data for parameter in model.parameters()], dist.broadcast, (0,))
         parallel = nn.parallel.DistributedDataParallel(model, init_sync=False)
     else:
         parallel = {"torch": nn.parallel.DistributedDataParallel, "apex": ApexParallel}[way](model)
-    before = [one.tolist() for one in model.parameters()]
+    before = [parameter.tolist() for parameter in model.parameters()]
     for step in (1.0, 2.0):
         optimizer.zero_grad()
         with amp.scale_loss(parallel(torch.full((1, 4), step * (rank + 1))).sum(), optimizer) as scaled_loss:
@@ -106,8 +106,8 @@ def train_unequal(rank, way):
 
 
 def reduce_and_step(model, optimizer, scaler):
-    gradients = [one.grad for one in amp.master_params(optimizer) if one.grad is not None]
-    flat = torch.empty(sum(one.numel() for one in gradients))
+    gradients = [parameter.grad for parameter in amp.master_params(optimizer) if parameter.grad is not None]
+    flat = torch.empty(sum(gradient.numel() for gradient in gradients))
     views = apex_c.unflatten(flat, gradients)
     overflow_buf = torch.zeros(1, dtype=torch.int)
     amp_c.multi_tensor_scale(65536, overflow_buf, [gradients, views], scaler.loss_scale() / dist.get_world_size())
@@ -133,7 +133,7 @@ def main(rank, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    found = {
+    result = {
         f"{opt_level} {wrap.__module__.partition('.')[0]} {overflow_at}": train(rank, opt_level, wrap, overflow_at)
         for opt_level in ("O1", "O2")
         for wrap in (nn.parallel.DistributedDataParallel, ApexParallel)
@@ -142,9 +142,9 @@ def main(rank, folder):
     for way in ("delayed", "averaged", "clipped"):
         for opt_level in ("O1", "O2"):
             for overflow_at in (None, (1, 1, 1)):
-                found[f"{opt_level} {way} {overflow_at}"] = train_by_hand(rank, opt_level, way, overflow_at)
-    found.update({f"unequal {way}": train_unequal(rank, way) for way in ("torch", "apex", "by hand")})
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+                result[f"{opt_level} {way} {overflow_at}"] = train_by_hand(rank, opt_level, way, overflow_at)
+    result.update({f"unequal {way}": train_unequal(rank, way) for way in ("torch", "apex", "by hand")})
+    (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -42,7 +42,10 @@ def network(rank, dtype=torch.float32):
 
 
 def gradients(module):
-    return {name: None if one.grad is None else one.grad.tolist() for name, one in module.named_parameters()}
+    return {
+        name: None if parameter.grad is None else parameter.grad.tolist()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def mean_gradients(rank, dtype=torch.float32, steps=2, **options):
@@ -105,24 +108,24 @@ class Branches(nn.Module):
 @scenario
 def unused_parameters(rank):
     own = Branches()
-    model, found = DistributedDataParallel(own), []
+    model, result = DistributedDataParallel(own), []
     for everything in (True, False, True):
         own.zero_grad()
         model(batch(), everything).sum().backward()
-        found.append([one.weight.grad is not None for one in (own.used, own.sometimes, own.never)])
-    return found
+        result.append([model.weight.grad is not None for model in (own.used, own.sometimes, own.never)])
+    return result
 
 
 @scenario
 def gradients_of_its_own(rank):
     own = network(rank)
-    model, found = DistributedDataParallel(own), []
+    model, result = DistributedDataParallel(own), []
     model.disable_allreduce()
     model(half_of(batch(0), rank)).square().sum().backward()
-    found.append(own[2].bias.grad.tolist())
+    result.append(own[2].bias.grad.tolist())
     model.enable_allreduce()
     model(half_of(batch(1), rank)).square().sum().backward()
-    return [*found, own[2].bias.grad.tolist()]
+    return [*result, own[2].bias.grad.tolist()]
 
 
 @scenario
@@ -152,7 +155,7 @@ def a_loop_of_two_networks(rank):
 
 @scenario
 def options_that_warn(rank):
-    found = {}
+    result = {}
     own = nn.Linear(2, 2)
     group = dist.new_group()
     for name, value in {
@@ -165,13 +168,13 @@ def options_that_warn(rank):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AmpxWarning)
             DistributedDataParallel(own, **{name: value})
-        found[name] = [str(one.message) for one in caught if issubclass(one.category, AmpxWarning)]
-    return found
+        result[name] = [str(warning.message) for warning in caught if issubclass(warning.category, AmpxWarning)]
+    return result
 
 
 @scenario
 def options_that_raise(rank):
-    found = {}
+    result = {}
     own = nn.Linear(2, 2)
     for name, options in {
         "shared_param": {"shared_param": True},
@@ -183,8 +186,8 @@ def options_that_raise(rank):
         try:
             DistributedDataParallel(own, **options)
         except Exception as error:
-            found[name] = [type(error).__name__, str(error)]
-    return found
+            result[name] = [type(error).__name__, str(error)]
+    return result
 
 
 @scenario
@@ -198,9 +201,9 @@ def reducer_of_a_module(rank):
 
 @scenario
 def reducer_of_gradients(rank):
-    found = [torch.full((2,), 1.0 + rank), torch.full((1,), 4.0 * rank, dtype=torch.float64)]
-    Reducer(found).reduce()
-    return [one.tolist() for one in found]
+    result = [torch.full((2,), 1.0 + rank), torch.full((1,), 4.0 * rank, dtype=torch.float64)]
+    Reducer(result).reduce()
+    return [item.tolist() for item in result]
 
 
 def run_norm(norm, x, z=None):
@@ -258,8 +261,8 @@ def converted_network(rank):
     before = list(model.parameters())
     new = convert_syncbn_model(model, channel_last=True)
     return {
-        "kinds": [type(one).__name__ for one in (new[0], new[1][0], new[2])],
-        "same": all(one is other for one, other in zip(new.parameters(), before, strict=True)),
+        "kinds": [type(item).__name__ for item in (new[0], new[1][0], new[2])],
+        "same": all(own is other for own, other in zip(new.parameters(), before, strict=True)),
         "kept": [new[0].eps, new[0].weight.tolist(), new[0].running_mean.tolist(), new[1][0].affine],
         "channel_last": new[0].channel_last,
         "alone": type(convert_syncbn_model(nn.BatchNorm1d(2))).__name__,
@@ -269,14 +272,14 @@ def converted_network(rank):
 @scenario
 def converted_network_in_parallel(rank):
     """Both kinds of DistributedDataParallel take it, and its gradients are those of the whole batch."""
-    found = []
+    result = []
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         torch.manual_seed(0)
         own = convert_syncbn_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
         model = wrap(own)
         model(half_of(batch(), rank)).square().sum().backward()
-        found.append(gradients(own))
-    return found
+        result.append(gradients(own))
+    return result
 
 
 @scenario

@@ -31,12 +31,12 @@ class Linear(nn.Module):
 
 def start(opt_level="O1", number=1, lr=0.5, momentum=0.5, **options):
     models = [Linear() for _ in range(number)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=lr, momentum=momentum) for one in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum) for model in models]
     options = {"loss_scale": "dynamic", "verbosity": 0, **options}
     amp.initialize(models, optimizers, opt_level=opt_level, **options)
-    for one in amp._amp_state.loss_scalers:
-        if one.dynamic:
-            one._loss_scale = 128.0
+    for scaler in amp._amp_state.loss_scalers:
+        if scaler.dynamic:
+            scaler._loss_scale = 128.0
     return (models[0], optimizers[0]) if number == 1 else (models, optimizers)
 
 
@@ -50,7 +50,7 @@ def backward(loss, optimizers, **options):
 
 
 def gradients(optimizer):
-    return [one.grad for one in amp.master_params(optimizer)]
+    return [parameter.grad for parameter in amp.master_params(optimizer)]
 
 
 def weights(model):
@@ -58,7 +58,7 @@ def weights(model):
 
 
 def scales():
-    return [one.loss_scale() for one in amp._amp_state.loss_scalers]
+    return [scaler.loss_scale() for scaler in amp._amp_state.loss_scalers]
 
 
 INFINITE = float("inf")
@@ -116,8 +116,8 @@ def test_blocks_with_different_scales_add_up(opt_level, zero):
         elif zero == "model":
             model.zero_grad()
         else:
-            for one in model.parameters():
-                one.grad = None
+            for parameter in model.parameters():
+                parameter.grad = None
         plain.zero_grad()
         for value, scale in ((1, 128.0), (2, 8.0), (-4, 512.0)):
             amp._amp_state.loss_scalers[0]._loss_scale = scale
@@ -292,20 +292,20 @@ def test_an_overflow_in_any_block_skips_the_whole_step(opt_level, bad):
 
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_an_overflow_skips_the_step_of_every_optimizer_of_the_block(opt_level):
-    (first, second), (one, two) = start(opt_level, number=2)
+    (first, second), (first_optimizer, second_optimizer) = start(opt_level, number=2)
     loss = first(batch(1)) * INFINITE + second(batch(1))
-    backward(loss, [one, two])
+    backward(loss, [first_optimizer, second_optimizer])
     assert scales() == [64.0]
-    one.step()
-    two.step()
+    first_optimizer.step()
+    second_optimizer.step()
     assert weights(first) == weights(second) == [1.0] * 4
-    assert not one.last_step.applied
-    assert not two.last_step.applied
-    for optimizer in (one, two):
+    assert not first_optimizer.last_step.applied
+    assert not second_optimizer.last_step.applied
+    for optimizer in (first_optimizer, second_optimizer):
         optimizer.zero_grad()
-    backward(first(batch(1)) + second(batch(1)), [one, two])
-    one.step()
-    two.step()
+    backward(first(batch(1)) + second(batch(1)), [first_optimizer, second_optimizer])
+    first_optimizer.step()
+    second_optimizer.step()
     assert weights(first) == weights(second) == [0.5] * 4
 
 
@@ -376,7 +376,7 @@ def test_every_loss_has_the_trace_of_the_published_algorithm():
             backward(model(batch(1)) * factor, optimizer, loss_id=loss_id)
         optimizer.step()
     assert scales() == [128.0, 64.0, 32.0]
-    assert [one["unskipped"] for one in amp.state_dict().values()] == [2, 1, 0]
+    assert [value["unskipped"] for value in amp.state_dict().values()] == [2, 1, 0]
 
 
 # -- what ampx tells beside it -----------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_a_collapse_names_the_parameters():
     overflow(49)
     with pytest.warns(ampx.errors.ScaleCollapsedWarning, match="are not finite"):
         overflow(1)
-    (collapse,) = [one for one in seen if isinstance(one, ampx.ScaleCollapsed)]
+    (collapse,) = [event for event in seen if isinstance(event, ampx.ScaleCollapsed)]
     assert len(collapse.parameters) == 1
 
 
@@ -462,10 +462,10 @@ def test_the_calls_of_ampx_work_on_these_optimizers():
 
 
 def test_a_loss_is_scaled_once():
-    (first, second), (one, two) = start(number=2)
+    (first, second), (first_optimizer, second_optimizer) = start(number=2)
     loss = first(batch(1)) + second(batch(1))
-    with amp.scale_loss(loss, one) as scaled_loss:
-        with pytest.raises(AlreadyScaledError), amp.scale_loss(scaled_loss, two):
+    with amp.scale_loss(loss, first_optimizer) as scaled_loss:
+        with pytest.raises(AlreadyScaledError), amp.scale_loss(scaled_loss, second_optimizer):
             pass
-        with pytest.raises(NestedScaleError), amp.scale_loss(loss, one):
+        with pytest.raises(NestedScaleError), amp.scale_loss(loss, first_optimizer):
             pass

@@ -160,8 +160,8 @@ ON_CUDA = (
 def test_on_cuda_torch_or_our_list_has_the_float32_operations(operation):
     """torch registers its kernels for CUDA in every build."""
     native = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA")
-    ours = {one for entry in lists.denied("cuda", allow_banned=False) for one in registry.operation(entry)}
-    assert native or f"aten::{operation}" in {one.removesuffix(".default") for one in ours}
+    ours = {item for entry in lists.denied("cuda", allow_banned=False) for item in registry.operation(entry)}
+    assert native or f"aten::{operation}" in {name.removesuffix(".default") for name in ours}
 
 
 @pytest.mark.parametrize("operation", ["addmv", "addr", "mv", "mm", "conv2d", "lstm_cell", "gru_cell", "prelu", "dot"])

@@ -43,7 +43,7 @@ def expected(skipped=()):
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("parallel", ["torch", "ampx_torch"])
 def test_accumulation_in_parallel_is_that_of_float32(ranks, opt_level, parallel):
-    first, second = (one[f"{opt_level} {parallel} None"] for one in ranks)
+    first, second = (rank[f"{opt_level} {parallel} None"] for rank in ranks)
     # all numbers are small integers and powers of two: nothing is rounded, up to the loss, which is not looked at
     assert first["weight"] == second["weight"] == expected()
     assert first["applied"] == second["applied"] == [True] * 4
@@ -55,7 +55,7 @@ def test_accumulation_in_parallel_is_that_of_float32(ranks, opt_level, parallel)
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("parallel", ["torch", "ampx_torch"])
 def test_an_overflow_of_one_process_skips_the_step_in_both(ranks, opt_level, parallel):
-    first, second = (one[f"{opt_level} {parallel} (1, 1, 0)"] for one in ranks)
+    first, second = (rank[f"{opt_level} {parallel} (1, 1, 0)"] for rank in ranks)
     assert first["weight"] == second["weight"] == expected(skipped=(1,))
     assert first["applied"] == second["applied"] == [True, False, True, True]
     assert first["amp"] == second["amp"] == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 4}}
@@ -65,7 +65,7 @@ def test_an_overflow_of_one_process_skips_the_step_in_both(ranks, opt_level, par
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("way", ["delayed", "averaged"])
 def test_gradients_reduced_by_hand_train_as_float32_does(ranks, opt_level, way):
-    first, second = (one[f"{opt_level} {way} None"] for one in ranks)
+    first, second = (rank[f"{opt_level} {way} None"] for rank in ranks)
     assert first["weight"] == second["weight"] == expected()
     assert first["steps"] == second["steps"] == 4
     # a block with a delayed check does not move the scale, the script's own call does
@@ -78,7 +78,7 @@ def test_gradients_reduced_by_hand_train_as_float32_does(ranks, opt_level, way):
 @pytest.mark.parametrize("way", ["delayed", "averaged", "clipped"])
 def test_an_overflow_of_one_process_that_a_script_reduces_by_hand_skips_the_step_in_both(ranks, opt_level, way):
     """The process whose own block was finite gets the infinity after it: clipping makes NaN of it."""
-    first, second = (one[f"{opt_level} {way} (1, 1, 1)"] for one in ranks)
+    first, second = (rank[f"{opt_level} {way} (1, 1, 1)"] for rank in ranks)
     assert first["weight"] == second["weight"] == expected(skipped=(1,))
     assert first["steps"] == second["steps"] == 3
     counted = 2 if way == "delayed" else 4
@@ -88,10 +88,10 @@ def test_an_overflow_of_one_process_that_a_script_reduces_by_hand_skips_the_step
 @needs_processes
 @pytest.mark.parametrize("way", ["torch", "apex", "by hand"])
 def test_processes_that_start_with_unequal_weights_train_those_of_the_first(ranks, way):
-    first, second = (one[f"unequal {way}"] for one in ranks)
+    first, second = (rank[f"unequal {way}"] for rank in ranks)
     torch.manual_seed(0)
     exact = nn.Linear(4, 1)
-    weight, bias = (one.detach().half().float() for one in exact.parameters())
+    weight, bias = (parameter.detach().half().float() for parameter in exact.parameters())
     assert first["before"] == second["before"] == [weight.tolist(), bias.tolist()]
     # the gradient is the mean of both processes' inputs
     assert first["weight"] == second["weight"] == (weight - 0.5 * 1.5 - 0.5 * 3.0).tolist()
@@ -112,7 +112,7 @@ def test_replicas_of_a_cast_model_compute_with_their_own_weights():
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_the_fused_optimizers_of_apex_go_through_initialize(kind, opt_level):
     """Their oracles are the same optimizers in float32."""
-    found = []
+    result = []
     for scaled in (True, False):
         model = nn.Linear(4, 1, bias=False)
         nn.init.constant_(model.weight, 1.0)
@@ -129,5 +129,5 @@ def test_the_fused_optimizers_of_apex_go_through_initialize(kind, opt_level):
             else:
                 loss.backward()
             optimizer.step()
-        found.append(model.state_dict()["weight"].tolist())
-    assert found[0] == found[1]
+        result.append(model.state_dict()["weight"].tolist())
+    assert result[0] == result[1]

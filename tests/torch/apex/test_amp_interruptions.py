@@ -35,7 +35,7 @@ class Subject:
 
     def __init__(self, opt_level="O1", number=1, blocks=1, delays=None, third=3.0):
         self.models = [Linear() for _ in range(number)]
-        self.optimizers = [torch.optim.SGD(one.parameters(), lr=RATE, momentum=MOMENTUM) for one in self.models]
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM) for model in self.models]
         self.blocks, self.delays, self.third = blocks, delays, third
         # Operations need not be cast here; making the op lists would take most of the time.
         patch = False if opt_level == "O1" else None
@@ -68,7 +68,7 @@ class Subject:
         self.train(self.third)
 
     def weights(self):
-        return [next(amp.master_params(one)).detach().clone() for one in self.optimizers]
+        return [next(amp.master_params(optimizer)).detach().clone() for optimizer in self.optimizers]
 
     def plainly(self, *gradients):
         """Weights after steps of SGD from here, by its formula."""
@@ -143,7 +143,7 @@ def test_zero_grad_after_an_interruption_starts_over(name):
         expected = subject.plainly(5.0 * subject.blocks, 7.0 * subject.blocks)
         for size in (5.0, 7.0):
             subject.train(size)
-            assert all(one.last_step.applied for one in subject.optimizers), place
+            assert all(optimizer.last_step.applied for optimizer in subject.optimizers), place
         assert stands_at(subject.weights(), expected), place
         assert amp._amp_state.loss_scalers[0].loss_scale() in (128.0, 64.0), place
         for optimizer, model in zip(subject.optimizers, subject.models, strict=True):
@@ -162,6 +162,6 @@ def test_a_new_block_after_an_interruption_adds_up_or_is_refused(name):
                 optimizer.step()
         except ampx.AmpxError:
             choices.append(weights)
-        if not all(one.last_step.applied for one in subject.optimizers):
+        if not all(optimizer.last_step.applied for optimizer in subject.optimizers):
             choices.append(weights)
         assert stands_at(subject.weights(), *choices), place

@@ -228,19 +228,19 @@ def test_a_group_added_later_is_trained(opt_level, how, zero_first, blocks):
     def program(scaled):
         torch.manual_seed(0)
         models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
-        for one in models:
-            nn.init.constant_(one.weight, 1.0)
+        for own in models:
+            nn.init.constant_(own.weight, 1.0)
         optimizer = torch.optim.SGD(models[0].parameters(), lr=0.25, momentum=0.125)
         if scaled:
             amp.initialize(models, optimizer, opt_level=opt_level, loss_scale=SCALE, verbosity=0)
 
         def clear():
-            for one in [optimizer] if how == "optimizer" else models:
-                one.zero_grad()
+            for model in [optimizer] if how == "optimizer" else models:
+                model.zero_grad()
 
         def run(used):
             for _ in range(blocks):
-                loss = sum(one(torch.full((1, 4), 2.0)).sum() for one in used)
+                loss = sum(model(torch.full((1, 4), 2.0)).sum() for model in used)
                 if not scaled:
                     loss.backward()
                     continue
@@ -258,7 +258,7 @@ def test_a_group_added_later_is_trained(opt_level, how, zero_first, blocks):
         run(models)
         clear()
         run(models)
-        return [one.state_dict()["weight"].tolist() for one in models]
+        return [model.state_dict()["weight"].tolist() for model in models]
 
     assert program(True) == program(False)
 
@@ -361,8 +361,8 @@ def test_a_checkpoint_of_the_model_is_float32_and_loads_in_the_model_as_it_was(o
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.register_buffer("table", torch.ones(2))
     amp.initialize(model, opt_level=opt_level, verbosity=0)
-    floating = [one for one in model.state_dict().values() if one.is_floating_point()]
-    assert {one.dtype for one in floating} == {torch.float32}
+    floating = [value for value in model.state_dict().values() if value.is_floating_point()]
+    assert {item.dtype for item in floating} == {torch.float32}
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     plain.register_buffer("table", torch.zeros(2))
     plain.load_state_dict(model.state_dict())

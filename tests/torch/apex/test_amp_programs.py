@@ -20,8 +20,8 @@ from ampx_torch.apex.parallel import LARC
 
 def set_scales(scale):
     """Begin where nothing overflows, so that no step is skipped unless the test wants it."""
-    for one in amp._amp_state.loss_scalers:
-        one._loss_scale = scale
+    for scaler in amp._amp_state.loss_scalers:
+        scaler._loss_scale = scale
 
 
 class Gan:
@@ -62,7 +62,7 @@ class Gan:
 
     def parameters(self):
         both = {**self.generator.state_dict(prefix="g."), **self.discriminator.state_dict(prefix="d.")}
-        return torch.cat([one.flatten() for one in both.values()])
+        return torch.cat([value.flatten() for value in both.values()])
 
 
 def amp_backward(loss, optimizer, loss_id):
@@ -89,7 +89,7 @@ def test_an_overflow_of_one_loss_of_a_gan_skips_one_optimizer():
     gan.initialize("O1")
     gan.train(amp_backward, steps=2, overflow_at=1)
     assert (gan.steps_d.last_step.applied, gan.steps_g.last_step.applied) == (False, True)
-    scales = [one["loss_scale"] for one in amp.state_dict().values()]
+    scales = [value["loss_scale"] for value in amp.state_dict().values()]
     assert scales == [128.0, 64.0, 128.0]
 
 
@@ -154,7 +154,7 @@ def test_accumulation_with_clipping_is_that_of_float32(opt_level, delay):
 
 
 def test_larc_goes_through_initialize_or_around_what_it_returned():
-    found = []
+    result = []
     for before in (True, False):
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
@@ -166,14 +166,14 @@ def test_larc_goes_through_initialize_or_around_what_it_returned():
             optimizer = LARC(optimizer)
         amp_backward(model(torch.ones(1, 4)).sum(), optimizer, 0)
         optimizer.step()
-        found.append(model.weight.detach().clone())
+        result.append(model.weight.detach().clone())
     torch.manual_seed(0)
     exact = nn.Linear(4, 2)
     plain = LARC(torch.optim.SGD(exact.parameters(), lr=0.1, weight_decay=0.01))
     exact(torch.ones(1, 4)).sum().backward()
     plain.step()
-    assert torch.equal(found[0], exact.weight)
-    assert torch.equal(found[1], exact.weight)
+    assert torch.equal(result[0], exact.weight)
+    assert torch.equal(result[1], exact.weight)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_the_state_is_that_of_ampx_too():
 
 
 def dtypes(*tensors):
-    return tuple(one.dtype for one in tensors)
+    return tuple(tensor.dtype for tensor in tensors)
 
 
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
@@ -282,17 +282,17 @@ def test_annotations_cast_in_containers_and_leave_the_rest():
         """What it does."""
         return pair[0].dtype, options["index"].dtype, options["name"]
 
-    found = function((torch.ones(1),), options={"index": torch.ones(1, dtype=torch.int64), "name": "x"})
-    assert found == (torch.float16, torch.int64, "x")
+    result = function((torch.ones(1),), options={"index": torch.ones(1, dtype=torch.int64), "name": "x"})
+    assert result == (torch.float16, torch.int64, "x")
     assert function.__doc__ == "What it does."
 
 
 @pytest.fixture
 def module():
     """A script's own module of functions."""
-    found = types.ModuleType("kernels")
-    found.first = lambda x, y: (x.dtype, y.dtype)
-    return found
+    kernels = types.ModuleType("kernels")
+    kernels.first = lambda x, y: (x.dtype, y.dtype)
+    return kernels
 
 
 @pytest.mark.parametrize(
@@ -453,8 +453,8 @@ def test_two_optimizers_of_a_handle_share_its_scale():
     handle, model, optimizer = older()
     other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     loss = model(torch.ones(1, 4)).sum()
-    for one in (optimizer, other):
-        with handle.scale_loss(loss, one) as scaled_loss:
+    for item in (optimizer, other):
+        with handle.scale_loss(loss, item) as scaled_loss:
             scaled_loss.backward(retain_graph=True)
     assert optimizer.ampx_member.group is other.ampx_member.group
 

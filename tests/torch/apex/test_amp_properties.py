@@ -103,7 +103,7 @@ def test_what_does_not_go_with_a_level_is_an_error_that_scripts_can_catch_as_bef
         with pytest.raises(kind, match=words):
             amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, **overrides)
     assert type(optimizer) is torch.optim.SGD
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("num_losses", [0, -1, 1.5, True])
@@ -135,7 +135,7 @@ def test_a_level_casts_the_model(opt_level, overrides, linear, norm):
     assert model[1].num_batches_tracked.dtype == torch.int64
     masters = bool(amp._amp_state.opt_properties.master_weights)
     expected = torch.float32 if masters else linear
-    assert {one.dtype for one in list(amp.master_params(optimizer))[:2]} == {expected}
+    assert {parameter.dtype for parameter in list(amp.master_params(optimizer))[:2]} == {expected}
 
 
 @pytest.mark.parametrize("opt_level", ["O0", "O2", "O3"])
@@ -208,25 +208,25 @@ def test_what_was_passed_comes_back_in_the_same_containers():
 
     model, optimizer = pair()
     assert amp.initialize(model, verbosity=0) is model
-    found = amp.initialize(model, optimizer, verbosity=0)
-    assert found[0] is model
-    assert found[1] is optimizer
+    result = amp.initialize(model, optimizer, verbosity=0)
+    assert result[0] is model
+    assert result[1] is optimizer
     models, optimizers = zip(*(pair() for _ in range(3)), strict=True)
     models, optimizers = list(models), [optimizers[0], list(optimizers[1:])]
-    found = amp.initialize(models, optimizers, verbosity=0)
-    assert found[0] is models
-    assert found[1] is optimizers
-    for one in (optimizers[0], *optimizers[1]):
-        assert isinstance(one, torch.optim.SGD)
-        with amp.scale_loss(models[0](torch.ones(1, 2)).sum() * 0, one) as scaled_loss:
+    result = amp.initialize(models, optimizers, verbosity=0)
+    assert result[0] is models
+    assert result[1] is optimizers
+    for own in (optimizers[0], *optimizers[1]):
+        assert isinstance(own, torch.optim.SGD)
+        with amp.scale_loss(models[0](torch.ones(1, 2)).sum() * 0, own) as scaled_loss:
             scaled_loss.backward()
 
 
 def test_disabled_changes_nothing():
     model, optimizer = make()
     before = model(torch.ones(3, 4))
-    found = amp.initialize(model, optimizer, enabled=False, opt_level="O2")
-    assert found == (model, optimizer)
+    result = amp.initialize(model, optimizer, enabled=False, opt_level="O2")
+    assert result == (model, optimizer)
     assert type(optimizer) is torch.optim.SGD
     assert torch.equal(model(torch.ones(3, 4)), before)
     loss = model(torch.ones(3, 4)).sum()

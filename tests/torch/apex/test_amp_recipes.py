@@ -130,7 +130,7 @@ def test_an_imagenet_style_script_with_scheduler_clipping_and_resume(digits, exa
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
     torch.save({**checkpoint, "scheduler": scheduler.state_dict()}, tmp_path / "checkpoint.pt")
     train(model, optimizer, scheduler, data[50:])
-    through = {name: one.clone() for name, one in model.state_dict().items()}
+    through = {name: value.clone() for name, value in model.state_dict().items()}
     assert accuracy(model, digits) == pytest.approx(exact, abs=0.03)
     assert json.dumps(amp.state_dict()) == json.dumps({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 105}})
 
@@ -143,4 +143,4 @@ def test_an_imagenet_style_script_with_scheduler_clipping_and_resume(digits, exa
     amp.load_state_dict(checkpoint["amp"])
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 50
     train(model, optimizer, scheduler, data[50:])
-    assert all(torch.equal(one, through[name]) for name, one in model.state_dict().items())
+    assert all(torch.equal(value, through[name]) for name, value in model.state_dict().items())

@@ -132,10 +132,14 @@ def test_the_stash_pairs_the_models_parameters_with_their_masters():
     optimizer._amp_lazy_init()
     stash = optimizer._amp_stash
     assert stash.lazy_init_called
-    assert [id(one) for one in stash.all_fp16_params] == [id(one) for one in model.layer.parameters()]
-    assert [id(one) for one in stash.all_fp32_from_fp32_params] == [id(one) for one in model.norm.parameters()]
+    assert [id(parameter) for parameter in stash.all_fp16_params] == [
+        id(parameter) for parameter in model.layer.parameters()
+    ]
+    assert [id(parameter) for parameter in stash.all_fp32_from_fp32_params] == [
+        id(parameter) for parameter in model.norm.parameters()
+    ]
     masters = list(amp.master_params(optimizer))
-    assert [id(one) for one in stash.all_fp32_from_fp16_params] == [id(one) for one in masters[:2]]
+    assert [id(parameter) for parameter in stash.all_fp32_from_fp16_params] == [id(master) for master in masters[:2]]
     assert [[len(group) for group in groups] for groups in (stash.fp16_groups, stash.fp32_from_fp32_groups)] == [
         [2],
         [2],
@@ -220,7 +224,7 @@ def test_a_block_of_a_trainers_own_trains_as_float32_does(opt_level, asks):
     wanted = expected([1.0, -2.0, 0.5], blocks=2)
     if opt_level == "O3":  # weights are rounded in every step
         pairs = zip(model.state_dict().values(), wanted.values(), strict=True)
-        assert all(torch.allclose(one.float(), other.float(), atol=1e-2) for one, other in pairs)
+        assert all(torch.allclose(item.float(), other.float(), atol=1e-2) for item, other in pairs)
     else:
         assert same(model.state_dict(), wanted)
     assert overflows == ([False, True, False, False] if asks else [])
@@ -283,20 +287,20 @@ def test_a_delayed_overflow_whose_gradients_were_cleared_skips_no_later_step(del
 
 def test_a_delayed_block_of_two_optimizers_moves_their_scale_once():
     models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, verbosity=0)
-    loss = sum(one(torch.ones(1, 4)).sum() for one in models) * INFINITE
+    loss = sum(model(torch.ones(1, 4)).sum() for model in models) * INFINITE
     with amp.scale_loss(loss, optimizers, delay_overflow_check=True) as scaled_loss:
         scaled_loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert [one.last_step.applied for one in optimizers] == [False, False]
+    assert [optimizer.last_step.applied for optimizer in optimizers] == [False, False]
     assert _amp_state.loss_scalers[0].loss_scale() == 2.0**15
 
 
 def test_a_delayed_overflow_of_one_optimizer_skips_no_step_of_another():
     models = [Net() for _ in range(2)]
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     amp.initialize(models, optimizers, verbosity=0, loss_scale="dynamic")
     _amp_state.loss_scalers[0]._loss_scale = 128.0
     for model, optimizer, value in zip(models, optimizers, (INFINITE, 1.0), strict=True):
@@ -304,7 +308,7 @@ def test_a_delayed_overflow_of_one_optimizer_skips_no_step_of_another():
             scaled_loss.backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert [one.last_step.applied for one in optimizers] == [False, True]
+    assert [optimizer.last_step.applied for optimizer in optimizers] == [False, True]
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 1}}
 
 
@@ -350,7 +354,7 @@ def test_a_loss_scale_moves_by_the_overflows_that_its_buffer_tells():
         if unskipped == 3:
             scale, unskipped = min(scale * 2, 64.0), 0
         trace.append(((scaler.loss_scale(), scaler._unskipped), (scale, unskipped)))
-    assert all(found == wanted for found, wanted in trace)
+    assert all(actual == wanted for actual, wanted in trace)
     assert scaler.loss_scale() == 16.0
 
 

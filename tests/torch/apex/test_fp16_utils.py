@@ -20,7 +20,7 @@ def network():
 
 
 def dtypes(module):
-    return {name: one.dtype for name, one in module.named_parameters()}
+    return {name: parameter.dtype for name, parameter in module.named_parameters()}
 
 
 def test_a_star_import_gives_the_names_that_scripts_use():
@@ -33,8 +33,8 @@ def test_a_star_import_gives_the_names_that_scripts_use():
 
 def test_names_are_found_in_their_old_modules():
     for module, name in [("fp16util", "network_to_half"), ("loss_scaler", "DynamicLossScaler")]:
-        found = getattr(importlib.import_module(f"ampx_torch.apex.fp16_utils.{module}"), name)
-        assert found is getattr(fp16_utils, name)
+        result = getattr(importlib.import_module(f"ampx_torch.apex.fp16_utils.{module}"), name)
+        assert result is getattr(fp16_utils, name)
 
 
 @pytest.mark.parametrize("convert", [fp16_utils.network_to_half, fp16_utils.FP16Model])
@@ -81,7 +81,7 @@ def test_masters_by_hand_train_like_float32(flat):
     half = model.half()
     parameters, masters = fp16_utils.prep_param_lists(half, flat_master=flat)
     assert len(masters) == (1 if flat else 2)
-    assert all(one.dtype == torch.float32 and one.is_leaf for one in masters)
+    assert all(master.dtype == torch.float32 and master.is_leaf for master in masters)
     opt, plain = torch.optim.SGD(masters, lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(5):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
@@ -93,11 +93,11 @@ def test_masters_by_hand_train_like_float32(flat):
         plain.zero_grad()
         reference(x).square().mean().backward()
         plain.step()
-    values = torch.cat([one.detach().reshape(-1) for one in masters])
-    expected = torch.cat([one.detach().reshape(-1) for one in reference.parameters()])
+    values = torch.cat([master.detach().reshape(-1) for master in masters])
+    expected = torch.cat([parameter.detach().reshape(-1) for parameter in reference.parameters()])
     # 5 steps of 0.1 times a gradient of magnitude below 4, whose factors are rounded to 2**-11 a few times.
     torch.testing.assert_close(values, expected, atol=5 * 0.1 * 4 * 8 * 2.0**-11, rtol=0)
-    rounded = torch.cat([one.detach().reshape(-1) for one in parameters])
+    rounded = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     assert torch.equal(rounded, values.half())
 
 
@@ -123,23 +123,23 @@ def test_numbers_come_out_of_tensors():
 
 
 def trace(scaler, overflows):
-    found = []
+    result = []
     for overflow in overflows:
         scaler.update_scale(overflow)
-        found.append(scaler.loss_scale)
-    return found
+        result.append(scaler.loss_scale)
+    return result
 
 
 def apex_trace(scale, factor, window, overflows):
     """The rule as apex states it: count iterations since the last overflow."""
-    found, last = [], -1
+    result, last = [], -1
     for index, overflow in enumerate(overflows):
         if overflow:
             scale, last = max(scale / factor, 1.0), index
         elif (index - last) % window == 0:
             scale *= factor
-        found.append(scale)
-    return found
+        result.append(scale)
+    return result
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -229,7 +229,7 @@ def test_several_backwards_add_up_for_every_parameter():
         opt.backward(loss_of(low, full), update_master_grads=update)
         if not update:
             opt.update_master_grads()
-        assert [one.tolist() for one in opt.inspect_master_grad_data()[0]] == [[4.0, 8.0], [12.0]]
+        assert [item.tolist() for item in opt.inspect_master_grad_data()[0]] == [[4.0, 8.0], [12.0]]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -267,7 +267,7 @@ def test_clipping_is_that_of_the_true_gradients():
     low, full, opt = make(static_loss_scale=128.0)
     opt.backward(loss_of(low, full))
     assert opt.clip_master_grads(1.0).item() == pytest.approx(math.sqrt(4 + 16 + 36), rel=1e-6)  # float32
-    clipped = torch.cat([one.grad for group in opt.param_groups for one in group["params"]])
+    clipped = torch.cat([parameter.grad for group in opt.param_groups for parameter in group["params"]])
     assert clipped.norm().item() == pytest.approx(1.0, abs=1e-5)  # torch divides by the norm + 1e-6
 
 
@@ -330,10 +330,10 @@ def test_a_state_survives_a_file_that_holds_nothing_but_tensors_and_numbers(tmp_
     other_low.data, other_full.data = low.data.clone(), full.data.clone()
     other.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
     for _ in range(4):
-        for one, parts in ((opt, (low, full)), (other, (other_low, other_full))):
-            one.zero_grad()
-            one.backward(loss_of(*parts, 0.3))
-            one.step()
+        for optimizer, parts in ((opt, (low, full)), (other, (other_low, other_full))):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(*parts, 0.3))
+            optimizer.step()
         assert torch.equal(low, other_low)
         assert torch.equal(full, other_full)
         assert torch.equal(opt.param_groups[0]["params"][0], other.param_groups[0]["params"][0])

@@ -281,10 +281,10 @@ def test_an_apex_that_has_amp_is_not_replaced_unasked(python):
     import apex.amp
     print(apex.amp.STAMP)
     """
-    told, untouched, stamp = python(code, OLD).splitlines()
-    assert told.startswith("True install() found an apex that has amp")
-    assert "accepted: an environment without apex" in told
-    assert "force=True" in told
+    message, untouched, stamp = python(code, OLD).splitlines()
+    assert message.startswith("True install() found an apex that has amp")
+    assert "accepted: an environment without apex" in message
+    assert "force=True" in message
     assert (untouched, stamp) == ("False", "real amp")
 
 
@@ -362,9 +362,9 @@ def test_a_broken_apex_without_amp_is_told(python):
     ampx_torch.apex.install(force=True)
     from apex import amp
     """
-    told, left = python(code, {"apex/__init__.py": "import no_such_extension\n"}).splitlines()
-    assert "fails to import: No module named 'no_such_extension'; accepted: " in told
-    assert "ModuleNotFoundError" in told
+    message, left = python(code, {"apex/__init__.py": "import no_such_extension\n"}).splitlines()
+    assert "fails to import: No module named 'no_such_extension'; accepted: " in message
+    assert "ModuleNotFoundError" in message
     assert left == "[]"
 
 

@@ -22,8 +22,8 @@ def test_scale_writes_the_product_in_the_dtype_of_the_target():
     buffer, sources = flag(), tensors([1.0, 2.0], [4.0], dtype=torch.float16)
     targets = tensors([0.0, 0.0], [0.0])
     multi_tensor_applier(amp_c.multi_tensor_scale, buffer, [sources, targets], 0.25)
-    assert [one.tolist() for one in targets] == [[0.25, 0.5], [1.0]]
-    assert all(one.dtype == torch.float32 for one in targets)
+    assert [tensor.tolist() for tensor in targets] == [[0.25, 0.5], [1.0]]
+    assert all(tensor.dtype == torch.float32 for tensor in targets)
     assert buffer.item() == 0
 
 
@@ -101,7 +101,7 @@ def test_flatten_and_unflatten_are_inverse():
     several = tensors([[1.0, 2.0], [3.0, 4.0]], [5.0])
     flat = apex_c.flatten(several)
     assert flat.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert [one.tolist() for one in apex_c.unflatten(flat, several)] == [[[1.0, 2.0], [3.0, 4.0]], [5.0]]
+    assert [tensor.tolist() for tensor in apex_c.unflatten(flat, several)] == [[[1.0, 2.0], [3.0, 4.0]], [5.0]]
 
 
 def test_a_norm_that_is_not_finite_is_flagged():
@@ -117,10 +117,10 @@ def test_norms_are_taken_of_what_is_scaled_or_unscaled():
     sources, targets = tensors([3.0, 4.0], [12.0], dtype=torch.float16), tensors([0.0, 0.0], [0.0])
     norm, each = amp_c.multi_tensor_l2norm_scale(0, flag(), [sources, targets], 0.5, True)
     assert (norm.item(), each.tolist()) == (13.0, [5.0, 12.0])
-    assert [one.tolist() for one in targets] == [[1.5, 2.0], [6.0]]
+    assert [tensor.tolist() for tensor in targets] == [[1.5, 2.0], [6.0]]
     norm, each = amp_c.multi_tensor_unscale_l2norm(0, flag(), [sources], torch.tensor([0.5]), True)
     assert (norm.item(), each.tolist()) == (6.5, [2.5, 6.0])
-    assert [one.tolist() for one in sources] == [[3.0, 4.0], [12.0]]
+    assert [tensor.tolist() for tensor in sources] == [[3.0, 4.0], [12.0]]
 
 
 def test_a_scale_with_hysteresis_moves_by_the_rule_of_megatron():

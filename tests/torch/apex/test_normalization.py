@@ -33,8 +33,8 @@ def rms_norm(x, weight=1.0, eps=EPS):
 def make(kind, **options):
     module = kind(SHAPE, **options)
     with torch.no_grad():
-        for one in module.parameters():
-            one.copy_(torch.randn(SHAPE))
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(SHAPE))
     return module
 
 
@@ -100,8 +100,8 @@ def test_the_functions_compute_what_the_modules_do():
         (fused_rms_norm_affine(x, weight, SHAPE), rms_norm(x, weight, eps=1e-6)),
         (mixed_dtype_fused_rms_norm_affine(x, weight, SHAPE), rms_norm(x, weight, eps=1e-6)),
     ]
-    for found, expect in pairs:
-        torch.testing.assert_close(found.double(), expect.double(), rtol=1e-5, atol=1e-5)
+    for actual, expect in pairs:
+        torch.testing.assert_close(actual.double(), expect.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_one_dimension_may_be_a_number():

@@ -34,7 +34,7 @@ def values(seed):
 def adam(p, g, state, step, *, shared, b1=0.9, b2=0.999, eps=1e-8, wd=0.0, decoupled=True, corrected=True,
          bound=math.inf):  # fmt: skip
     if bound < math.inf:
-        g = g * min(bound / (math.sqrt(sum(float((one * one).sum()) for one in shared)) + 1e-6), 1.0)
+        g = g * min(bound / (math.sqrt(sum(float((gradient * gradient).sum()) for gradient in shared)) + 1e-6), 1.0)
     g = g + (0 if decoupled else wd) * p
     state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * g
     state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g * g
@@ -60,7 +60,7 @@ def adagrad(p, g, state, step, *, shared, eps=1e-10, wd=0.0, decoupled=False):
 
 def lamb(p, g, state, step, *, shared, b1=0.9, b2=0.999, eps=1e-6, wd=0.01, decoupled=True, corrected=True,
          averaging=True, bound=1.0, always=False):  # fmt: skip
-    norm = math.sqrt(sum(float((one * one).sum()) for one in shared))
+    norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in shared))
     g = g / max(norm / bound, 1.0)
     g = g + (0 if decoupled else wd) * p
     state["m"] = b1 * state.get("m", 0.0) + (1 - b1 if averaging else 1) * g
@@ -141,7 +141,7 @@ NAMES = [f"{case[0].__name__}-{'-'.join(case[1]) or 'defaults'}" for case in CAS
 
 
 def train(make, options, dtype=torch.float64, steps=STEPS, resume_at=None):
-    parameters = [torch.nn.Parameter(torch.tensor(one, dtype=dtype)) for one in values(0)]
+    parameters = [torch.nn.Parameter(torch.tensor(value, dtype=dtype)) for value in values(0)]
     opt = make(parameters, lr=RATE, **options)
     for step in range(1, steps + 1):
         for own, grad in zip(parameters, values(step), strict=True):
@@ -182,7 +182,7 @@ def test_float16_parameters_lose_one_rounding_a_step(make, options, formula, set
         # changed by at most a factor of two through the momentum (0.9 over 6 steps reaches 1 / (1 - 0.9) only later).
         np.testing.assert_allclose(own.detach().float().numpy(), expected, atol=2 * STEPS * 2.0**-10)
     for state in opt.state.values():
-        assert all(one.dtype == torch.float32 for one in state.values())
+        assert all(value.dtype == torch.float32 for value in state.values())
 
 
 @pytest.mark.parametrize(("make", "options", "formula", "settings"), CASES, ids=NAMES)
@@ -190,8 +190,8 @@ def test_float16_parameters_lose_one_rounding_a_step(make, options, formula, set
 def test_a_resumed_training_is_the_uninterrupted_one(make, options, formula, settings, dtype):
     whole, _ = train(make, options, dtype)
     resumed, _ = train(make, options, dtype, resume_at=4)
-    for one, other in zip(whole, resumed, strict=True):
-        assert torch.equal(one, other)
+    for own, other in zip(whole, resumed, strict=True):
+        assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize(("make", "options", "formula", "settings"), CASES, ids=NAMES)
@@ -227,16 +227,16 @@ def own_kernel(kernel):
     def call(step, g, p, states):
         m, v = [state["m"] for state in states], [state["v"] for state in states]
         norm = multi_tensor_applier(amp_c.multi_tensor_l2norm, buffer, [g], False)[0]
-        one, count, rate = torch.ones(1), torch.tensor([step], dtype=torch.int), torch.tensor(RATE)
+        unit, count, rate = torch.ones(1), torch.tensor([step], dtype=torch.int), torch.tensor(RATE)
         if kernel == "adam":
             numbers = (RATE, 0.9, 0.999, 1e-8, step, 1, 1, decay)
             multi_tensor_applier(amp_c.multi_tensor_adam, buffer, [g, p, m, v], *numbers)
         elif kernel == "adam_capturable":
-            scaled, numbers = [grad * 4 for grad in g], (rate, 0.9, 0.999, 1e-8, count, 1, 1, decay, one / 4)
+            scaled, numbers = [grad * 4 for grad in g], (rate, 0.9, 0.999, 1e-8, count, 1, 1, decay, unit / 4)
             multi_tensor_applier(amp_c.multi_tensor_adam_capturable, buffer, [scaled, p, m, v], *numbers)
             assert all(torch.equal(grad, true) for grad, true in zip(scaled, g, strict=True))
         elif kernel == "adam_capturable_master":
-            low, numbers = [own.half() for own in p], (rate, 0.9, 0.999, 1e-8, count, 1, 1, decay, one)
+            low, numbers = [own.half() for own in p], (rate, 0.9, 0.999, 1e-8, count, 1, 1, decay, unit)
             multi_tensor_applier(amp_c.multi_tensor_adam_capturable_master, buffer, [g, low, m, v, p], *numbers)
             assert all(torch.equal(own, master.half()) for own, master in zip(low, p, strict=True))
         elif kernel == "adagrad":
@@ -256,7 +256,7 @@ def own_kernel(kernel):
             multi_tensor_applier(amp_c.multi_tensor_lamb, buffer, [g, p, m, v], *numbers)
         elif kernel == "lamb_mp":
             low, scaled = [own.half() for own in p], [grad * 4 for grad in g]
-            numbers = (rate, 0.9, 0.999, 1e-6, count, 1, decay, 1, 1, norm * 4, one * 4, False, one * 0, one / 4)
+            numbers = (rate, 0.9, 0.999, 1e-6, count, 1, decay, 1, 1, norm * 4, unit * 4, False, unit * 0, unit / 4)
             multi_tensor_applier(amp_c.multi_tensor_lamb_mp, buffer, [scaled, p, m, v, low], *numbers)
             assert all(torch.equal(own, master.half()) for own, master in zip(low, p, strict=True))
         else:
@@ -305,14 +305,14 @@ def test_kernels_write_low_precision_tensors_and_compute_in_float32():
 
 @pytest.mark.parametrize("kernel", ["sgd", "adam_capturable", "lamb_mp"])
 def test_kernels_that_look_at_an_overflow_do_nothing_after_one(kernel):
-    own, buffer, one = torch.ones(2), torch.ones(1, dtype=torch.int), torch.ones(1)
+    own, buffer, unit = torch.ones(2), torch.ones(1, dtype=torch.int), torch.ones(1)
     lists = [[torch.full((2,), math.inf)], [own], [torch.zeros(2)], [torch.zeros(2)]]
     if kernel == "sgd":
         amp_c.multi_tensor_sgd(0, buffer, lists[:3], 0.0, 0.0, 0.0, 0.1, False, True, False, 1.0)
     elif kernel == "adam_capturable":
-        amp_c.multi_tensor_adam_capturable(0, buffer, lists, one, 0.9, 0.999, 1e-8, one, 1, 1, 0.0, one)
+        amp_c.multi_tensor_adam_capturable(0, buffer, lists, unit, 0.9, 0.999, 1e-8, unit, 1, 1, 0.0, unit)
     else:
-        numbers = (one, 0.9, 0.999, 1e-8, one, 1, 0.0, 1, 1, one, one, False, one, one)
+        numbers = (unit, 0.9, 0.999, 1e-8, unit, 1, 0.0, 1, 1, unit, unit, False, unit, unit)
         amp_c.multi_tensor_lamb_mp(0, buffer, lists, *numbers)
     assert own.tolist() == [1.0, 1.0]
 

@@ -64,24 +64,24 @@ def train(make, level=None, overflow_at=None):
 
 def values(opt):
     """The parameters that the optimizer updates, and all its state."""
-    parameters = [one.detach().clone() for group in opt.param_groups for one in group["params"]]
+    parameters = [parameter.detach().clone() for group in opt.param_groups for parameter in group["params"]]
     counts = [group.get("step") for group in opt.param_groups]
     state = [
-        {name: one.clone() if torch.is_tensor(one) else one for name, one in opt.state[key].items()}
+        {name: value.clone() if torch.is_tensor(value) else value for name, value in opt.state[key].items()}
         for group in opt.param_groups
         for key in group["params"]
     ]
     return parameters, counts, state
 
 
-def same(one, other):
-    if torch.is_tensor(one):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
+def same(left, other):
+    if torch.is_tensor(left):
+        return torch.equal(left, other)
+    if isinstance(left, dict):
+        return left.keys() == other.keys() and all(same(left[key], other[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(other) and all(map(same, left, other))
+    return left == other
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -94,6 +94,6 @@ def test_losses_are_those_of_float32(name, level):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_skipped_step_leaves_parameters_counts_and_state(name):
-    found = train(MAKERS[name], "O1", overflow_at=3)
+    result = train(MAKERS[name], "O1", overflow_at=3)
     expected = train(MAKERS[name], overflow_at=3)
-    assert found == pytest.approx(expected, rel=20 * 2.0**-11)
+    assert result == pytest.approx(expected, rel=20 * 2.0**-11)

@@ -27,15 +27,15 @@ def records(tmp_path_factory, run_two_ranks):
     run_two_ranks(WORKER, folder)
 
     def read(scenario):
-        found = []
+        result = []
         for rank in (0, 1):
             path = folder / f"{scenario}.{rank}.json"
             if not path.exists():
                 pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")
             record = json.loads(path.read_text())
             assert "error" not in record, f"rank {rank}: {record['error']}"
-            found.append(record["value"])
-        return found
+            result.append(record["value"])
+        return result
 
     return read
 
@@ -49,11 +49,11 @@ def gradients_of_sums(step=1):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     model(batch(step)).square().sum().backward()
-    return {name: one.grad for name, one in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def assert_close(found, expected, **tolerance):
-    torch.testing.assert_close(torch.tensor(found), expected.to(torch.float32), **tolerance)
+def assert_close(actual, expected, **tolerance):
+    torch.testing.assert_close(torch.tensor(actual), expected.to(torch.float32), **tolerance)
 
 
 @needs_processes
@@ -69,10 +69,10 @@ def assert_close(found, expected, **tolerance):
     ],
 )
 def test_gradients_are_those_of_the_whole_batch(records, scenario, factor):
-    for found in records(scenario):
+    for record in records(scenario):
         for name, expected in gradients_of_sums().items():
             # Float32 sums of 8 products of values below 10, in another order.
-            assert_close(found[name], expected * factor, rtol=1e-5, atol=1e-4)
+            assert_close(record[name], expected * factor, rtol=1e-5, atol=1e-4)
 
 
 @needs_processes
@@ -97,17 +97,17 @@ def test_gradients_stay_with_their_process_while_it_is_disabled(records):
         assert_close(alone, model[2].bias.grad, rtol=1e-5, atol=1e-4)
         totals.append(together)
     expected = (gradients_of_sums(0)["2.bias"] + gradients_of_sums(1)["2.bias"]) / 2
-    for found in totals:
-        assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    for result in totals:
+        assert_close(result, expected, rtol=1e-5, atol=1e-4)
 
 
 @needs_processes
 def test_buffers_stay_with_their_process(records):
-    for rank, found in enumerate(records("statistics_of_its_own")):
+    for rank, record in enumerate(records("statistics_of_its_own")):
         norm = nn.BatchNorm1d(4)
         for step in range(2):
             norm(batch(step)[PARTS[rank]])
-        assert_close(found, norm.running_mean)
+        assert_close(record, norm.running_mean)
 
 
 @needs_processes
@@ -118,17 +118,17 @@ def test_two_networks_train_against_each_other(records):
 
 @needs_processes
 def test_options_without_effect_warn(records):
-    for found in records("options_that_warn"):
-        assert all(len(messages) == 1 and name in messages[0] for name, messages in found.items()), found
-        assert len(found) == 5
+    for record in records("options_that_warn"):
+        assert all(len(messages) == 1 and name in messages[0] for name, messages in record.items()), record
+        assert len(record) == 5
 
 
 @needs_processes
 def test_options_that_cannot_be_honoured_raise(records):
     kinds = {"retain": "UnsupportedByBackendError"}
-    for found in records("options_that_raise"):
-        assert found.keys() == {"shared_param", "retain", "triggers", "streams", "factor"}
-        for name, (kind, message) in found.items():
+    for record in records("options_that_raise"):
+        assert record.keys() == {"shared_param", "retain", "triggers", "streams", "factor"}
+        for name, (kind, message) in record.items():
             assert kind == kinds.get(name, "InvalidOptionError")
             assert "accepted: " in message
 
@@ -152,7 +152,7 @@ def norm_input():
     return torch.randn(8, 3, 2, generator=torch.Generator().manual_seed(5)) * 2 + 100
 
 
-def on_the_whole_batch(norm, x, layout=lambda one: one, shift=0.0, relu=False):
+def on_the_whole_batch(norm, x, layout=lambda x: x, shift=0.0, relu=False):
     """The same passes through a batch norm over all rows; the loss is the sum of both ranks' losses."""
     x = x.double().requires_grad_()
     norm = norm.double()
@@ -167,9 +167,9 @@ def on_the_whole_batch(norm, x, layout=lambda one: one, shift=0.0, relu=False):
     return layout(y), x.grad, evaluated
 
 
-def judge_norm(found, whole, norm, tolerance):
+def judge_norm(actual, whole, norm, tolerance):
     y, gradient, evaluated = whole
-    for rank, record in enumerate(found):
+    for rank, record in enumerate(actual):
         part = PARTS[rank]
         for name, expected in (("y", y), ("x.grad", gradient), ("evaluated", evaluated)):
             assert_close(record[name], expected[part].detach(), **tolerance)
@@ -181,7 +181,7 @@ def judge_norm(found, whole, norm, tolerance):
     if norm.affine:
         # Each rank has the gradient of its own rows; DistributedDataParallel adds them up.
         for index, own in enumerate((norm.weight, norm.bias)):
-            total = sum(torch.tensor(record["affine"][index]) for record in found)
+            total = sum(torch.tensor(record["affine"][index]) for record in actual)
             torch.testing.assert_close(total.double(), own.grad, rtol=1e-3, atol=1e-3)
 
 
@@ -201,35 +201,35 @@ NEAR_100 = {"rtol": 1e-4, "atol": 1e-4}
 def test_sync_batch_norm_is_batch_norm_over_all_processes(records, scenario, options):
     norm = nn.BatchNorm1d(3, **options)
     whole = on_the_whole_batch(norm, norm_input())
-    found = records(scenario)
+    ranks = records(scenario)
     if not norm.track_running_stats:  # without statistics, evaluation normalises by the rows of its process
-        for rank, record in enumerate(found):
+        for rank, record in enumerate(ranks):
             alone = nn.BatchNorm1d(3, affine=False)(norm_input()[PARTS[rank]])
             assert_close(record.pop("evaluated"), alone, **NEAR_100)
             record["evaluated"] = whole[2][PARTS[rank]].tolist()
-    judge_norm(found, whole, norm, NEAR_100)
+    judge_norm(ranks, whole, norm, NEAR_100)
 
 
 @needs_processes
 def test_sync_batch_norm_of_bfloat16_rounds_once(records):
     norm = nn.BatchNorm1d(3)
     rounded = (norm_input() - 100).bfloat16()
-    found = records("sync_norm_of_bfloat16")
-    assert {record["dtype"] for record in found} == {"torch.bfloat16"}
+    ranks = records("sync_norm_of_bfloat16")
+    assert {record["dtype"] for record in ranks} == {"torch.bfloat16"}
     # Results below 4 are bfloat16 to 2**-7; gradients of weights below 1 likewise, added up twice.
-    for rank, record in enumerate(found):
+    for rank, record in enumerate(ranks):
         whole = on_the_whole_batch(nn.BatchNorm1d(3), rounded)
         assert_close(record["y"], whole[0][PARTS[rank]].detach(), rtol=2.0**-8, atol=2.0**-8)
         assert_close(record["x.grad"], whole[1][PARTS[rank]], rtol=2.0**-5, atol=2.0**-5)
     whole = on_the_whole_batch(norm, rounded)
-    for record in found:
+    for record in ranks:
         assert_close(record["statistics"][1], norm.running_var, rtol=1e-5, atol=1e-5)
 
 
 @needs_processes
 def test_sync_batch_norm_takes_channels_last_adds_and_cuts(records):
     norm = nn.BatchNorm1d(3)
-    y, gradient, _ = on_the_whole_batch(norm, norm_input(), lambda one: one.movedim(1, -1), shift=0.25, relu=True)
+    y, gradient, _ = on_the_whole_batch(norm, norm_input(), lambda x: x.movedim(1, -1), shift=0.25, relu=True)
     for rank, record in enumerate(records("sync_norm_channel_last")):
         assert_close(record["y"], y.movedim(1, -1)[PARTS[rank]].detach(), **NEAR_100)
         assert_close(record["x.grad"], gradient.movedim(1, -1)[PARTS[rank]], **NEAR_100)
@@ -237,12 +237,12 @@ def test_sync_batch_norm_takes_channels_last_adds_and_cuts(records):
 
 @needs_processes
 def test_converting_a_network_keeps_its_parameters(records):
-    for found in records("converted_network"):
-        assert found["kinds"] == ["SyncBatchNorm", "SyncBatchNorm", "LayerNorm"]
-        assert found["same"]
-        assert found["kept"] == [1e-3, [7.0] * 3, [3.0] * 3, False]
-        assert found["channel_last"]
-        assert found["alone"] == "SyncBatchNorm"
+    for record in records("converted_network"):
+        assert record["kinds"] == ["SyncBatchNorm", "SyncBatchNorm", "LayerNorm"]
+        assert record["same"]
+        assert record["kept"] == [1e-3, [7.0] * 3, [3.0] * 3, False]
+        assert record["channel_last"]
+        assert record["alone"] == "SyncBatchNorm"
 
 
 @needs_processes
@@ -250,19 +250,19 @@ def test_a_converted_network_trains_in_parallel(records):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model(batch()).square().sum().backward()
-    for found in records("converted_network_in_parallel"):
-        for kind in found:
+    for record in records("converted_network_in_parallel"):
+        for kind in record:
             for name, own in model.named_parameters():
                 assert_close(kind[name], own.grad / 2, rtol=1e-4, atol=1e-4)  # float32, some 2**-24 a sum
 
 
 @needs_processes
 def test_groups_share_statistics_within_themselves_only(records):
-    for found in records("groups_of_one"):
+    for record in records("groups_of_one"):
         for name in ("y", "x.grad", "evaluated"):
-            assert_close(found["own"][name], torch.tensor(found["plain"][name]), **NEAR_100)
-        assert found["all"] is None
-        assert "does not fit 2 processes; accepted: 0, or a divisor of 2" in found["error"]
+            assert_close(record["own"][name], torch.tensor(record["plain"][name]), **NEAR_100)
+        assert record["all"] is None
+        assert "does not fit 2 processes; accepted: 0, or a divisor of 2" in record["error"]
 
 
 def test_without_processes_sync_batch_norm_is_batch_norm():
@@ -337,7 +337,7 @@ def test_larc_is_an_optimizer_to_schedulers_closures_copies_and_pickles():
     assert opt.optim.param_groups[0]["lr"] == pytest.approx(0.05)
     assert "momentum_buffer" in opt.state_dict()["state"][0]
     opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    for one in (copy.deepcopy(opt), pickle.loads(pickle.dumps(LARC(torch.optim.SGD([parameter], lr=0.5))))):
-        assert isinstance(one, torch.optim.Optimizer)
-        assert one.trust_coefficient == 0.02
-        assert repr(one).startswith("SGD")
+    for copied in (copy.deepcopy(opt), pickle.loads(pickle.dumps(LARC(torch.optim.SGD([parameter], lr=0.5))))):
+        assert isinstance(copied, torch.optim.Optimizer)
+        assert copied.trust_coefficient == 0.02
+        assert repr(copied).startswith("SGD")

@@ -30,9 +30,9 @@ def gradients(values, *tensors):
     return torch.autograd.grad((values * weights).sum(), tensors)
 
 
-def agree(found, expected, *tensors, **tolerance):
-    torch.testing.assert_close(found, expected, **tolerance)
-    for own, other in zip(gradients(found, *tensors), gradients(expected, *tensors), strict=True):
+def agree(actual, expected, *tensors, **tolerance):
+    torch.testing.assert_close(actual, expected, **tolerance)
+    for own, other in zip(gradients(actual, *tensors), gradients(expected, *tensors), strict=True):
         torch.testing.assert_close(own, other, **tolerance)
 
 
@@ -90,9 +90,9 @@ def test_functions_of_norms_that_are_called_as_autograd_functions_compute_the_fo
 def test_they_give_the_dtype_of_their_input_also_where_autocast_is_on(dtype):
     x, weight, bias = torch.randn(2, 8).to(dtype), torch.ones(8), torch.zeros(8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = FusedLayerNormAffineFunction.apply(x, weight, bias, (8,), 1e-5)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found, layer_norm(x.double()).to(dtype))
+        result = FusedLayerNormAffineFunction.apply(x, weight, bias, (8,), 1e-5)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result, layer_norm(x.double()).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_trainers_that_look_for_the_memory_saving_argument_find_it(function, arg
 def test_the_manual_norm_gives_the_dtype_of_a_low_weight(low, weight, expected):
     x = torch.randn(2, 8).to(low)
     own = None if weight is None else torch.full((8,), 2.0, dtype=weight)
-    found = manual_rms_norm(x, (8,), own, 1e-6)
-    assert found.dtype == expected
-    torch.testing.assert_close(found.double(), rms_norm(x.double(), 1.0 if own is None else 2.0), atol=2e-2, rtol=2e-2)
+    result = manual_rms_norm(x, (8,), own, 1e-6)
+    assert result.dtype == expected
+    torch.testing.assert_close(result.double(), rms_norm(x.double(), 1.0 if own is None else 2.0), atol=2e-2, rtol=2e-2)
 
 
 def test_the_fast_norm_is_layer_norm():
@@ -190,10 +190,10 @@ def test_autocast_casts_the_layers():
 
 
 def test_tensors_are_sorted_by_dtype_from_the_narrowest():
-    made = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float16, torch.float32, torch.float16)]
-    buckets = split_half_float_double(made)
-    assert [[id(one) for one in bucket] for bucket in buckets] == [
-        [id(made[1]), id(made[3])],
-        [id(made[2])],
-        [id(made[0])],
+    tensors = [torch.ones(1, dtype=dtype) for dtype in (torch.float64, torch.float16, torch.float32, torch.float16)]
+    buckets = split_half_float_double(tensors)
+    assert [[id(tensor) for tensor in bucket] for bucket in buckets] == [
+        [id(tensors[1]), id(tensors[3])],
+        [id(tensors[2])],
+        [id(tensors[0])],
     ]

@@ -69,8 +69,8 @@ def noise(losses):
     return 3 * statistics.stdev(quarter) * math.sqrt(2 / len(quarter))
 
 
-def judge(found, reference, accuracy=True):
-    losses, expected = found["losses"], reference["losses"]
+def judge(actual, reference, accuracy=True):
+    losses, expected = actual["losses"], reference["losses"]
     assert len(losses) == len(expected)
     assert losses != expected, "the program did not train in mixed precision"
     assert losses[0] == pytest.approx(expected[0], rel=16 * 2.0**-11)
@@ -79,7 +79,7 @@ def judge(found, reference, accuracy=True):
     )
     if accuracy:
         p = reference["metric"]
-        assert found["metric"] == pytest.approx(p, abs=3 * math.sqrt(2 * p * (1 - p) / TEST_IMAGES))
+        assert actual["metric"] == pytest.approx(p, abs=3 * math.sqrt(2 * p * (1 - p) / TEST_IMAGES))
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_image_classification(options):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gan_with_two_optimizers_and_three_losses(level):
     reference = result("gan", "--opt-level", "O0")
-    found = result("gan", "--opt-level", level)
-    judge(found, reference, accuracy=False)
+    own = result("gan", "--opt-level", level)
+    judge(own, reference, accuracy=False)
     # The brightness of a digit, between -1 and 1, has a standard deviation below 0.15; the metric averages 64.
-    assert found["metric"] == pytest.approx(reference["metric"], abs=3 * 0.15 * math.sqrt(2 / 64))
+    assert own["metric"] == pytest.approx(reference["metric"], abs=3 * 0.15 * math.sqrt(2 / 64))
 
 
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.nightly), "O2"])
 def test_language_model_with_accumulation_and_clipping(level):
     reference = result("language_model", "--opt-level", "O0")
     assert statistics.fmean(last_quarter(reference["losses"])) < 0.6 * reference["losses"][0]
-    found = result("language_model", "--opt-level", level)
-    judge(found, reference, accuracy=False)
+    own = result("language_model", "--opt-level", level)
+    judge(own, reference, accuracy=False)
     # The logarithm of the perplexity is a loss.
-    assert math.log(found["metric"]) == pytest.approx(math.log(reference["metric"]), abs=noise(reference["losses"]))
+    assert math.log(own["metric"]) == pytest.approx(math.log(reference["metric"]), abs=noise(reference["losses"]))
 
 
 @pytest.mark.nightly
@@ -142,8 +142,8 @@ def test_the_optimizer_from_before_amp(options):
 )
 def test_ampx_run_gives_what_install_gives(program):
     pytest.importorskip("typer", reason="the command line is an extra")
-    found = finish(start(program, "--opt-level", "O1", runner=("-m", "ampx", "run")))
-    assert found == result(program, "--opt-level", "O1")
+    own = finish(start(program, "--opt-level", "O1", runner=("-m", "ampx", "run")))
+    assert own == result(program, "--opt-level", "O1")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
@@ -155,10 +155,10 @@ def test_two_processes_on_the_same_batches_train_as_one_does():
     options = ("--opt-level", "O1", "--epochs", "1", "--distributed", "--sync_bn")
     ranks = [start("image_classification", *options, RANK=rank, **common) for rank in ("0", "1")]
     try:
-        first, second = [finish(one) for one in ranks]
+        first, second = [finish(process) for process in ranks]
     finally:
-        for one in ranks:
-            stop(one)
+        for process in ranks:
+            stop(process)
     assert first == second
     alone = result("image_classification", "--opt-level", "O1", "--epochs", "1")
     assert first["losses"][0] == pytest.approx(alone["losses"][0], rel=16 * 2.0**-11)

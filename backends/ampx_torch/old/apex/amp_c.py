@@ -594,6 +594,6 @@ def _check(name: str, tensor_lists: TensorLists, count: int) -> list[list[torch.
 
 def _flag(noop_flag: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     # A sum may overflow where no value is infinite; the largest magnitude cannot, and it carries NaN along.
-    largest = [one.to(noop_flag.device) for one in torch._foreach_norm(tensors, float("inf"))]
-    finite = torch.isfinite(torch.stack([one.float() for one in largest])).all()
+    largest = [tensor.to(noop_flag.device) for tensor in torch._foreach_norm(tensors, float("inf"))]
+    finite = torch.isfinite(torch.stack([norm.float() for norm in largest])).all()
     noop_flag.masked_fill_(~finite, 1)

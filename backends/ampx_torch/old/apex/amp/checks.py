@@ -22,7 +22,7 @@ def flatten(tree: Any) -> list[Any]:
         tree = list(tree.values())
     if not isinstance(tree, (list, tuple)):
         return [tree]
-    return [item for one in tree for item in flatten(one)]
+    return [item for own in tree for item in flatten(own)]
 
 
 def check_models(models: Sequence[Any], takes_low: bool) -> None:
@@ -40,7 +40,7 @@ def check_models(models: Sequence[Any], takes_low: bool) -> None:
                 f"amp.initialize first and wrap what it returns."
             )
         named = [*model.named_parameters(), *model.named_buffers()]
-        low = next(((name, one.dtype) for name, one in named if one.dtype in LOW), None)
+        low = next(((name, tensor.dtype) for name, tensor in named if tensor.dtype in LOW), None)
         if low is not None and not takes_low:
             raise PropertyError(
                 f"initialize got a model whose {low[0]} is {low[1]}; accepted: a model in float32, at every opt level. "
@@ -50,28 +50,30 @@ def check_models(models: Sequence[Any], takes_low: bool) -> None:
 
 def check_optimizers(optimizers: Sequence[Any], masters: bool) -> None:
     """Refuse what is no optimizer, was wrapped before, or cannot get the masters that it is to get."""
-    for position, one in enumerate(optimizers):
-        if isinstance(one, WrappedOptimizer) or any(one is other for other in optimizers[:position]):
+    for position, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, WrappedOptimizer) or any(optimizer is other for other in optimizers[:position]):
             raise InitializedTwiceError(
-                f"initialize got an optimizer ({type(one).__name__}) that it had before; its gradients would be "
+                f"initialize got an optimizer ({type(optimizer).__name__}) that it had before; its gradients would be "
                 f"unscaled twice. Pass each optimizer once."
             )
-        if type(one).__name__ == "FP16_Optimizer":
+        if type(optimizer).__name__ == "FP16_Optimizer":
             raise PropertyError(
                 "initialize got an FP16_Optimizer, which has master weights of its own; accepted: the optimizer in it. "
                 "Pass that, and use opt_level='O2' for master weights."
             )
-        if not isinstance(one, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentTypeError(
-                f"initialize got {type(one).__name__} as an optimizer; accepted: torch optimizers, or a list of them. "
-                f"Pass that."
+                f"initialize got {type(optimizer).__name__} as an optimizer; accepted: torch optimizers, or a list of "
+                f"them. Pass that."
             )
         if masters:
-            check_movable(one)
+            check_movable(optimizer)
 
 
 def device_of(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> str:
     """Return the kind of device that the models' parameters are on: `"cuda"` if any is."""
-    tensors = [one for model in models for one in model.parameters()]
-    tensors += [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-    return "cuda" if any(one.is_cuda for one in tensors) else "cpu"
+    tensors = [parameter for model in models for parameter in model.parameters()]
+    tensors += [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    return "cuda" if any(tensor.is_cuda for tensor in tensors) else "cpu"

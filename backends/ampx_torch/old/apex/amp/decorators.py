@@ -40,7 +40,7 @@ def _target(kind: Kind, plan: CastPlan, arguments: Any) -> torch.dtype:
     low = trees.DTYPES[plan.dtype]
     if kind == "half":
         return low
-    wide = kind == "float" or any(one.dtype not in LOW for one in trees.floating(arguments))
+    wide = kind == "float" or any(tensor.dtype not in LOW for tensor in trees.floating(arguments))
     return torch.float32 if wide else low
 
 

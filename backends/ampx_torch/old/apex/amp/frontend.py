@@ -107,8 +107,8 @@ def initialize(
     _amp_state.initialized = True
     _amp_state.handle = AmpHandle(session) if level == "O1" else None
     group = all_optimizers[0].ampx_member.group if all_optimizers else new_group("torch", scale)
-    for one in list(_amp_state.optimizers):  # as in apex, what came before shares the loss scales from now on
-        one.join(group)
+    for optimizer in list(_amp_state.optimizers):  # as in apex, what came before shares the loss scales from now on
+        optimizer.join(group)
     _amp_state.optimizers.update(all_optimizers)
     _amp_state.models.update(all_models)
     _amp_state.loss_scalers = [LossScaler.of(group, loss_id, device) for loss_id in range(num_losses)]
@@ -131,7 +131,7 @@ def _cast(
     """Cast the models and give the optimizers their masters."""
     dtype = properties.cast_model_type or None
     keep = bool(properties.keep_batchnorm_fp32)
-    raws = [one.optimizer for one in optimizers]
+    raws = [optimizer.optimizer for optimizer in optimizers]
     copies = casts.make_masters(raws, models, dtype, keep) if properties.master_weights else {}
     for model in models:
         if dtype is not None:
@@ -140,8 +140,8 @@ def _cast(
         elif outputs is not None:
             casts.cast_calls(model, None, outputs)
     if properties.master_weights:
-        for one, found in zip(optimizers, masters.give(raws, copies), strict=True):
-            one.masters = found
+        for optimizer, copies_of in zip(optimizers, masters.give(raws, copies), strict=True):
+            optimizer.masters = copies_of
     elif dtype is not None:
         for raw in raws:
             casts.lower_state(raw)
@@ -164,10 +164,10 @@ def begin_handle(enabled: bool, loss_scale: Any, allow_banned: bool, dtype: obje
 
 def state_dict(destination: Any = None) -> Any:
     """Return the loss scales as apex saved them: `{"loss_scaler0": {"loss_scale": …, "unskipped": …}, …}`."""
-    found = OrderedDict() if destination is None else destination
-    for position, one in enumerate(_amp_state.loss_scalers):
-        found[f"loss_scaler{position}"] = {"loss_scale": one.loss_scale(), "unskipped": one._unskipped}
-    return found
+    states = OrderedDict() if destination is None else destination
+    for position, scaler in enumerate(_amp_state.loss_scalers):
+        states[f"loss_scaler{position}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return states
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -184,22 +184,22 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         return
     sessions.present("load_state_dict")
     scalers = _amp_state.loss_scalers
-    known = {f"loss_scaler{position}": position for position in range(max(len(scalers), len(state_dict)))}
-    unexpected = [key for key in state_dict if key not in known]
+    positions = {f"loss_scaler{position}": position for position in range(max(len(scalers), len(state_dict)))}
+    unexpected = [key for key in state_dict if key not in positions]
     if unexpected:
         raise CheckpointError(
             f"load_state_dict got the entries {', '.join(map(repr, unexpected))}; accepted: 'loss_scaler0' and so on, "
             f"as amp.state_dict() gave them. Pass that part of the checkpoint, usually checkpoint['amp']."
         )
-    found = {known[key]: _read(key, entry) for key, entry in state_dict.items()}
-    if len(found) != len(scalers):
+    loaded = {positions[key]: _read(key, entry) for key, entry in state_dict.items()}
+    if len(loaded) != len(scalers):
         warnings.warn(
-            f"the state holds {len(found)} loss scales, but num_losses={len(scalers)}; those that have no counterpart "
+            f"the state holds {len(loaded)} loss scales, but num_losses={len(scalers)}; those that have no counterpart "
             f"are left out or stay as they are. Pass the num_losses of the run that saved it.",
             CheckpointWarning,
             stacklevel=2,
         )
-    for position, (scale, unskipped) in found.items():
+    for position, (scale, unskipped) in loaded.items():
         if position < len(scalers):
             scalers[position]._loss_scale, scalers[position]._unskipped = scale, unskipped
 

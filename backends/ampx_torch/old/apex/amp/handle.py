@@ -72,16 +72,16 @@ def scale_loss(
         scaler._overflow_buf.fill_(1)
     if not delay_overflow_check:
         scaler._has_overflow = overflowed
-        send([event for one in chosen for event in settle(one, loss_id)])
+        send([event for optimizer in chosen for event in settle(optimizer, loss_id)])
 
 
 def _checked(optimizers: Any, loss_id: int) -> tuple[list[ApexOptimizer], LossScaler]:
-    chosen = [_inner(one) for one in flatten(optimizers)]
-    for one in chosen:
-        if not isinstance(one, ApexOptimizer):
+    chosen = [_inner(optimizer) for optimizer in flatten(optimizers)]
+    for optimizer in chosen:
+        if not isinstance(optimizer, ApexOptimizer):
             raise NotWrappedError(
-                f"scale_loss got {type(one).__name__}, which amp.initialize did not return; accepted: optimizers that "
-                f"went through it. Pass it to amp.initialize with the others."
+                f"scale_loss got {type(optimizer).__name__}, which amp.initialize did not return; accepted: optimizers "
+                f"that went through it. Pass it to amp.initialize with the others."
             )
     scalers = _amp_state.loss_scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
@@ -104,12 +104,12 @@ def block(
     session: ampx.Amp, loss: torch.Tensor, optimizers: list[ApexOptimizer], loss_id: int, delays: bool
 ) -> Iterator[torch.Tensor]:
     """Scale a loss; afterwards have the optimizers make their gradients true, unless delayed. Sync: one a device."""
-    for one in optimizers:
-        one.delays = delays
+    for optimizer in optimizers:
+        optimizer.delays = delays
     element = _one_element(loss)
     with session.scale_loss(element, optimizers, loss_id=loss_id) as scaled:
-        for one in optimizers:
-            one.verdict = optimizers[0].verdict
+        for optimizer in optimizers:
+            optimizer.verdict = optimizers[0].verdict
         yield scaled if element is loss else losses.scale_loss(loss, optimizers[0].ampx_member.factors[loss_id])
 
 
@@ -160,9 +160,9 @@ class AmpHandle:
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise InvalidOptionError(f"num_loss={num_loss!r} is not accepted; accepted: an integer from 1. Change it.")
         self._wraps = True
-        found: LossesInTurn = self._session.wrap_optimizer(optimizer, loss_scale=self._loss_scale, wrapper=turns.wrap)
-        found.start(self._session, num_loss)
-        return found
+        wrapped: LossesInTurn = self._session.wrap_optimizer(optimizer, loss_scale=self._loss_scale, wrapper=turns.wrap)
+        wrapped.start(self._session, num_loss)
+        return wrapped
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:

@@ -41,10 +41,10 @@ def allowed(device: str) -> list[Any]:
 def denied(device: str, allow_banned: bool) -> list[Any]:
     """Return the operations to compute in float32, in the widest dtype, or never in low precision."""
     names = _FLOAT if device == "cuda" else (*_FLOAT, *_FLOAT_ON_CPU)
-    found = list(_named(names))
+    operations = list(_named(names))
     if device != "cuda":
-        found += [Rule("promote", one) for one in _named(_WIDEST_ON_CPU)]
-    return [*found, _BANNED if allow_banned else Rule("ban", _BANNED)]
+        operations += [Rule("promote", operation) for operation in _named(_WIDEST_ON_CPU)]
+    return [*operations, _BANNED if allow_banned else Rule("ban", _BANNED)]
 
 
 def _named(names: tuple[str, ...]) -> Iterator[Any]:

@@ -40,9 +40,9 @@ def make_masters(
     copies = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for one in group["params"]:
-                if one.requires_grad and (one in lowered or one.dtype in LOW):
-                    copies[one] = nn.Parameter(one.detach().to(torch.float32, copy=True))
+            for parameter in group["params"]:
+                if parameter.requires_grad and (parameter in lowered or parameter.dtype in LOW):
+                    copies[parameter] = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     return copies
 
 
@@ -59,7 +59,7 @@ def guard_checkpoints(models: Iterable[nn.Module], copies: Mapping[nn.Parameter,
 
     With `all_of` of all modules, not only of those whose parameters have masters.
     """
-    for module in {one: None for model in models for one in model.modules()}:
+    for module in {module: None for model in models for module in model.modules()}:
         own = {name: copies[p] for name, p in module._parameters.items() if p is not None and p in copies}
         if own or (all_of and any(True for _ in low_precision_models.tensors(module))):
             module.register_state_dict_post_hook(low_precision_models.SaveFloat32(own))
@@ -126,13 +126,13 @@ def cast_batch(value: Any, dtype: torch.dtype) -> Any:
     if callable(getattr(value, "to", None)):
         return value.to(dtype)
     if isinstance(value, Mapping):
-        return _like(value, {key: cast_batch(one, dtype) for key, one in value.items()})
+        return _like(value, {key: cast_batch(item, dtype) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*[cast_batch(one, dtype) for one in value])
+        return type(value)(*[cast_batch(item, dtype) for item in value])
     if isinstance(value, (list, tuple, set)):
-        return type(value)(cast_batch(one, dtype) for one in value)
+        return type(value)(cast_batch(item, dtype) for item in value)
     if isinstance(value, Iterator):
-        return iter([cast_batch(one, dtype) for one in value])
+        return iter([cast_batch(item, dtype) for item in value])
     return value
 
 

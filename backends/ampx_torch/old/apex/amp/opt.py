@@ -41,12 +41,12 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         gradients: The gradients behind the parameter groups.
         delays: The block that runs was asked to leave the gradients scaled.
         verdict: What the block that runs finds.
-        found: What blocks found that nothing was decided about yet, by loss id.
+        pending: What blocks found that nothing was decided about yet, by loss id.
     """
 
     own: ClassVar[frozenset[str]] = frozenset(
         (
-            *("ampx_member", "masters", "gradients", "delays", "verdict", "found"),
+            *("ampx_member", "masters", "gradients", "delays", "verdict", "pending"),
             *("_aside", "_overflowed", "_scales", "_casting_off", "_amp_stash"),
         )
     )
@@ -54,7 +54,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     gradients: GradientSet
     delays: bool
     verdict: Verdict
-    found: dict[int, list[Verdict]]
+    pending: dict[int, list[Verdict]]
     _aside: list[tuple[torch.Tensor, torch.Tensor]]
     _overflowed: dict[int, float]
     _scales: dict[int, float]  # of the blocks since the last step
@@ -82,7 +82,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             group.members.append(member)
 
     def _clear(self) -> None:
-        self.found = {}
+        self.pending = {}
         self._aside = []
         self._overflowed = {}
         self._scales = {}
@@ -117,16 +117,16 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
     def _put_aside(self) -> bool:
         """Put the gradients aside; tell whether there were some."""
-        found = False
+        any_gradient = False
         if self.masters is not None:
             pull_foreign(self.masters)
         for parameter in self.gradients.parameters():
             if parameter.grad is not None:
                 # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
                 self._aside.append((parameter, parameter.grad.clone()))
-                found = True
+                any_gradient = True
         self._drop()
-        return found or bool(self._aside)
+        return any_gradient or bool(self._aside)
 
     def _drop(self) -> None:
         for parameter in self.gradients.parameters():
@@ -148,7 +148,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=True)
         self.verdict.finite &= self.gradients.finite(flags)
         self._scales[loss_id] = float(factor)
-        self.found.setdefault(loss_id, []).append(self.verdict)
+        self.pending.setdefault(loss_id, []).append(self.verdict)
         self._bring_back()
         self._amp_stash.params_have_scaled_gradients = False
         member.drop_factors()
@@ -168,14 +168,16 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         """Remember that a block was decided about, and if it overflowed that the next step is skipped."""
         if not finite:
             self._overflowed[loss_id] = self._scales[loss_id]
-        self.found.pop(loss_id, None)
+        self.pending.pop(loss_id, None)
 
     def finite(self) -> bool:
         """Return whether no block overflowed since the last step, as far as is known."""
-        return not self._overflowed and all(one.finite for verdicts in self.found.values() for one in verdicts)
+        return not self._overflowed and all(
+            verdict.finite for verdicts in self.pending.values() for verdict in verdicts
+        )
 
     def _settle(self) -> list[Due]:
-        return [event for loss_id in list(self.found) for event in settle(self, loss_id)]
+        return [event for loss_id in list(self.pending) for event in settle(self, loss_id)]
 
     # -- what core asks ----------------------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         if not self._scales:
             self._overflowed[0] = 1.0
         for loss_id in self._scales:
-            self.found[loss_id] = [Verdict(finite=False)]
+            self.pending[loss_id] = [Verdict(finite=False)]
 
     def _run_raw(self) -> None:
         with self._casting_off:

@@ -57,13 +57,13 @@ def choose(opt_level: str, low: torch.dtype, overrides: dict[str, Any]) -> Prope
             f"opt_level={opt_level!r} is not an opt level; accepted: 'O0', 'O1', 'O2', 'O3' (the letter O, then a "
             f"digit). Pass one of these."
         )
-    found = replace(LEVELS[opt_level])
-    if found.cast_model_type is torch.float16:
-        found.cast_model_type = low
+    properties = replace(LEVELS[opt_level])
+    if properties.cast_model_type is torch.float16:
+        properties.cast_model_type = low
     for name, value in overrides.items():
         if value is not None:
-            setattr(found, name, _checked(found, name, value))
-    return found
+            setattr(properties, name, _checked(properties, name, value))
+    return properties
 
 
 def _checked(level: Properties, name: str, value: Any) -> Any:
@@ -86,9 +86,9 @@ def _checked(level: Properties, name: str, value: Any) -> Any:
 
 
 def _cast_model_type(level: Properties, value: Any) -> Any:
-    known = (torch.float16, torch.bfloat16, torch.float32)
-    if value is not False and value not in known:
-        names = ", ".join(str(one) for one in known)
+    accepted = (torch.float16, torch.bfloat16, torch.float32)
+    if value is not False and value not in accepted:
+        names = ", ".join(str(dtype) for dtype in accepted)
         raise PropertyError(f"cast_model_type={value!r} is not accepted; accepted: {names}, False. Pass one of these.")
     if level.opt_level == "O1" and value not in (False, torch.float32):
         raise _refused(
@@ -102,13 +102,13 @@ def _cast_model_type(level: Properties, value: Any) -> Any:
 
 
 def _flag(name: str, value: Any) -> bool:
-    found = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    if found is not True and found is not False:
+    flag = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+    if flag is not True and flag is not False:
         raise PropertyError(
             f"{name}={value!r} is not a choice; accepted: True, False, the strings 'True' and 'False', None. Pass one "
             f"of these."
         )
-    return found
+    return flag
 
 
 def _loss_scale(value: Any) -> float | str:

@@ -184,8 +184,8 @@ class LossScaler:
             self._has_overflow = bool(self._overflow_buf.item())
         verdict = Verdict(finite=not self._has_overflow, moved=True)
         for optimizer in list(_amp_state.optimizers):
-            if optimizer.ampx_member.group is self.group and self.loss_id in optimizer.found:
-                optimizer.found[self.loss_id] = [verdict]
+            if optimizer.ampx_member.group is self.group and self.loss_id in optimizer.pending:
+                optimizer.pending[self.loss_id] = [verdict]
                 settle(optimizer, self.loss_id)
         send(_move(self.group, self.loss_id, verdict.finite))
         return self._has_overflow
@@ -201,7 +201,7 @@ class Verdict:
 
 def settle(optimizer: ApexOptimizer, loss_id: int) -> list[Due]:
     """Have an optimizer skip where a block overflowed, move the scale unless another has; return what to `send`."""
-    verdicts = optimizer.found.get(loss_id, [])
+    verdicts = optimizer.pending.get(loss_id, [])
     optimizer.note(loss_id, all(verdict.finite for verdict in verdicts))
     new = [verdict for verdict in verdicts if not verdict.moved]
     for verdict in new:
@@ -212,8 +212,8 @@ def settle(optimizer: ApexOptimizer, loss_id: int) -> list[Due]:
 def _move(group: ScaleGroup, loss_id: int, finite: bool) -> list[Due]:
     before = group.state_of(loss_id)
     after = group.states[loss_id] = next_state(group.config, before, finite)
-    told = (group.framework, group.index, loss_id, group.steps + 1)  # the step that is to come
-    events = group.events_of(told, before, after, finite)
+    fields = (group.framework, group.index, loss_id, group.steps + 1)  # the step that is to come
+    events = group.events_of(fields, before, after, finite)
     return [(group, event) for event in events if not isinstance(event, StepSkipped)]  # that one is sent by the step
 
 
@@ -226,5 +226,5 @@ def send(events: Sequence[Due]) -> None:
 def tell_skipped(group: ScaleGroup, loss_id: int, scale: Any) -> None:
     """Send the event that a step was skipped because of one loss."""
     state = group.state_of(loss_id)
-    told = (group.framework, group.index, loss_id, group.steps)
-    group.send(StepSkipped(*told, float(scale), float(state.scale), int(state.consecutive_skips)))
+    fields = (group.framework, group.index, loss_id, group.steps)
+    group.send(StepSkipped(*fields, float(scale), float(state.scale), int(state.consecutive_skips)))

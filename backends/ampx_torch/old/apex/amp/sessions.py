@@ -45,7 +45,7 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
         allow = [*_without(lists.allowed(device), own_deny), *own_allow]
         allow_banned = allow_banned or not lists.bans()
         deny = [*_without(lists.denied(device, allow_banned), own_allow), *own_deny]
-    dtype = next(name for name, one in DTYPES.items() if one is low)
+    dtype = next(name for name, candidate in DTYPES.items() if candidate is low)
     former = _amp_state.session
     session = ampx.init(
         "torch", dtype=dtype, level=level, device=device, loss_scale=scale, nan_loss="skip", allow=allow, deny=deny
@@ -60,8 +60,8 @@ def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned
 
 
 def _without(entries: list[Any], others: list[Any]) -> list[Any]:
-    taken = {registry.operation(one) for one in others}
-    return [one for one in entries if registry.operation(one) not in taken]
+    taken = {registry.operation(entry) for entry in others}
+    return [entry for entry in entries if registry.operation(entry) not in taken]
 
 
 def end() -> None:

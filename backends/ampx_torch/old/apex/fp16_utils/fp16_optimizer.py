@@ -52,16 +52,21 @@ class FP16Optimizer:
         self.dynamic_loss_scale = dynamic_loss_scale
         self.overflow = False
         self.first_closure_call_this_step = True
-        trained = [one for group in init_optimizer.param_groups for one in group["params"] if one.requires_grad]
-        for one in trained:
-            if one.dtype not in (*_LOW, torch.float32):
+        trained = [
+            parameter
+            for group in init_optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        for parameter in trained:
+            if parameter.dtype not in (*_LOW, torch.float32):
                 raise UnsupportedDtypeError(
-                    f"FP16_Optimizer got a parameter of dtype {one.dtype}; accepted: float16, bfloat16, float32. "
+                    f"FP16_Optimizer got a parameter of dtype {parameter.dtype}; accepted: float16, bfloat16, float32. "
                     f"Convert the model, or leave the parameter out."
                 )
-        self._full = [one for one in trained if one.dtype == torch.float32]
-        low = [one for one in trained if one.dtype in _LOW]
-        (self._masters,) = masters.give([init_optimizer], {one: _master(one) for one in low})
+        self._full = [parameter for parameter in trained if parameter.dtype == torch.float32]
+        low = [parameter for parameter in trained if parameter.dtype in _LOW]
+        (self._masters,) = masters.give([init_optimizer], {parameter: _master(parameter) for parameter in low})
         self._full_unscaled = False  # whether gradients of float32 parameters lie there unscaled
 
     def __getstate__(self) -> NoReturn:
@@ -126,18 +131,20 @@ class FP16Optimizer:
         if self.overflow:
             return
         self._masters.pull_gradients()
-        gradients = [one.grad for _, one in self._masters.pairs if one.grad is not None] + self._full_gradients()
+        gradients = [
+            master.grad for _, master in self._masters.pairs if master.grad is not None
+        ] + self._full_gradients()
         if gradients and self.loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale)
         self._full_unscaled = True
         if self.loss_scale < 1.0:  # a quotient may overflow though what was divided did not
-            self.overflow = self.loss_scaler.has_overflow([*(one for _, one in self._masters.pairs), *self._full])
+            self.overflow = self.loss_scaler.has_overflow([*(master for _, master in self._masters.pairs), *self._full])
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the unscaled gradients of all parameters; return their norm before, -1 after an overflow."""
         if self.overflow:
             return -1
-        parameters = [one for group in self.param_groups for one in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return clip_grad_norm(parameters, max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,18 +177,18 @@ class FP16Optimizer:
                 f"the others out."
             )
         self._masters.zero_grad(drop)
-        for one in self._full:
-            if drop or one.grad is None:
-                one.grad = None
+        for parameter in self._full:
+            if drop or parameter.grad is None:
+                parameter.grad = None
             else:
-                one.grad = one.grad.detach().zero_()
+                parameter.grad = parameter.grad.detach().zero_()
 
     def inspect_master_grad_data(self) -> list[list[torch.Tensor | None]] | None:
         """Return the unscaled gradients group by group, or None after an overflow."""
         if self.overflow:
             self.maybe_print("Gradients overflowed: there are no master gradients to inspect.")
             return None
-        return [[one.grad for one in group["params"]] for group in self.param_groups]
+        return [[parameter.grad for parameter in group["params"]] for group in self.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, the masters and the loss scale, all of types that `torch.load` trusts."""
@@ -192,7 +199,11 @@ class FP16Optimizer:
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": [
-                [master.detach() for _, master in self._masters.pairs if any(master is one for one in group["params"])]
+                [
+                    master.detach()
+                    for _, master in self._masters.pairs
+                    if any(master is parameter for parameter in group["params"])
+                ]
                 for group in self.param_groups
             ],
         }
@@ -203,12 +214,13 @@ class FP16Optimizer:
         Raises:
             InvalidStateError: It is of an optimizer with other parameters. Nothing was changed.
         """
-        saved = [one for group in state_dict["fp32_from_fp16"] for one in group]
+        saved = [parameter for group in state_dict["fp32_from_fp16"] for parameter in group]
         current = [master for _, master in self._masters.pairs]
-        if [one.shape for one in saved] != [one.shape for one in current]:
+        shapes, accepted = [[tuple(master.shape) for master in group] for group in (saved, current)]
+        if shapes != accepted:
             raise InvalidStateError(
-                f"FP16_Optimizer.load_state_dict got masters of the shapes {[tuple(one.shape) for one in saved]}; "
-                f"accepted: {[tuple(one.shape) for one in current]}. Load the state of the same model."
+                f"FP16_Optimizer.load_state_dict got masters of the shapes {shapes}; accepted: {accepted}. Load the "
+                f"state of the same model."
             )
         scaler = state_dict["loss_scaler"]
         kept = scaler if isinstance(scaler, dict) else scaler.__getstate__()
@@ -220,11 +232,11 @@ class FP16Optimizer:
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         with torch.no_grad():
-            for master, one in zip(current, saved, strict=True):
-                master.copy_(one)
+            for master, value in zip(current, saved, strict=True):
+                master.copy_(value)
 
     def _full_gradients(self) -> list[torch.Tensor]:
-        return [one.grad for one in self._full if one.grad is not None]
+        return [parameter.grad for parameter in self._full if parameter.grad is not None]
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:

@@ -30,14 +30,14 @@ class FP16Model(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Round the inputs and call the network."""
-        return self.network(*(one.half() for one in inputs))
+        return self.network(*(input.half() for input in inputs))
 
 
 def bn_convert_float(module: nn.Module) -> nn.Module:
     """Put the affine batch norms of a network back to float32, in place; gives the network."""
-    for one in module.modules():
-        if isinstance(one, _BatchNorm) and one.affine:
-            one.float()
+    for own in module.modules():
+        if isinstance(own, _BatchNorm) and own.affine:
+            own.float()
     return module
 
 
@@ -75,16 +75,16 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     Raises:
         InvalidOptionError: The parameters are of several dtypes, and one flat master is asked for.
     """
-    parameters = [one for one in model.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
-        return parameters, [one.detach().clone().float().requires_grad_() for one in parameters]
-    dtypes = sorted({str(one.dtype) for one in parameters})
+        return parameters, [parameter.detach().clone().float().requires_grad_() for parameter in parameters]
+    dtypes = sorted({str(parameter.dtype) for parameter in parameters})
     if len(dtypes) != 1:
         raise InvalidOptionError(
             f"prep_param_lists(flat_master=True) got parameters of the dtypes {dtypes}; accepted: one dtype. Use "
             f"flat_master=False, or FP16_Optimizer."
         )
-    master = nn.Parameter(flatten([one.detach() for one in parameters]).float())
+    master = nn.Parameter(flatten([parameter.detach() for parameter in parameters]).float())
     master.grad = torch.zeros_like(master)
     return parameters, [master]
 
@@ -98,7 +98,7 @@ def model_grads_to_master_grads(
         ProtocolError: A parameter has no gradient, and there is one flat master.
     """
     if flat_master:
-        gradients = [one.grad for one in model_params if one.grad is not None]
+        gradients = [parameter.grad for parameter in model_params if parameter.grad is not None]
         if len(gradients) != len(model_params):
             raise ProtocolError(
                 f"model_grads_to_master_grads got {len(model_params) - len(gradients)} parameters without a gradient; "

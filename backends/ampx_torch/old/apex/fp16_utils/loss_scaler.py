@@ -38,12 +38,12 @@ class _Scaler:
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
         """Return whether any gradient is not finite. Sync: one."""
-        gradients = [one.grad for one in params if one.grad is not None]
+        gradients = [parameter.grad for parameter in params if parameter.grad is not None]
         if not gradients:
             return False
         largest = torch._foreach_norm(gradients, float("inf"))
-        found = torch.stack([one.to(largest[0].device, torch.float32) for one in largest])
-        return not bool(torch.isfinite(found).all())
+        norms = torch.stack([norm.to(largest[0].device, torch.float32) for norm in largest])
+        return not bool(torch.isfinite(norms).all())
 
     def update_scale(self, overflow: bool) -> None:
         """Move the scale after a step."""
@@ -51,7 +51,7 @@ class _Scaler:
 
     def scale_gradient(self, module: Any, grad_in: tuple[Any, ...], grad_out: tuple[Any, ...]) -> tuple[Any, ...]:
         """Scale gradients; to be registered as a backward hook of a module."""
-        return tuple(None if one is None else self.loss_scale * one for one in grad_in)
+        return tuple(None if gradient is None else self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Scale a loss and compute its gradients."""

@@ -82,27 +82,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gather(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        parameters = [one for one in group["params"] if one.grad is not None]
-        for one in parameters:
-            if one.grad.layout is not torch.strided:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            if parameter.grad.layout is not torch.strided:
                 raise UnsupportedByBackendError(
                     f"{type(self).__name__} got a sparse gradient; accepted: dense gradients. Make the embedding with "
                     f"sparse=False, or use torch.optim.SparseAdam."
                 )
-            if not one.is_floating_point():
+            if not parameter.is_floating_point():
                 raise UnsupportedDtypeError(
-                    f"{type(self).__name__} got a parameter of dtype {one.dtype}; accepted: float16, bfloat16, "
+                    f"{type(self).__name__} got a parameter of dtype {parameter.dtype}; accepted: float16, bfloat16, "
                     f"float32, float64. Leave it out of the optimizer."
                 )
-        return parameters, [one.grad for one in parameters]
+        return parameters, [parameter.grad for parameter in parameters]
 
     def _update_in_float32(
         self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
     ) -> None:
-        states = [self.state[one] for one in parameters]
+        states = [self.state[own] for own in parameters]
         work = self._work(parameters, states)
         self._update(group, work, [grad.to(own.dtype) for grad, own in zip(gradients, work, strict=True)], states)
-        rounded = [(own, one) for own, one in zip(parameters, work, strict=True) if own is not one]
+        rounded = [(own, new) for own, new in zip(parameters, work, strict=True) if own is not new]
         if rounded:
             owns, ones = zip(*rounded, strict=True)
             torch._foreach_copy_(owns, ones)
@@ -124,9 +124,9 @@ def state_tensors(
     states: list[dict[str, Any]], name: str, parameters: list[torch.Tensor], fill: float = 0.0
 ) -> list[torch.Tensor]:
     """Return one tensor of every state, made like its parameter where it is not there yet."""
-    found = []
+    tensors = []
     for state, own in zip(states, parameters, strict=True):
         if name not in state:
             state[name] = torch.full_like(own, fill, memory_format=torch.preserve_format)
-        found.append(state[name])
-    return found
+        tensors.append(state[name])
+    return tensors

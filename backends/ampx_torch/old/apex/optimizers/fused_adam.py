@@ -70,8 +70,10 @@ class FusedAdam(FusedOptimizer):
         Raises:
             UnsupportedByBackendError: One of the arguments is given that were of use in early versions of apex.
         """
-        given = [one for one in (grads, output_params, scale, grad_norms, grad_scaler) if one is not None]
-        if given:
+        passed = [
+            argument for argument in (grads, output_params, scale, grad_norms, grad_scaler) if argument is not None
+        ]
+        if passed:
             raise UnsupportedByBackendError(
                 "FusedAdam.step() got grads, output_params, scale, grad_norms or grad_scaler; accepted: a closure or "
                 "nothing. Unscale gradients before the step: amp.scale_loss does."

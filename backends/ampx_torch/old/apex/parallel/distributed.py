@@ -74,7 +74,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if allreduce_communicators:
             group = allreduce_communicators[0][0]
             _warn("allreduce_communicators", "is used for its first process group only; the gradients are the same")
-        size = max((one.element_size() for one in module.parameters()), default=4)
+        size = max((parameter.element_size() for parameter in module.parameters()), default=4)
         super().__init__(
             module,
             process_group=group,
@@ -104,7 +104,7 @@ class Reducer:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[torch.Tensor] = []
         if self.module is not None:
-            flat_dist_call([one.detach() for one in self.module.parameters()], dist.broadcast, (0,))
+            flat_dist_call([parameter.detach() for parameter in self.module.parameters()], dist.broadcast, (0,))
         elif not isinstance(module_or_grads_list, nn.Module):
             self.grads = list(module_or_grads_list)
 
@@ -113,7 +113,7 @@ class Reducer:
         if self.module is None:
             gradients = self.grads
         else:
-            gradients = [one.grad for one in self.module.parameters() if one.grad is not None]
+            gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         flat_dist_call(gradients, dist.all_reduce)
 
 

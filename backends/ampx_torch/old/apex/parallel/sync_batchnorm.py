@@ -143,7 +143,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     mine = None
     for first in range(0, world, group_size):
         members = list(range(first, first + group_size))
-        made = dist.new_group(members)
+        group = dist.new_group(members)
         if dist.get_rank() in members:
-            mine = made
+            mine = group
     return mine
