@@ -16,9 +16,9 @@ from ampx.run import Run
 
 from . import casting, devices, gradients
 from .losses import inspect_loss, scale_loss
-from .optimizer import AmpOptimizer
 from .prepare import prepare
 from .static import StaticOptimizer
+from .step import AmpOptimizer
 from .wrapping import make_wrapper
 
 

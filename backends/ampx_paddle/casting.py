@@ -31,14 +31,10 @@ _active = _Active()
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Turn the entries of allow and deny into names of Paddle's operators; `"*"` in deny stays, at O1.
-
-    Raises:
-        UnsupportedOpError: An entry is neither an operator nor its name, or stands in both lists.
-    """
+    """Turn the entries of allow and deny into names of Paddle's operators; `"*"` in deny stays, at O1."""
     rest = EVERYTHING_ELSE in plan.deny
     allow = tuple(map(_operator, plan.allow))
-    deny = tuple(_operator(one) for one in plan.deny if one != EVERYTHING_ELSE)
+    deny = tuple(_operator(entry) for entry in plan.deny if entry != EVERYTHING_ELSE)
     if both := sorted(set(allow) & set(deny)):
         raise UnsupportedOpError(
             f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
@@ -159,7 +155,7 @@ def cast(tree: Any, dtype: Dtype) -> Any:
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
-    return at_least if all(one.dtype == DTYPES[at_least] for one in _floating(tree)) else "float32"
+    return at_least if all(tensor.dtype == DTYPES[at_least] for tensor in _floating(tree)) else "float32"
 
 
 def _floating(tree: Any) -> Iterator[paddle.Tensor]:

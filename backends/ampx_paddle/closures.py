@@ -1,97 +1,108 @@
-"""Steps with a closure: once for most optimizers, as often as it likes for LBFGS."""
+"""The step of LBFGS, which evaluates its closure as often as it likes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import paddle
 
 from ampx.errors import ProtocolError
+from ampx.events import UNCHECKED
 
 from . import casting
-
-if TYPE_CHECKING:
-    from .optimizer import AmpOptimizer
+from .step import AmpOptimizer
 
 
 class _Overflow(Exception):  # noqa: N818 - never seen outside this module
     """An evaluation's gradients are not finite."""
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Return whether a raw optimizer evaluates a closure in its step."""
-    return isinstance(optimizer, paddle.optimizer.LBFGS)
+class ClosureOptimizer(AmpOptimizer):
+    """LBFGS with a loss scale: every evaluation's gradients are made true before it sees them."""
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step; where an evaluation overflows or raises, parameters and state are put back as they were before.
 
-def refuse_missing(call: str) -> None:
-    """Raise where such an optimizer is stepped without one.
+        Args:
+            closure: A function that clears the gradients, runs backward inside `scale_loss` and returns the loss.
 
-    Raises:
-        ProtocolError: Always.
-    """
-    raise ProtocolError(
-        f"{call} was called without a closure on LBFGS, which evaluates the loss several times in a step; accepted: "
-        f"opt.step(closure). Pass a function that clears the gradients, runs backward inside scale_loss and returns "
-        f"the loss."
-    )
+        Returns:
+            What the raw optimizer returned; the loss of the overflowing evaluation where the step was skipped.
 
+        Raises:
+            NotScaledError: The closure ran backward outside `scale_loss`.
+            ProtocolError: There is no closure, or it did not clear the gradients of its former evaluation.
 
-def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
-    """Step a raw optimizer that evaluates its closure as often as it likes.
+        Sync: as the optimizer; one a dtype and evaluation beyond.
+        """
+        self._refuse_static_graphs()
+        if closure is None:
+            raise ProtocolError(
+                "step was called without a closure on LBFGS, which evaluates the loss several times in a step; "
+                "accepted: opt.step(closure). Pass a function that clears the gradients, runs backward inside "
+                "scale_loss and returns the loss."
+            )
+        if not self.ampx_member.group.enabled:
+            self.ampx_member.note_result(UNCHECKED)
+            return self.optimizer.step(closure)
+        cast = paddle.amp.is_autocast_enabled()
+        losses: list[Any] = []
+        finite: dict[int, bool] = {}
 
-    Every evaluation's gradients are made true before the optimizer sees them. When one overflows (or the closure
-    raises), parameters and state are put back as they were before the step.
+        def evaluate() -> Any:
+            # The raw optimizer runs with casting off; the user's closure runs as the user called step.
+            with casting.region(self._plan, True) if cast and self._plan is not None else nullcontext():
+                loss = closure()
+            losses.append(loss)
+            for loss_id, is_finite in self._evaluated().items():
+                finite[loss_id] = is_finite and finite.get(loss_id, True)
+            if not all(finite.values()):
+                raise _Overflow
+            if self.ampx_member.stage == "unscaled":
+                self.ampx_member.begin_change()  # the optimizer uses these gradients, once
+            if isinstance(loss, paddle.Tensor) and loss.dtype in (paddle.float16, paddle.bfloat16):
+                return loss.astype("float32")  # LBFGS makes its curvature in the dtype of the loss
+            return loss
 
-    Returns:
-        What the raw optimizer returned; the loss of the overflowing evaluation where the step was skipped.
-
-    Raises:
-        NotScaledError: The closure ran backward outside `scale_loss`.
-        ProtocolError: The closure did not clear the gradients of its former evaluation.
-
-    Sync: as the optimizer; one a dtype and evaluation beyond.
-    """
-    cast = paddle.amp.is_autocast_enabled()
-    losses: list[Any] = []
-    finite: dict[int, bool] = {}
-
-    def evaluate() -> Any:
-        # The raw optimizer runs with casting off; the user's closure runs as the user called step.
-        with owner.casting_region(True) if cast else nullcontext():
-            loss = closure()
-        losses.append(loss)
-        for loss_id, found in owner.check_evaluation().items():
-            finite[loss_id] = found and finite.get(loss_id, True)
-        if not all(finite.values()):
-            raise _Overflow
-        if owner.ampx_member.stage == "unscaled":
-            owner.ampx_member.begin_change()  # the optimizer uses these gradients, once
-        if isinstance(loss, paddle.Tensor) and loss.dtype in (paddle.float16, paddle.bfloat16):
-            return loss.astype("float32")  # LBFGS makes its curvature in the dtype of the loss
-        return loss
-
-    before = _Snapshot(owner.optimizer)
-    off: AbstractContextManager[Any] = casting.off() if cast else nullcontext()
-    result = None
-    try:
-        with off:
-            try:
-                result = owner.optimizer.step(evaluate)
-            except _Overflow:
-                result = losses[-1]
-        if not all(finite.values()):
+        before = _Snapshot(self.optimizer)
+        try:
+            with casting.off() if cast else nullcontext():
+                result = self._run(evaluate, losses)
+            if not all(finite.values()):
+                before.restore()
+        except BaseException:
             before.restore()
-    except BaseException:
-        before.restore()
-        owner.drop_pending()
-        raise
-    if finite:
-        owner.close_step(finite)
-    else:
-        owner.drop_pending()
-    return result
+            self.drop_pending()
+            raise
+        if finite:
+            self._close(finite)
+        else:
+            self.drop_pending()
+        return result
+
+    def _run(self, evaluate: Callable[[], Any], losses: list[Any]) -> Any:
+        try:
+            return self.optimizer.step(evaluate)
+        except _Overflow:
+            return losses[-1]
+
+    def _evaluated(self) -> dict[int, bool]:
+        """Collect, unscale, check and clip the gradients of one evaluation; return by loss id which are finite."""
+        gradients = self._collect(None)
+        if not gradients and self.ampx_member.stage == "idle":
+            return {}
+        self.ampx_member.check_step()
+        if self._unscaled is None:
+            self._unscale(gradients)
+        else:
+            self._look_again()
+        gradients, finite = self._check()
+        if all(finite.values()):
+            self._clip(gradients)
+        self._forget_losses()
+        return finite
 
 
 class _Snapshot:
@@ -99,8 +110,8 @@ class _Snapshot:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._weights = [(one, one.detach().clone()) for one in self._optimizer._params]
-        self._state = {name: _copy(value) for name, value in self._optimizer.state.items()}
+        self._weights = [(parameter, parameter.detach().clone()) for parameter in optimizer._params]
+        self._state = {name: _copy(value) for name, value in optimizer.state.items()}
 
     def restore(self) -> None:
         with paddle.no_grad():

@@ -11,7 +11,6 @@ class Delegated:
     """A name of Paddle's base class that is looked up, and set, on the raw optimizer instead."""
 
     def __init__(self, name: str) -> None:
-        """Remember the name."""
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:

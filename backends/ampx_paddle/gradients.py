@@ -19,12 +19,12 @@ _SMALLEST_FACTOR: Final = 2.0**-64
 def parameters(optimizer: Any) -> list[paddle.Tensor]:
     """List the trainable parameters of a raw optimizer, in order."""
     listed = optimizer._param_groups or []
-    flat = [one for entry in listed for one in (entry["params"] if isinstance(entry, dict) else (entry,))]
-    return [one for one in flat if not one.stop_gradient]
+    flat = [item for entry in listed for item in (entry["params"] if isinstance(entry, dict) else (entry,))]
+    return [parameter for parameter in flat if not parameter.stop_gradient]
 
 
 def collect(optimizer: Any) -> list[paddle.Tensor]:
-    """List the parameters that have a gradient; `gradient_of` gives it."""
+    """List the parameters that have a gradient; `gradient_of` returns it."""
     return [parameter for parameter in parameters(optimizer) if gradient_of(parameter) is not None]
 
 
@@ -34,30 +34,27 @@ def gradient_of(parameter: paddle.Tensor) -> Any:
     return parameter._grad_ivar() if main is None else main
 
 
-def any_nonzero(found: Sequence[paddle.Tensor]) -> bool:
+def any_nonzero(owners: Sequence[paddle.Tensor]) -> bool:
     """Return whether a gradient is more than the zeros that `clear_grad` leaves behind. Sync: one a gradient."""
-    return any(bool(_values(parameter).astype("bool").any()) for parameter in found)
+    return any(bool(_values(parameter).astype("bool").any()) for parameter in owners)
 
 
 @paddle.no_grad()
-def unscale(found: Sequence[paddle.Tensor], scale: float) -> Finding:
+def unscale(owners: Sequence[paddle.Tensor], scale: float) -> Finding:
     """Divide gradients by the scale in place and test them, with Paddle's own kernel, in one call a dtype.
 
     After an overflow Paddle's kernel leaves zeros and NaN where the gradients were.
 
     Args:
-        found: Parameters that have a gradient, dense or sparse (SelectedRows).
+        owners: Parameters that have a gradient, dense or sparse (SelectedRows).
         scale: The scale that the gradients carry; 1 to test only.
 
     Returns:
         Whether all gradients were and are finite, when it is asked.
-
-    Raises:
-        UnsupportedByBackendError: A gradient has a dtype or layout that Paddle cannot test here.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
     last: Any = None
-    for parameter in found:
+    for parameter in owners:
         values = gradient_of(parameter)
         if not values.is_dense() or values.is_selected_rows():
             # Native defect: on the CPU the kernel kills the process when it meets sparse rows. It gets their values.
@@ -72,7 +69,7 @@ def unscale(found: Sequence[paddle.Tensor], scale: float) -> Finding:
         overflows.append(_unscale_dense(batch, _scalar(scale, kind, str(batch[0].place))))
         if scale < 1.0:
             # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
-            overflows.extend(paddle.isfinite(one).all().logical_not().reshape([1]) for one in batch)
+            overflows.extend(paddle.isfinite(values).all().logical_not().reshape([1]) for values in batch)
     return Finding(overflows)
 
 
@@ -84,7 +81,7 @@ class Finding:
     """
 
     def __init__(self, overflows: Sequence[paddle.Tensor], squares: paddle.Tensor | None = None) -> None:
-        """Put scalars together: true ones for what is not finite, and a sum of squares to be read along."""
+        """Put scalars together: true for what is not finite, and a sum of squares to be read along."""
         self.squares: float | None = None
         self._overflows = list(overflows)
         self._squares = squares
@@ -107,7 +104,7 @@ class Finding:
     def _read(self) -> bool:
         if self._squares is None and len(self._overflows) == 1:
             return not self._overflows[0].item()
-        numbers = [one.astype("float32").reshape([1]) for one in self._overflows]
+        numbers = [overflow.astype("float32").reshape([1]) for overflow in self._overflows]
         if self._squares is not None:
             numbers.append(self._squares.reshape([1]))
         if not numbers:
@@ -135,11 +132,7 @@ def _scalar(scale: float, dtype: Any, place: str) -> paddle.Tensor:
 
 
 def _values(parameter: paddle.Tensor) -> Any:
-    """Return the values of a gradient as a dense tensor that shares its memory.
-
-    Raises:
-        UnsupportedByBackendError: The gradient is neither dense nor sparse in Paddle's way (SelectedRows).
-    """
+    """Return the values of a gradient as a dense tensor that shares its memory."""
     gradient = gradient_of(parameter)
     if gradient.is_selected_rows():
         return gradient._get_tensor_from_selected_rows()
@@ -151,54 +144,46 @@ def _values(parameter: paddle.Tensor) -> Any:
     return gradient.detach()
 
 
-def _merge_rows(parameter: paddle.Tensor) -> None:
-    """Add up the rows that a sparse gradient holds several times: each is one row of the true gradient."""
-    gradient = gradient_of(parameter)
-    if gradient.is_selected_rows():
-        parameter._set_grad_ivar(paddle._C_ops.merge_selected_rows(gradient))
+def _merged_values(owners: Sequence[paddle.Tensor]) -> list[Any]:
+    """Return the values of gradients, adding up rows that a sparse one holds several times: each is one true row."""
+    for parameter in owners:
+        gradient = gradient_of(parameter)
+        if gradient.is_selected_rows():
+            parameter._set_grad_ivar(paddle._C_ops.merge_selected_rows(gradient))
+    return [_values(parameter) for parameter in owners]
 
 
 @paddle.no_grad()
-def rescale(found: Sequence[paddle.Tensor], factor: float) -> None:
+def rescale(owners: Sequence[paddle.Tensor], factor: float) -> None:
     """Multiply gradients in place, in two steps where float32 does not hold the factor: the product may still fit."""
     fits = FLOAT32_TINY <= factor <= FLOAT32_MAX
     root = math.sqrt(factor)
-    for parameter in found:
+    for parameter in owners:
         for part in (factor,) if fits else (root, factor / root):
             _values(parameter).scale_(part)
 
 
 @paddle.no_grad()
-def sum_of_squares(found: Sequence[paddle.Tensor], max_value: float | None = None) -> paddle.Tensor:
-    """Return the sum of squares of gradients, as clipped by value.
-
-    Args:
-        found: Parameters that have a gradient.
-        max_value: Bound of every element, or None.
-
-    Returns:
-        A float32 scalar; inf where float32 overflows.
-    """
-    for parameter in found:
-        _merge_rows(parameter)
-    values = [_values(parameter) for parameter in found]
+def sum_of_squares(owners: Sequence[paddle.Tensor], max_value: float | None = None) -> paddle.Tensor:
+    """Return the sum of squares of gradients, as clipped by value, in float32: inf where it overflows."""
+    gradients = _merged_values(owners)
     if max_value is not None:
-        values = [one.clip(-max_value, max_value) for one in values]
-    squares = [one.astype("float32").square().sum() for one in values]
+        gradients = [values.clip(-max_value, max_value) for values in gradients]
+    squares = [values.astype("float32").square().sum() for values in gradients]
     return paddle.add_n(squares) if squares else paddle.zeros([])
 
 
 @paddle.no_grad()
 def clip(
-    found: Sequence[paddle.Tensor], max_norm: float | None, max_value: float | None, squares: float | None = None
+    owners: Sequence[paddle.Tensor], max_norm: float | None, max_value: float | None, squares: float | None = None
 ) -> float | None:
     """Clip true, finite gradients in place by value, then by global L2 norm.
 
     Args:
-        found: Parameters that have a gradient.
+        owners: Parameters that have a gradient.
         max_norm: Bound of the norm, or None.
         max_value: Bound of every element, or None.
-        squares: Their sum of squares as `sum_of_squares` gives it, where it was read already.
+        squares: What `sum_of_squares` returned, where it was read already.
 
     Returns:
         The norm before clipping by norm; None where `max_norm` is None.
@@ -206,18 +191,16 @@ def clip(
     Sync: none where `squares` is given or `max_norm` is None; else one. Where the norm is beyond float32, one a
         gradient.
     """
-    for parameter in found:
-        _merge_rows(parameter)
     if max_norm is not None and squares is None:
-        squares = float(sum_of_squares(found, max_value))
-    gradients = [_values(parameter) for parameter in found]
+        squares = float(sum_of_squares(owners, max_value))
+    gradients = _merged_values(owners)
     if max_value is not None:
-        for one in gradients:
-            one.clip_(-max_value, max_value)
+        for values in gradients:
+            values.clip_(-max_value, max_value)
     if max_norm is None or squares is None:
         return None
     if not math.isfinite(squares):
-        squares = math.fsum(float(one.astype("float64").square().sum()) for one in gradients)
+        squares = math.fsum(float(values.astype("float64").square().sum()) for values in gradients)
     norm = math.sqrt(squares)
     if max_norm < norm < math.inf:  # else such gradients stay bit for bit
         _shrink(gradients, max_norm / norm)
@@ -229,20 +212,13 @@ def _shrink(gradients: Sequence[paddle.Tensor], factor: float) -> None:
     while factor < _SMALLEST_FACTOR:
         _shrink(gradients, _SMALLEST_FACTOR)
         factor /= _SMALLEST_FACTOR
-    for one in gradients:
-        one.scale_(factor)
+    for values in gradients:
+        values.scale_(factor)
 
 
 def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
-    """List (name, non-finite elements, elements) of parameters with non-finite gradients.
-
-    Args:
-        optimizer: The raw optimizer.
-        model: A layer whose parameter names are told, or None for Paddle's own.
-
-    Sync: one a gradient.
-    """
-    names = {} if model is None else {id(one): name for name, one in model.named_parameters()}
+    """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one a gradient."""
+    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
     result = []
     for parameter in collect(optimizer):
         bad = int((~paddle.isfinite(_values(parameter))).astype("int64").sum())

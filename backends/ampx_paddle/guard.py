@@ -22,12 +22,7 @@ class StepGuard:
     """
 
     def __init__(self, member: Member, are_scaled: Callable[[], bool]) -> None:
-        """Watch one member.
-
-        Args:
-            member: The optimizer's place in the protocol.
-            are_scaled: Returns whether gradients of which nothing is pending are not true all the same.
-        """
+        """Watch a member; `are_scaled` returns whether gradients are not true though nothing is pending."""
         self._member = member
         self._are_scaled = are_scaled
         self._stepping = threading.Lock()
@@ -41,11 +36,7 @@ class StepGuard:
         return self._stepping
 
     def __bool__(self) -> bool:
-        """Answer the raw optimizer's question whether to skip: no.
-
-        Raises:
-            RawStepError: Gradients would be applied scaled, or without having been checked.
-        """
+        """Answer the raw optimizer's question whether to skip: no, or an error."""
         if self._stepping.locked():
             return False
         if self._member.pending:

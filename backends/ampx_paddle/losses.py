@@ -12,14 +12,11 @@ from ampx.errors import LossDtypeError
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
-    """Return what `scale_loss` has to know about a loss.
+    """Return what `scale_loss` has to know about a loss, a tensor of any shape, dtype and place.
 
     Args:
-        loss: What the user passed; a tensor of any shape, dtype and place is described.
+        loss: What the user passed.
         check_nan: True: look for NaN even if that syncs. None: only on the CPU. False: never.
-
-    Raises:
-        LossDtypeError: It is no tensor.
 
     Sync: none unless `check_nan` is True and the loss is on an accelerator.
     """
@@ -47,10 +44,6 @@ def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:
 
     Native defect: `GradScaler.scale` also looks at the dtype of the last `auto_cast` anywhere in the process and
     switches itself off for good unless it was float16. Nothing but the scale counts here.
-
-    Args:
-        loss: Floating tensor of one element.
-        scale: The loss scale.
     """
     if loss.dtype in (paddle.float16, paddle.bfloat16):
         loss = loss.astype("float32")

@@ -37,8 +37,8 @@ class LossMixer:
     def put_aside(self, optimizer: Any, loss_id: int) -> None:
         """Take the true gradients off the parameters, for a loss that is about to make its own."""
         self.loss_id = loss_id
-        # Copies: backward may write into the memory of a gradient that it gave before.
-        self._aside = [(one, gradient_of(one).detach().clone()) for one in collect(optimizer)]
+        # Copies: backward may write into the memory of a gradient that it made before.
+        self._aside = [(parameter, gradient_of(parameter).detach().clone()) for parameter in collect(optimizer)]
         drop_gradients(optimizer)
 
     @paddle.no_grad()  # type: ignore[untyped-decorator]
@@ -64,11 +64,7 @@ class LossMixer:
 
 
 def refuse_unmixable(optimizer: Any) -> None:
-    """Raise where gradients of several losses could not be kept apart.
-
-    Raises:
-        UnsupportedByBackendError: A gradient is sparse (SelectedRows), or a `main_grad`.
-    """
+    """Raise where gradients of several losses could not be kept apart: they are sparse, or a `main_grad`."""
     for parameter in collect(optimizer):
         if getattr(parameter, "main_grad", None) is not None or not gradient_of(parameter).is_dense():
             raise UnsupportedByBackendError(

@@ -9,22 +9,19 @@ import paddle
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDeviceError
 
-from .optimizer import AmpOptimizer
+from .step import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Prepare a model and its optimizer: low-precision parameters, norms excepted, and float32 master weights.
+    """Give a model low-precision parameters, norms excepted, and its optimizer float32 master weights; at O1 nothing.
 
     Args:
         model: A layer, or a list of layers; changed in place.
         optimizer: Raw or wrapped, or None.
-        plan: Device, dtype and level; at O1 nothing needs to be done.
+        plan: Device, dtype and level.
 
     Returns:
         The model, or (model, optimizer).
-
-    Raises:
-        UnsupportedDeviceError: Paddle's present device is another than the session's; there `decorate` does nothing.
     """
     if plan.level == "O2":
         present = paddle.device.get_device()

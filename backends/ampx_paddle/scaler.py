@@ -14,7 +14,7 @@ from ampx.errors import InvalidOptionError, NotWrappedError, UnsupportedByBacken
 from ampx.saved_state import parse_state
 from ampx.scale_state import LossScale, LossScaleState
 
-from .optimizer import AmpOptimizer
+from .step import AmpOptimizer
 from .writes import note_late_backward
 
 
@@ -26,25 +26,20 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
     """
 
     def __init__(self, *optimizers: AmpOptimizer) -> None:
-        """Serve optimizers that `ampx.wrap_optimizer` returned.
+        """Serve optimizers that `ampx.wrap_optimizer` returned: all that a scaled loss has gradients for.
 
-        Args:
-            optimizers: All that a scaled loss gives gradients to. Wrap them as one list to share one scale.
-
-        Raises:
-            NotWrappedError: One of them is not wrapped.
-            InvalidOptionError: There is none.
+        Wrap them as one list to share one scale.
         """
         super().__init__(enable=False)
         if not optimizers:
             raise InvalidOptionError(
                 "GradScaler got no optimizer; accepted: wrapped ones. Pass the result of ampx.wrap_optimizer(opt)."
             )
-        for one in optimizers:
-            if not isinstance(one, AmpOptimizer):
+        for optimizer in optimizers:
+            if not isinstance(optimizer, AmpOptimizer):
                 raise NotWrappedError(
-                    f"GradScaler got {type(one).__name__}, which wrap_optimizer did not return; accepted: wrapped "
-                    f"optimizers. Pass the result of ampx.wrap_optimizer(opt)."
+                    f"GradScaler got {type(optimizer).__name__}, which wrap_optimizer did not return; accepted: "
+                    f"wrapped optimizers. Pass the result of ampx.wrap_optimizer(opt)."
                 )
         self._optimizers = list(optimizers)
 
@@ -92,12 +87,12 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         return self._own(optimizer).minimize(*args, **kwargs)
 
     def _own(self, optimizer: Any) -> AmpOptimizer:
-        for one in self._optimizers:
-            if optimizer is one or optimizer is one.optimizer:
-                return one
+        for wrapped in self._optimizers:
+            if optimizer is wrapped or optimizer is wrapped.optimizer:
+                return wrapped
         raise NotWrappedError(
-            f"this GradScaler was given {type(optimizer).__name__}, an optimizer that it was not made for; accepted: "
-            f"the wrapped ones. Pass all of them when making the GradScaler."
+            f"this GradScaler was called with {type(optimizer).__name__}, an optimizer that it was not made for; "
+            f"accepted: the wrapped ones. Pass all of them when making the GradScaler."
         )
 
     # -- numbers: read from the loss scale, set on it --------------------------------------------------
@@ -166,7 +161,8 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
             group.load(config, {} if restart else group.states)
 
     def _groups(self) -> list[Any]:
-        return list({id(one.ampx_member.group): one.ampx_member.group for one in self._optimizers}.values())
+        groups = [optimizer.ampx_member.group for optimizer in self._optimizers]
+        return list({id(group): group for group in groups}.values())
 
     # -- state: Paddle's own form, so that plain Paddle reads it -----------------------------------------
 
@@ -188,12 +184,7 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state that this class or plain Paddle saved.
-
-        Raises:
-            UnsupportedByBackendError: The optimizers have several scales, of which Paddle's form holds one.
-            UnknownSchemaError, InvalidStateError: It is no such state.
-        """
+        """Take over a state that this class or plain Paddle saved; it holds one scale."""
         groups = self._groups()
         if len(groups) > 1:
             raise UnsupportedByBackendError(

@@ -22,6 +22,7 @@ from .delegation import DelegatingOptimizer
 if TYPE_CHECKING:
     from .backend import PaddleBackend
 
+_FIELDS: Final = tuple(field.name for field in fields(LossScaleState))
 _OWN: Final = frozenset(("optimizer", "ampx_member", "_backend", "_plan", "_clips", "ampx_values"))
 # On the CPU their bfloat16 gradient kernels want both gradients.
 _PRODUCTS: Final = frozenset(("pd_op.matmul", "pd_op.linear", "pd_op.linear_v2"))
@@ -35,7 +36,7 @@ class GraphLedger(Ledger):
         self._names = dict(names)
         self._config = config
         self._below_one = below_one
-        self._told = 0
+        self._sent = 0
 
     def value(self, field: str) -> Any:
         """Return a variable's number; None before the startup program ran. Sync: one on an accelerator."""
@@ -55,17 +56,17 @@ class GraphLedger(Ledger):
 
     def resolve(self, group: ScaleGroup) -> None:
         """Read the variables."""
-        found = {field.name: self.value(field.name) for field in fields(LossScaleState)}
-        if None not in found.values():
-            group.states[0] = LossScaleState(**found)
+        state = {name: self.value(name) for name in _FIELDS}
+        if None not in state.values():
+            group.states[0] = LossScaleState(**state)
             group.steps = int(self.value("steps") or 0)
 
     def events(self, group: ScaleGroup) -> Iterator[Event]:
         """Return the events of the last run, once; nobody sends them otherwise. Sync: some on an accelerator."""
         steps = int(self.value("steps") or 0)
-        if steps == self._told:
+        if steps == self._sent:
             return
-        self._told = steps
+        self._sent = steps
         self.resolve(group)
         after = group.states[0]
         before = replace(after, scale=self.value("used"))
@@ -76,12 +77,7 @@ class GraphLedger(Ledger):
         return outcome.finite
 
     def reload(self, group: ScaleGroup) -> None:
-        """Write the variables.
-
-        Raises:
-            ProtocolError: The startup program, which would overwrite them, has not run; or the scale is below 1, which
-                the program was not built for.
-        """
+        """Write the variables, once the startup program ran, and with a scale that the program was built for."""
         state = group.states[0]
         if self.value("scale") is None:
             raise ProtocolError(
@@ -102,12 +98,11 @@ class GraphLedger(Ledger):
                 AmpxWarning,
                 stacklevel=5,
             )
-        for field in fields(LossScaleState):
-            tensor = paddle.static.global_scope().find_var(self._names[field.name]).get_tensor()
+        for name in _FIELDS:
+            tensor = paddle.static.global_scope().find_var(self._names[name]).get_tensor()
             place = tensor._place()
             target = paddle.CUDAPlace(place.gpu_device_id()) if place.is_gpu_place() else paddle.CPUPlace()
-            kind = np.float32 if field.name == "scale" else np.int32
-            tensor.set(np.array([getattr(state, field.name)], kind), target)
+            tensor.set(np.array([getattr(state, name)], np.float32 if name == "scale" else np.int32), target)
 
 
 class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
@@ -149,11 +144,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         return getattr(self.optimizer, name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            UnsupportedByBackendError: Always.
-        """
+        """Refuse to be copied or pickled."""
         self._backend.refuse("copies of an optimizer of a static graph, which belongs to its program")
 
     @property
@@ -174,9 +165,9 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
         Args:
             loss: Value of one element, as the loss function gave it: it is scaled here.
-            startup_program: As Paddle's `minimize`.
-            parameters: As Paddle's `minimize`.
-            no_grad_set: As Paddle's `minimize`.
+            startup_program: As in Paddle.
+            parameters: As in Paddle.
+            no_grad_set: As in Paddle.
 
         Returns:
             None, and the pairs of parameters and (true) gradients.
@@ -203,73 +194,71 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def _build(
         self, group: ScaleGroup, loss: Any, startup: Any, parameters: Any, no_grad_set: Any
     ) -> tuple[None, list[tuple[Any, Any]]]:
+        """Add the step to the program, in the order of every step."""
         first = group.state_of(0)  # the configuration's first, or a loaded one
-        names = {
-            name: paddle.utils.unique_name.generate(f"ampx_{name}")
-            for name in (*(field.name for field in fields(LossScaleState)), "finite", "used", "steps")
-        }
-
-        def variable(name: str, dtype: str, value: float) -> Any:
-            initial = paddle.nn.initializer.ConstantInitializer(value=value)
-            return paddle.pir.core.create_persistable_value(
-                dtype=dtype, shape=[1], name=names[name], initializer=initial
-            )
-
-        state = LossScaleState(
-            variable("scale", "float32", first.scale),
-            variable("growth_tracker", "int32", first.growth_tracker),
-            variable("hysteresis_tracker", "int32", first.hysteresis_tracker),
-            variable("consecutive_skips", "int32", first.consecutive_skips),
-        )
-        told = variable("finite", "int32", 1), variable("used", "float32", first.scale), variable("steps", "int32", 0)
+        names, values = _make_variables(first)
+        state = LossScaleState(**{name: values[name] for name in _FIELDS})
         scaled = loss.astype("float32") * state.scale
         self.ampx_values = {"scale": state.scale, "scaled_loss": scaled}
-        pairs = self.optimizer.backward(scaled, startup, parameters, no_grad_set)
-        gradients = [gradient for _, gradient in pairs]
-        if any(one.dtype != paddle.float32 for one in gradients):
+        pairs = self._collect(scaled, startup, parameters, no_grad_set)
+        below_one = min(group.config.init_scale, group.config.min_scale, first.scale) < 1
+        finite = self._unscale_and_check(pairs, state.scale, below_one)
+        self._apply_or_skip(pairs, finite, loss.block)
+        self._close(group.config, values, state, finite)
+        group.ledger = GraphLedger(names, group.config, below_one)
+        return None, pairs
+
+    def _collect(self, scaled: Any, startup: Any, parameters: Any, no_grad_set: Any) -> list[tuple[Any, Any]]:
+        """Add the backward, and return the pairs of parameters and gradients."""
+        pairs: list[tuple[Any, Any]] = self.optimizer.backward(scaled, startup, parameters, no_grad_set)
+        if any(gradient.dtype != paddle.float32 for _, gradient in pairs):
             raise UnsupportedByBackendError(
                 "minimize got gradients that are not float32; accepted: float32 parameters. Keep them in float32, and "
                 "let casting do the rest."
             )
-        _, overflow = paddle._C_ops.check_finite_and_unscale_(gradients, state.scale)
+        return pairs
+
+    def _unscale_and_check(self, pairs: list[tuple[Any, Any]], scale: Any, below_one: bool) -> Any:
+        """Divide gradients by the scale in place, and return whether all are finite."""
+        gradients = [gradient for _, gradient in pairs]
+        _, overflow = paddle._C_ops.check_finite_and_unscale_(gradients, scale)
         finite = paddle.logical_not(overflow)
-        below_one = min(group.config.init_scale, group.config.min_scale, first.scale) < 1
         if below_one:
             # Paddle's kernel tests before it divides, and dividing by less than one may overflow.
-            for one in gradients:
-                finite = paddle.logical_and(finite, paddle.isfinite(one).all())
-        after = next_state(group.config, state, finite, where=_where)
-        paddle.assign(state.scale * 1.0, told[1])
-        paddle.assign(finite.astype("int32"), told[0])
-        paddle.assign(told[2] + 1, told[2])
-        for field in fields(LossScaleState):
-            new, old = getattr(after, field.name), getattr(state, field.name)
-            if new is not old:
-                paddle.assign(new, old)
+            for gradient in gradients:
+                finite = paddle.logical_and(finite, paddle.isfinite(gradient).all())
+        return finite
+
+    def _apply_or_skip(self, pairs: list[tuple[Any, Any]], finite: Any, block: Any) -> None:
         # Made inside the condition, variables would be hidden: from the executor, which sets the learning rate for
         # schedulers, and from all that saves and loads a program, which would leave the optimizer's state out.
         self.optimizer._create_global_learning_rate()
         trained = [parameter for parameter, _ in pairs if not parameter.stop_gradient]
-        self.optimizer._create_accumulators(loss.block, trained)
+        self.optimizer._create_accumulators(block, trained)
         # A condition, and not Paddle's mark `found_inf`, which only some optimizers look at.
-        paddle.static.nn.cond(finite, lambda: self._apply(pairs), None)
-        group.ledger = GraphLedger(names, group.config, below_one)
-        return None, pairs
+        paddle.static.nn.cond(finite, lambda: self._apply(self._clip(pairs)), None)
 
     def _apply(self, pairs: list[tuple[Any, Any]]) -> None:
+        self.optimizer.apply_gradients(pairs)
+
+    def _clip(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         norm, value = self._clips
         if value is not None:
             pairs = paddle.nn.ClipGradByValue(value)(pairs)
-        if norm is not None:
-            pairs = _clip_by_norm(pairs, norm)
-        self.optimizer.apply_gradients(pairs)
+        return pairs if norm is None else _clip_by_norm(pairs, norm)
+
+    def _close(self, config: Any, values: dict[str, Any], state: LossScaleState, finite: Any) -> None:
+        """Note the outcome and move the loss scale."""
+        after = next_state(config, state, finite, where=_where)
+        paddle.assign(state.scale * 1.0, values["used"])
+        paddle.assign(finite.astype("int32"), values["finite"])
+        paddle.assign(values["steps"] + 1, values["steps"])
+        for name in _FIELDS:
+            if getattr(after, name) is not values[name]:
+                paddle.assign(getattr(after, name), values[name])
 
     def step(self) -> None:
-        """Refuse: in a static graph `minimize` is the step.
-
-        Raises:
-            UnsupportedByBackendError: Always.
-        """
+        """Refuse: in a static graph `minimize` is the step."""
         self._backend.refuse("step in a static graph (minimize is part of the program)")
 
     def ampx_unscale(self) -> None:
@@ -281,18 +270,34 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._backend.refuse("clip_grad_norm in a static graph (wrap_optimizer takes max_grad_norm)")
 
 
+def _make_variables(first: LossScaleState) -> tuple[dict[str, str], dict[str, Any]]:
+    """Make the persistable variables of the step; return their names, and their values in the program."""
+    starts = {**{name: getattr(first, name) for name in _FIELDS}, "finite": 1, "used": first.scale, "steps": 0}
+    names = {name: paddle.utils.unique_name.generate(f"ampx_{name}") for name in starts}
+    values = {
+        name: paddle.pir.core.create_persistable_value(
+            dtype="float32" if name in ("scale", "used") else "int32",
+            shape=[1],
+            name=names[name],
+            initializer=paddle.nn.initializer.ConstantInitializer(value=start),
+        )
+        for name, start in starts.items()
+    }
+    return names, values
+
+
 def _clip_by_norm(pairs: list[tuple[Any, Any]], max_norm: float) -> list[tuple[Any, Any]]:
     """Clip by global norm, in float64: in float32, as Paddle's own clipping, a norm may overflow."""
     wide = [gradient.astype("float64") for _, gradient in pairs]
-    norm = paddle.add_n([one.square().sum() for one in wide]).sqrt()
+    norm = paddle.add_n([gradient.square().sum() for gradient in wide]).sqrt()
     factor = paddle.where(norm > max_norm, max_norm / norm, paddle.ones_like(norm))
-    clipped = [(one * factor).astype("float32") for one in wide]
+    clipped = [(gradient * factor).astype("float32") for gradient in wide]
     return [(parameter, gradient) for (parameter, _), gradient in zip(pairs, clipped, strict=True)]
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Choose in the graph; numbers become values like the other branch, or integers where both are numbers."""
-    like = next((one for one in (if_true, if_false) if not isinstance(one, (int, float))), None)
+    like = next((value for value in (if_true, if_false) if not isinstance(value, (int, float))), None)
     dtype: Any = "int32" if like is None else like.dtype
 
     def lift(value: Any) -> Any:
@@ -307,8 +312,8 @@ def _refuse_crashing_products() -> None:
         return
     for operation in paddle.static.default_main_program().global_block().ops:
         sources = operation.operands_source() if operation.name() in _PRODUCTS else []
-        low = [one for one in sources if one.dtype == paddle.bfloat16]
-        if any(one.stop_gradient for one in low) and not all(one.stop_gradient for one in low):
+        constant = {source.stop_gradient for source in sources if source.dtype == paddle.bfloat16}
+        if len(constant) == 2:
             raise UnsupportedByBackendError(
                 "the program multiplies an input with stop_gradient=True in bfloat16 on the CPU, where Paddle's "
                 "backward would end the process; accepted: inputs with stop_gradient=False. Set x.stop_gradient = "

@@ -12,9 +12,10 @@ from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
 from ampx.protocol import Member
 
 from . import sharding
+from .closures import ClosureOptimizer
 from .gradients import parameters
-from .optimizer import AmpOptimizer
 from .static import StaticOptimizer
+from .step import AmpOptimizer
 
 if TYPE_CHECKING:
     from .backend import PaddleBackend
@@ -23,13 +24,7 @@ if TYPE_CHECKING:
 def make_wrapper(
     backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]
 ) -> AmpOptimizer | StaticOptimizer:
-    """Wrap a raw optimizer.
-
-    Raises:
-        InvalidOptionError: An option is unknown.
-        LowPrecisionParametersError: It holds low-precision parameters without master weights.
-        UnsupportedByBackendError: The backend cannot step it rightly.
-    """
+    """Wrap a raw optimizer, or refuse what could not be stepped rightly."""
     reject_unknown("paddle", options, ())
     if type(optimizer).__module__.startswith("paddle.distributed."):
         sharding.refuse(f"wrap_optimizer got {type(optimizer).__name__}, which Paddle's distribution made")
@@ -42,7 +37,8 @@ def make_wrapper(
         return _wrap_static(backend, optimizer, member, options)
     if member.group.enabled and not getattr(optimizer, "_multi_precision", False):
         _refuse_low_precision(optimizer)
-    return AmpOptimizer(backend, optimizer, member, options)
+    kind = ClosureOptimizer if isinstance(optimizer, paddle.optimizer.LBFGS) else AmpOptimizer
+    return kind(backend, optimizer, member, options)
 
 
 def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> StaticOptimizer:
@@ -64,10 +60,10 @@ def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options
 
 def _refuse_low_precision(optimizer: Any) -> None:
     low = (paddle.float16, paddle.bfloat16)
-    found = [parameter.name for parameter in parameters(optimizer) if parameter.dtype in low]
-    if found:
+    names = [parameter.name for parameter in parameters(optimizer) if parameter.dtype in low]
+    if names:
         raise LowPrecisionParametersError(
-            f"the optimizer holds {len(found)} low-precision parameters ({', '.join(found[:5])}); updates smaller than "
+            f"the optimizer holds {len(names)} low-precision parameters ({', '.join(names[:5])}); updates smaller than "
             f"their precision would be lost. Keep the parameters in float32, or use ampx.init(level='O2') and "
             f"model, opt = ampx.prepare(model, opt)."
         )

@@ -104,15 +104,11 @@ class Writes:
     def _end_body(self) -> None:
         _thread.bodies = tuple((weakref.ref(writes), scale) for writes, scale in _bodies() if writes is not self)
 
-    def take_up(self, found: list[Any], scale: float) -> None:
-        """Bring the gradients that are there before the first backward of a step to its scale.
-
-        Args:
-            found: The parameters that have a gradient.
-            scale: The scale of the loss whose backward will add to them.
+    def take_up(self, owners: list[Any], scale: float) -> None:
+        """Bring the gradients of these parameters, there before the first backward of a step, to its scale.
 
         Raises:
-            ProtocolError: They carry several scales, or none that is known, and are more than zeros.
+            ProtocolError: They carry several scales, or one that nobody knows, and are more than zeros.
 
         Sync: none; some where they carry several scales, or were left by a skipped step.
         """
@@ -122,64 +118,42 @@ class Writes:
             return
         if len(carried) == 1 and UNKNOWN not in carried:
             (factor,) = carried
-            if factor != scale and found:
+            if factor != scale and owners:
                 self._member.begin_change()  # entering the body ends it, or leaving it
-                rescale(found, scale / factor)
+                rescale(owners, scale / factor)
             self._carried = {scale}
             return
-        if any_nonzero(found):
+        if any_nonzero(owners):
+            names = ", ".join(parameter.name for parameter in owners[:5])
             raise ProtocolError(
                 f"scale_loss was called while gradients of a skipped step or of other losses hang on the parameters "
-                f"({', '.join(one.name for one in found[:5])}); they carry other loss scales, and nobody can tell "
-                f"which; accepted: cleared gradients. Call opt.clear_grad() first, or give scale_loss all optimizers "
+                f"({names}); they carry other loss scales, and nobody can tell "
+                f"which; accepted: cleared gradients. Call opt.clear_grad() first, or pass scale_loss all optimizers "
                 f"that a loss has parameters of."
             )
         self._carried = set()
 
     def check(self) -> None:
-        """Raise where another loss has added to pending gradients with another scale; true ones carry 1.
-
-        Raises:
-            ProtocolError: It has.
-        """
+        """Raise where another loss has added to pending gradients with another scale; true ones carry 1."""
         _attribute()
         factors = {1.0} if self._member.stage == "unscaled" else set(self._member.factors.values())
         if self._carried and (len(factors) > 1 or self._carried != factors):
             raise ProtocolError(
                 f"a backward outside of this optimizer's scale_loss has added to its gradients; they carry the scales "
-                f"{', '.join(f'{one:g}' for one in sorted(self._carried | factors))} now; accepted: one. Give "
+                f"{', '.join(f'{factor:g}' for factor in sorted(self._carried | factors))} now; accepted: one. Give "
                 f"scale_loss all optimizers that a loss has parameters of, and call opt.clear_grad() to go on."
             )
 
-    def are_scaled(self, found: list[Any]) -> bool:
-        """Return whether gradients of which nothing is pending are known not to be true.
-
-        Args:
-            found: The parameters that have a gradient.
-
-        Sync: one a gradient, where they may be so.
-        """
+    def are_scaled(self, owners: list[Any]) -> bool:
+        """Return whether gradients are not true though nothing is pending. Sync: one a gradient, where they may be."""
         _attribute()
         if UNKNOWN in self._carried:  # a skipped step left inf or NaN, if they were not cleared since
-            return any_nonzero(found) and not unscale(found, 1.0)
-        return not self._carried <= {1.0} and any_nonzero(found)
+            return any_nonzero(owners) and not unscale(owners, 1.0)
+        return not self._carried <= {1.0} and any_nonzero(owners)
 
     def note_unscaled(self) -> None:
         """Note that the gradients are true now, those that others added as well."""
         self._carried = set()
-
-    def begin_step(self) -> set[float]:
-        """Note that a step uses the gradients: they may be anything until it is noted.
-
-        Returns:
-            What `undo_step` is given where the step was refused.
-        """
-        before, self._carried = self._carried, {UNKNOWN}
-        return before
-
-    def undo_step(self, before: set[float]) -> None:
-        """Note that the step changed nothing."""
-        self._carried = before
 
     def note_step(self, finite: bool) -> None:
         """Note that a step used the gradients: they are true now, or anything where it was skipped."""

@@ -12,7 +12,7 @@ import pytest
 
 import ampx
 from ampx.run import Run, RunSettings
-from ampx_paddle.optimizer import AmpOptimizer
+from ampx_paddle.step import AmpOptimizer
 from ampx_paddle.run import automate
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"

@@ -15,8 +15,8 @@ import paddle
 from ampx.errors import AmpxError
 from ampx.run import Run
 from ampx_paddle.gradients import collect, gradient_of, parameters
-from ampx_paddle.optimizer import AmpOptimizer
 from ampx_paddle.static import GraphLedger, StaticOptimizer
+from ampx_paddle.step import AmpOptimizer
 
 from .operations import Sampler
 
