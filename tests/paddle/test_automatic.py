@@ -12,8 +12,8 @@ import pytest
 
 import ampx
 from ampx.run import Run, RunSettings
-from ampx_paddle.step import AmpOptimizer
 from ampx_paddle.run import automate
+from ampx_paddle.step import AmpOptimizer
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 
