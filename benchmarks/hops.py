@@ -31,12 +31,14 @@ class Parts(NamedTuple):
         block: Runs forward, `scale_loss` and backward.
         step: Steps the optimizer.
         last_step: Asks for the result.
+        compiled: The block and the step as the framework compiles them; None where it does not.
     """
 
     wrap: Callable[[], Any]
     block: Callable[[], Any]
     step: Callable[[], Any]
     last_step: Callable[[], Any]
+    compiled: Callable[[], Any] | None = None
 
 
 class Count:
@@ -119,7 +121,12 @@ def _tensorflow() -> Parts:
     def step() -> None:
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-    return Parts(wrap, block, step, lambda: optimizer.last_step)
+    @tf.function
+    def compiled() -> None:
+        block()
+        step()
+
+    return Parts(wrap, block, step, lambda: optimizer.last_step, compiled)
 
 
 def _mxnet() -> Parts:
@@ -191,7 +198,19 @@ def _jax() -> Parts:
         updates, now["state"] = tx.update(now["gradients"], now["state"], now["params"])
         now["params"] = optax.apply_updates(now["params"], updates)
 
-    return Parts(wrap, block, step, lambda: ampx.last_step(now["state"]))
+    @jax.jit
+    def train(params: Any, state: Any) -> Any:
+        def scaled_loss(params: Any) -> Any:
+            with ampx.scale_loss(jnp.mean((inputs @ params["w"]) ** 2), state) as scaled:
+                return scaled
+
+        updates, state = tx.update(jax.grad(scaled_loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def compiled() -> None:
+        now["params"], now["state"] = jax.block_until_ready(train(now["params"], now["state"]))
+
+    return Parts(wrap, block, step, lambda: ampx.last_step(now["state"]), compiled)
 
 
 FRAMEWORKS = {"torch": _torch, "tensorflow": _tensorflow, "mxnet": _mxnet, "paddle": _paddle, "jax": _jax}
@@ -204,8 +223,8 @@ def count(framework: str) -> dict[str, dict[str, int]]:
         parts.block()
         parts.step()
         parts.last_step()
-    counts = {name: Count() for name in (*Parts._fields, "whole step")}
-    for name in Parts._fields:
+    counts = {name: Count() for name in ("wrap", "block", "step", "last_step", "whole step")}
+    for name in ("wrap", "block", "step", "last_step"):
         with counts[name].counting():
             getattr(parts, name)()
     with counts["whole step"].counting():

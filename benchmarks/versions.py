@@ -69,7 +69,7 @@ def work(framework: str, checkout: str) -> None:
         parts.block()
         parts.step()
 
-    functions: dict[str, Callable[[], object]] = {"step": step, "last_step": parts.last_step}
+    functions: dict[str, Callable[[], object]] = {"step": parts.compiled or step, "last_step": parts.last_step}
     step()
     for line in sys.stdin:
         part, times = line.split()
