@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
@@ -137,6 +137,20 @@ class Manager(Generic[SomeManaged]):
         group = managed.wrapped.ampx_member.group
         kind = type(managed.raw).__name__
         managed.group = self.run.recorder.add_optimizer(kind, managed.wrapped.loss_scale, group.index, managed.place)
+
+    # -- the region --------------------------------------------------------------------------------
+
+    @contextmanager
+    def region(self, *patches: Callable[[Any], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Patch the framework inside; at the end all is as it was, and the session is over."""
+        try:
+            with ExitStack() as stack:
+                for patch in patches:
+                    stack.enter_context(patch(self))
+                yield
+        finally:
+            self.release()
+            self.run.close()
 
     def release(self) -> None:
         """Leave every optimizer as it was."""

@@ -1,16 +1,37 @@
 """`ampx run` in MXNet: a script that knows nothing of ampx trains in mixed precision.
 
-Only here, beside `casting`, does this backend patch MXNet: the script is not ours to edit, and every patch ends with
-the region that `automate` gives. What is patched, one module each:
+The script is not ours to edit: MXNet is patched, and every patch ends with the region that `automate` opens:
 
-- `managing`: `gluon.Trainer.__init__`, so that every trainer of the script gets a loss scale;
-- `differentiating`: the two functions that run backward, so that the loss is scaled;
-- `reading`: the ways to a gradient, so that the script sees true gradients only;
-- `sampling`: the call of blocks, to tell what ran in which dtype.
+- `manager`: `gluon.Trainer.__init__`, so that every trainer of the script gets a loss scale;
+- `backward`: the two functions that run backward, so that the loss is scaled;
+- `gradients`: the ways to a gradient, so that the script sees true gradients only;
+- `operations`: the call of blocks, to tell what ran in which dtype.
 
 `ampx_mxnet.amp` stands in for MXNet's own amp meanwhile: a script that uses that runs on ampx.
 """
 
 from __future__ import annotations
 
-from .patches import automate as automate
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ampx.run import Run
+from ampx_mxnet import amp
+
+from .backward import backward_scaled
+from .gradients import gradients_true
+from .manager import TrainerManager, trainers_managed
+from .operations import blocks_watched
+
+
+@contextmanager
+def automate(run: Run) -> Iterator[None]:
+    """Patch MXNet for a script that is not edited: see `ampx.run`."""
+    manager = TrainerManager(run)
+    with ExitStack() as stack:
+        for patched in (trainers_managed, backward_scaled, gradients_true, blocks_watched):
+            stack.enter_context(patched(manager))
+        amp.install()
+        stack.callback(amp.uninstall)
+        stack.callback(manager.end)  # first of all: casting puts back what it found, which is patched here
+        yield

@@ -13,11 +13,11 @@ from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import is_floating
 from ampx_mxnet.losses import scale_loss
 
-from .manager import ManagedTrainer, Manager
+from .manager import ManagedTrainer, TrainerManager
 
 
 @contextmanager
-def backward_scaled(manager: Manager) -> Iterator[None]:
+def backward_scaled(manager: TrainerManager) -> Iterator[None]:
     """Patch `autograd.backward` and the arrays' own `backward`."""
     functions = mx.autograd.backward, mx.nd.NDArray.backward
 
@@ -36,51 +36,51 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         yield
 
 
-def _run(manager: Manager, heads: Any, true: Callable[[Any], None]) -> None:
+def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> None:
     several = isinstance(heads, (list, tuple))
     listed = list(heads) if several else [heads]
     if manager.stood_down:
         with manager.records_only("backward"):
             true(heads)
         return
-    managed = manager.all()
-    if not managed or not all(isinstance(one, mx.nd.NDArray) and is_floating(one) for one in listed):
+    trainers = manager.trainers()
+    if not trainers or not all(isinstance(head, mx.nd.NDArray) and is_floating(head) for head in listed):
         true(heads)
         return
     with manager.run.recorder.phase("backward"):
-        factor = _choose_factor(manager, managed)
+        factor = _choose_factor(manager, trainers)
         manager.multiplied = manager.multiplied or factor != 1
         if manager.multiplied and manager.attached:
             manager.refuse_unowned()
         prepared: list[ManagedTrainer] = []
         try:
-            for one in managed:
-                one.ampx_before_backward(0, factor)
-                prepared.append(one)
+            for trainer in trainers:
+                trainer.ampx_before_backward(0, factor)
+                prepared.append(trainer)
             with switch.Region(None):
-                scaled = listed if factor == 1 else [scale_loss(one, factor) for one in listed]
+                scaled = listed if factor == 1 else [scale_loss(head, factor) for head in listed]
                 true(scaled if several else scaled[0])
         except BaseException as error:
-            for one in prepared:
-                one.ampx_abandon_backward(0)
+            for trainer in prepared:
+                trainer.ampx_abandon_backward(0)
             if isinstance(error, AmpxError):
                 manager.run.refuse_for(error)
             raise
-        for one in managed:
+        for trainer in trainers:
             # MXNet does not tell what a loss depends on, but which gradients were written.
-            if gradients.any_fresh(one.trainer):
-                one.ampx_member.note_scaled(factor)
-                one.ampx_after_backward(0)
+            if gradients.any_fresh(trainer.trainer):
+                trainer.ampx_member.note_scaled(factor)
+                trainer.ampx_after_backward(0)
             else:
-                one.ampx_abandon_backward(0)
+                trainer.ampx_abandon_backward(0)
 
 
-def _choose_factor(manager: Manager, managed: list[ManagedTrainer]) -> float:
+def _choose_factor(manager: TrainerManager, trainers: list[ManagedTrainer]) -> float:
     """Return the scale that waiting gradients carry, or else the smallest; true ones that wait are scaled again."""
-    members = [one.ampx_member for one in managed]
-    for one in managed:
-        if one.ampx_member.stage == "unscaled":
-            one.ampx_notice_cleared()
+    members = [trainer.ampx_member for trainer in trainers]
+    for trainer in trainers:
+        if trainer.ampx_member.stage == "unscaled":
+            trainer.ampx_notice_cleared()
     carried = {float(member.factor) for member in members if member.stage == "scaled"}
     if len(carried) > 1:
         manager.run.refuse(
@@ -90,7 +90,7 @@ def _choose_factor(manager: Manager, managed: list[ManagedTrainer]) -> float:
     factor = next(iter(carried), None)
     if factor is None:
         factor = min(float(member.group.ledger.factor(member.group, 0)) for member in members)
-    for one in managed:
-        if one.ampx_member.stage == "unscaled":
-            one.rescale(factor)
+    for trainer in trainers:
+        if trainer.ampx_member.stage == "unscaled":
+            trainer.rescale(factor)
     return factor

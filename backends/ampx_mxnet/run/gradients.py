@@ -9,11 +9,11 @@ from unittest import mock
 
 from ampx_mxnet.compat import mx
 
-from .manager import Manager
+from .manager import TrainerManager
 
 
 @contextmanager
-def gradients_true(manager: Manager) -> Iterator[None]:
+def gradients_true(manager: TrainerManager) -> Iterator[None]:
     """Patch the ways to a gradient: by its parameter, and by the array it belongs to."""
     with ExitStack() as stack:
         for name in ("grad", "list_grad"):
@@ -37,11 +37,11 @@ def gradients_true(manager: Manager) -> Iterator[None]:
         yield
 
 
-def _by_parameter(manager: Manager, name: str) -> Any:
+def _by_parameter(manager: TrainerManager, name: str) -> Any:
     native = getattr(mx.gluon.Parameter, name)
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        manager.reveal(lambda trainer: any(one is self for one in trainer._params))
+        manager.reveal(lambda trainer: any(parameter is self for parameter in trainer._params))
         if manager.multiplied and not (manager.quiet or manager.stood_down or manager.owns(self)):
             manager.refuse_unowned()
         return native(self, *args, **kwargs)

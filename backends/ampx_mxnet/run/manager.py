@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.errors import AmpxError
-from ampx.run import Run
+from ampx.run import Managed, Manager, Run
 from ampx_mxnet.compat import mx
 from ampx_mxnet.optimizer import AmpTrainer
 
 
-class Manager:
-    """What is managed in one run.
+class TrainerManager(Manager[Managed]):
+    """What is managed in one run: the trainers themselves, which become wrappers in place.
 
     Attributes:
-        run: The run.
-        quiet: Code of ampx or of MXNet's trainer is at work, which reads gradients as they are.
         attached: The script asked for gradients of arrays.
         multiplied: Some backward was multiplied by a loss scale.
     """
 
     def __init__(self, run: Run) -> None:
         """Start with nothing managed."""
-        self.run = run
-        self.quiet = False
-        self.attached = False
-        self.multiplied = False
-        self._made: list[weakref.ref[Any]] = []
+        self.attached = self.multiplied = False
         self._waiting = False
-        self._wrapped: list[ManagedTrainer] = []
+        self._trainers: list[ManagedTrainer] = []
         self._owned: set[int] = set()
-        run.record_own_sessions(lambda: None)
-
-    @property
-    def stood_down(self) -> bool:
-        """Whether the script has mixed precision of its own, by MXNet's amp or by ampx itself, which is recorded."""
-        return bool(self.run.stood_down)
-
-    @contextmanager
-    def records_only(self, phase: str) -> Iterator[None]:
-        """Note what the script's own session did in a backward or a step."""
-        with self.run.recorder.phase(phase):
-            yield
-        self.run.look()
+        super().__init__(run)
 
     def adopt(self, trainer: Any) -> None:
         """Take over a trainer that the script has just made; casting starts with the first."""
@@ -58,60 +38,54 @@ class Manager:
             "trainer = ampx.wrap_optimizer(trainer)",
             "with ampx.scale_loss(loss, trainer) as scaled: scaled.backward()",
         )
-        self._made.append(weakref.ref(trainer))
+        self.remember(trainer)
         self._waiting = True
 
-    def all(self) -> list[ManagedTrainer]:
+    def trainers(self) -> list[ManagedTrainer]:
         """List what is managed, in order of creation; what was only made so far is wrapped now."""
-        if not self._made or self.stood_down:
+        if self.stood_down:
             return []
         if self._waiting:
             # Not when they are made: a script may set `grad_req` afterwards. Not later than its first recording,
             # which gradients that add up in bfloat16 on the CPU must not have begun without ampx.
             self._waiting = False
-            for reference in self._made:
-                trainer = reference()
-                if trainer is not None and not isinstance(trainer, AmpTrainer):
-                    self._wrap(trainer)
-            self._owned = {id(one) for trainer in self._alive() for one in trainer._params}
-        self._wrapped = self._alive()
-        return self._wrapped
+            for trainer in self.alive():
+                if not isinstance(trainer, AmpTrainer):
+                    self._wrap_in_place(trainer)
+            self._owned = {id(parameter) for trainer in self._managed_trainers() for parameter in trainer._params}
+        self._trainers = self._managed_trainers()
+        return self._trainers
 
-    def _alive(self) -> list[ManagedTrainer]:
-        return [one for one in (reference() for reference in self._made) if isinstance(one, ManagedTrainer)]
+    def _managed_trainers(self) -> list[ManagedTrainer]:
+        return [trainer for trainer in self.alive() if isinstance(trainer, ManagedTrainer)]
 
-    def _wrap(self, trainer: Any) -> None:
-        kind = type(trainer).__name__
-        amp = self.run.session()
-        try:
-            amp.wrap_optimizer(trainer, in_place=ManagedTrainer)
-        except AmpxError as error:
-            self.run.refuse_for(error)
-        group = trainer.ampx_member.group
+    def _wrap_in_place(self, trainer: Any) -> None:
+        kind, optimizer = type(trainer).__name__, type(trainer.optimizer).__name__
+        with self.working():
+            self.run.session().wrap_optimizer(trainer, in_place=ManagedTrainer)
         trainer.ampx_manager = self
-        optimizer = type(trainer.optimizer).__name__
-        self.run.recorder.add_optimizer(
-            optimizer if kind == "Trainer" else f"{kind}({optimizer})", trainer.loss_scale, group.index
-        )
+        shown = optimizer if kind == "Trainer" else f"{kind}({optimizer})"
+        self.run.recorder.add_optimizer(shown, trainer.loss_scale, trainer.ampx_member.group.index)
 
-    @property
-    def scales(self) -> bool:
-        """Whether losses are multiplied at all: with bfloat16 they are not, unless asked."""
-        amp = self.run.amp
-        return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
+    def end(self) -> None:
+        """End the session: that of the run, or the script's own, which nothing outside of the run can go on with."""
+        self.run.close()
+        if self.stood_down and self.run.amp is not None:
+            self.run.amp.shutdown()
 
     def reveal(self, owns: Any) -> None:
         """Make the scaled gradients true of every trainer that this says yes to, because the script looks at one."""
         if self.quiet or self.stood_down or not self.scales:
             return
-        for one in self._wrapped:
-            if one.ampx_member.stage == "scaled" and owns(one):
-                if len(one._contexts) > 1:
+        for trainer in self._trainers:
+            if trainer.ampx_member.stage == "scaled" and owns(trainer):
+                if len(trainer._contexts) > 1:
                     self.run.refuse(
                         "the script reads gradients of several contexts between backward and step, which carry a loss "
                         "scale until they are added up; accepted: reading them with one context, or --dtype bfloat16"
                     )
-                self._quietly(one.ampx_unscale)
+                with self.working():
+                    trainer.ampx_unscale()
 
     def owns(self, parameter: Any) -> bool:
         """Return whether a managed trainer holds a parameter."""
@@ -124,21 +98,12 @@ class Manager:
             "accepted: gradients of what trainers hold, autograd.grad, or --dtype bfloat16, which needs no loss scale"
         )
 
-    def _quietly(self, call: Any) -> Any:
-        before, self.quiet = self.quiet, True
-        try:
-            return call()
-        except AmpxError as error:
-            self.run.refuse_for(error)
-        finally:
-            self.quiet = before
-
     def step(self, trainer: ManagedTrainer, call: Any) -> None:
         """Run a step of the script's, and note whether it counted."""
         group = trainer.ampx_member.group
         before = group.steps
-        with self.run.recorder.phase("step"):
-            self._quietly(call)
+        with self.run.recorder.phase("step"), self.working():
+            call()
         if group.steps != before:
             self.run.recorder.stepped(group.index)
 
@@ -150,7 +115,7 @@ class ManagedTrainer(AmpTrainer):
         ampx_manager: Who manages it.
     """
 
-    ampx_manager: Manager
+    ampx_manager: TrainerManager
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Step, as the script asked."""
@@ -162,54 +127,40 @@ class ManagedTrainer(AmpTrainer):
 
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients."""
-        self.ampx_manager._quietly(lambda: AmpTrainer.allreduce_grads(self))
+        with self.ampx_manager.working():
+            AmpTrainer.allreduce_grads(self)
 
 
 @contextmanager
-def trainers_managed(manager: Manager) -> Iterator[None]:
+def trainers_managed(manager: TrainerManager) -> Iterator[None]:
     """Patch how trainers are made."""
-    true = mx.gluon.Trainer.__init__
+    make, record = mx.gluon.Trainer.__init__, mx.autograd.record
 
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        true(self, *args, **kwargs)
+    def make_managed(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
         manager.adopt(self)
 
-    # A trainer that is used before any backward ran is not wrapped yet.
-    def waiting(name: str) -> Any:
-        native = getattr(mx.gluon.Trainer, name)
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if manager.quiet or isinstance(self, AmpTrainer):
-                return native(self, *args, **kwargs)
-            if not any(one is self for one in manager.all()):
-                return native(self, *args, **kwargs)
-            return getattr(self, name)(*args, **kwargs)
-
-        return mock.patch.object(mx.gluon.Trainer, name, call)
-
-    record = mx.autograd.record
-
     def recording(train_mode: bool = True) -> Any:
-        manager.all()
+        manager.trainers()
         return record(train_mode)
 
-    def recorded(name: str) -> Any:
-        native = getattr(AmpTrainer, name)
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, ManagedTrainer):  # whose own method has a phase
-                return native(self, *args, **kwargs)
-            with manager.records_only("step"):
-                return native(self, *args, **kwargs)
-
-        return mock.patch.object(AmpTrainer, name, call)
-
-    with (
-        mock.patch.object(mx.gluon.Trainer, "__init__", make),
-        recorded("step"),
-        recorded("update"),
-        mock.patch.object(mx.autograd, "record", recording),
-        waiting("step"),
-        waiting("update"),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mx.gluon.Trainer, "__init__", make_managed))
+        stack.enter_context(mock.patch.object(mx.autograd, "record", recording))
+        for name in ("step", "update"):
+            recorded = manager.recorded(getattr(AmpTrainer, name))
+            stack.enter_context(mock.patch.object(AmpTrainer, name, recorded))
+            stack.enter_context(mock.patch.object(mx.gluon.Trainer, name, _wrapped_first(manager, name)))
         yield
+
+
+def _wrapped_first(manager: TrainerManager, name: str) -> Any:
+    """Return a method of trainers that wraps those which are used before any backward ran."""
+    native = getattr(mx.gluon.Trainer, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if manager.quiet or isinstance(self, AmpTrainer) or not any(self is each for each in manager.trainers()):
+            return native(self, *args, **kwargs)
+        return getattr(self, name)(*args, **kwargs)
+
+    return call

@@ -12,11 +12,11 @@ from unittest import mock
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import is_floating, name_of
 
-from .manager import Manager
+from .manager import TrainerManager
 
 
 @contextmanager
-def blocks_watched(manager: Manager) -> Iterator[None]:
+def blocks_watched(manager: TrainerManager) -> Iterator[None]:
     """Patch the call of blocks: a layer counts by its class, a hybridized network by the operators of its graph.
 
     MXNet calls its operators through functions that are made at import, and cannot be watched one by one.
@@ -30,10 +30,10 @@ def blocks_watched(manager: Manager) -> Iterator[None]:
         if manager.run.amp is None or not recorder.sampling or not isinstance(result, mx.nd.NDArray):
             return result
         if getattr(self, "_cached_graph", ()):
-            known = graphs.get(self)
-            if known is None or known[0] is not self._cached_op:
-                known = graphs[self] = self._cached_op, list(_operators(self._cached_graph[1]))
-            for name, dtype in known[1]:
+            graph = graphs.get(self)
+            if graph is None or graph[0] is not self._cached_op:
+                graph = graphs[self] = self._cached_op, list(_operators(self._cached_graph[1]))
+            for name, dtype in graph[1]:
                 recorder.count_op(name, dtype)
         elif not self._children and is_floating(result):
             recorder.count_op(type(self).__name__, name_of(result.dtype))
@@ -49,6 +49,6 @@ def _operators(symbol: Any) -> Iterator[tuple[str, str]]:
     for node in nodes:
         if node["op"] in ("null", "amp_cast", "amp_multicast"):
             continue
-        sources = [nodes[one[0]] for one in node["inputs"]]
-        casts = {one["attrs"]["dtype"] for one in sources if one["op"] == "amp_cast"}
+        sources = [nodes[source[0]] for source in node["inputs"]]
+        casts = {source["attrs"]["dtype"] for source in sources if source["op"] == "amp_cast"}
         yield node["op"], min(casts, default="float32")

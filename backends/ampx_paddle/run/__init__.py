@@ -1,15 +1,32 @@
 """`ampx run` in PaddlePaddle: a script that knows nothing of ampx trains in mixed precision.
 
-The only package of this backend that patches Paddle: the script is not ours to edit, and every patch ends with the
-region that `automate` gives. What is patched, one module each:
+The script is not ours to edit: Paddle is patched, and every patch ends with the region that `automate` opens:
 
-- `managing`: `paddle.optimizer.Optimizer.__init__`, so that every optimizer of the script gets a loss scale;
-- `differentiating`: the two functions that run backward, so that the loss is scaled;
-- `reading`: `Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
+- `manager`: the constructors of optimizers, so that every optimizer of the script gets a loss scale;
+- `backward`: the two functions that run backward, so that the loss is scaled;
+- `gradients`: `Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
 - `native`: Paddle's own `auto_cast`, `GradScaler` and `decorate`, which are refused;
 - `static`: programs of static graphs, which are cast and scaled by `minimize`; and `import paddle.fluid`.
 """
 
 from __future__ import annotations
 
-from .patches import automate as automate
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ampx.run import Run
+
+from .backward import backward_scaled
+from .gradients import gradients_true
+from .manager import PaddleManager, optimizers_managed
+from .native import native_refused
+from .static import programs_watched
+
+
+@contextmanager
+def automate(run: Run) -> Iterator[None]:
+    """Patch Paddle for a script that is not edited: see `ampx.run`."""
+    run.refuse_preparation()
+    patches = (optimizers_managed, backward_scaled, gradients_true, native_refused, programs_watched)
+    with PaddleManager(run).region(*patches):
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,11 +13,11 @@ from ampx_paddle import casting
 from ampx_paddle.gradients import collect
 from ampx_paddle.losses import scale_loss
 
-from .manager import Managed, Manager
+from .manager import PaddleManaged, PaddleManager
 
 
 @contextmanager
-def backward_scaled(manager: Manager) -> Iterator[None]:
+def backward_scaled(manager: PaddleManager) -> Iterator[None]:
     """Patch `Tensor.backward` and `paddle.autograd.backward`."""
     of_tensor, of_many = paddle.Tensor.backward, paddle.autograd.backward
 
@@ -35,57 +34,58 @@ def backward_scaled(manager: Manager) -> Iterator[None]:
         yield
 
 
-def _run(manager: Manager, losses: Any, true: Callable[[Any], None]) -> None:
+def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> None:
     several = isinstance(losses, (list, tuple))
     listed = list(losses) if several else [losses]
     if manager.stood_down:
         with manager.records_only("backward"):
             true(losses)
         return
-    managed = manager.all()
-    if not managed or not all(isinstance(one, paddle.Tensor) and one.is_floating_point() for one in listed):
+    optimizers = manager.all()
+    if not optimizers or not all(isinstance(loss, paddle.Tensor) and loss.is_floating_point() for loss in listed):
         true(losses)
         return
     with manager.run.recorder.phase("backward"):
         if not manager.scales:
             true(losses)
         else:
-            factor = _bring_together(manager, managed)
+            factor = _bring_together(manager, optimizers)
             manager.multiplied = True
-            with _entered(manager, managed, factor), casting.off():
-                scaled = [scale_loss(one, factor) for one in listed]
+            with _entered(manager, optimizers, factor), casting.off():
+                scaled = [scale_loss(loss, factor) for loss in listed]
                 true(scaled if several else scaled[0])
-            for one in managed:
-                if collect(one.raw):
-                    one.wrapped.ampx_member.note_scaled(factor)
-        for one in managed:
-            one.zero = False
+            for managed in optimizers:
+                if collect(managed.raw):
+                    managed.wrapped.ampx_member.note_scaled(factor)
+        for managed in optimizers:
+            managed.zero = False
 
 
 @contextmanager
-def _entered(manager: Manager, managed: list[Managed], factor: float) -> Iterator[None]:
+def _entered(manager: PaddleManager, optimizers: list[PaddleManaged], factor: float) -> Iterator[None]:
     """Have the wrappers see to gradients that are left, and know whose backward runs."""
-    entered: list[Managed] = []
+    entered: list[PaddleManaged] = []
     try:
-        for one in managed:
-            manager.work(one, partial(one.wrapped.ampx_before_backward, 0, factor))
-            entered.append(one)
+        for managed in optimizers:
+            with manager.working(managed):
+                managed.wrapped.ampx_before_backward(0, factor)
+            entered.append(managed)
         yield
     except BaseException:
-        for one in entered:
-            one.wrapped.ampx_abandon_backward(0)
+        for managed in entered:
+            managed.wrapped.ampx_abandon_backward(0)
         raise
-    for one in managed:
-        one.wrapped.ampx_after_backward(0)
+    for managed in optimizers:
+        managed.wrapped.ampx_after_backward(0)
 
 
-def _bring_together(manager: Manager, managed: list[Managed]) -> float:
+def _bring_together(manager: PaddleManager, optimizers: list[PaddleManaged]) -> float:
     """Have all gradients that wait carry one loss scale, the smallest: Paddle does not tell what a loss reaches."""
-    scales = []
-    for one in managed:
-        member = one.wrapped.ampx_member
-        scales.append(float(member.factor if member.stage == "scaled" else member.group.ledger.factor(member.group, 0)))
-    factor = min(scales)
-    for one in managed:
-        manager.rescale(one, factor)
+    members = [managed.wrapped.ampx_member for managed in optimizers]
+    factor = min(
+        float(member.factor if member.stage == "scaled" else member.group.ledger.factor(member.group, 0))
+        for member in members
+    )
+    for managed in optimizers:
+        manager.rescale(managed, factor)
     return factor

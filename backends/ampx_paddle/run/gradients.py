@@ -9,12 +9,14 @@ from unittest import mock
 
 import paddle
 
-from .manager import Manager
-from .native import asked_by_script
+from ampx.run import asked_by_script
+
+from .manager import PaddleManager
+from .native import OWN, THROUGH
 
 
 @contextmanager
-def gradients_true(manager: Manager) -> Iterator[None]:
+def gradients_true(manager: PaddleManager) -> Iterator[None]:
     """Patch `Tensor.grad`, and refuse hooks on gradients that carry a loss scale."""
     native: Any = paddle.Tensor.grad
     register = paddle.Tensor.register_hook
@@ -40,7 +42,7 @@ def gradients_true(manager: Manager) -> Iterator[None]:
         native.__set__(self, value)
 
     def registered(self: Any, hook: Any) -> Any:
-        if manager.scales and not manager.stood_down and asked_by_script():
+        if manager.scales and not manager.stood_down and asked_by_script(OWN, THROUGH):
             manager.run.refuse(
                 "a hook on a gradient would see it multiplied by the loss scale; accepted: reading gradients after "
                 "backward, or --dtype bfloat16, which needs no loss scale"

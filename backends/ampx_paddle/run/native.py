@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any, Final
 from unittest import mock
 
 import paddle
 
-from .manager import Manager
+from ampx.run import asked_by_script
 
-_OWN: Final = ("paddle", "ampx", "ampx_paddle", "contextlib")
+from .manager import PaddleManager
 
-
-def asked_by_script() -> bool:
-    """Return whether the script asks, and not Paddle for itself or ampx."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(__package__ or ""):
-        frame = frame.f_back
-    module = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-    return module.partition(".")[0] not in _OWN
+OWN: Final = ("paddle", "ampx", "ampx_paddle", "contextlib")
+THROUGH: Final = ("ampx_paddle.run",)
 
 
 @contextmanager
-def native_refused(manager: Manager) -> Iterator[None]:
+def native_refused(manager: PaddleManager) -> Iterator[None]:
     """Patch `auto_cast`, `decorate` and `GradScaler`. What is called with `enable=False` stays as it is."""
     with ExitStack() as stack:
         for place, name in (
@@ -39,13 +31,13 @@ def native_refused(manager: Manager) -> Iterator[None]:
         yield
 
 
-def _refusing(manager: Manager, place: Any, name: str) -> Any:
+def _refusing(manager: PaddleManager, place: Any, name: str) -> Any:
     native = getattr(place, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         switch = args[1:2] if name == "__init__" else args[:1] if name == "auto_cast" else ()
         enabled = kwargs.get("enable", switch[0] if switch else True)
-        if enabled and not manager.stood_down and asked_by_script():
+        if enabled and not manager.stood_down and asked_by_script(OWN, THROUGH):
             shown = "paddle.amp.GradScaler" if name == "__init__" else f"{place.__name__}.{name}"
             manager.run.refuse(
                 f"the script uses {shown} by itself; accepted: a script without mixed precision of its own. Turn it "

@@ -6,7 +6,7 @@ from typing import Final
 
 import paddle
 
-from ampx.run import Recorder
+from ampx.run import Sampler
 
 _FLAG: Final = "FLAGS_low_precision_op_list"
 _DTYPES: Final = ("float16", "bfloat16", "float32")
@@ -17,35 +17,20 @@ _IDLE: Final = (
 _STEP: Final = ("check_finite", "squared_l2_norm", "memcpy", "share_data", "isfinite", "where", "increment")
 
 
-class Sampler:
-    """Switches Paddle's own count of operators on with the first optimizer, and off after some steps, for good."""
+class PaddleSampler(Sampler):
+    """Switches Paddle's own count of operators on with the first optimizer, and off after some steps."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        """Remember the recorder."""
-        self._recorder = recorder
-        self._on = False
+    _on = False
 
     def start(self) -> None:
-        """Count from now on."""
-        if not paddle.get_flags(_FLAG)[_FLAG]:  # else the script counts by itself
+        """Count from now on, with nothing counted so far; nothing where the script counts by itself."""
+        if self._on or not paddle.get_flags(_FLAG)[_FLAG]:
             self._on = True
             paddle.base.core.clear_low_precision_op_list()
             paddle.set_flags({_FLAG: 1})
 
-    def restart(self) -> None:
-        """Forget what was counted, and count from now on."""
-        if self._on:
-            paddle.base.core.clear_low_precision_op_list()
-        else:
-            self.start()
-
-    def after_step(self) -> None:
-        """Stop where enough was seen."""
-        if self._on and not self._recorder.sampling:
-            self.stop()
-
     def stop(self) -> None:
-        """Stop, and tell the recorder."""
+        """Stop, and hand over what was counted."""
         if not self._on:
             return
         self._on = False
@@ -55,5 +40,5 @@ class Sampler:
             if not short.startswith((*_IDLE, *_STEP)) and not short.endswith(("_grad", "_")):
                 for dtype, count in zip(_DTYPES, counted.split(","), strict=False):
                     if int(count):
-                        self._recorder.count_op(short, dtype, int(count))
+                        self.recorder.count_op(short, dtype, int(count))
         paddle.base.core.clear_low_precision_op_list()

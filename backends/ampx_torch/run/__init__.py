@@ -11,4 +11,23 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 
 from __future__ import annotations
 
-from .patches import automate as automate
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ampx.run import Run
+
+from .backward import backward_scaled
+from .gradients import gradients_true
+from .manager import TorchManager, optimizers_managed
+from .native import autocast_watched
+from .old_names import old_names
+from .scaler import scaler_watched
+
+
+@contextmanager
+def automate(run: Run) -> Iterator[None]:
+    """Patch torch for a script that is not edited: see `ampx.run`."""
+    run.refuse_preparation()
+    patches = (optimizers_managed, backward_scaled, gradients_true, autocast_watched, scaler_watched)
+    with TorchManager(run).region(old_names, *(() if run.settings.stand_ins_only else patches)):
+        yield

@@ -363,7 +363,4 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
         mock.patch.object(torch.optim.Optimizer, "__init__", make_managed),
         mock.patch.object(Stepping, "step", manager.recorded(Stepping.step)),
     ):
-        try:
-            yield
-        finally:
-            manager.release()
+        yield
