@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 
 import ampx
 from ampx.backend import CastPlan, Device, LossInfo, Unscaled
+from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
@@ -17,7 +19,7 @@ from ampx.run import Run
 
 from . import casting, debug, devices, prepare
 from .gradients import unscale_
-from .losses import inspect_loss, scale_loss
+from .trees import LOW
 from .wrapping import make_wrapper
 
 
@@ -82,12 +84,39 @@ class TorchBackend(ampx.Backend):
         return casting.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Return what `scale_loss` has to know about a loss."""
-        return inspect_loss(loss, check_nan)
+        """Return what `scale_loss` has to know about a loss; it looks for NaN on the CPU, elsewhere if asked to."""
+        if not isinstance(loss, torch.Tensor):
+            raise LossDtypeError(
+                f"scale_loss got a loss of type {type(loss).__name__}; accepted: a torch tensor. Pass the tensor that "
+                f"the loss function returned, not loss.item()."
+            )
+        elements = loss.numel()
+        floating = loss.is_floating_point()
+        nan: bool | None = None
+        if elements == 1 and floating and check_nan is not False and (check_nan or loss.is_cpu):
+            value = loss.item()
+            nan = value != value
+        # Only a message would need the name of a floating dtype, and spelling it takes as long as all of the above.
+        return LossInfo(elements, "floating" if floating else str(loss.dtype), floating, loss.requires_grad, nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Return the loss in float32 times the scale."""
-        return scale_loss(loss, scale)
+        """Return the loss in float32 times the scale.
+
+        In float16 the product would overflow long before the gradients do (native defect 4: a one-element 1-d
+        float16 loss stays float16 in torch's own scaler).
+
+        Sync: none, unless the scale is on an accelerator and the loss is not.
+        """
+        if loss.dtype in LOW:
+            loss = loss.float()
+        if not isinstance(scale, torch.Tensor):
+            if scale == 1.0:  # as bfloat16 has it: another tensor of the same value, and no kernel in backward
+                return loss.view_as(loss)
+            scale = _scalar(scale)
+        elif scale.device != loss.device:
+            # A copy to the host must be waited for: nobody else would before the product is taken.
+            scale = scale.to(device=loss.device, non_blocking=loss.device.type != "cpu")
+        return loss * scale
 
     def gradients(self, optimizer: Any) -> list[torch.Tensor]:
         """List the gradients of an optimizer's parameters."""
@@ -140,3 +169,9 @@ class TorchBackend(ampx.Backend):
         from .demo import TorchTrainer  # scikit-learn is needed for the demo only
 
         return TorchTrainer()
+
+
+@functools.lru_cache(maxsize=32)
+def _scalar(scale: float) -> torch.Tensor:
+    """Return a number as a tensor on the host, which torch multiplies by on any device; a Python float costs more."""
+    return torch.tensor(scale, dtype=torch.float32)

@@ -13,7 +13,7 @@ from ampx.errors import UnsupportedByBackendError
 from . import casting
 
 if TYPE_CHECKING:
-    from .step import Stepping
+    from .step import AmpOptimizer
 
 
 class _Overflow(Exception):  # noqa: N818 - never seen outside this module
@@ -25,18 +25,11 @@ def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
 
 
-def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
-    """Step a raw optimizer that evaluates its closure as often as it likes.
+def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
+    """Step a raw optimizer that evaluates its closure as often as it likes; return what it returned.
 
     Every evaluation's gradients are made true before the optimizer sees them. When one overflows (or the closure
-    raises), parameters and state are put back as they were before the step.
-
-    Returns:
-        What the raw optimizer returned; the loss of the overflowing evaluation where the step was skipped.
-
-    Raises:
-        UnsupportedByBackendError: The optimizer holds master weights.
-        ProtocolError: The closure did not clear the gradients of its former evaluation.
+    raises), parameters and state are put back as they were before the step; the loss is that evaluation's.
 
     Sync: one a device and evaluation.
     """
@@ -54,7 +47,7 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
     finite: dict[int, bool] = {}
 
     def check() -> None:
-        if not owner.pending_gradients():
+        if not owner.collect_pending():
             return
         owner.check_and_unscale()
         for loss_id, found in owner.take_checked().items():
@@ -62,7 +55,7 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
         if not all(finite.values()):
             member.begin_change()
             raise _Overflow
-        owner.clip_gradients()
+        owner.clip()
 
     def evaluate() -> Any:
         # Between evaluations the raw optimizer moves the weights, which must not be taken for where they belong.
@@ -102,7 +95,7 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
         raise
     mixer.evaluating = False
     if finite:
-        owner.close_step(finite)
+        owner.close(finite)
     else:
         owner.forget()
     return result
@@ -111,7 +104,7 @@ def step_with_closure(owner: Stepping, closure: Callable[[], Any]) -> Any:
 class _Snapshot:
     """Parameters, options and state of an optimizer before a step."""
 
-    def __init__(self, owner: Stepping) -> None:
+    def __init__(self, owner: AmpOptimizer) -> None:
         optimizer = self._optimizer = owner.optimizer
         self._weights = [(p, p.detach().clone()) for p in owner.gradients.parameters()]
         self._options = [

@@ -45,11 +45,9 @@ class OverflowTrace:
     """
 
     def __init__(self) -> None:
-        """Start with nothing found."""
         self.first: Overflow | None = None
 
     def __str__(self) -> str:
-        """Say it in one sentence."""
         found = self.first
         if found is None:
             return "no module's output overflowed"
@@ -146,11 +144,7 @@ def _count_nonfinite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[tuple[str, int, int]]:
-    """List (name, non-finite elements, elements) of the parameters with non-finite gradients.
-
-    Args:
-        optimizer: The wrapped optimizer.
-        model: Where names come from; else those the optimizer was made with, else positions.
+    """List (name, non-finite elements, elements) of a wrapped optimizer's parameters with non-finite gradients.
 
     Of sharded gradients (FSDP2) every process lists what its own shard holds.
 

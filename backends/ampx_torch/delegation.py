@@ -29,7 +29,6 @@ class DelegatingOptimizer(torch.optim.Optimizer):
     optimizer: torch.optim.Optimizer
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on the raw optimizer."""
         if name.startswith("__") or "optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -86,14 +85,12 @@ class TakenOver(DelegatingOptimizer):
         return type(self) if raw is None else type(raw)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the raw optimizer what is its own."""
         if name == "optimizer" or name in self.own or hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)
 
     def __getstate__(self) -> Any:
-        """Return the raw optimizer's."""
         return self.optimizer.__getstate__()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -102,17 +99,9 @@ class TakenOver(DelegatingOptimizer):
 
 
 def take_over(optimizer: torch.optim.Optimizer, kind: type[TakenOver]) -> torch.optim.Optimizer:
-    """Turn an optimizer into one of `kind`, in place.
+    """Turn an optimizer into one of `kind`, in place, whose attributes the caller sets; return the raw optimizer.
 
-    Args:
-        optimizer: Any optimizer whose class has no slots.
-        kind: What it becomes; its attributes other than `optimizer` are to be set by the caller.
-
-    Returns:
-        The raw optimizer: a twin of the original class that has all the attributes the object had.
-
-    Raises:
-        UnsupportedByBackendError: Its class has slots, so that Python cannot change the class of an object.
+    That is a twin of the original class, with all the attributes that the object had.
     """
     raw: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = optimizer.__dict__

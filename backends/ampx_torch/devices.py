@@ -12,14 +12,7 @@ from ampx.policy import Dtype
 
 
 def describe(name: str) -> Device:
-    """Describe a device.
-
-    Args:
-        name: `"cuda"`, `"cpu"`, with an index if wanted (`"cuda:1"`), or `"auto"` for the best present.
-
-    Raises:
-        UnsupportedDeviceError: There is no such device here.
-    """
+    """Describe `"cuda"`, `"cpu"`, one with an index (`"cuda:1"`), or `"auto"`: the best present."""
     wanted = str(name)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"

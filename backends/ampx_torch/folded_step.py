@@ -63,15 +63,7 @@ def is_plain(bucket: list[torch.Tensor]) -> bool:
 
 
 def on_host(gradients: Sequence[list[torch.Tensor]], scale: float, max_norm: float | None) -> Folded | None:
-    """Check scaled gradients by reading them once.
-
-    Args:
-        gradients: By size, as `GradientSet.collect` gives them; float32, on one device.
-        scale: The loss scale that they carry.
-        max_norm: Bound of the true gradients' norm, or None.
-
-    Returns:
-        What to tell the kernel; None where reading does not decide.
+    """Check scaled gradients of one device by reading them once; return None where that does not decide.
 
     Sync: one, as torch's scaler.
     """
@@ -93,11 +85,6 @@ def on_device(gradients: Sequence[list[torch.Tensor]], scale: torch.Tensor, max_
 
     The norm is taken in float64, in which no sum of squares of float32 numbers overflows: nothing could decide later
     whether an infinite norm came from finite gradients.
-
-    Args:
-        gradients: As in `on_host`.
-        scale: The loss scale, a float32 scalar on the device.
-        max_norm: Bound of the true gradients' norm.
     """
     norms = torch._foreach_norm([one for bucket in gradients for one in bucket], 2, torch.float64)
     norm = torch.linalg.vector_norm(torch.stack(norms))

@@ -14,15 +14,7 @@ _MARKS: Final = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fus
 
 
 def check(optimizer: torch.optim.Optimizer, wanted: object) -> None:
-    """Check the option `fused` of `wrap_optimizer`; nothing is changed.
-
-    Args:
-        optimizer: The raw optimizer.
-        wanted: None leaves its implementation as it is; `"auto"` asks for the fused one.
-
-    Raises:
-        InvalidOptionError: It is another value, or torch has no fused implementation for this optimizer.
-    """
+    """Check the option `fused` of `wrap_optimizer`: None, or "auto" for an optimizer that torch can fuse."""
     if wanted is None:
         return
     if wanted != "auto":
@@ -39,10 +31,7 @@ def check(optimizer: torch.optim.Optimizer, wanted: object) -> None:
 
 
 def use(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Switch a checked optimizer to its fused implementation, in place; its state stays.
-
-    Returns:
-        What switches it back.
+    """Switch a checked optimizer to its fused implementation, in place; its state stays. Return what switches it back.
 
     Sync: none, unless its state is on an accelerator and its step counters are on the host.
     """
@@ -102,11 +91,7 @@ def makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a first gradient that comes too late, before anything changes.
-
-    Raises:
-        UnsupportedByBackendError: The group dampens momentum, so that its first step is unlike the others.
-    """
+    """Refuse a first gradient that comes too late where the group dampens momentum, before anything changes."""
     for group in optimizer.param_groups:
         late, _ = _without_momentum(optimizer, group)
         if late and group["dampening"]:
@@ -122,8 +107,7 @@ def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
     Native defect: the kernel of fused SGD takes the momentum of all parameters or of none, and raises a TypeError.
 
-    Returns:
-        Whether every parameter will have its momentum after this step, so that this need not be called again.
+    Return whether every parameter will have its momentum after this step, so that this need not be called again.
     """
     complete = True
     for group in optimizer.param_groups:
@@ -135,11 +119,7 @@ def complete_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _without_momentum(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
-    """List parameters of fused SGD that have a gradient and no momentum while others have theirs.
-
-    Returns:
-        The list, and whether parameters will be without momentum after the step.
-    """
+    """List fused SGD's parameters that have a gradient and alone no momentum; say whether others will be without."""
     if not group.get("fused") or not group.get("momentum"):
         return [], False
     states, parameters = optimizer.state, group["params"]

@@ -29,12 +29,6 @@ class GradientSet:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accepts_half: bool) -> None:
-        """Remember the optimizer; nothing is sorted yet.
-
-        Args:
-            optimizer: The raw optimizer.
-            accepts_half: float16 parameters are welcome.
-        """
         self._optimizer = optimizer
         self._accepts_half = accepts_half
         self._parameters: list[torch.nn.Parameter] = []
@@ -53,17 +47,19 @@ class GradientSet:
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, one list a device, dtype and size: large or not."""
-        parameters, known = self.parameters(), self._parameters
-        if len(parameters) != len(known) or not all(map(is_, parameters, known)):
+        parameters, before = self.parameters(), self._parameters
+        if len(parameters) != len(before) or not all(map(is_, parameters, before)):
             self._sort(parameters)
         for bucket in self._buckets:
             if bucket[0].dtype is not bucket[-1].dtype:  # the model was converted since
                 self._sort(parameters)
                 break
-        found = [
-            [gradient for parameter in bucket if (gradient := parameter.grad) is not None] for bucket in self._buckets
-        ]
-        return [gradients for gradients in found if gradients]
+        collected = []
+        for bucket in self._buckets:
+            gradients = [gradient for parameter in bucket if (gradient := parameter.grad) is not None]
+            if gradients:
+                collected.append(gradients)
+        return collected
 
     def _sort(self, parameters: list[torch.nn.Parameter]) -> None:
         buckets: dict[Any, list[torch.nn.Parameter]] = {}
@@ -78,16 +74,13 @@ class GradientSet:
     def unscale(
         self, gradients: Sequence[list[torch.Tensor]], scale: Any, fresh: bool, grows: bool = False
     ) -> list[torch.Tensor]:
-        """Divide gradients by the scale in place and test them for inf and NaN, in one pass.
+        """Divide gradients by the scale in place and test them for inf and NaN, in one pass; return a flag a device.
 
         Args:
-            gradients: What `collect` gave.
+            gradients: What `collect` returned.
             scale: Python float, or a float32 scalar tensor on the device.
             fresh: Return flags that stay as they are; else flags that `finite` resets for the next step.
             grows: A scale on the device may be below 1, so that quotients may overflow.
-
-        Returns:
-            One float32 flag a device: 0 where all gradients were finite.
 
         Raises:
             LowPrecisionParametersError: A float16 parameter came in after `wrap_optimizer`; nothing was divided.
@@ -104,7 +97,12 @@ class GradientSet:
             device = bucket[0].device
             flag = flags.get(device)
             if flag is None:
-                flag = flags[device] = self._flag(device, fresh)
+                flag = None if fresh else self._flags.get(device)
+                if flag is None:
+                    flag = torch.zeros((), dtype=torch.float32, device=device)
+                    if not fresh:
+                        self._flags[device] = flag
+                flags[device] = flag
             if reads and is_plain(bucket) and reads_finite(bucket):
                 continue
             if self._unusual:
@@ -134,14 +132,6 @@ class GradientSet:
         """Use new flags from now on: an exception may have kept one from being reset."""
         self._flags = {}
 
-    def _flag(self, device: torch.device, fresh: bool) -> torch.Tensor:
-        if fresh:
-            return torch.zeros((), dtype=torch.float32, device=device)
-        flag = self._flags.get(device)
-        if flag is None:
-            flag = self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
-        return flag
-
     def _reciprocal(self, device: torch.device, scale: Any) -> torch.Tensor:
         if isinstance(scale, torch.Tensor):
             # The same bits as torch's detour over float64: a float64 quotient of float32 numbers rounds to the
@@ -159,11 +149,7 @@ def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
 
 
 def unscale_into(gradients: list[torch.Tensor], flag: torch.Tensor, reciprocal: torch.Tensor) -> bool:
-    """Run torch's own kernel on gradients of one device and dtype, sparse and complex ones included.
-
-    Returns:
-        Whether some were sparse or complex.
-    """
+    """Run torch's own kernel on gradients of one device and dtype; return whether some were sparse or complex."""
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, reciprocal)
         return False
@@ -212,7 +198,7 @@ def any_flag(flags: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip(
     parameters: Iterable[torch.nn.Parameter], max_norm: float | None, max_value: float | None, overflow: Any = None
 ) -> torch.Tensor | None:
-    """Clip true gradients in place by value, then by global L2 norm.
+    """Clip true gradients in place by value, then by global L2 norm; return the norm before.
 
     Gradients on a CPU are clipped as torch clips them, bit for bit. Elsewhere the norm is taken in float64, because
     nobody could look without waiting whether a norm in float32 is infinite though the gradients are finite.
@@ -221,11 +207,8 @@ def clip(
         parameters: Whose gradients are clipped; those without are passed over.
         max_norm: Bound of the norm, or None.
         max_value: Bound of every element, or None.
-        overflow: Tells that the gradients are not finite: the norm is taken, but they stay as they are (dividing
-            by it would make all of them NaN). True, or a flag on the device; None where they are finite.
-
-    Returns:
-        The norm before clipping by norm, a scalar tensor in float32 or float64; None where `max_norm` is None.
+        overflow: Whether the gradients are not finite: None, True, or a flag on the device. Such gradients stay as
+            they are (dividing by their norm would make all of them NaN).
     """
     parameters = list(parameters)
     if max_value is not None:
@@ -286,11 +269,7 @@ def _shorten(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.
 
 
 def refuse_half(groups: list[dict[str, Any]]) -> None:
-    """Raise where trainable float16 parameters would be updated in float16.
-
-    Raises:
-        LowPrecisionParametersError: There are some.
-    """
+    """Raise where trainable float16 parameters would be updated in float16."""
     found = [
         name
         for name, parameter in name_parameters(groups, None)

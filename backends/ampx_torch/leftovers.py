@@ -25,14 +25,9 @@ Note: TypeAlias = tuple[weakref.ref[torch.Tensor], int, Any]
 
 
 class Leftovers:
-    """What is noted of one optimizer's gradients.
-
-    Attributes:
-        notes: By the parameter's id; empty nearly always.
-    """
+    """What is noted of one optimizer's gradients: `notes`, by the parameter's id, is empty nearly always."""
 
     def __init__(self) -> None:
-        """Know of nothing."""
         self.notes: dict[int, Note] = {}
 
     def note(self, parameters: Iterable[torch.Tensor], factor: Any) -> None:
@@ -51,12 +46,9 @@ class Leftovers:
         return note[2] if note is not None and same else default
 
     def note_foreign(self, before: Iterable[Sight], default: Any, scale: Any) -> None:
-        """Note the gradients that a backward of a loss has written to which was scaled for other optimizers.
+        """Note the gradients that a backward has written to whose loss had this scale, for other optimizers.
 
-        Args:
-            before: The gradients before it.
-            default: The scale that they carried, unless otherwise noted; None where they must not be added to.
-            scale: The scale of the loss.
+        By `default` they carried another scale before, unless otherwise noted; None where they must not be added to.
         """
         for parameter, gradient, version in before:
             carried = scale
@@ -71,13 +63,7 @@ class Leftovers:
     ) -> list[tuple[Any, list[torch.Tensor]]]:
         """List gradients that do not carry a scale yet, with what they must be divided by to do so.
 
-        Args:
-            parameters: Those whose gradients backward adds to.
-            scale: What the gradients shall carry.
-            default: What those carry of which nothing is noted.
-
-        Raises:
-            ProtocolError: Nobody can tell what some carry, and they are not zeros.
+        Gradients of which nothing is noted carry `default`. Raise where nobody can tell, unless they are zeros.
 
         Sync: none; one for each gradient of which nobody can tell.
         """

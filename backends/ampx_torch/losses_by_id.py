@@ -7,14 +7,14 @@ their backward, and the two are added.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ampx.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from .step import Stepping
+    from .step import AmpOptimizer
 
 
 class LossMixer:
@@ -26,27 +26,28 @@ class LossMixer:
     Attributes:
         evaluating: The optimizer evaluates its closure as often as it likes.
         loss_id: The loss whose gradients were scaled last, once there are several; else None.
+        aside: The gradients that were put aside, with their parameters.
     """
 
     def __init__(self) -> None:
-        """Start with one loss."""
         self.evaluating = False
         self.loss_id: int | None = None
-        self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._new_evaluation = False
 
     def begin_evaluation(self) -> None:
         """Note that the closure is about to run: its gradients have nothing to do with earlier ones."""
         self._new_evaluation = True
 
-    def before(self, owner: Stepping, loss_id: int) -> None:
+    def before(self, owner: AmpOptimizer, loss_id: int) -> None:
         """Put true gradients aside where the coming ones would not go with them."""
         member = owner.ampx_member
         if self._new_evaluation:
             self._new_evaluation = False
             _expect_no_gradients(owner)
             self._forget_losses()
-            owner.restart()
+            owner.checked = {}
+            member.restart()
         if self.loss_id is None:
             if not member.factors or loss_id in member.factors:
                 return
@@ -60,37 +61,56 @@ class LossMixer:
         for parameter in owner.gradients.parameters():
             if parameter.grad is not None:
                 # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
-                self._aside.append((parameter, parameter.grad.clone()))
+                self.aside.append((parameter, parameter.grad.clone()))
         _drop_gradients(owner)
 
-    def after(self, owner: Stepping) -> None:
-        """Make the new gradients true and add those put aside; only where there are several losses."""
-        owner.divide_new()
+    def after(self, owner: AmpOptimizer) -> None:
+        """Make the new gradients true and add those put aside; only where there are several losses.
+
+        A backward that gave no gradient does not count for its loss.
+        """
+        gradients = owner.collect()
+        if gradients or owner.process_group is not None:  # others of the group may have some
+            owner.unscale(gradients)
+        self.bring_back()
         owner.ampx_member.note_unscaled()
 
-    def abandon(self, owner: Stepping) -> None:
+    def check_sum(self, owner: AmpOptimizer, flags: list[torch.Tensor]) -> Any:
+        """Add what was put aside to new gradients with these flags, and test the sum; return the finiteness.
+
+        A sum that overflows though its terms are finite counts for the loss that came last.
+        """
+        self.bring_back()
+        gradients = owner.gradients
+        sums = gradients.unscale(gradients.collect(), 1.0, fresh=True)  # tests them and changes none
+        both = torch.stack([gradients.combine(flags), gradients.combine(sums)])
+        if owner.process_group is not None:
+            both = owner.agree(both)
+        earlier = list(owner.checked.values())
+        if owner.on_device:
+            fine = gradients.combine([*earlier, both[0]]) == 0
+            return torch.maximum(both[0], torch.where(fine, both[1], 0.0))
+        overflow, total = both.tolist()
+        return not overflow and not (total and all(earlier))
+
+    def abandon(self, owner: AmpOptimizer) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
         if self.loss_id is not None:
             _drop_gradients(owner)
             self.bring_back()
 
-    def reset(self, owner: Stepping) -> None:
+    def reset(self, owner: AmpOptimizer) -> None:
         """Start afresh after a step."""
         self._forget_losses()
         owner.ampx_member.mixes = self.evaluating
 
     def _forget_losses(self) -> None:
         self.loss_id = None
-        self._aside = []
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients were put aside."""
-        return bool(self._aside)
+        self.aside = []
 
     def bring_back(self) -> None:
         """Add the gradients put aside to those that are there."""
-        aside, self._aside = self._aside, []
+        aside, self.aside = self.aside, []
         with torch.no_grad():
             for parameter, gradient in aside:
                 if parameter.grad is None:
@@ -100,7 +120,7 @@ class LossMixer:
                     parameter.grad.add_(gradient)
 
 
-def _drop_gradients(owner: Stepping) -> None:
+def _drop_gradients(owner: AmpOptimizer) -> None:
     for parameter in owner.gradients.parameters():
         parameter.grad = None
     if owner.masters is not None:
@@ -108,7 +128,7 @@ def _drop_gradients(owner: Stepping) -> None:
             parameter.grad = None
 
 
-def _expect_no_gradients(owner: Stepping) -> None:
+def _expect_no_gradients(owner: AmpOptimizer) -> None:
     """Raise where gradients of an earlier evaluation are left: they are true, and the new ones scaled."""
     if any(bool(gradient.any()) for bucket in owner.gradients.collect() for gradient in bucket):
         raise ProtocolError(

@@ -1,65 +1,111 @@
-"""The step of a wrapped optimizer: unscale, check, clip, apply or skip, move the loss scale."""
+"""A wrapped optimizer and its step: collect, unscale, check, clip, apply or skip, close.
+
+A delegating subclass of torch's optimizer, because schedulers, hooks, deepcopy, pickle and distributed checkpoints all
+accept it; patching the raw optimizer's `step` would be lost by copies and shadowed by schedulers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
+from typing import Any, Final, cast
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ampx.errors import LowPrecisionParametersError
-from ampx.events import UNCHECKED, StepResult
+from ampx.errors import LowPrecisionParametersError, ProtocolError, RawStepError
+from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import HostLedger
+from ampx.protocol import HOST_LEDGER, HostLedger, Member
 
-from . import casting, folded_step
+from . import casting, folded_step, fused
 from .closures import evaluates_once, step_with_closure
+from .debug import nonfinite_parameters
 from .delegation import DelegatingOptimizer
 from .device_scale import TensorLedger
-from .fused import check_momentum, complete_momentum, makes_momentum
-from .gradients import GradientSet, clip, reads_free
-from .guard import StepGuard
+from .folded_step import Folded
+from .gradients import GradientSet, clip, reads_free, refuse_half
+from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
-from .prepare.masters import MasterWeights
+from .prepare import masters
+from .trees import LOW
+
+# What `_attach` makes anew, and what a scheduler hangs on an optimizer.
+_NOT_COPIED: Final = frozenset(
+    [
+        *("gradients", "mixer", "leftovers", "checked", "revealed", "_norm", "_clipped", "_entered", "_entering"),
+        *("_thread", "_incomplete", "_casting_off", "_guard", "_guard_handle", "_undo_fused", "step", "_opt_called"),
+    ]
+)
 
 
-class Stepping(WrappedOptimizer, DelegatingOptimizer):
-    """The half of a wrapped optimizer that steps; `AmpOptimizer` adds how it is made, copied and seen by torch.
+class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
+    """A torch optimizer with its own loss scale.
+
+    Everything but `step` and `zero_grad` is the raw optimizer's; `state_dict` holds nothing of ampx and loads
+    into plain torch (`amp.state_dict()` holds the loss scale).
 
     Attributes:
         masters: Float32 copies of low-precision parameters (O2), or None.
         device_type: Where casting is switched off for the raw optimizer; None where nothing is cast.
+        process_group: The processes that agree on finiteness, or None.
         gradients: The gradients behind the parameter groups.
         mixer: Keeps losses with scales of their own apart.
+        leftovers: Gradients that carry another scale than the stage says.
+        checked: Finiteness by loss id of gradients that are true already: bools, or flags on a device that nobody
+            has read.
         revealed: The true gradients may have changed since they were tested: the step tests them again.
     """
 
-    masters: MasterWeights | None
-    device_type: str | None
-    gradients: GradientSet
-    mixer: LossMixer
-    _max_norm: float | None
-    _max_value: float | None
-    _process_group: Any
-    _casting_off: AbstractContextManager[Any]
-    _guard: StepGuard
-    _guard_handle: Any
-    # Finiteness by loss id of gradients that are true already: bools, or flags on a device that nobody has read.
-    _checked: dict[int, Any]
-    _norm: Any
-    revealed: bool
-    # Whether the true gradients were clipped as `wrap_optimizer` was asked to.
-    _clipped: bool
-    # Fused SGD: some parameters have no momentum yet.
-    _incomplete: bool
+    _undo_fused: Callable[[], None] | None
+
+    def __init__(self, optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> None:
+        self.optimizer = optimizer
+        self.ampx_member = member
+        self.masters: masters.MasterWeights | None = masters.of(optimizer)
+        self.process_group = options.get("process_group")
+        plan = options["plan"]
+        self.device_type = None if plan is None else plan.device
+        self._max_norm: float | None = options["max_grad_norm"]
+        self._max_value: float | None = options["max_grad_value"]
+        # Checked at the first scale_loss, because prepare may come after wrap_optimizer.
+        self._must_be_prepared = plan is not None and options["level"].casts_params
+        self._accepts_half = not member.group.enabled or options["level"].name == "O3"
+        self._fused = options.get("fused") is not None and member.group.enabled
+        self._attach()
+        if self._fused:
+            self._undo_fused = fused.use(optimizer)
+
+    def _attach(self) -> None:
+        """Make what belongs to this process and cannot be copied."""
+        # Native defect: an optimizer that multiplies matrices would have its own operations cast.
+        self._casting_off: AbstractContextManager[Any] = (
+            nullcontext() if self.device_type is None else casting.off(self.device_type)
+        )
+        self.gradients = GradientSet(self.optimizer, self._accepts_half)
+        self.mixer = LossMixer()
+        self.leftovers = Leftovers()
+        self.checked: dict[int, Any] = {}
+        self.revealed = False
+        self._norm: Any = None
+        self._clipped = False  # as `wrap_optimizer` was asked to
+        # How many `scale_loss` bodies began; the scale, and the thread, of the last one.
+        self._entered, self._entering, self._thread = 0, cast("Any", 1.0), cast("int | None", None)
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)  # fused: some have no momentum yet
+        self._undo_fused = None
+        self._guard = StepGuard(self.ampx_member)
+        self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
+        self.ampx_member.belong_to(self)
+        self.ampx_member.mixes = False
 
     @property
     def on_device(self) -> bool:
         """Whether the loss scale lives on the device."""
         # By type: asking an abstract class takes longer, and every step asks several times.
         return type(self.ampx_member.group.ledger) is not HostLedger
+
+    # -- the step ------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale if not done, check, apply or skip, move the loss scale.
@@ -78,47 +124,36 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         Sync: one a device, as torch's GradScaler; none where the scale lives on the device (fused optimizers on
         an accelerator).
         """
-        member = self.ampx_member
+        member, loss = self.ampx_member, None
         if not member.group.enabled:
-            loss = self._step_disabled(closure)
-            member.note_result(UNCHECKED)
-            return loss
-        if closure is not None and not evaluates_once(self.optimizer):
-            return step_with_closure(self, closure)
-        loss = None
+            return self._step_disabled(closure)
         if closure is not None:
+            if not evaluates_once(self.optimizer):
+                return step_with_closure(self, closure)
             with torch.enable_grad():
                 loss = closure()
-        gradients = self.pending_gradients()
-        if self._incomplete and gradients:
-            check_momentum(self.optimizer)
-        if gradients or (self._process_group is not None and member.stage != "idle"):
-            folds = self._max_norm is not None or self.gradients.reads_fast  # else it never pays
-            if not (folds and self._step_folded(gradients)):
-                if member.stage == "scaled":
-                    self.divide(gradients)
-                elif self.revealed:
-                    self.test_again(gradients)
-                self._finish()
+        gradients = self.collect_pending()
+        if not gradients and (self.process_group is None or member.stage == "idle"):
+            self._close_empty()
+            return loss
+        folded = self._fold(gradients) if self._max_norm is not None or self.gradients.reads_fast else None
+        if folded is None:
+            if member.stage == "scaled":
+                self.unscale(gradients)
+            elif self.revealed:
+                self.look_again(gradients)
+        overflow = self.check()
+        if overflow is True:
+            self.skip()
         else:
-            self._step_without_gradients()
+            if folded is None:
+                self.clip()
+            self.apply(overflow, folded)
+        self.close(self.checked)
         return loss
 
-    def _step_disabled(self, closure: Callable[[], Any] | None) -> Any:
-        """Step the raw optimizer, after clipping as `wrap_optimizer` was asked to."""
-        max_norm, max_value, parameters = self._max_norm, self._max_value, self.gradients.parameters
-        if max_norm is None and max_value is None:
-            return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-        if closure is None:
-            clip(parameters(), max_norm, max_value)
-            return self.optimizer.step()
-
-        def clipped() -> Any:
-            loss = closure()
-            clip(parameters(), max_norm, max_value)
-            return loss
-
-        return self.optimizer.step(clipped)
+    # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def collect(self) -> list[list[torch.Tensor]]:
         """List the gradients that exist, pulled from a low-precision model where there is one."""
@@ -126,205 +161,99 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             self.masters.pull_gradients()
         return self.gradients.collect()
 
-    def pending_gradients(self) -> list[list[torch.Tensor]]:
+    def collect_pending(self) -> list[list[torch.Tensor]]:
         """List the gradients that a counted step can use; raise where they were never scaled."""
         member = self.ampx_member
         if member.stage in ("inside", "interrupted"):
             member.check_step()
-        if self.leftovers.notes and member.stage != "idle":
-            self.bring_together()
-        gradients = self.collect()
         if member.stage == "idle":
             # Distributed checkpoints step on gradients of zeros to make the optimizer create its state.
-            if any(one.any() for bucket in gradients for one in bucket):
+            if any(gradient.any() for bucket in self.collect() for gradient in bucket):
                 member.check_step()
             if self.masters is not None and self.masters.any_gradient():
                 member.check_step()
             return []
+        if self.leftovers.notes:
+            self.bring_together()
+        gradients = self.collect()
+        if self._incomplete and gradients:
+            fused.check_momentum(self.optimizer)
         return gradients
 
-    def check_and_unscale(self, reads: bool = True) -> None:
-        """Make pending scaled gradients true and note their finiteness; test true ones that may have changed.
-
-        Args:
-            reads: As in `divide`.
-        """
-        member = self.ampx_member
-        if member.stage == "scaled" or (member.stage == "unscaled" and self.revealed):
-            if self.leftovers.notes:
-                self.bring_together()
-            if member.stage == "scaled":
-                self.divide(self.collect(), reads)
-            else:
-                self.test_again(self.collect())
-            member.note_unscaled()
-
-    def divide(self, gradients: list[list[torch.Tensor]], reads: bool = True) -> None:
+    def unscale(self, gradients: list[list[torch.Tensor]], reads: bool = True) -> None:
         """Divide gradients by the scale they carry and note their finiteness; the stage is "interrupted" after it.
 
-        Args:
-            gradients: What `collect` gave.
-            reads: Read the finiteness now, if the scale is on the host; False leaves it to the step where reading
-                would wait for a device.
+        Without `reads`, finiteness is left to the step where reading it would wait for a device.
         """
-        member, on_device = self.ampx_member, self.on_device
+        member, on_device, mixer = self.ampx_member, self.on_device, self.mixer
         unread = on_device or not (reads or reads_free([gradient for bucket in gradients for gradient in bucket]))
-        loss_id = next(iter(member.factors)) if self.mixer.loss_id is None else self.mixer.loss_id
+        loss_id = next(iter(member.factors)) if mixer.loss_id is None else mixer.loss_id
         factor = member.factors[loss_id]
         member.begin_change()
         try:
             grows = on_device and self._may_grow(factor, loss_id)
-            flags = self.gradients.unscale(gradients, factor, unread or self.mixer.waits, grows)
+            flags = self.gradients.unscale(gradients, factor, unread or bool(mixer.aside), grows)
         except LowPrecisionParametersError:  # a refusal comes before anything is divided
             member.end_change()
             raise
-        if self.mixer.waits:
-            finite: Any = self._add_up(flags)
+        if mixer.aside:
+            finite = mixer.check_sum(self, flags)
         else:
-            if self._process_group is not None:
-                flags = [self._agree(self.gradients.combine(flags))]
+            if self.process_group is not None:
+                flags = [self.agree(self.gradients.combine(flags))]
             finite = self.gradients.combine(flags) if unread else self.gradients.finite(flags)
-        if loss_id in self._checked:
-            earlier = self._checked[loss_id]
+        if loss_id in self.checked:
+            earlier = self.checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
-        self._checked[loss_id] = finite
+        self.checked[loss_id] = finite
 
-    def test_again(self, gradients: list[list[torch.Tensor]]) -> None:
+    def check(self) -> bool | torch.Tensor:
+        """Return whether a gradient overflowed; with the scale on the device a flag, which the fused kernel obeys."""
+        if not self.on_device:
+            return not all(self.checked.values())
+        overflow = self.gradients.combine(list(self.checked.values()))
+        return True if fused.makes_momentum(self.optimizer) and bool(overflow) else overflow
+
+    def look_again(self, gradients: list[list[torch.Tensor]]) -> None:
         """Test true gradients again: somebody may have written to them since. The stage is "interrupted" after it.
 
         What is not finite counts for the first loss; for none, where one had overflowed before.
         """
         self.ampx_member.begin_change()
         unread = self._unread()
-        if len(unread) < len(self._checked) and not all(self._checked.values()):
+        if len(unread) < len(self.checked) and not all(self.checked.values()):
             return  # the step is skipped, whatever they are
-        loss_id = next(iter(self._checked), 0)
+        loss_id = next(iter(self.checked), 0)
         flag = self.gradients.combine(self.gradients.unscale(gradients, 1.0, fresh=True))
-        if self._process_group is not None:
-            flag = self._agree(flag)
+        if self.process_group is not None:
+            flag = self.agree(flag)
         if not self.on_device:
-            self._checked[loss_id] = not self.gradients.combine([*unread, flag]).item()
+            self.checked[loss_id] = not self.gradients.combine([*unread, flag]).item()
         elif unread:
             flag = torch.where(self.gradients.combine(unread) == 0, flag.to(unread[0].device), 0.0)
-            self._checked[loss_id] = self.gradients.combine([unread[0], flag])
+            self.checked[loss_id] = self.gradients.combine([unread[0], flag])
         else:
-            self._checked[loss_id] = flag
+            self.checked[loss_id] = flag
 
-    def _unread(self) -> list[torch.Tensor]:
-        """List the flags that nobody has read."""
-        return [finite for finite in self._checked.values() if isinstance(finite, torch.Tensor)]
-
-    def divide_new(self) -> None:
-        """Divide what the backward of one of several losses gave, and add what was put aside.
-
-        A backward that gave no gradient does not count for its loss.
-        """
-        gradients = self.collect()
-        if gradients or self._process_group is not None:  # others of the group may have some
-            self.divide(gradients)
-        self.mixer.bring_back()
-
-    def _add_up(self, flags: list[torch.Tensor]) -> Any:
-        """Add the gradients of other losses, which were put aside, and test the sum; return the finiteness.
-
-        A sum that overflows though its terms are finite counts for the loss that came last.
-        """
-        self.mixer.bring_back()
-        sums = self.gradients.unscale(self.gradients.collect(), 1.0, fresh=True)  # tests them and changes none
-        both = torch.stack([self.gradients.combine(flags), self.gradients.combine(sums)])
-        if self._process_group is not None:
-            both = self._agree(both)
-        earlier = list(self._checked.values())
-        if self.on_device:
-            fine = self.gradients.combine([*earlier, both[0]]) == 0
-            return torch.maximum(both[0], torch.where(fine, both[1], 0.0))
-        own, total = both.tolist()
-        return not own and not (total and all(earlier))
-
-    def _agree(self, flag: torch.Tensor) -> torch.Tensor:
-        """Make all processes of the group see an overflow that one of them has."""
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._process_group)
-        return flag
-
-    def _may_grow(self, scale: Any, loss_id: int) -> bool:
-        """Return whether a scale on the device may be below 1."""
-        group = self.ampx_member.group
-        if scale is not group.ledger.factor(group, loss_id):
-            return True  # another optimizer's
-        config = group.config
-        lowest = config.min_scale if config.dynamic else config.init_scale
-        return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
-
-    def clip_gradients(self) -> None:
+    def clip(self) -> None:
         """Clip the true gradients as `wrap_optimizer` was asked to; once, should the step be tried again."""
         if not self._clipped and (self._max_norm is not None or self._max_value is not None):
             self._clip(self._max_norm, self._max_value)
             self._clipped = True
 
-    def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
-        """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
-        unread = self._unread()
-        overflow: Any = self.gradients.combine(unread) if unread else None
-        if not unread and not all(self._checked.values()):
-            max_value, overflow = None, True
-        member = self.ampx_member
-        begins = member.stage != "interrupted"
-        if begins:
-            member.begin_change()
-        norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
-        self._norm = norm if self._norm is None else self._norm
-        if begins:
-            member.end_change()
-        return norm
-
-    def _step_folded(self, gradients: list[list[torch.Tensor]]) -> bool:
-        """Close the step with a kernel that unscales and clips, where nobody can tell; False: nothing was done."""
-        member, found = self.ampx_member, None
-        if member.stage == "scaled" and self._may_fold() and folded_step.accepts(self.optimizer, gradients):
-            scale = member.factor
-            if not self.on_device:
-                # One backward with an optimizer whose scale is on a device gives a tensor, whose value is not known.
-                # A quotient by less than 1 may overflow, which the kernel would not see.
-                if not isinstance(scale, torch.Tensor) and scale >= 1.0:
-                    found = folded_step.on_host(gradients, scale, self._max_norm)
-            elif (
-                self._max_norm is not None
-                and not self._may_grow(scale, next(iter(member.factors)))
-                and not makes_momentum(self.optimizer)
-            ):
-                found = folded_step.on_device(gradients, scale, self._max_norm)
-        if found is None:
-            return False
-        member.begin_change()  # gradients that the kernel divides must not be used again, should it raise
-        self._run_fused(found.overflow, found.divisor)
-        self._norm = found.norm
-        self.close_step({next(iter(member.factors)): True if found.overflow is None else found.overflow})
-        return True
-
-    def _may_fold(self) -> bool:
-        """Return whether there is but one loss to unscale, and folding the rest of the step pays."""
-        if self._checked or self.mixer.loss_id is not None:
-            return False
-        if self._max_value is not None or self._process_group is not None:
-            return False
-        return self._max_norm is not None or (self.gradients.reads_fast and not self.on_device)
-
-    def _finish(self) -> None:
-        """Apply or skip with the finiteness found, then close the step."""
-        if self.on_device:
-            self.clip_gradients()
-            flag = self.gradients.combine(list(self._checked.values()))
-            if makes_momentum(self.optimizer) and bool(flag):
-                self.skip()
-            else:
-                self._run_fused(flag)
-        elif all(self._checked.values()):
-            self.clip_gradients()
+    def apply(self, overflow: bool | torch.Tensor, folded: Folded | None) -> None:
+        """Run the raw optimizer; a fused kernel divides gradients, and changes nothing where the flag is set."""
+        on_device = isinstance(overflow, torch.Tensor)
+        if folded is None and not on_device:
             self.run_raw()
-        else:
-            self.skip()
-        checked, self._checked = self._checked, {}
-        self.close_step(checked)
+            return
+        raw: Any = self.optimizer
+        try:
+            raw.grad_scale = None if folded is None else folded.divisor
+            raw.found_inf = overflow if on_device else None
+            self.run_raw()
+        finally:
+            self._drop_kernel_options()
 
     def skip(self) -> None:
         """Leave the raw optimizer alone."""
@@ -332,14 +261,82 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         # A scheduler made on the raw optimizer would warn that it saw no step: skipping is no mistake.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    def close(self, checked: dict[int, Any]) -> None:
+        """Note the step's outcome and move the loss scale."""
+        member, norm, on_device = self.ampx_member, self._norm, self.on_device
+        self.leftovers.notes = {}
+        if not on_device and False in checked.values():
+            self.leftovers.note(self.leaves(), None)
+        elif self.masters is not None:  # only the masters' gradients became true
+            factor = member.factor if self.mixer.loss_id is None else None
+            if type(factor) is not float or factor != 1.0:
+                self.leftovers.note(self.masters.model_parameters(), factor)
+        self._reset()
+        if on_device:
+            ledger = cast("TensorLedger", member.group.ledger)
+            checked = {loss_id: ledger.flag(finite) for loss_id, finite in checked.items()}
+        member.finish(checked, norm)
+
+    # -- other ways to step --------------------------------------------------------------------------
+
+    def _step_disabled(self, closure: Callable[[], Any] | None) -> Any:
+        """Step the raw optimizer, after clipping as `wrap_optimizer` was asked to."""
+        optimizer, max_norm, max_value = self.optimizer, self._max_norm, self._max_value
+
+        def clipped() -> Any:
+            loss = None if closure is None else closure()
+            clip(self.gradients.parameters(), max_norm, max_value)
+            return loss
+
+        clips = max_norm is not None or max_value is not None
+        if closure is not None:
+            loss: Any = optimizer.step(clipped if clips else closure)
+        else:
+            if clips:
+                clipped()
+            loss = optimizer.step()
+        self.ampx_member.note_result(UNCHECKED)
+        return loss
+
+    def _close_empty(self) -> None:
+        """Step the raw optimizer, which has nothing to do or only zeros to apply, without counting the step."""
+        self.run_raw()
+        applied = bool(self.gradients.collect())
+        self._reset()
+        self.ampx_member.finish_empty(applied)
+
+    def _fold(self, gradients: list[list[torch.Tensor]]) -> Folded | None:
+        """Leave unscaling and clipping to the kernel, where nobody can tell and one loss is to be unscaled."""
+        member, folded = self.ampx_member, None
+        if member.stage != "scaled" or self.checked or self.mixer.loss_id is not None:
+            return None
+        if self._max_value is not None or self.process_group is not None:
+            return None
+        if not folded_step.accepts(self.optimizer, gradients):
+            return None
+        loss_id, scale = next(iter(member.factors.items()))
+        if not self.on_device:
+            # One backward with an optimizer whose scale is on a device gives a tensor, whose value is not known.
+            # A quotient by less than 1 may overflow, which the kernel would not see.
+            if not isinstance(scale, torch.Tensor) and scale >= 1.0:
+                folded = folded_step.on_host(gradients, scale, self._max_norm)
+        elif (
+            self._max_norm is not None
+            and not self._may_grow(scale, loss_id)
+            and not fused.makes_momentum(self.optimizer)
+        ):
+            folded = folded_step.on_device(gradients, scale, self._max_norm)
+        if folded is not None:
+            member.begin_change()  # gradients that the kernel divides must not be used again, should it raise
+            self.checked[loss_id] = True if folded.overflow is None else folded.overflow
+            self._norm = folded.norm
+        return folded
+
     def run_raw(self, *args: Any) -> Any:
-        """Run the raw optimizer's step with casting off, and drop weight copies that are stale after it.
+        """Run the raw optimizer's step, perhaps with a closure, casting off; drop weight copies that become stale.
 
         The stage is "interrupted" from there on. Where the user has hooks before the step, it is so after them, because
         they may raise without harm.
-
-        Args:
-            *args: A closure, whose evaluations have stages of their own, or nothing.
         """
         raw, guard, member = self.optimizer, self._guard, self.ampx_member
         guard.open = True
@@ -354,7 +351,7 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
             elif member.stage != "interrupted":
                 member.begin_change()
             if self._incomplete:
-                self._incomplete = not complete_momentum(raw)
+                self._incomplete = not fused.complete_momentum(raw)
             with self._casting_off:
                 result = raw.step(*args)
         finally:
@@ -364,64 +361,68 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         casting.forget_weights()
         return result
 
-    def _run_fused(self, flag: torch.Tensor | None, divisor: torch.Tensor | None = None) -> None:
-        """Run a fused optimizer: its kernel divides gradients, and changes nothing where the flag is set."""
-        raw: Any = self.optimizer
-        try:
-            raw.grad_scale, raw.found_inf = divisor, flag
-            self.run_raw()
-        finally:
-            self._drop_kernel_options()
+    # -- parts of several calls ----------------------------------------------------------------------
 
-    def _drop_kernel_options(self) -> None:
-        options = vars(self.optimizer)
-        options.pop("grad_scale", None)
-        options.pop("found_inf", None)
+    def check_and_unscale(self, reads: bool = True) -> None:
+        """Make pending scaled gradients true and note their finiteness; test true ones that may have changed."""
+        member = self.ampx_member
+        if member.stage == "scaled" or (member.stage == "unscaled" and self.revealed):
+            if self.leftovers.notes:
+                self.bring_together()
+            if member.stage == "scaled":
+                self.unscale(self.collect(), reads)
+            else:
+                self.look_again(self.collect())
+            member.note_unscaled()
 
-    def close_step(self, checked: dict[int, Any]) -> None:
-        """Note the step's outcome and move the loss scale."""
-        norm, self._norm = self._norm, None
-        self.leftovers.notes, on_device = {}, self.on_device
-        if not on_device and False in checked.values():
-            self.leftovers.note(self.leaves(), None)
-        elif self.masters is not None:  # only the masters' gradients became true
-            factor = self.ampx_member.factor if self.mixer.loss_id is None else None
-            if type(factor) is not float or factor != 1.0:
-                self.leftovers.note(self.masters.model_parameters(), factor)
-        self.revealed = False
-        self._clipped = False
-        self.mixer.reset(self)
-        if on_device:
-            ledger = cast("TensorLedger", self.ampx_member.group.ledger)
-            checked = {loss_id: ledger.flag(found) for loss_id, found in checked.items()}
-        self.ampx_member.finish(checked, norm)
+    def _unread(self) -> list[torch.Tensor]:
+        """List the flags that nobody has read."""
+        return [finite for finite in self.checked.values() if isinstance(finite, torch.Tensor)]
 
-    def _step_without_gradients(self) -> None:
-        """Step the raw optimizer, which has nothing to do or only zeros to apply, without counting the step."""
-        self.run_raw()
+    def take_checked(self) -> dict[int, bool]:
+        """Return and forget the finiteness so far, by loss id. Sync: where it was not read yet."""
+        checked, self.checked = self.checked, {}
+        return {
+            loss_id: not bool(finite) if isinstance(finite, torch.Tensor) else finite
+            for loss_id, finite in checked.items()
+        }
+
+    def agree(self, flag: torch.Tensor) -> torch.Tensor:
+        """Make all processes of the group see an overflow that one of them has."""
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.process_group)
+        return flag
+
+    def _may_grow(self, scale: Any, loss_id: int) -> bool:
+        """Return whether a scale on the device may be below 1."""
         group = self.ampx_member.group
-        group.resolve()
-        state = group.states[0]
-        applied = bool(self.gradients.collect())
-        self._reset()
-        self.ampx_member.forget(StepResult(applied, True, state.scale, state.scale, state.consecutive_skips))
+        if scale is not group.ledger.factor(group, loss_id):
+            return True  # another optimizer's
+        config = group.config
+        lowest = config.min_scale if config.dynamic else config.init_scale
+        return min([lowest, *(state.scale for state in group.states.values())]) < 1.0
+
+    def _clip(self, max_norm: float | None, max_value: float | None) -> torch.Tensor | None:
+        """Clip true gradients; those that are not finite stay, so that they can be told from the others."""
+        unread = self._unread()
+        overflow: Any = self.gradients.combine(unread) if unread else None
+        if not unread and not all(self.checked.values()):
+            max_value, overflow = None, True
+        member = self.ampx_member
+        begins = member.stage != "interrupted"
+        if begins:
+            member.begin_change()
+        norm = clip(self.gradients.parameters(), max_norm, max_value, overflow)
+        self._norm = norm if self._norm is None else self._norm
+        if begins:
+            member.end_change()
+        return norm
 
     def forget(self) -> None:
         """Drop pending gradients without counting a step."""
         self._reset()
+        self._guard.open = self._guard.begins = False
+        self._drop_kernel_options()
         self.ampx_member.forget()
-
-    def restart(self) -> None:
-        """Forget pending gradients that another evaluation replaces, within one step."""
-        self._checked = {}
-        self.ampx_member.restart()
-
-    def take_checked(self) -> dict[int, bool]:
-        """Return and forget the finiteness so far, by loss id. Sync: where it was not read yet."""
-        checked, self._checked = self._checked, {}
-        return {
-            loss_id: not bool(found) if isinstance(found, torch.Tensor) else found for loss_id, found in checked.items()
-        }
 
     def heal(self) -> None:
         """Put right what an exception left half done, except the gradients, which are about to be cleared."""
@@ -432,13 +433,220 @@ class Stepping(WrappedOptimizer, DelegatingOptimizer):
         casting.forget_weights()
 
     def _reset(self) -> None:
-        self._checked = {}
-        self.revealed = False
+        self.checked = {}
+        self.revealed = self._clipped = False
         self._norm = None
-        self._clipped = False
-        self._guard.open = self._guard.begins = False
-        self._drop_kernel_options()
-        self.mixer.reset(self)
+        if self.mixer.loss_id is not None or self.ampx_member.mixes:
+            self.mixer.reset(self)
 
-    # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
-    step.hooked = True  # type: ignore[attr-defined]
+    def _drop_kernel_options(self) -> None:
+        options = vars(self.optimizer)
+        options.pop("grad_scale", None)
+        options.pop("found_inf", None)
+
+    # -- what core asks ------------------------------------------------------------------------------
+
+    def ampx_unscale(self) -> None:
+        """Make the pending gradients true; the step tests them again, since they may change until then."""
+        if not self.ampx_member.group.enabled:
+            return
+        if self.ampx_member.stage != "unscaled":
+            self.ampx_member.check_step()
+            self.check_and_unscale(reads=False)
+        self.revealed = True
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Unscale if not done, clip, and return the norm before clipping as a float32 scalar tensor."""
+        self.ampx_unscale()
+        return cast("torch.Tensor", self._clip(max_norm, None)).float()
+
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Return the names of the parameters whose gradients are not finite. Sync: one a device."""
+        return tuple(name for name, _, _ in nonfinite_parameters(self, None))
+
+    def ampx_unwrap(self) -> None:
+        """Leave the raw optimizer as it was."""
+        self._guard_handle.remove()
+        if self._undo_fused is not None:
+            self._undo_fused()
+
+    def ampx_notice_cleared(self) -> None:
+        """Forget true gradients that model.zero_grad() dropped: a step skipped by hand."""
+        if not self.gradients.collect():
+            self.forget()
+
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
+        """Put gradients of other losses aside, and have those that are left from before carry the scale."""
+        if self._must_be_prepared:
+            self._check_prepared()
+        if self.masters is not None:
+            self.masters.begin()
+        self._entered += 1
+        self._entering, self._thread = scale, get_ident()
+        if self.mixer.evaluating:
+            self.mixer.before(self, loss_id)
+        elif self.ampx_member.factors:
+            if self.leftovers.notes:
+                self.bring_together()
+            self.mixer.before(self, loss_id)
+        elif self._keeps_gradients(scale):  # the first loss since the last step
+            self._bring_to(scale, 1.0)  # the body ends the change
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Add the gradients that were put aside."""
+        if self.mixer.loss_id is not None:
+            self.mixer.after(self)
+
+    def ampx_abandon_backward(self, loss_id: int) -> None:
+        """Bring back what was put aside; what the backward left carries its scale."""
+        self.mixer.abandon(self)
+        if not self.ampx_member.factors:
+            self.leftovers.note(self.leaves(), self._entering)
+
+    def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
+        """Look at the gradients before the body of other optimizers."""
+        member = self.ampx_member
+        config = member.group.config
+        unscaled = scale == 1.0 if type(scale) is float else False
+        if not member.group.enabled or (unscaled and not config.dynamic and config.init_scale == 1.0):
+            return None
+        # What a body of this one does, or another thread, is no other optimizer's doing.
+        if member.stage in ("inside", "interrupted") or self._thread not in (None, get_ident()):
+            return None
+        return self._entered, look(self.leaves())
+
+    def ampx_notice_foreign(self, before: tuple[int, list[Sight]], scale: Any) -> None:
+        """Note the gradients to which a body of other optimizers has written."""
+        entered, sights = before
+        if entered != self._entered or self._thread not in (None, get_ident()):
+            return
+        member = self.ampx_member
+        default = {"idle": 1.0, "scaled": member.factor}.get(member.stage)
+        self.leftovers.note_foreign(sights, default, scale)
+
+    def _keeps_gradients(self, scale: Any) -> bool:
+        """Return whether gradients are left that might carry another scale; here a step costs time that has none."""
+        if not self.leftovers.notes and type(scale) is float and scale == 1.0:
+            return False
+        if self.masters is not None:
+            return True
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return True
+        return False
+
+    def bring_together(self) -> None:
+        """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
+        scale = self.ampx_member.factor if self.ampx_member.stage == "scaled" else 1.0
+        self._bring_to(scale, scale)
+        self.ampx_member.end_change()
+
+    def _bring_to(self, scale: Any, default: Any) -> None:
+        plan = self.leftovers.plan(self.leaves(), scale, default)
+        if plan:
+            self.ampx_member.begin_change()
+            divide(plan)
+        self.leftovers.notes = {}
+
+    def leaves(self) -> list[torch.nn.Parameter]:
+        """List the parameters whose gradients backward makes."""
+        parameters = self.gradients.parameters()
+        if self.masters is None:
+            return parameters
+        copies = {id(master) for _, master in self.masters.pairs}
+        own = [parameter for parameter in parameters if id(parameter) not in copies]
+        return [*own, *self.masters.model_parameters()]
+
+    def _check_prepared(self) -> None:
+        """Raise where the level asks for low-precision parameters and `prepare` never made any."""
+        if self.masters is None and not any(parameter.dtype in LOW for parameter in self.gradients.parameters()):
+            raise ProtocolError(
+                "the level asks for low-precision parameters, but the optimizer holds none: the model would train in "
+                "float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."
+            )
+        self._must_be_prepared = False
+
+    # -- what torch asks -----------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, pending ones included."""
+        member = self.ampx_member
+        if member.stage == "interrupted":
+            self.heal()
+        elif member.stage in ("scaled", "unscaled") or (self.masters is not None and not member.pending):
+            member.begin_change()
+        self.optimizer.zero_grad(set_to_none)
+        if self.masters is not None:
+            self.masters.zero_grad(set_to_none)
+        self.leftovers.notes = {}
+        if member.stage != "idle":
+            self.forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the raw optimizer's state; the loss scale stays."""
+        self.optimizer.load_state_dict(state_dict)
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
+        if self._fused and not all(group["fused"] for group in self.param_groups):
+            fused.use(self.optimizer)  # the checkpoint was written by an optimizer that was not
+        if self.on_device and not all(group.get("fused") for group in self.param_groups):
+            # torch takes over `fused` with the other options: only fused kernels know how to skip by themselves.
+            self.ampx_member.group.resolve()
+            self.checked = {**self.take_checked()}
+            self.ampx_member.group.ledger = HOST_LEDGER
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the raw optimizer; one of float16 parameters is refused."""
+        self.optimizer.add_param_group(param_group)
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
+        try:
+            if not self._accepts_half:
+                refuse_half(self.param_groups[-1:])
+        except LowPrecisionParametersError:
+            self.param_groups.pop()
+            raise
+
+    def __repr__(self) -> str:
+        return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what `_attach` makes, and a scheduler's patch of `step`."""
+        kept = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
+        ledger = self.ampx_member.group.ledger
+        return {**kept, "_ledger": type(ledger) if isinstance(ledger, TensorLedger) else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Come back from a copy or a pickle; nothing is pending, whatever gradients came along."""
+        make_ledger = state.pop("_ledger")
+        self.__dict__.update(state)
+        group = self.ampx_member.group
+        if make_ledger is not None and not self.on_device:
+            group.ledger = make_ledger(self.param_groups[0]["params"][0].device)
+        self._attach()
+        if self.ampx_member.stage != "idle":
+            self.ampx_member.forget()
+            self.leftovers.note(self.leaves(), None)
+
+
+class StepGuard:
+    """A step hook of the raw optimizer that raises while gradients of `scale_loss` are pending.
+
+    Attributes:
+        open: The wrapper itself is stepping.
+        begins: It asks to note, when all hooks have run, that the update begins.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.open = self.begins = False
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise unless the wrapper steps or nothing is pending."""
+        if self.begins:
+            self.begins = False
+            self._member.begin_change()
+        if not self.open and self._member.pending:
+            raise RawStepError(
+                f"the raw {type(optimizer).__name__} was stepped while gradients of scale_loss are pending; they would "
+                f"be applied scaled or unchecked. Call step() on the object that ampx.wrap_optimizer returned."
+            )

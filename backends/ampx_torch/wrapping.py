@@ -16,16 +16,11 @@ from . import casting, fused as fusing
 from .device_scale import DeviceLedger, TensorLedger
 from .device_scale.capture import CapturableLedger
 from .gradients import refuse_half
-from .optimizer import AmpOptimizer
+from .step import AmpOptimizer
 
 
 def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
-    """Wrap a raw optimizer.
-
-    Raises:
-        InvalidOptionError: An option is unknown or has a value that is not accepted.
-        LowPrecisionParametersError: It holds float16 parameters without master weights, and the level is not O3.
-    """
+    """Check the options of `wrap_optimizer`, and wrap a raw optimizer."""
     reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable", "wrapper"))
     if options.get("wrapper") is not None:  # a way to wrap of its own, which apex.amp has
         return options["wrapper"](optimizer, member, options)

@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ampx
+from ampx_torch.step import AmpOptimizer
 
 UNIT = 2.0**-24  # half a unit in the last place of a float32: the relative error of one rounding
 OPTIMIZERS = {
@@ -83,16 +84,16 @@ def through_ampx(trainer, scale, clip, **options):
 @pytest.fixture
 def folded(monkeypatch):
     """List the divisors that kernels were given."""
-    from ampx_torch.step import Stepping
-
     seen = []
-    run = Stepping._run_fused
+    fold = AmpOptimizer._fold
 
-    def note(self, flag, divisor=None):
-        seen.append(divisor)
-        return run(self, flag, divisor)
+    def note(self, gradients):
+        folded = fold(self, gradients)
+        if folded is not None:
+            seen.append(folded.divisor)
+        return folded
 
-    monkeypatch.setattr(Stepping, "_run_fused", note)
+    monkeypatch.setattr(AmpOptimizer, "_fold", note)
     return seen
 
 

@@ -54,11 +54,7 @@ def check_plan(plan: CastPlan) -> CastPlan:
 
 
 def check_resolved(plan: CastPlan | None) -> None:
-    """Check that `prepare` looked for the modules that only it can find.
-
-    Raises:
-        UnsupportedOpError: There are name patterns, or at O2 and O3 classes, and it did not.
-    """
+    """Refuse rules that wait for `prepare`: name patterns, or at O2 and O3 classes."""
     if not isinstance(plan, oplists.TorchPlan):
         return
     rules_left = plan.patterns if plan.level == "O1" else plan.modules
@@ -129,11 +125,9 @@ class Off:
     __slots__ = ("_device", "_switched", "_was_on")
 
     def __init__(self, device: str) -> None:
-        """Remember the device type."""
         self._device = device
 
     def __enter__(self) -> None:
-        """Switch off."""
         self._was_on = is_on(self._device)
         if self._was_on:
             self._switched = _thread.switched
@@ -154,11 +148,9 @@ class On:
     __slots__ = ("_handle", "_plan", "_region", "_switched")
 
     def __init__(self, plan: CastPlan) -> None:
-        """Remember the plan."""
         self._plan = plan
 
     def __enter__(self) -> None:
-        """Switch on, rules included."""
         rules.install(self._plan)
         compiled.keep_backward_uncast()
         self._switched = _thread.switched
@@ -170,7 +162,6 @@ class On:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore, unless `init` or `shutdown` have decided anew inside."""
         self._handle.remove()
         now = None if self._switched == _thread.switched else _flags(self._plan.device)
         self._region.__exit__(kind, error, trace)
@@ -184,19 +175,16 @@ class Traced:
     """A region inside a compiled function: only flags, which the compiler knows; it ignores the weight cache."""
 
     def __init__(self, plan: CastPlan, enabled: bool) -> None:
-        """Remember the plan."""
         self._device = plan.device
         self._wanted = (enabled, DTYPES[plan.dtype])
 
     def __enter__(self) -> None:
-        """Switch."""
         self._before = is_on(self._device), torch.get_autocast_dtype(self._device)
         self._set(self._wanted)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore."""
         self._set(self._before)
 
     def _set(self, flags: tuple[bool, torch.dtype]) -> None:

@@ -78,11 +78,7 @@ def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[...
 
 
 def refuse_low(name: str, arguments: Any) -> None:
-    """Raise where a floating argument of a banned operation has low precision.
-
-    Raises:
-        UnsupportedByBackendError: One has.
-    """
+    """Raise where a floating argument of a banned operation has low precision."""
     found = next((one.dtype for one in floating(arguments) if one.dtype in LOW), None)
     if found is not None:
         raise UnsupportedByBackendError(

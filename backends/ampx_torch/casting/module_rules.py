@@ -167,7 +167,6 @@ class Enter:
     """Hook before one module's forward: begins the scope of its rule. Can be copied and pickled."""
 
     def __init__(self, kind: Kind, entry: Any) -> None:
-        """Remember the rule."""
         self.kind = kind
         self.entry = entry
 
@@ -188,12 +187,7 @@ class Leave:
 
 
 def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tuple[Kind, Any]]:
-    """Find the modules that the rules of a plan are about; a name goes before a class.
-
-    Raises:
-        UnsupportedOpError: A pattern matches nothing, two patterns disagree about a module, or an operation's
-            name is a module's name too.
-    """
+    """Find the modules that the rules of a plan are about; a name goes before a class."""
     if not isinstance(plan, TorchPlan):
         return {}
     named = [(plain_name(name), module) for model in models for name, module in model.named_modules() if name]

@@ -77,11 +77,7 @@ class TorchPlan(CastPlan):
 
 
 def resolve(plan: CastPlan) -> CastPlan:
-    """Say what every entry of `allow` and `deny` means.
-
-    Raises:
-        UnsupportedOpError: An entry cannot be honoured, or is in both lists.
-    """
+    """Say what every entry of `allow` and `deny` means; raise for one that cannot be honoured."""
     if isinstance(plan, TorchPlan) or not (plan.allow or plan.deny):
         return plan
     operations: dict[str, Kind] = {}

@@ -46,9 +46,7 @@ def install(plan: CastPlan) -> None:
 def uninstall(plan: CastPlan, last: bool = False) -> None:
     """Undo one `install`; with the last, torch's own kernels are back.
 
-    Args:
-        plan: What was installed.
-        last: It will not come back: the compiler need not keep what it traced under it.
+    One that will not come back (`last`) is forgotten by the compiler, too.
     """
     lstm.uninstall(plan)
     if not isinstance(plan, TorchPlan):

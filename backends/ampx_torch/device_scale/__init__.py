@@ -30,14 +30,9 @@ class _Batch:
 
 
 class TensorLedger(Ledger):
-    """A ledger whose scale and flags are tensors on one device.
-
-    Attributes:
-        device: The device.
-    """
+    """A ledger whose scale and flags are tensors on one device, made on first use."""
 
     def __init__(self, device: torch.device) -> None:
-        """Choose the device; tensors are made on first use."""
         self.device = device
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
@@ -55,7 +50,6 @@ class DeviceLedger(TensorLedger):
     """Keeps one group's scale on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Choose the device; tensors are made on first use."""
         super().__init__(device)
         self._states: dict[int, LossScaleState] = {}
         # Losses whose scale moves by the specification itself, in a few kernels more than torch's own.

@@ -58,21 +58,15 @@ class _Memory:
 
 
 class CapturableLedger(TensorLedger):
-    """Keeps one group's scale on one device, in tensors that are written in place."""
+    """Keeps one group's scale on one device, in tensors written in place; they are made before a capture."""
 
     def __init__(self, device: torch.device) -> None:
-        """Choose the device; tensors are made on first use, which must come before a capture."""
         super().__init__(device)
         self._memory: _Memory | None = None
         self._seen = 0  # logged steps that the host knows
 
     def factor(self, group: ScaleGroup, loss_id: int) -> torch.Tensor:
-        """Return the scale: a float32 scalar on the device.
-
-        Raises:
-            UnsupportedByBackendError: Another loss id than 0.
-            ProtocolError: The very first step is being captured.
-        """
+        """Return the scale: a float32 scalar on the device."""
         if loss_id != 0:
             raise UnsupportedByBackendError(
                 f"scale_loss got loss_id={loss_id} for an optimizer wrapped with capturable=True; accepted: 0. Leave "

@@ -34,15 +34,6 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         model: A module, or a list of modules that the name patterns of `allow` and `deny` are about.
         optimizer: Raw or wrapped, or a list of all that train the model; None trains nothing, or O1.
         plan: Device, dtype, level and rules.
-
-    Returns:
-        The model, or (model, optimizer).
-
-    Raises:
-        InvalidOptionError: The model is no module.
-        ProtocolError: The model was prepared otherwise, or gradients are pending.
-        UnsupportedByBackendError: A wrapped model (DDP, FSDP), or an optimizer that cannot have master weights.
-        UnsupportedOpError: A pattern matches no module.
     """
     models = [_unwrapped(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
     found = module_rules.matches(models, plan)

@@ -38,28 +38,24 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype) -> None:
         tensor.grad = gradient.to(dtype)
 
 
-class CastArguments:
-    """Hook before a forward: casts floating arguments, by position and by keyword."""
-
+class _Cast:
     def __init__(
         self, dtype: torch.dtype, only: tuple[torch.dtype, ...] = (torch.float32, torch.float64, *LOW)
     ) -> None:
-        """Remember the target and which dtypes to cast."""
         self.dtype = dtype
         self.only = only
+
+
+class CastArguments(_Cast):
+    """Hook before a forward: casts floating arguments of some dtypes, by position and by keyword."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast."""
         return cast((args, kwargs), self.dtype, only=self.only)
 
 
-class CastOutputs:
-    """Hook after a forward: casts floating outputs."""
-
-    def __init__(self, dtype: torch.dtype, only: tuple[torch.dtype, ...]) -> None:
-        """Remember the target and which dtypes to cast."""
-        self.dtype = dtype
-        self.only = only
+class CastOutputs(_Cast):
+    """Hook after a forward: casts floating outputs of some dtypes."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Cast."""
@@ -74,7 +70,6 @@ class SaveFloat32:
     """
 
     def __init__(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Remember the masters by the parameter's name in its module."""
         self.masters = dict(masters)
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -94,7 +89,6 @@ class LoadFloat32:
     """Hook before `load_state_dict`: loads a module's masters with the exact values."""
 
     def __init__(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Remember the masters by the parameter's name in its module."""
         self.masters = dict(masters)
 
     def __call__(

@@ -121,11 +121,7 @@ def of(optimizer: Any) -> MasterWeights | None:
 
 
 def check_movable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for an optimizer whose parameters cannot be replaced by masters.
-
-    Raises:
-        UnsupportedByBackendError: It keeps its own references to parameters, as LBFGS does.
-    """
+    """Raise for an optimizer that keeps its own references to parameters, as LBFGS does: they cannot be replaced."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedByBackendError(
             "prepare got LBFGS, which evaluates the model between its own updates, so that master weights would be "
@@ -136,15 +132,7 @@ def check_movable(optimizer: torch.optim.Optimizer) -> None:
 def give(
     optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[nn.Parameter, nn.Parameter]
 ) -> list[MasterWeights]:
-    """Point optimizers at masters, in place: groups, options and names stay, state moves along.
-
-    Args:
-        optimizers: Raw optimizers.
-        masters: The float32 master of every low-precision parameter.
-
-    Returns:
-        The master weights of each optimizer, also to be found by `of`.
-    """
+    """Point optimizers at masters of their parameters, in place: groups, options and names stay, state moves along."""
     return [_give(optimizer, masters) for optimizer in optimizers]
 
 

@@ -17,8 +17,7 @@ import torch
 from ampx.run import Managed, Manager, Run, script_line
 from ampx_torch.delegation import TakenOver
 from ampx_torch.gradients import unscale_into
-from ampx_torch.optimizer import AmpOptimizer
-from ampx_torch.step import Stepping
+from ampx_torch.step import AmpOptimizer
 
 from .native import Native
 from .operations import TorchSampler
@@ -361,6 +360,6 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.optim.Optimizer, "__init__", make_managed),
-        mock.patch.object(Stepping, "step", manager.recorded(Stepping.step)),
+        mock.patch.object(AmpOptimizer, "step", manager.recorded(AmpOptimizer.step)),
     ):
         yield

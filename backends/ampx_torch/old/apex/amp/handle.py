@@ -11,7 +11,7 @@ import torch
 import ampx
 from ampx.errors import InvalidOptionError, NotWrappedError, ProtocolError
 from ampx.scaling import check_loss
-from ampx_torch import casting, losses
+from ampx_torch import casting
 from ampx_torch.delegation import DelegatingOptimizer
 
 from . import decorators, registry, sessions, turns
@@ -62,7 +62,7 @@ def scale_loss(
     if not chosen:
         check_loss(session, _one_element(loss))
         with disable_casts():
-            yield losses.scale_loss(loss, scaler.loss_scale())
+            yield session.backend.scale(loss, scaler.loss_scale())
         return
     scaler.clear_overflow_state()
     with block(session, loss, chosen, loss_id, delay_unscale) as scaled:
@@ -110,7 +110,7 @@ def block(
     with session.scale_loss(element, optimizers, loss_id=loss_id) as scaled:
         for optimizer in optimizers:
             optimizer.verdict = optimizers[0].verdict
-        yield scaled if element is loss else losses.scale_loss(loss, optimizers[0].ampx_member.factors[loss_id])
+        yield scaled if element is loss else session.backend.scale(loss, optimizers[0].ampx_member.factors[loss_id])
 
 
 def _one_element(loss: Any) -> Any:
