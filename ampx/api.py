@@ -68,20 +68,21 @@ def autocast(enabled: bool = True, dtype: object = None) -> Region:
 
 def float_function(function: annotate.Function) -> annotate.Function:
     """Compute a function in float32; without a session it runs as it is: see `Amp.float_function`."""
-    return annotate.annotate(function, "float", _casting_of)
+    return annotate.annotate(function, "float", casting_of)
 
 
 def half_function(function: annotate.Function) -> annotate.Function:
     """Compute a function in the compute dtype: see `Amp.half_function`."""
-    return annotate.annotate(function, "half", _casting_of)
+    return annotate.annotate(function, "half", casting_of)
 
 
 def promote_function(function: annotate.Function) -> annotate.Function:
     """Compute a function in the widest dtype of its arguments: see `Amp.promote_function`."""
-    return annotate.annotate(function, "promote", _casting_of)
+    return annotate.annotate(function, "promote", casting_of)
 
 
-def _casting_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> annotate.Casting | None:
+def casting_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> annotate.Casting | None:
+    """Return backend and plan by which a call with these arguments is cast; None where nothing is."""
     active = sessions.all_sessions()
     session = active[0] if len(active) == 1 else sessions.search((args, kwargs))
     return None if session is None else session.casting_now

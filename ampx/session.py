@@ -614,6 +614,11 @@ class Amp:
 
     # -- checks ------------------------------------------------------------------------------------
 
+    @property
+    def active(self) -> bool:
+        """Whether the session was neither shut down nor replaced by another `init`."""
+        return self._active
+
     def _check_active(self) -> None:
         if not self._active:
             raise ProtocolError(

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from ampx.annotate import Function, Kind
+from ampx.api import casting_of
 from ampx.backend import CastPlan
-from ampx.session import sessions
 from ampx_torch import casting, trees
 from ampx_torch.trees import LOW
+
+from ._amp_state import _amp_state
 
 
 def annotate(function: Function, kind: Kind) -> Function:
@@ -23,7 +25,7 @@ def annotate(function: Function, kind: Kind) -> Function:
 
     @functools.wraps(function)
     def inside(*args: Any, **kwargs: Any) -> Any:
-        plan = casting_plan()
+        plan = casting_plan(args, kwargs)
         if plan is None:
             return function(*args, **kwargs)
         dtype = _target(kind, plan, (args, kwargs))
@@ -44,10 +46,14 @@ def _target(kind: Kind, plan: CastPlan, arguments: Any) -> torch.dtype:
     return torch.float32 if wide else low
 
 
-def casting_plan() -> CastPlan | None:
-    """Return the plan by which operations are cast at this moment in this thread; None where they are not."""
-    session = sessions.get("torch")
-    plan = None if session is None else session.casting
+def casting_plan(*arguments: Any) -> CastPlan | None:
+    """Return the plan by which operations are cast at this moment in this thread; None where they are not.
+
+    The session may be one that the script started by `ampx.init`, where a library annotates its functions.
+    """
+    backend, plan = casting_of(arguments, {}) or (None, None)
+    if backend is None or backend.name != "torch":
+        plan = None if _amp_state.session is None else _amp_state.session.casting
     if plan is None or plan.level != "O1" or not casting.is_on(plan.device):
         return None
     return plan

@@ -10,7 +10,6 @@ import torch
 import ampx
 from ampx.errors import InvalidOptionError, NotInitializedError
 from ampx.policy import normalise_dtype
-from ampx.session import sessions
 from ampx_torch.trees import DTYPES
 
 from . import lists, registry
@@ -75,7 +74,7 @@ def end() -> None:
 def present(call: str) -> ampx.Amp:
     """Return the session, or raise where `initialize` was not called or the session was shut down since."""
     session: ampx.Amp | None = _amp_state.session
-    if session is None or sessions.get("torch") is not session:
+    if session is None or not session.active:
         raise NotInitializedError(
             f"{call} was called without amp.initialize; accepted: after model, optimizer = amp.initialize(model, "
             f"optimizer, opt_level=…), and before ampx.shutdown or another ampx.init. Call it first."
