@@ -13,7 +13,7 @@ from .step import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Give a model low-precision parameters, norms excepted, and its optimizer float32 master weights; at O1 nothing.
+    """Cast the parameters of a model to low precision, norms excepted, and its optimizer float32 master weights; at O1 nothing.
 
     Args:
         model: A layer, or a list of layers; changed in place.
