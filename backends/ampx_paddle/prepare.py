@@ -13,7 +13,7 @@ from .step import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Cast the parameters of a model to low precision, norms excepted, and its optimizer float32 master weights; at O1 nothing.
+    """Cast a model to low precision, norms excepted, and make float32 masters for its optimizer; at O1 do nothing.
 
     Args:
         model: A layer, or a list of layers; changed in place.
