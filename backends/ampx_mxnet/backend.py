@@ -12,10 +12,10 @@ from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, clipping, devices, dtypes, gradients
+from . import casting, devices, dtypes, gradients
 from .compat import mx
 from .losses import inspect_loss, scale_loss
-from .optimizer import AmpTrainer
+from .step import AmpTrainer
 from .wrapping import make_wrapper
 
 
@@ -92,10 +92,6 @@ class MXNetBackend(ampx.Backend):
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
         """Divide gradients by the scale in place and test them."""
         return Unscaled(grads, bool(gradients.unscale(grads, scale).asscalar()))
-
-    def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
-        """Clip true gradients in place."""
-        return grads, clipping.clip(grads, max_norm, max_value)[1]
 
     def apply(self, optimizer: Any, grads: Any) -> None:
         """Update with what hangs on the parameters; a batch size of 1 leaves the gradients as they are."""

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
+import ampx
 from ampx.backend import CastPlan
-from ampx.errors import ProtocolError, UnsupportedByBackendError
-from ampx.session import sessions
+from ampx.errors import NotInitializedError, ProtocolError, UnsupportedByBackendError
+from ampx.protocol import ScaleGroup
 
 from . import accumulation, hybrid, oplists, switch
 from .compat import amp, mx
@@ -72,6 +73,14 @@ class _On(switch.Region):
         with _lock:
             _State.regions = tuple(entry for entry in _State.regions if entry() is not self)
             _settle()
+
+
+def running_session() -> ampx.Amp | None:
+    """Return the session of MXNet; None where none runs."""
+    try:
+        return ampx.current("mxnet")
+    except NotInitializedError:
+        return None
 
 
 def activate(plan: CastPlan) -> None:
@@ -175,12 +184,11 @@ def _uninstall(installed: _Installed) -> None:
 
 def _modules() -> list[ModuleType]:
     """List the modules in which `amp.init` replaces functions, each once."""
-    found: dict[int, ModuleType] = {}
+    modules: dict[int, ModuleType] = {}
     for module in (mx.ndarray, mx.symbol):
         parts = [getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST]
-        for one in (module, module.op, module._internal, *parts):
-            found[id(one)] = one
-    return list(found.values())
+        modules.update({id(place): place for place in (module, module.op, module._internal, *parts)})
+    return list(modules.values())
 
 
 def _choosing(original: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,15 +204,18 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        session = sessions.get("mxnet")
-        if session is not None and session.enabled:
-            for group in session.live_groups():
-                if group.states[0].scale != 1.0:
-                    raise UnsupportedByBackendError(
-                        f"{original.__name__} makes its own gradient, which scale_loss cannot scale (the loss scale is "
-                        f"{group.states[0].scale:g}); accepted: losses of mxnet.gluon.loss. Use one of these, or "
-                        f"loss_scale=1."
-                    )
+        for group in _scaled_groups():
+            raise UnsupportedByBackendError(
+                f"{original.__name__} makes its own gradient, which scale_loss cannot scale (the loss scale is "
+                f"{group.states[0].scale:g}); accepted: losses of mxnet.gluon.loss. Use one of these, or loss_scale=1."
+            )
         return original(*args, **kwargs)
 
     return refuse
+
+
+def _scaled_groups() -> list[ScaleGroup]:
+    session = running_session()
+    if session is None or not session.enabled:
+        return []
+    return [group for group in session.live_groups() if group.states[0].scale != 1.0]

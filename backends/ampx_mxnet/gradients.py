@@ -1,10 +1,11 @@
-"""Gradients of a raw trainer: which there are, whether all are finite, and what they are unscaled."""
+"""Gradients of a raw trainer: which there are, whether all are finite, and how they are unscaled and clipped."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from .compat import mx
 from .dtypes import name_of
@@ -16,6 +17,11 @@ _multi_all_finite: Final = mx.nd.multi_all_finite
 CHUNK: Final = 200
 # The kernel takes one dtype a call, and not bfloat16.
 _CHECKED: Final = frozenset({"float16", "float32", "float64"})
+# By so much at once are gradients shrunk: the factor itself would leave float32's range.
+_SMALLEST_FACTOR: Final = 2.0**-64
+
+# Gradients by context, and in each by dtype; sparse ones apart, as "row_sparse".
+Batches: TypeAlias = list[dict[str, list[Any]]]
 
 
 def parameters(trainer: Any) -> Iterator[Any]:
@@ -92,14 +98,14 @@ def clear(trainer: Any) -> None:
     mark_stale(trainer)
 
 
-def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
+def collect(trainer: Any, only_fresh: bool) -> Batches:
     """List the gradients by context, and in each by dtype; sparse ones apart, as `"row_sparse"`.
 
     Args:
         trainer: The raw trainer.
         only_fresh: Leave out those that no backward wrote since the last step.
     """
-    result: list[dict[str, list[Any]]] = []
+    result: Batches = []
     last: Any = None
     targets: list[list[Any]] = []
     for parameter in trainer._params:
@@ -123,28 +129,28 @@ def collect(trainer: Any, only_fresh: bool) -> list[dict[str, list[Any]]]:
 class Layout:
     """What `collect` gave of all gradients, for as long as they are the same arrays: most steps ask for the same."""
 
-    __slots__ = ("_found", "_gradients")
+    __slots__ = ("_batches", "_gradients")
 
     def __init__(self) -> None:
         """Know nothing."""
         self._gradients: list[list[Any]] = []
-        self._found: list[dict[str, list[Any]]] = []
+        self._batches: Batches = []
 
     def __reduce__(self) -> tuple[type[Layout], tuple[()]]:
         """Copy as one that knows nothing."""
         return Layout, ()
 
-    def collect(self, trainer: Any) -> list[dict[str, list[Any]]]:
+    def collect(self, trainer: Any) -> Batches:
         """List all gradients, as `collect` does."""
-        gradients = [one._grad for one in trainer._params if one._grad is not None]
-        known = self._gradients
-        if len(known) != len(gradients) or not all(map(operator.is_, known, gradients)):
-            self._found = collect(trainer, False)
+        gradients = [parameter._grad for parameter in parameters(trainer)]
+        before = self._gradients
+        if len(before) != len(gradients) or not all(map(operator.is_, before, gradients)):
+            self._batches = collect(trainer, False)
             self._gradients = gradients
-        return self._found
+        return self._batches
 
 
-def _targets(result: list[dict[str, list[Any]]], parameter: Any, contexts: int) -> list[list[Any]]:
+def _targets(result: Batches, parameter: Any, contexts: int) -> list[list[Any]]:
     """Return the lists, one a context, in which gradients like a parameter's belong."""
     kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
     result.extend({} for _ in range(contexts - len(result)))
@@ -153,10 +159,10 @@ def _targets(result: list[dict[str, list[Any]]], parameter: Any, contexts: int) 
 
 def _classic(batch: list[Any]) -> list[Any]:
     """Return MXNet's NumPy arrays, which its kernels refuse, as its classic ones; they share their memory."""
-    return [one.as_nd_ndarray() for one in batch] if isinstance(batch[0], mx.np.ndarray) else batch
+    return [gradient.as_nd_ndarray() for gradient in batch] if isinstance(batch[0], mx.np.ndarray) else batch
 
 
-def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
+def all_finite(gradients: Batches) -> Any:
     """Test gradients for inf and NaN, with MXNet's own kernel, in one call for 200 of them.
 
     Args:
@@ -173,7 +179,7 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
             # The first call makes the flag and writes the 1 into it; MXNet's own scaler spends another call on that.
             flag = None
             for kind, batch in batches.items():
-                dense = batch if kind in _CHECKED else [_testable(kind, one) for one in batch]
+                dense = batch if kind in _CHECKED else [_testable(kind, gradient) for gradient in batch]
                 for start in range(0, len(dense), CHUNK):
                     chunk = dense[start : start + CHUNK]
                     flag = _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=flag is None, out=flag)
@@ -184,7 +190,7 @@ def all_finite(gradients: list[dict[str, list[Any]]]) -> Any:
     return result
 
 
-def unscale(gradients: list[dict[str, list[Any]]], scale: float) -> Any:
+def unscale(gradients: Batches, scale: float) -> Any:
     """Divide gradients by the scale in place and test the results.
 
     Args:
@@ -197,8 +203,8 @@ def unscale(gradients: list[dict[str, list[Any]]], scale: float) -> Any:
     with mx.autograd.pause():
         for batches in gradients:
             for batch in batches.values():
-                for one in batch:
-                    mx.nd._internal._div_scalar(one, scalar=scale, out=one)
+                for gradient in batch:
+                    mx.nd._internal._div_scalar(gradient, scalar=scale, out=gradient)
     return all_finite(gradients)
 
 
@@ -206,6 +212,91 @@ def _testable(kind: str, gradient: Any) -> Any:
     if kind == "row_sparse":
         return mx.nd.cast_storage(gradient, "default")
     return gradient.astype("float32")
+
+
+def clip(
+    gradients: Batches, max_norm: float | None, max_value: float | None, finite: Any = None
+) -> tuple[bool, float | None]:
+    """Clip finite gradients in place by value, then by global L2 norm; others stay as they are.
+
+    Every context is clipped by the norm of its own gradients: where the trainer reduces them, all contexts hold the
+    same; where it does not, every context trains a model of its own.
+
+    Args:
+        gradients: What `collect` gave.
+        max_norm: Bound of the norm, or None.
+        max_value: Bound of every element, or None.
+        finite: One float32 element, not 0 where all gradients are finite, as `all_finite` gave it; None where
+            they are known to be.
+
+    Returns:
+        Whether they are finite, and the first context's norm before clipping by norm, None where `max_norm` is None.
+
+    Sync: one; where finite gradients have a norm beyond float32, and for sparse ones, some more.
+    """
+    with mx.autograd.pause():
+        sums = [] if max_norm is None else [_sum_of_squares(batches, max_value) for batches in gradients if batches]
+        flags = [] if finite is None else [finite]
+        numbers = _read([*flags, *sums])
+        if flags and not numbers[0]:
+            return False, math.sqrt(numbers[1]) if sums else None
+        if max_value is not None:
+            for batches in gradients:
+                for gradient in (gradient for batch in batches.values() for gradient in batch):
+                    mx.nd.clip(gradient, -max_value, max_value, out=gradient)
+        if max_norm is None:
+            return True, None
+        norms = []
+        for batches, squares in zip(filter(None, gradients), numbers[len(flags) :], strict=True):
+            norm = math.sqrt(squares if math.isfinite(squares) else _wide_sum_of_squares(batches))
+            norms.append(norm)
+            if max_norm < norm < math.inf:  # else such gradients stay bit for bit
+                _shrink(batches, max_norm / norm)
+    return True, norms[0] if norms else 0.0
+
+
+def _read(scalars: list[Any]) -> list[float]:
+    """Read arrays of one element, on whatever contexts, with one sync."""
+    if not scalars:
+        return []
+    first = scalars[0].context
+    moved = [scalar.as_in_context(first).astype("float32").reshape((1,)) for scalar in scalars]
+    numbers: list[float] = mx.nd.concat(*moved, dim=0).asnumpy().astype("float64").tolist()
+    return numbers
+
+
+def _shrink(batches: dict[str, list[Any]], factor: float) -> None:
+    """Multiply gradients by a factor below 1, however small."""
+    while factor < _SMALLEST_FACTOR:
+        _shrink(batches, _SMALLEST_FACTOR)
+        factor /= _SMALLEST_FACTOR
+    for batch in batches.values():
+        for gradient in batch:
+            mx.nd._internal._mul_scalar(gradient, scalar=factor, out=gradient)
+
+
+def _sum_of_squares(batches: dict[str, list[Any]], max_value: float | None) -> Any:
+    """Return the sum of squares as clipped by value, a float32 array of one element; inf where float32 overflows."""
+    sums: list[Any] = []
+    for kind, batch in batches.items():
+        values = batch if max_value is None else [mx.nd.clip(gradient, -max_value, max_value) for gradient in batch]
+        if kind == "row_sparse":
+            sums.extend(mx.nd.norm(value).square().reshape((1,)).astype("float32") for value in values)
+        elif kind == "float32":
+            for start in range(0, len(values), CHUNK):
+                chunk = values[start : start + CHUNK]
+                sums.append(mx.nd.multi_sum_sq(*chunk, num_arrays=len(chunk)).sum())
+        else:
+            sums.extend(value.astype("float32").square().sum() for value in values)
+    return mx.nd.add_n(*sums)
+
+
+def _wide_sum_of_squares(batches: dict[str, list[Any]]) -> float:
+    """Return the sum of squares in float64, which no float32 elements overflow. Sync: one a gradient."""
+    values = [
+        gradient.data if kind == "row_sparse" else gradient for kind, batch in batches.items() for gradient in batch
+    ]
+    return math.fsum(value.astype("float64").square().sum().asscalar() for value in values if value.size)
 
 
 def name_nonfinite(trainer: Any, model: Any | None) -> list[tuple[str, int, int]]:
@@ -219,10 +310,11 @@ def name_nonfinite(trainer: Any, model: Any | None) -> list[tuple[str, int, int]
 
     Sync: one a gradient.
     """
-    names = {} if model is None else {id(one): name for name, one in model._collect_params_with_prefix().items()}
+    named = {} if model is None else model._collect_params_with_prefix()
+    names = {id(parameter): name for name, parameter in named.items()}
     result = []
     for parameter in parameters(trainer):
-        bad = max(_count_nonfinite(one) for one in parameter._grad)
+        bad = max(map(_count_nonfinite, parameter._grad))
         if bad:
             result.append((names.get(id(parameter), parameter.name), bad, int(parameter._data[0].size)))
     return result

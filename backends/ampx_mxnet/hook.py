@@ -129,46 +129,6 @@ class OverflowHook:
         group, factor = self._member.group, self._member.factor
         return float(group.states[0].scale if factor is None else factor)
 
-    @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale
-
-    @_loss_scale.setter
-    def _loss_scale(self, value: float) -> None:
-        self._load(scale=float(value))
-
-    @property
-    def _next_loss_scale(self) -> float:
-        return float(self._member.group.states[0].scale)
-
-    @_next_loss_scale.setter
-    def _next_loss_scale(self, value: float) -> None:
-        self._load(scale=float(value))
-
-    @property
-    def _unskipped(self) -> int:
-        return int(self._member.group.states[0].growth_tracker)
-
-    @_unskipped.setter
-    def _unskipped(self, value: int) -> None:
-        self._load(growth_tracker=int(value))
-
-    @property
-    def _scale_seq_len(self) -> int:
-        return int(self._member.group.config.growth_interval)
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._configure(growth_interval=int(value))
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return float(self._member.group.config.max_scale)
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self._configure(max_scale=float(value))
-
     def _load(self, **values: Any) -> None:
         group = self._member.group
         group.load(group.config, {**group.states, 0: replace(group.states[0], **values)})
@@ -176,3 +136,20 @@ class OverflowHook:
     def _configure(self, **values: Any) -> None:
         group = self._member.group
         group.load(replace(group.config, **values), group.states)
+
+    _loss_scale = property(lambda hook: hook.loss_scale, lambda hook, value: hook._load(scale=float(value)))
+    _next_loss_scale = property(
+        lambda hook: float(hook._member.group.states[0].scale), lambda hook, value: hook._load(scale=float(value))
+    )
+    _unskipped = property(
+        lambda hook: int(hook._member.group.states[0].growth_tracker),
+        lambda hook, value: hook._load(growth_tracker=int(value)),
+    )
+    _scale_seq_len = property(
+        lambda hook: int(hook._member.group.config.growth_interval),
+        lambda hook, value: hook._configure(growth_interval=int(value)),
+    )
+    _max_loss_scale = property(
+        lambda hook: float(hook._member.group.config.max_scale),
+        lambda hook, value: hook._configure(max_scale=float(value)),
+    )

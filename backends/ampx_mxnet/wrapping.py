@@ -9,10 +9,10 @@ from ampx.backend import reject_unknown
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.protocol import Member
 
+from .delegation import move_out
 from .dtypes import name_of
 from .hook import OverflowHook, SavedScaler
-from .in_place import move_out
-from .optimizer import AmpTrainer
+from .step import AmpTrainer
 
 if TYPE_CHECKING:
     from .backend import MXNetBackend
@@ -89,10 +89,14 @@ def _check_store(trainer: Any) -> None:
 def _check_dtypes(trainer: Any) -> None:
     masters = getattr(trainer._optimizer, "multi_precision", False)
     low = {"bfloat16"} if masters else {"bfloat16", "float16"}  # MXNet keeps masters of float16 parameters only
-    found = [one.name for one in trainer._params if one.grad_req != "null" and name_of(one.dtype) in low]
-    if found:
+    names = [
+        parameter.name
+        for parameter in trainer._params
+        if parameter.grad_req != "null" and name_of(parameter.dtype) in low
+    ]
+    if names:
         raise LowPrecisionParametersError(
-            f"the trainer holds {len(found)} low-precision parameters ({', '.join(found[:5])}); updates smaller than "
+            f"the trainer holds {len(names)} low-precision parameters ({', '.join(names[:5])}); updates smaller than "
             f"their precision would be lost. Keep the parameters in float32, or make the trainer of float16 parameters "
             f"with multi_precision=True."
         )

@@ -10,18 +10,17 @@ from ampx_mxnet.dtypes import name_of
 
 
 def _modules():
-    found = {}
+    names = {}
     for module in (mx.ndarray, mx.symbol):
         parts = [getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST]
-        for one in (module, module.op, module._internal, *parts):
-            found[one.__name__] = dict(vars(one))
-    return found
+        names |= {place.__name__: dict(vars(place)) for place in (module, module.op, module._internal, *parts)}
+    return names
 
 
 def _flags():
     names = ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler")
     places = (mx.gluon.HybridBlock, mx.autograd, mx.nd.NDArray)
-    return [getattr(native_amp.amp, name) for name in names], [dict(vars(one)) for one in places]
+    return [getattr(native_amp.amp, name) for name in names], [dict(vars(place)) for place in places]
 
 
 def _dtype(net):
@@ -57,11 +56,14 @@ def test_nothing_is_left_where_switching_on_fails(monkeypatch):
 
 @pytest.mark.bfloat16
 @pytest.mark.parametrize("static", [False, True])
-def test_hybridized_blocks_follow_the_switch(dense, static):
-    """Traced before `init`, in a region, after it: every call computes as the moment says."""
-    net = dense()
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_hybridized_blocks_follow_the_switch(dense, static, traced_before):
+    """A block in a block, traced before `init`, in a region, after it: every call computes as the moment says."""
+    net = mx.gluon.nn.HybridSequential()
+    net.add(dense())
     net.hybridize(static_alloc=static, static_shape=static)
-    assert _dtype(net) == "float32"
+    if traced_before:
+        assert _dtype(net) == "float32"
     amp = ampx.init("mxnet", dtype="bfloat16")
     for _ in range(2):
         assert _dtype(net) == "bfloat16"
@@ -103,8 +105,8 @@ def test_imported_symbol_blocks_keep_their_graph():
 @pytest.mark.bfloat16
 def test_symbols_are_cast_where_arrays_are():
     def inside():
-        made = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
-        return sum("amp_cast" in name for name in made.get_internals().list_outputs())
+        symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
+        return sum("amp_cast" in name for name in symbol.get_internals().list_outputs())
 
     assert inside() == 0
     amp = ampx.init("mxnet", dtype="bfloat16")
@@ -115,8 +117,10 @@ def test_symbols_are_cast_where_arrays_are():
 
 @pytest.mark.bfloat16
 def test_float16_on_the_cpu_is_refused_with_the_reason():
+    running = ampx.init("mxnet", dtype="bfloat16", device="cpu")
     with pytest.raises(ampx.UnsupportedDtypeError, match=r"float16.*supported: bfloat16"):
         ampx.init("mxnet", dtype="float16", device="cpu")
+    assert ampx.current("mxnet") is running
     with pytest.warns(ampx.PrecisionWarning, match="falling back to bfloat16"):
         amp = ampx.init("mxnet", dtype="float16", device="cpu", on_unsupported="warn")
     assert amp.effective.dtype == "bfloat16"
@@ -179,8 +183,8 @@ def test_gradients_add_over_several_backwards_of_one_body(dense, hybridize, how)
         with ampx.scale_loss(losses, opt) as scaled:
             if how == "together":
                 mx.autograd.backward(scaled)
-            for one in scaled if how != "together" else ():
-                one.backward() if how == "one by one" else mx.autograd.backward([one])
+            for loss in scaled if how != "together" else ():
+                loss.backward() if how == "one by one" else mx.autograd.backward([loss])
         opt.step(1)
         opt.zero_grad()
         assert net.weight.data().asnumpy().tolist() == [[after, after]]

@@ -9,15 +9,10 @@ import pytest
 from mxnet import autograd, gluon
 
 import ampx
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 # Overflows by step: some before the run stops, some after. The growth interval is 3.
-PATTERN = (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
-REFERENCE = [2.0**power for power in (16, 16, 17, 16, 16, 16, 15, 14, 14, 14, 15, 15, 15, 16)]
-# What PyTorch saves after 0, 0, 1, 0 (1 is an overflow) with growth_interval=3, written out by hand.
-FROM_TORCH = """{"schema": "ampx.loss_scale/1", "framework": "torch", "groups": [{"config": {"init_scale": 65536.0,
-"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "hysteresis": 1, "min_scale": 1.0,
-"max_scale": 16777216.0, "dynamic": true, "max_consecutive_skips": 50}, "losses": [{"loss_id": 0, "scale": 32768.0,
-"growth_tracker": 1, "hysteresis_tracker": 1, "consecutive_skips": 0}]}]}"""
+PATTERN, REFERENCE = REFERENCE_PATTERN, list(REFERENCE_TRACE)
 
 
 def loss_of(network, step):
@@ -48,7 +43,7 @@ class Training:
         return trace
 
     def weights(self):
-        return np.concatenate([one.data().asnumpy().ravel() for one in self.network.collect_params().values()])
+        return np.concatenate([value.data().asnumpy().ravel() for value in self.network.collect_params().values()])
 
     def save(self, folder):
         self.network.save_parameters(str(folder / "network"))
@@ -96,7 +91,7 @@ def test_the_trainers_file_is_mxnets_own(tmp_path):
     oracle.initialize(mx.init.One())
     loaded.load_parameters(str(tmp_path / "network"))
     options = {"learning_rate": 0.01, "momentum": 0.9}
-    trainers = {one: gluon.Trainer(one.collect_params(), "nag", options) for one in (loaded, oracle)}
+    trainers = {network: gluon.Trainer(network.collect_params(), "nag", options) for network in (loaded, oracle)}
     trainers[loaded].load_states(str(tmp_path / "trainer"))
     assert trainers[loaded].optimizer.rescale_grad == 1.0
     for network, steps in ((oracle, (0, 1, 2, 4, 5)), (loaded, (5,))):
@@ -106,23 +101,3 @@ def test_the_trainers_file_is_mxnets_own(tmp_path):
             loss.backward()
             trainers[network].step(1)
     np.testing.assert_array_equal(loaded.weight.data().asnumpy(), oracle.weight.data().asnumpy())
-
-
-def test_a_state_may_be_loaded_before_and_after_the_first_step():
-    for steps_before in (0, 2):
-        training = Training("nag")
-        training.run(range(steps_before))
-        training.amp.load_state_dict(json.loads(FROM_TORCH))
-        # Two finite steps complete the three; the fourth of PATTERN is an overflow.
-        assert training.run([0, 1, 3]) == [32768.0, 65536.0, 32768.0]
-        saved = json.loads(json.dumps(training.amp.state_dict()))
-        assert saved["groups"][0]["config"] == json.loads(FROM_TORCH)["groups"][0]["config"]
-        assert saved["framework"] == "mxnet"
-        ampx.shutdown()
-
-
-def test_skipped_steps_do_not_advance_the_optimizers_count():
-    """The learning rate's schedule depends on it."""
-    training = Training("adam")
-    training.run(range(len(PATTERN)))
-    assert training.trainer.optimizer.num_update == PATTERN.count(0)

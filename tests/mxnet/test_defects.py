@@ -40,21 +40,6 @@ print(trainer._update_on_kvstore, *[w.data(one).asscalar() for one in contexts])
         assert code == 0, err
         assert out.split()[-3:] == ["True", "-inf", "-inf"]
 
-    @pytest.mark.parametrize("overflow", [0, 1])
-    @pytest.mark.parametrize("asked", [None, False])
-    def test_ampx(self, amp, weights, backward, overflow, asked):
-        parameter = weights(1.0, ctx=CONTEXTS)
-        raw = gluon.Trainer({"w": parameter}, "sgd", {"learning_rate": 0.25}, update_on_kvstore=asked)
-        opt = amp.wrap_optimizer(raw)
-        factors = [math.inf if index == overflow else 1.0 for index in range(2)]
-        backward(lambda: [parameter.data(c).sum() * f for c, f in zip(CONTEXTS, factors, strict=True)], opt)
-        opt.step(1)
-        assert [parameter.data(c).asscalar() for c in CONTEXTS] == [1.0, 1.0]
-        assert opt.last_step == ampx.StepResult(False, False, 2.0**16, 2.0**15, 1)
-        backward(lambda: [parameter.data(c).sum() for c in CONTEXTS], opt)
-        opt.step(1)
-        assert [parameter.data(c).asscalar() for c in CONTEXTS] == [0.5, 0.5]  # two contexts, 0.25 each
-
     def test_ampx_refuses_a_trainer_that_updates_on_its_kvstore_already(self, amp, weights):
         """Its weights live in the store, and the choice was made with the first step."""
         parameter = weights(1.0, ctx=CONTEXTS)
@@ -146,18 +131,6 @@ for overflow in {self.PATTERN}:
         assert scales[1:] == list(self.REFERENCE[:-1])
         assert scales != list(self.REFERENCE)
 
-    def test_ampx_is_on_time(self, amp, weights, backward):
-        parameter = weights(1.0)
-        raw = gluon.Trainer({"w": parameter}, "sgd", {"learning_rate": 1.0})
-        opt = amp.wrap_optimizer(raw, loss_scale=ampx.LossScale(growth_interval=3))
-        scales = []
-        for overflow in self.PATTERN:
-            factor = math.inf if overflow else 0.0
-            backward(lambda factor=factor: parameter.data().sum() * factor, opt)
-            opt.step(1)
-            scales.append(opt.loss_scale)
-        assert scales == list(self.REFERENCE)
-
     def test_native_looks_at_the_first_context_only(self, native):
         """Without a kvstore every context keeps and applies its own gradient."""
         code, out, err = native(
@@ -173,15 +146,6 @@ print(*[w.data(one).asscalar() for one in contexts])
         )
         assert code == 0, err
         assert out.split()[-2:] == ["0.0", "-inf"]
-
-    def test_ampx_looks_at_all_contexts(self, amp, weights, backward):
-        parameter = weights(1.0, ctx=CONTEXTS)
-        raw = gluon.Trainer({"w": parameter}, "sgd", {"learning_rate": 1.0}, kvstore=None)
-        opt = amp.wrap_optimizer(raw)
-        backward(lambda: [parameter.data(c).sum() * f for c, f in zip(CONTEXTS, (1.0, math.inf), strict=True)], opt)
-        opt.step(1)
-        assert not opt.last_step.applied
-        assert [parameter.data(c).asscalar() for c in CONTEXTS] == [1.0, 1.0]
 
     @pytest.mark.parametrize(
         ("parameters", "message"), [("", "IndexError"), ("a, b", "data type do not match specified type")]
@@ -239,21 +203,6 @@ print(float(before - w.data().asscalar()))
         )
         assert code == 0, err
         assert float(out.split()[-1]) == 2.0**-16  # a step of length 1 is right
-
-    def test_ampx(self, amp, weights, backward):
-        parameter = weights(1.0)
-        raw = gluon.Trainer({"w": parameter}, "sgd", {"learning_rate": 1.0})
-        opt = amp.wrap_optimizer(raw)
-        backward(lambda: parameter.data().sum(), opt)
-        opt.step(1)
-        assert parameter.data().asscalar() == 0.0
-        with autograd.record():
-            loss = parameter.data().sum()
-        loss.backward()
-        with pytest.raises(ampx.NotScaledError):
-            opt.step(1)
-        assert parameter.data().asscalar() == 0.0
-        amp.shutdown()
 
     def test_ampx_leaves_the_raw_trainer_right(self, amp, weights, backward):
         parameter = weights(1.0)

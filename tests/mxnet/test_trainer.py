@@ -34,8 +34,39 @@ def test_it_is_a_trainer_and_everything_else_is_the_raw_ones(amp, dense):
     opt.set_learning_rate(0.125)
     assert raw.learning_rate == opt.learning_rate == 0.125
     estimator = pytest.importorskip("mxnet.gluon.contrib.estimator", reason="no estimator in this MXNet")
-    made = estimator.Estimator(dense(), gluon.loss.L2Loss(), trainer=opt, context=mx.cpu())
-    assert made.trainer is opt
+    assert estimator.Estimator(dense(), gluon.loss.L2Loss(), trainer=opt, context=mx.cpu()).trainer is opt
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_scale_loss_may_stand_inside_and_outside_of_record(amp, dense, inside, hybridize):
+    net = dense()
+    net.hybridize(hybridize)
+    opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}))
+    with autograd.record():
+        loss = net(mx.nd.array([[1.0, 2.0]])).sum()
+        if inside:
+            with ampx.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+    if not inside:
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+    assert not autograd.is_recording()
+    opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.0]]
+
+
+def test_the_training_mode_of_record_holds_for_backward(amp, dense):
+    """Dropout outside of training is the identity; the loss was recorded so."""
+    net = gluon.nn.HybridSequential()
+    net.add(dense(), gluon.nn.Dropout(0.5))
+    opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}))
+    with autograd.record(train_mode=False):
+        loss = net(mx.nd.array([[1.0, 2.0]])).sum()
+    with ampx.scale_loss(loss, opt) as scaled:
+        scaled.backward(train_mode=False)
+    opt.step(1)
+    assert net[0].weight.data().asnumpy().tolist() == [[0.5, 0.0]]
 
 
 def test_the_batch_size_divides_like_in_mxnet(amp, dense):
@@ -69,38 +100,29 @@ def test_deepcopies_and_pickles_go_their_own_way(dense):
     assert opt.loss_scale == 2.0**18
 
 
-def test_a_failed_step_can_be_tried_again(amp):
+def test_a_failed_step_can_be_tried_again(amp, weights, backward):
     """MXNet raises for a parameter without a new gradient; nothing has changed, and the second try updates the rest."""
-    one, other = (gluon.Parameter(name, shape=(2,)) for name in ("one", "other"))
-    for parameter in (one, other):
-        parameter.initialize(mx.init.One())
-    opt = amp.wrap_optimizer(gluon.Trainer([one, other], "sgd", {"learning_rate": 0.5}))
-    with autograd.record():
-        loss = (one.data() * 1).sum()
-    with ampx.scale_loss(loss, opt) as scaled:
-        scaled.backward()
-    with pytest.raises(UserWarning, match="`other`"):
+    used, unused = weights(1.0, 1.0, name="used"), weights(1.0, 1.0, name="unused")
+    opt = amp.wrap_optimizer(gluon.Trainer([used, unused], "sgd", {"learning_rate": 0.5}))
+    backward(lambda: used.data().sum(), opt)
+    with pytest.raises(UserWarning, match="`unused`"):
         opt.step(1)
     assert (opt.last_step, opt.trainer._scale) == (None, 1.0)
     opt.step(1, ignore_stale_grad=True)
     assert opt.last_step.applied
-    assert one.data().asnumpy().tolist() == [0.5, 0.5]
-    assert other.data().asnumpy().tolist() == [1.0, 1.0]
+    assert used.data().asnumpy().tolist() == [0.5, 0.5]
+    assert unused.data().asnumpy().tolist() == [1.0, 1.0]
 
 
-def test_an_old_overflow_of_an_unused_parameter_is_not_seen_again(amp):
-    one, other = (gluon.Parameter(name, shape=(2,)) for name in ("one", "other"))
-    for parameter in (one, other):
-        parameter.initialize(mx.init.One())
-    opt = amp.wrap_optimizer(gluon.Trainer([one, other], "sgd", {"learning_rate": 0.5}))
+def test_an_old_overflow_of_an_unused_parameter_is_not_seen_again(amp, weights, backward):
+    used, unused = weights(1.0, 1.0, name="used"), weights(1.0, 1.0, name="unused")
+    opt = amp.wrap_optimizer(gluon.Trainer([used, unused], "sgd", {"learning_rate": 0.5}))
     for use_both in (True, False):
-        with autograd.record():
-            loss = (one.data() * 1).sum() + ((other.data() * math.inf).sum() if use_both else 0)
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+        slope = math.inf if use_both else None
+        backward(lambda slope=slope: used.data().sum() + ((unused.data() * slope).sum() if slope else 0), opt)
         opt.step(1, ignore_stale_grad=True)
         assert opt.last_step.applied is not use_both
-    assert (one.data().asnumpy().tolist(), other.data().asnumpy().tolist()) == ([0.5, 0.5], [1.0, 1.0])
+    assert (used.data().asnumpy().tolist(), unused.data().asnumpy().tolist()) == ([0.5, 0.5], [1.0, 1.0])
 
 
 def test_stepping_without_a_new_backward_is_refused(amp, dense):
@@ -114,17 +136,6 @@ def test_stepping_without_a_new_backward_is_refused(amp, dense):
     opt.step(1, ignore_stale_grad=True)
     assert not opt.last_step.applied
     assert net.weight.data().asnumpy().tolist() == after
-
-
-def test_an_unscaled_backward_is_refused(amp, dense):
-    net = dense()
-    opt = amp.wrap_optimizer(_trainer(net))
-    with autograd.record():
-        loss = net(mx.nd.ones((1, 2))).sum()
-    loss.backward()
-    with pytest.raises(ampx.NotScaledError):
-        opt.step(1)
-    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
 
 
 def test_overwritten_gradients_are_a_step_skipped_by_hand(amp, dense):
@@ -231,9 +242,8 @@ def test_mxnets_own_loss_scaling_is_refused(amp, dense, monkeypatch):
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_low_precision_parameters_need_master_weights(amp, masters):
-    parameter = gluon.Parameter("w", shape=(2,), dtype="float16")
-    parameter.initialize(mx.init.One())
+def test_low_precision_parameters_need_master_weights(amp, weights, backward, masters):
+    parameter = weights(1.0, 1.0, dtype="float16")
     raw = gluon.Trainer([parameter], "sgd", {"learning_rate": 2.0**-12, "multi_precision": masters})
     if not masters:
         with pytest.raises(ampx.LowPrecisionParametersError, match="multi_precision"):
@@ -241,10 +251,7 @@ def test_low_precision_parameters_need_master_weights(amp, masters):
         return
     opt = amp.wrap_optimizer(raw, loss_scale=8.0)
     for _ in range(4):  # each update is lost in float16, where 1 - 2**-12 is 1; four are not
-        with autograd.record():
-            loss = (parameter.data() * 1).sum()
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+        backward(lambda: parameter.data().sum(), opt)
         opt.step(1)
     assert parameter.data().asnumpy().tolist() == [1 - 2.0**-10] * 2
 
@@ -285,19 +292,6 @@ def test_stepping_the_raw_trainer_on_pending_gradients_is_refused(amp, dense):
         raw.step(1)
     opt.step(1)
     assert opt.last_step.applied
-    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
-
-
-def test_gradients_that_were_never_scaled_may_go_to_the_raw_trainer(amp, dense):
-    net = dense()
-    raw = _trainer(net)
-    opt = amp.wrap_optimizer(raw)
-    _backward(net, opt, math.inf)
-    opt.step(1)
-    with autograd.record():
-        loss = net(mx.nd.ones((1, 2))).sum()
-    loss.backward()
-    raw.step(1)
     assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
 
 
@@ -366,17 +360,14 @@ def test_a_norm_beyond_float32_clips_rightly(dense, how, size):
     assert np.isfinite(net.weight.data().asnumpy()).all()
 
 
-def test_what_another_loss_left_on_the_parameters_is_not_applied(amp, weights):
+def test_what_another_loss_left_on_the_parameters_is_not_applied(amp, weights, backward):
     """Gradients written outside of this trainer's scale_loss carry another factor, or none: MXNet calls them stale."""
     reached, left = weights(1.0, name="reached"), weights(1.0, name="left")
     opt = amp.wrap_optimizer(gluon.Trainer([reached, left], "sgd", {"learning_rate": 0.5}))
     with autograd.record():
         foreign = (reached.data() + left.data()).sum()
     foreign.backward()
-    with autograd.record():
-        loss = reached.data().sum()
-    with ampx.scale_loss(loss, opt) as scaled:
-        scaled.backward()
+    backward(lambda: reached.data().sum(), opt)
     with pytest.raises(UserWarning, match="`left`"):
         opt.step(1)
     opt.step(1, ignore_stale_grad=True)
@@ -393,10 +384,12 @@ ADDING = (
 
 
 def _never_cleared(opt, both, ignore_stale_grad=False):
-    one, other = both
+    first, second = both
     for slope, bias in ADDING:
         with autograd.record():
-            loss = (one.data() * slope).sum() + (0 if ignore_stale_grad and bias < 0 else (other.data() * bias).sum())
+            loss = (first.data() * slope).sum()
+            if not (ignore_stale_grad and bias < 0):
+                loss = loss + (second.data() * bias).sum()
         if isinstance(opt, ampx.WrappedOptimizer):
             with ampx.scale_loss(loss, opt) as scaled:
                 scaled.backward()

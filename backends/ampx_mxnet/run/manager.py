@@ -9,7 +9,7 @@ from unittest import mock
 
 from ampx.run import Managed, Manager, Run
 from ampx_mxnet.compat import mx
-from ampx_mxnet.optimizer import AmpTrainer
+from ampx_mxnet.step import AmpTrainer
 
 
 class TrainerManager(Manager[Managed]):

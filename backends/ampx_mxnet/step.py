@@ -1,4 +1,8 @@
-"""The trainer that MXNet sees: it delegates to the raw one, which updates only with finite gradients."""
+"""The step of a wrapped trainer, and what may be asked of it between two steps.
+
+MXNet's own trainer steps: it adds up the contexts' gradients, asks its loss scaler whether they overflow, and updates.
+The wrapper answers, by `hook.py`: in between it collects, unscales, checks and clips.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,14 @@ from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
+from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
-from ampx.session import sessions
 
-from . import checkpoints, gradients, switch
+from . import casting, gradients, switch
 from .accumulation import Accumulation, check_adds
-from .clipping import clip
 from .compat import mx
-from .delegation import DelegatingTrainer
+from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
-from .in_place import move_back
 
 if TYPE_CHECKING:
     from .backend import MXNetBackend
@@ -33,13 +35,14 @@ _OWN: Final = frozenset(
         *("_left", "_own_scale", "__class__", "__weakref__"),
     )
 )
-
 _NOTHING_PENDING: Final = {
     "_true": False,  # the gradients are divided by the scale already
     "_finite": None,  # what was found then, on their device
     "_norm": None,
     "_reduced": False,  # the contexts' gradients are added up already
 }
+# In a file of states, the optimizer's attribute that holds the loss scale; plain MXNet takes it along.
+_SAVED: Final = "ampx_loss_scale"
 
 
 # Gluon's class comes first: a gluon trainer can then become one of these in place.
@@ -58,10 +61,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _norm: Any
     _reduced: bool
     _true: bool
-    # The scale that gradients carry which the last step used and nobody cleared; infinity where nobody can tell.
-    _left: float | None
-    # The raw trainer's own factor, while a step has another in its place; None at other times.
-    _own_scale: float | None
 
     def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
@@ -76,7 +75,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
         self._used = False
-        self._left = self._own_scale = None
+        # The scale that gradients carry which the last step used and nobody cleared; infinity where nobody can tell.
+        self._left: float | None = None
+        # The raw trainer's own factor, while a step has another in its place.
+        self._own_scale: float | None = None
         self._forget_pending()
         self._attach()
 
@@ -86,14 +88,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.ampx_member.belong_to(self)
-        group = self.ampx_member.group
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
-        if group.enabled:
+        if self.ampx_member.group.enabled:
             self._hook.watch(self.trainer)
-
-    def ampx_culprits(self) -> tuple[str, ...]:
-        """Name the parameters whose gradients are not finite. Sync: one."""
-        return tuple(name for name, _, _ in gradients.name_nonfinite(self.trainer, None))
 
     def __getattr__(self, name: str) -> Any:
         """Look the rest up on the raw trainer."""
@@ -146,87 +143,119 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         raw, member = self.trainer, self.ampx_member
         if callable(batch_size):
             self._backend.refuse("arguments of step beyond MXNet's (closures)")
-        if member.group.enabled:
-            fresh = gradients.any_fresh(raw)
-            if fresh or member.stage != "idle" or (self._used and not ignore_stale_grad):
-                member.check_step()
-            if not fresh:
-                self._nothing_to_do()
-                return
-        if member.group.enabled:
-            self._accumulation.reset()
-            member.begin_change()  # nobody can tell how far an update came that raised
-        finite, carried = self._run(raw.update if self._reduced else run, batch_size, ignore_stale_grad)
-        norm, self._used, self._left = self._norm, True, carried if finite else math.inf
-        self._forget_pending()
         if not member.group.enabled:
+            self._apply(run, batch_size, ignore_stale_grad, None)
             self._hook.leave(raw)
+            self._forget_pending()
             member.note_result(UNCHECKED)
             return
-        if not finite:
-            gradients.mark_stale(raw)  # or a parameter that the next loss does not use would overflow again
-        member.finish(dict.fromkeys(member.factors, finite), norm)
-
-    def _run(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> tuple[bool, float]:
-        """Run the raw trainer's own step; tell whether it updated, and what the gradients carry now."""
-        raw, member = self.trainer, self.ampx_member
-        enabled = member.group.enabled
-        clips = self._max_grad_norm is not None or self._max_grad_value is not None
-        scaled = enabled and not self._true
+        fresh = gradients.any_fresh(raw)
+        if fresh or member.stage != "idle" or (self._used and not ignore_stale_grad):
+            member.check_step()
+        if not fresh:
+            self._close_empty()
+            return
+        self._accumulation.reset()
         # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
-        factor = member.factor
-        folds = scaled and not clips and factor >= 1
+        divides = not self._true and not self._clips and member.factor >= 1
+        divisor = float(member.factor) if divides else 1.0
+        member.begin_change()  # nobody can tell how far an update came that raised
+        finite = self._apply(run, batch_size, ignore_stale_grad, divisor if divides else None)
+        if not finite:
+            self._skip()
+        self._close(finite, divisor)
 
-        def check() -> bool:
-            self._reduced = True  # should the update fail, a second try must not add up again
-            found = gradients.collect(raw, True) if ignore_stale_grad else self._layout.collect(raw)
-            if folds:
-                return bool(gradients.all_finite(found).asnumpy())
-            if scaled:
-                self._unscale(found)
-                if ignore_stale_grad:  # what is left alone carries the same as what is stepped with
-                    gradients.rescale(self._adding(), 1.0 / factor, only_stale=True)
-                member.begin_change("unscaled")
-            elif enabled:  # somebody may have written to them since they were made true
-                again = gradients.all_finite(found)
-                self._finite = again if self._finite is None else self._finite * again
-            if not clips:
-                return not enabled or bool(self._finite.asnumpy())
-            finite, norm = clip(found, self._max_grad_norm, self._max_grad_value, self._finite if enabled else None)
-            self._norm = norm if self._norm is None else self._norm
-            return finite
+    @property
+    def _clips(self) -> bool:
+        return self._max_grad_norm is not None or self._max_grad_value is not None
 
+    def _apply(self, run: Any, batch_size: float, ignore_stale_grad: bool, divisor: float | None) -> bool:
+        """Run MXNet's own step, casting off; before it updates, it asks whether the gradients are ready.
+
+        The update divides them on the way; `divisor` is None for gradients that are true by then.
+        """
+        raw = self.trainer
         self._restore_scale()
         before = self._own_scale = raw._scale
         try:
-            if folds:
-                raw._scale = before / factor
+            if divisor is not None:
+                raw._scale = before / divisor
             with switch.Region(None):
-                finite = self._hook.run(raw, run, batch_size, ignore_stale_grad, check)
+                return self._hook.run(
+                    raw,
+                    raw.update if self._reduced else run,
+                    batch_size,
+                    ignore_stale_grad,
+                    lambda: self._is_ready(ignore_stale_grad, divisor is not None),
+                )
         except UserWarning as error:
             gradients.restore_fresh(raw, str(error))
-            member.end_change()  # MXNet raises it before it updates
+            self.ampx_member.end_change()  # MXNet raises it before it updates
             raise
         finally:
             # Native defect: left as it is, the factor would shrink the next step that was not scaled.
             self._restore_scale()
-            if folds:
+            if divisor is not None:
                 raw._optimizer.rescale_grad = before / batch_size
-        return finite, float(factor) if folds else 1.0
 
-    def _unscale(self, found: Any) -> None:
+    def _is_ready(self, ignore_stale_grad: bool, divides_later: bool) -> bool:
+        """Collect, unscale, check and clip; return whether the gradients are finite, so that MXNet may update."""
+        self._reduced = True  # should the update fail, a second try must not add up again
+        batches = self._collect(ignore_stale_grad)
+        if not self.ampx_member.group.enabled:
+            return self._check_and_clip(batches, None)
+        if divides_later:
+            return self._check_and_clip(batches, gradients.all_finite(batches))
+        if self._true:
+            self._look_again(batches)
+        else:
+            self._unscale(batches)
+            if ignore_stale_grad:  # what is left alone carries the same as what is stepped with
+                gradients.rescale(self._adding(), 1.0 / self.ampx_member.factor, only_stale=True)
+            self.ampx_member.begin_change("unscaled")
+        return self._check_and_clip(batches, self._finite)
+
+    def _collect(self, only_fresh: bool) -> gradients.Batches:
+        return gradients.collect(self.trainer, True) if only_fresh else self._layout.collect(self.trainer)
+
+    def _unscale(self, batches: gradients.Batches) -> None:
         """Divide pending gradients by their scale, in place; the caller notes it."""
-        self._finite = gradients.unscale(found, self.ampx_member.factor)
+        self._finite = gradients.unscale(batches, self.ampx_member.factor)
         self._true = True
+
+    def _look_again(self, batches: gradients.Batches) -> None:
+        """Test true gradients once more: somebody may have written to them since."""
+        again = gradients.all_finite(batches)
+        self._finite = again if self._finite is None else self._finite * again
+
+    def _check_and_clip(self, batches: gradients.Batches, flag: Any) -> bool:
+        """Return whether gradients are finite, and clip them then. Sync: one, for the flag and the norm together."""
+        if not self._clips:
+            return flag is None or bool(flag.asnumpy())
+        finite, norm = gradients.clip(batches, self._max_grad_norm, self._max_grad_value, flag)
+        self._norm = norm if self._norm is None else self._norm
+        return finite
+
+    def _skip(self) -> None:
+        """Forget that gradients were written: one that the next loss does not write would overflow again."""
+        gradients.mark_stale(self.trainer)
+
+    def _close(self, finite: bool, carried: float) -> None:
+        """Note the outcome and move the loss scale; `carried` is the scale that the gradients carry now."""
+        member, norm = self.ampx_member, self._norm
+        self._used, self._left = True, carried if finite else math.inf
+        self._forget_pending()
+        member.finish(dict.fromkeys(member.factors, finite), norm)
+
+    def _close_empty(self) -> None:
+        """End a step that batches no gradients: it counts for nothing."""
+        self._forget_pending()
+        self.ampx_member.finish_empty()
 
     def _restore_scale(self) -> None:
         """Put the raw trainer's own factor back, where a step had put another there."""
         if self._own_scale is not None:
             self.trainer._scale, self._own_scale = self._own_scale, None
-
-    def _nothing_to_do(self) -> None:
-        self._forget_pending()
-        self.ampx_member.finish_empty()
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""
@@ -269,17 +298,13 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self.ampx_unscale()
         self.ampx_member.begin_change()
         with switch.Region(None):
-            _, norm = clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
+            _, norm = gradients.clip(gradients.collect(self.trainer, False), max_norm, None, self._finite)
         self._norm = norm = 0.0 if norm is None else norm
         self.ampx_member.end_change()
         return mx.np.array(norm, dtype="float64" if norm > FLOAT32_MAX else "float32")
 
     def rescale(self, factor: float) -> None:
-        """Multiply true gradients, so that they carry this loss scale again and further ones may be added.
-
-        Args:
-            factor: The loss scale.
-        """
+        """Multiply true gradients, so that they carry this loss scale again and further ones may be added."""
         self.ampx_member.begin_change()
         gradients.rescale(gradients.parameters(self.trainer), factor)
         self._finite, self._norm, self._true = None, None, False
@@ -305,7 +330,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """
         if self.ampx_member.stage == "idle":
             self._take_up(float(scale))
-        session = sessions.get("mxnet")
+        session = casting.running_session()
         if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
         if self._reduced:
@@ -322,8 +347,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _adding(self) -> list[Any]:
         """List the parameters whose gradients add up."""
-        adding = [one for one in gradients.parameters(self.trainer) if one._grad_req == "add"]
-        return [*adding, *(one for one in self._accumulation.parameters if one._grad is not None)]
+        adding = [parameter for parameter in gradients.parameters(self.trainer) if parameter._grad_req == "add"]
+        return [*adding, *(parameter for parameter in self._accumulation.parameters if parameter._grad is not None)]
 
     def _take_up(self, scale: float) -> None:
         """See to gradients that are there before the first backward of a step."""
@@ -332,10 +357,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if adding and (fresh or left == math.inf):
             # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
             if gradients.any_nonzero(adding):
+                names = ", ".join(parameter.name for parameter in adding[:5])
                 raise ProtocolError(
                     f"scale_loss was called while {'another backward' if fresh else 'a skipped step'} had left "
-                    f"gradients on parameters with grad_req='add' ({', '.join(one.name for one in adding[:5])}); they "
-                    f"cannot be added to scaled ones; accepted: cleared gradients. Call trainer.zero_grad() first, or "
+                    f"gradients on parameters with grad_req='add' ({names}); they cannot be added to scaled ones; "
+                    f"accepted: cleared gradients. Call trainer.zero_grad() first, or "
                     f"give scale_loss all trainers that a loss has parameters of."
                 )
         elif left is not None and left != scale:
@@ -357,6 +383,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     # -- life ----------------------------------------------------------------------------------------
 
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Name the parameters whose gradients are not finite. Sync: one a gradient."""
+        return tuple(name for name, _, _ in gradients.name_nonfinite(self.trainer, None))
+
     def ampx_unwrap(self) -> None:
         """Put back the settings of the raw trainer's store and the `grad_req` of its parameters."""
         self.trainer._kvstore_params = self._kvstore_before
@@ -373,7 +403,13 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: as MXNet's.
         """
-        checkpoints.save(self.trainer, self.ampx_member.group, fname)
+        group, optimizer = self.ampx_member.group, self.trainer._optimizer
+        if group.enabled:
+            setattr(optimizer, _SAVED, dump_session("mxnet", [group]))
+        try:
+            self.trainer.save_states(fname)
+        finally:
+            vars(optimizer).pop(_SAVED, None)
 
     def load_states(self, fname: str) -> None:
         """Load the optimizer's state, and the loss scale where the file has one.
@@ -382,11 +418,15 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             fname: Path of a file that this or plain MXNet's `save_states` wrote.
 
         Raises:
-            UnknownSchemaError, InvalidStateError: The loss scale in it cannot be read.
+            UnknownSchemaError, InvalidStateError: The loss scale in it cannot be read; the states are loaded all the
+                same.
 
         Sync: as MXNet's.
         """
-        checkpoints.load(self.trainer, self.ampx_member.group, fname)
+        self.trainer.load_states(fname)
+        saved = vars(self.trainer._optimizer).pop(_SAVED, None)
+        if saved is not None and self.ampx_member.group.enabled:
+            load_session(saved, [self.ampx_member.group])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back from a copy; what is pending stays behind."""

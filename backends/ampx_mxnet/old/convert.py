@@ -1,0 +1,186 @@
+"""Trained float32 models for inference in low precision: MXNet's own conversion of symbols and hybridized blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ampx.backend import CastPlan
+from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.policy import Dtype, normalise_dtype
+from ampx_mxnet import devices, oplists
+from ampx_mxnet.compat import amp, mx
+from ampx_mxnet.dtypes import DTYPES
+
+
+def convert_model(
+    symbol: mx.sym.Symbol,
+    arg_params: Mapping[str, mx.nd.NDArray],
+    aux_params: Mapping[str, mx.nd.NDArray],
+    dtype: str | None = None,
+    *,
+    allow: Sequence[Any] = (),
+    deny: Sequence[Any] = (),
+    exclude: Sequence[str] = (),
+    cast_parameters: bool = False,
+) -> tuple[mx.sym.Symbol, dict[str, mx.nd.NDArray], dict[str, mx.nd.NDArray]]:
+    """Convert a symbol and its parameters, as `mx.model.load_checkpoint` and `Module.get_params` give them.
+
+    Nothing that is passed changes. Save the result with `remove_amp_cast=False`: MXNet drops the casts otherwise.
+
+    Args:
+        symbol: The float32 network.
+        arg_params: Its float32 parameters by name, any shapes.
+        aux_params: Its auxiliary states by name.
+        dtype: The compute dtype; None for the one that the parameters' device prefers.
+        allow: Operators, or their names, to compute in `dtype` beyond MXNet's own list.
+        deny: Operators, or their names, to compute in float32.
+        exclude: Names of nodes (layers) of the symbol to leave in float32.
+        cast_parameters: Store parameters in `dtype` where only operators in `dtype` use them.
+
+    Returns:
+        Symbol, parameters and auxiliary states.
+
+    Raises:
+        UnsupportedDtypeError: The device cannot compute in the dtype.
+        UnsupportedOpError: An entry of `allow` or `deny` is unknown, or stands in both.
+        InvalidOptionError: An entry of `exclude` is no node of the symbol, or a parameter is not float32.
+    """
+    chosen = _choose_dtype(dtype, [*arg_params.values(), *aux_params.values()])
+    _check_float32({**arg_params, **aux_params})
+    options = _options(symbol, chosen, allow, deny, exclude)
+    # Native defect: convert_model writes into the dictionaries it is given.
+    converted: tuple[Any, dict[str, Any], dict[str, Any]] = amp.convert_model(
+        symbol, dict(arg_params), dict(aux_params), chosen, cast_optional_params=cast_parameters, **options
+    )
+    return converted
+
+
+def convert_symbol(
+    symbol: mx.sym.Symbol,
+    dtype: str | None = None,
+    *,
+    allow: Sequence[Any] = (),
+    deny: Sequence[Any] = (),
+    exclude: Sequence[str] = (),
+    data_names: Sequence[str] | None = None,
+    cast_parameters: bool = False,
+) -> mx.sym.Symbol:
+    """Convert a symbol alone, for the device of the current context.
+
+    Args:
+        symbol: The float32 network.
+        dtype: As in `convert_model`.
+        allow: As in `convert_model`.
+        deny: As in `convert_model`.
+        exclude: As in `convert_model`.
+        data_names: Names of inputs that are data and no parameters; None: those MXNet takes for data.
+        cast_parameters: As in `convert_model`.
+
+    Returns:
+        The symbol with casts.
+
+    Raises:
+        UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As `convert_model`.
+    """
+    chosen = _choose_dtype(dtype, [])
+    options = _options(symbol, chosen, allow, deny, exclude)
+    return amp.convert_symbol(symbol, chosen, data_names=data_names, cast_optional_params=cast_parameters, **options)
+
+
+def convert_hybrid_block(
+    block: mx.gluon.HybridBlock,
+    dtype: str | None = None,
+    *,
+    allow: Sequence[Any] = (),
+    deny: Sequence[Any] = (),
+    exclude: Sequence[str] = (),
+    cast_parameters: bool = False,
+) -> mx.gluon.SymbolBlock:
+    """Convert a block that was hybridized and called at least once; the block itself stays as it is.
+
+    Export the result with `remove_amp_cast=False`: MXNet drops the casts otherwise.
+
+    Args:
+        block: The float32 block.
+        dtype: The compute dtype; None for the one that the parameters' device prefers.
+        allow: Operators, or their names, to compute in `dtype` beyond MXNet's own list.
+        deny: Operators, or their names, to compute in float32.
+        exclude: Names of nodes (layers) of the block's graph to leave in float32.
+        cast_parameters: Store parameters in `dtype` where only operators in `dtype` use them.
+
+    Returns:
+        A block for inference with parameters of its own, on the context of the block's.
+
+    Raises:
+        UnsupportedDtypeError: The device cannot compute in the dtype.
+        UnsupportedOpError: An entry of `allow` or `deny` is unknown, or stands in both.
+        InvalidOptionError: The block has no graph yet, an entry of `exclude` is no node of it, or a parameter is
+            not float32.
+    """
+    if not getattr(block, "_cached_graph", ()):
+        raise InvalidOptionError(
+            f"convert_hybrid_block got {type(block).__name__}, which has no graph; accepted: a HybridBlock that was "
+            f"hybridized and called. Call block.hybridize() and run it once on some input."
+        )
+    parameters = {name: one.data(one.list_ctx()[0]) for name, one in block.collect_params().items()}
+    chosen = _choose_dtype(dtype, list(parameters.values()))
+    _check_float32(parameters)
+    options = _options(block._cached_graph[1], chosen, allow, deny, exclude)
+    with warnings.catch_warnings():
+        # It builds the new block before it knows the inputs' dtypes, which the first call tells.
+        warnings.filterwarnings("ignore", "Cannot decide type for the following arguments", UserWarning)
+        return amp.convert_hybrid_block(
+            block, chosen, ctx=_context(list(parameters.values())), cast_optional_params=cast_parameters, **options
+        )
+
+
+def _context(arrays: Sequence[mx.nd.NDArray]) -> mx.Context:
+    return arrays[0].context if arrays else mx.current_context()
+
+
+def _choose_dtype(asked: str | None, arrays: Sequence[mx.nd.NDArray]) -> Dtype:
+    device = devices.describe(_context(arrays).device_type)
+    can = device.native | device.emulated
+    chosen = device.preferred if asked is None else normalise_dtype(asked)
+    if chosen is None or chosen not in can:
+        raise UnsupportedDtypeError(
+            f"dtype={asked!r} is not computed by MXNet on {device.name!r}: {device.reason}; accepted: "
+            f"{', '.join(sorted(can)) or 'none'}. Pass one of these, or leave the model in float32."
+        )
+    return chosen
+
+
+def _check_float32(parameters: Mapping[str, mx.nd.NDArray]) -> None:
+    # MXNet's conversion takes float32 for granted.
+    other = sorted(name for name, one in parameters.items() if one.dtype != DTYPES["float32"])
+    if other:
+        raise InvalidOptionError(
+            f"{len(other)} parameters are not float32 ({', '.join(other[:5])}); accepted: a float32 model. Convert the "
+            f"model as it was trained, once."
+        )
+
+
+def _options(
+    symbol: mx.sym.Symbol, dtype: Dtype, allow: Sequence[Any], deny: Sequence[Any], exclude: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments of the native conversion that say what computes in which dtype."""
+    nodes = [name.removesuffix("_output") for name in symbol.get_internals().list_outputs()]
+    if unknown := sorted(set(exclude) - set(nodes)):
+        raise InvalidOptionError(
+            f"exclude names {', '.join(unknown)}, which the graph does not contain; accepted: names of its nodes, such "
+            f"as {', '.join(nodes[:9])}. Correct or remove it."
+        )
+    plan = oplists.check_plan(CastPlan("", dtype, "O1", tuple(allow), tuple(deny)))
+    native_dtype = DTYPES[dtype]
+    lists = amp.list_lp16_ops, amp.list_fp32_ops, amp.list_lp16_fp32_ops
+    known = {name for names in lists for name in names(native_dtype)}
+    known.update(entry[0] for entry in amp.list_conditional_fp32_ops(native_dtype))
+    if uncast := sorted(oplists.named(plan) - known):
+        raise UnsupportedOpError(
+            f"MXNet converts no {', '.join(uncast)} to or from {dtype}; accepted: operators of the lists that "
+            f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(known)[:5])}. Remove it."
+        )
+    found = oplists.lists(plan)
+    return {"target_dtype_ops": found.pop("target_precision_ops"), **found, "excluded_sym_names": list(exclude)}
