@@ -31,7 +31,6 @@ from .backend import (
     CastPlan as CastPlan,
     Device as Device,
     LossInfo as LossInfo,
-    ScaleValue as ScaleValue,
     Unscaled as Unscaled,
 )
 from .errors import (

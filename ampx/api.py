@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from inspect import isroutine
 from typing import Any
 
@@ -48,11 +49,14 @@ def clip_grad_norm(opt: Any, max_norm: float) -> Any:
 def gate(scheduler: Any, opt: Any) -> Gate:
     """Return a scheduler that waits for skipped steps: see `Amp.gate`."""
     first = opt[0] if isinstance(opt, list) and opt else opt
-    if isroutine(first):  # it gives an optimizer state, which only a backend with states as values takes
-        candidates = [one for one in sessions.all_sessions() if one.backend.capabilities.state_values]
-        if len(candidates) == 1:
-            return candidates[0].gate(scheduler, opt)
+    if isroutine(first) and len(sessions.all_sessions()) > 1:  # what it gives tells whose it is, once there is a step
+        functions = opt if isinstance(opt, list) else [opt]
+        return Gate(scheduler, [partial(_last_step_of, function) for function in functions])
     return sessions.find("gate", opt).gate(scheduler, opt)
+
+
+def _last_step_of(function: Callable[[], Any]) -> StepResult | None:
+    return last_step(function())
 
 
 def prepare(model: Any, opt: Any = None) -> Any:

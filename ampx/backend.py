@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 from .errors import InvalidOptionError, UnsupportedByBackendError
-from .events import StepResult
 from .policy import Dtype, OptLevel
-from .protocol import Member
-from .scale_state import LossScale, LossScaleState, Scalar
+from .protocol import Handle, Member
+from .scale_state import Scalar
 
 # Values of the framework: only a backend looks inside.
 Tree: TypeAlias = Any
@@ -143,29 +142,6 @@ class Unscaled(NamedTuple):
     finite: Scalar
 
 
-@dataclass(frozen=True)
-class ScaleValue:
-    """A loss scale that was found inside an optimizer state.
-
-    Attributes:
-        config: Its configuration.
-        enabled: False where the optimizer was wrapped by a disabled session.
-        traced: The numbers below belong to a running trace: their values are not known.
-        state: Where it stands; Python numbers, or tensors where traced.
-        result: What the last step did; None before the first, where that is known.
-        group: Position in the order of wrapping.
-        steps: Counted steps.
-    """
-
-    config: LossScale
-    enabled: bool
-    traced: bool
-    state: LossScaleState
-    result: StepResult | None
-    group: Scalar
-    steps: Scalar
-
-
 class Backend(abc.ABC):
     """One framework's verbs. Abstract here, final in plugins; holds no state."""
 
@@ -185,11 +161,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is an optimizer of the framework, not wrapped."""
-
-    def is_wrapped(self, candidate: object) -> bool:
-        """Return whether `wrap_optimizer` returned this, where that is no `WrappedOptimizer`."""
-        return False
+        """Return whether this is an optimizer of the framework, and no `WrappedOptimizer`."""
 
     @abc.abstractmethod
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
@@ -302,7 +274,7 @@ class Backend(abc.ABC):
         return min(scales)
 
     def wrap_optimizer(self, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> Any:
-        """Return the `WrappedOptimizer` that replaces the user's optimizer.
+        """Return the `WrappedOptimizer` that replaces the user's optimizer (or see `state_handle`).
 
         The default returns None, for a `GenericOptimizer`: it suits any optimizer that nobody but the user looks at.
 
@@ -317,39 +289,28 @@ class Backend(abc.ABC):
         Raises:
             InvalidOptionError: An option is not known to this backend.
             LowPrecisionParametersError: Parameters are float16 or bfloat16 and have no master weights.
+            AlreadyWrappedError: It is wrapped, where that is no `WrappedOptimizer`.
         """
         reject_unknown(self.name, options, ())
 
-    def wrap_transformation(
-        self, optimizer: Optimizer, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
-    ) -> Optimizer:
-        """Return an optimizer whose state carries the loss scale; instead of `wrap_optimizer` with `state_values`.
+    def state_handle(self, state: Any, call: str) -> Handle | None:
+        """Return the handle of an optimizer state that holds the loss scale; None where optimizers are objects.
+
+        Required exactly where `capabilities.state_values`. What `wrap_optimizer` returns there is no `WrappedOptimizer`
+        but an optimizer whose states carry what `member.group` has: `config`, `enabled` and `index`.
 
         Args:
-            optimizer: The raw optimizer.
-            config: The loss scale's configuration.
-            enabled: False: transparent.
-            group: Position in the order of wrapping, for events.
-            options: As in `wrap_optimizer`.
+            state: What the user passed instead of a wrapped optimizer: the state, or anything that holds it.
+            call: The function that it was passed to, for messages; None was passed to `state_dict` and
+                `load_state_dict` where they got no optimizer.
 
         Raises:
-            InvalidOptionError: An option is not known to this backend.
-        """
-        self.refuse("optimizer state as values")
-
-    def read_scale(self, state: Any) -> ScaleValue | None:
-        """Find the loss scale in an optimizer state, or in anything that holds one; None where there is none.
-
-        Raises:
-            UnsupportedByBackendError: There are several.
+            NotWrappedError: It holds no loss scale.
+            UnsupportedByBackendError: It holds several, or the call needs a state and got None.
 
         Sync: one, unless traced.
         """
-        self.refuse("optimizer state as values")
-
-    def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
-        """Return the same optimizer state with another loss scale."""
-        self.refuse("optimizer state as values")
+        return None
 
     def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
         """Do to a model (and optimizer) what the level needs; in place where the framework can.

@@ -46,9 +46,8 @@ def nonfinite_parameters(opt: Any, model: Any = None) -> list[NonFiniteParameter
     Sync: one.
     """
     session = sessions.search([opt])
-    if session is not None and session.backend.capabilities.state_values:
-        session.find_scale(opt, "nonfinite_parameters")
-    elif not isinstance(opt, WrappedOptimizer):
+    state = None if session is None else session.backend.state_handle(opt, "nonfinite_parameters")
+    if state is None and not isinstance(opt, WrappedOptimizer):
         raise NotWrappedError(
             f"nonfinite_parameters got {type(opt).__name__}, which wrap_optimizer did not return; accepted: a wrapped "
             f"optimizer. Pass the result of ampx.wrap_optimizer(opt)."

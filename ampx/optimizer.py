@@ -5,7 +5,6 @@ Holds no scale and no stage: they are the protocol's. Knows no framework: the ba
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,11 +13,11 @@ from typing import Any, cast
 from .backend import Backend, CastPlan, Unscaled
 from .errors import AmpxError, InvalidOptionError, NotWrappedError, ProtocolError
 from .events import UNCHECKED, StepResult
-from .protocol import Member
+from .protocol import Handle, Member, ScaleGroup
 from .scale_state import Scalar
 
 
-class WrappedOptimizer(abc.ABC):
+class WrappedOptimizer(Handle):
     """Base of all objects that `wrap_optimizer` returns.
 
     Attributes:
@@ -44,13 +43,15 @@ class WrappedOptimizer(abc.ABC):
             result = replace(result, grad_norm=float(result.grad_norm))
         return result
 
-    @abc.abstractmethod
-    def ampx_unscale(self) -> None:
-        """Make the pending gradients true; idempotent until the next step."""
+    @property
+    def ampx_group(self) -> ScaleGroup:
+        """The loss scale, which others may share."""
+        return self.ampx_member.group
 
-    @abc.abstractmethod
-    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
+    @property
+    def ampx_enabled(self) -> bool:
+        """False: transparent."""
+        return self.ampx_member.group.enabled
 
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite, for `ScaleCollapsed`; () for unknown."""
@@ -321,28 +322,13 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
         NotWrappedError: One is not wrapped.
     """
     optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
-    for one in optimizers:
-        if not isinstance(one, WrappedOptimizer):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, WrappedOptimizer):
             raise NotWrappedError(
-                f"{call} got {type(one).__name__}, which wrap_optimizer did not return; accepted: wrapped optimizers. "
-                f"Call opt = ampx.wrap_optimizer(opt) first and pass its result."
+                f"{call} got {type(optimizer).__name__}, which wrap_optimizer did not return; accepted: wrapped "
+                f"optimizers. Call opt = ampx.wrap_optimizer(opt) first and pass its result."
             )
     return optimizers
-
-
-def one_wrapped_optimizer(opt: Any, call: str) -> WrappedOptimizer:
-    """Return the wrapped optimizer of an argument that takes one.
-
-    Raises:
-        NotWrappedError: It is not wrapped.
-        InvalidOptionError: It is a list of none or several.
-    """
-    optimizers = wrapped_optimizers(opt, call)
-    if len(optimizers) != 1:
-        raise InvalidOptionError(
-            f"{call} got a list of {len(optimizers)} optimizers; accepted: one optimizer. Call it for each."
-        )
-    return optimizers[0]
 
 
 def check_bound(name: str, bound: object) -> None:

@@ -264,6 +264,60 @@ def _merged(window: Sequence[Outcome]) -> dict[int, bool]:
     return found
 
 
+class Handle(abc.ABC):
+    """What the calls of a session take: a wrapped optimizer, or an optimizer state that is a value.
+
+    Where a framework's optimizer state is a value that the user carries, the loss scale is in it: such a backend makes
+    a handle of a state in `Backend.state_handle`.
+
+    Attributes:
+        loss_scale: The current loss scale; a tensor where the state is traced. Sync: where it lives on the device.
+        last_step: What the last step did; None before the first. Sync: likewise.
+        ampx_group: The host's bookkeeping, for events, saving and loading.
+        ampx_enabled: False where the session that wrapped was disabled.
+    """
+
+    @property
+    @abc.abstractmethod
+    def loss_scale(self) -> Any:
+        """See the class."""
+
+    @property
+    @abc.abstractmethod
+    def last_step(self) -> StepResult | None:
+        """See the class."""
+
+    @property
+    @abc.abstractmethod
+    def ampx_group(self) -> ScaleGroup:
+        """See the class."""
+
+    @property
+    @abc.abstractmethod
+    def ampx_enabled(self) -> bool:
+        """See the class."""
+
+    @abc.abstractmethod
+    def ampx_unscale(self) -> None:
+        """Make the pending gradients true; idempotent until the next step."""
+
+    @abc.abstractmethod
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
+
+    def ampx_observe(self, sent: dict[int, int]) -> StepResult | None:
+        """Send the events of the last step if nobody did, and return its result.
+
+        Args:
+            sent: By position of the group, the last step whose events this session has sent.
+        """
+        return self.last_step
+
+    def ampx_reloaded(self) -> Any:
+        """Return what stands for this after `ampx_group` was loaded."""
+        return self
+
+
 class Member:
     """One optimizer's place in the protocol of its group.
 

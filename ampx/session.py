@@ -10,12 +10,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from functools import partial
+from inspect import isroutine
 from types import TracebackType
 from typing import Any, Final, Literal
 
 from . import annotate, callers
-from .backend import Backend, CastPlan, Device, ScaleValue
+from .backend import Backend, CastPlan, Device
 from .errors import (
     AlreadyWrappedError,
     InvalidOptionError,
@@ -34,12 +35,11 @@ from .optimizer import (
     WrappedOptimizer,
     check_bound,
     check_clipping,
-    one_wrapped_optimizer,
     wrapped_optimizers,
 )
 from .plugins import default_registry
 from .policy import Dtype, Effective, Level, OptLevel, find_level, normalise_dtype
-from .protocol import Member, ScaleGroup
+from .protocol import Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale
 from .scaling import ScaleLoss
@@ -78,9 +78,9 @@ class Amp:
         self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[list[Listener]] = []
-        self._wrapped_values = 0  # so many transformations were wrapped
+        self._transformations = 0  # so many optimizers were wrapped whose states carry the loss scale
         self.wrapped_optimizers = 0  # at least so many may be reached by a backward
-        self._observed: dict[int, int] = {}  # the last step of each transformation whose events were sent
+        self._sent: dict[int, int] = {}  # the last step of each transformation whose events were sent
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, Callable[[], Any]] = {}
@@ -148,27 +148,29 @@ class Amp:
             "max_grad_value": max_grad_value,
             **options,
         }
-        if self.backend.capabilities.state_values:
-            return self.wrap_transformation(opt, config, settings)
         group = new_group(self.framework, config, self.enabled)
-        wrapped: list[WrappedOptimizer] = []
+        group.index = len(self.live_groups()) + self._transformations
+        wrapped: list[Any] = []
         try:
-            for one in optimizers:
-                wrapped.append(self._wrap(one, group.add_member(), settings))
+            for optimizer in optimizers:
+                wrapped.append(self._wrap(optimizer, group.add_member(), settings))
         except BaseException:  # all or none
-            for made in reversed(wrapped):
-                made.ampx_unwrap()
+            for optimizer in reversed(wrapped):
+                if isinstance(optimizer, WrappedOptimizer):
+                    optimizer.ampx_unwrap()
             raise
-        group.index = len(self.live_groups())
-        self._groups.append((group, [weakref.ref(one) for one in wrapped]))
-        self.wrapped_optimizers += len(wrapped)
-        sessions.note_wrapped(self.framework, wrapped)
-        for one in optimizers:
-            self._remember(one)
+        if not isinstance(wrapped[0], WrappedOptimizer):
+            self._transformations += 1
+        else:
+            self._groups.append((group, [weakref.ref(optimizer) for optimizer in wrapped]))
+            self.wrapped_optimizers += len(wrapped)
+            sessions.note_wrapped(self.framework, wrapped)
+        for optimizer in optimizers:
+            self._remember(optimizer)
         return wrapped if several else wrapped[0]
 
-    def _wrap(self, opt: Any, member: Member, settings: Mapping[str, Any]) -> WrappedOptimizer:
-        wrapped: WrappedOptimizer | None = self.backend.wrap_optimizer(opt, member, settings)
+    def _wrap(self, opt: Any, member: Member, settings: Mapping[str, Any]) -> Any:
+        wrapped = self.backend.wrap_optimizer(opt, member, settings)
         return GenericOptimizer(self.backend, opt, member, settings) if wrapped is None else wrapped
 
     def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
@@ -194,11 +196,11 @@ class Amp:
         """
         if isinstance(opt, WrappedOptimizer):
             return ScaleLoss(self, loss, (opt,), loss_id)
-        if self.backend.capabilities.state_values:
-            value = self.find_scale(opt, "scale_loss")
-            return ScaleLoss(self, loss, (), loss_id, value.state.scale if value.enabled else None)
+        state = self.backend.state_handle(opt, "scale_loss")
+        if state is not None:
+            return ScaleLoss(self, loss, (), loss_id, state.loss_scale if state.ampx_enabled else None)
         optimizers = wrapped_optimizers(opt, "scale_loss")
-        if not optimizers or len({id(one) for one in optimizers}) < len(optimizers):
+        if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
             passed = "one of them twice" if optimizers else "an empty list"
             raise InvalidOptionError(
                 f"scale_loss got {len(optimizers)} optimizers, {passed}; accepted: one or several different ones. "
@@ -208,8 +210,8 @@ class Amp:
 
     def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
         """List the living wrapped optimizers of the framework but these."""
-        living = sessions.living_optimizers(self.framework)
-        return [one for one in living if not any(one is other for other in optimizers)]
+        own = set(map(id, optimizers))
+        return [optimizer for optimizer in sessions.living_optimizers(self.framework) if id(optimizer) not in own]
 
     def unscale(self, opt: Any) -> None:
         """Make the pending gradients of a wrapped optimizer true; idempotent until its next step.
@@ -219,9 +221,8 @@ class Amp:
 
         Sync: at most one.
         """
-        self.refuse_value(opt, "unscale")
-        for one in wrapped_optimizers(opt, "unscale"):
-            one.ampx_unscale()
+        for handle in self._handles(opt, "unscale"):
+            handle.ampx_unscale()
 
     def clip_grad_norm(self, opt: Any, max_norm: float) -> Any:
         """Unscale if not done, clip the true gradients by their global L2 norm.
@@ -240,10 +241,9 @@ class Amp:
         Sync: at most one.
         """
         check_bound("max_norm", max_norm)
-        self.refuse_value(opt, "clip_grad_norm")
-        wrapped = one_wrapped_optimizer(opt, "clip_grad_norm")
+        handle = self.handle(opt, "clip_grad_norm")
         check_clipping(self.backend)
-        return wrapped.ampx_clip_grad_norm(max_norm)
+        return handle.ampx_clip_grad_norm(max_norm)
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
         """Return a scheduler, or an average of weights, that moves only when the optimizer's last step was applied.
@@ -256,10 +256,25 @@ class Amp:
 
         Raises:
             InvalidOptionError: The object has none of these methods.
+            NotWrappedError: `opt` is not a wrapped optimizer, or is a state and not a function that gives it.
 
         Sync: one per step where the scale lives on the device, else none.
         """
-        return Gate(scheduler, self.last_steps(opt))
+        followed = opt if type(opt) in (list, tuple) else [opt]  # an optimizer may be a named tuple
+        return Gate(scheduler, [self._follow(item) for item in followed])
+
+    def _follow(self, opt: Any) -> Callable[[], StepResult | None]:
+        """Return what returns the last step of a wrapped optimizer, or of the state that a function gives."""
+        if isroutine(opt) or isinstance(opt, partial):
+            return lambda: self.last_step(opt())
+        if isinstance(opt, WrappedOptimizer):
+            return lambda: opt.last_step
+        if self.backend.state_handle(opt, "gate") is None:
+            wrapped_optimizers(opt, "gate")
+        raise NotWrappedError(
+            f"gate got a {type(opt).__name__}, a state that the next step replaces; accepted: a function that gives "
+            f"the present state. Pass lambda: opt_state."
+        )
 
     # -- casting --------------------------------------------------------------------------------------------------
 
@@ -350,9 +365,7 @@ class Amp:
 
         Sync: where the scale lives on the device, unless traced.
         """
-        if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
-            return one_wrapped_optimizer(opt, "last_step").last_step
-        return self.find_scale(opt, "last_step").result
+        return self.handle(opt, "last_step").last_step
 
     def loss_scale(self, opt: Any) -> Any:
         """Return the current loss scale.
@@ -365,9 +378,7 @@ class Amp:
 
         Sync: where the scale lives on the device, unless traced.
         """
-        if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
-            return one_wrapped_optimizer(opt, "loss_scale").loss_scale
-        return self.find_scale(opt, "loss_scale").state.scale
+        return self.handle(opt, "loss_scale").loss_scale
 
     def observe(self, opt: Any) -> StepResult | None:
         """Send the events of the last step that were not sent yet, and give its result.
@@ -385,97 +396,27 @@ class Amp:
 
         Sync: one.
         """
-        if isinstance(opt, WrappedOptimizer) or not self.backend.capabilities.state_values:
-            return self.last_step(opt)
-        value = self.find_scale(opt, "observe")
-        group, result = self._host_group(value, "observe"), value.result
-        if result is None or not value.enabled:
-            return result
-        if self._observed.get(value.group, 0) == value.steps:
-            return result
-        self._observed[value.group] = value.steps
-        before = replace(value.state, scale=result.scale)
-        told = (self.backend.name, value.group, 0, value.steps)
-        for event in group.events_of(told, before, value.state, bool(result.finite)):
-            sessions.emit(self.backend.name, event)
-        return result
+        return self.handle(opt, "observe").ampx_observe(self._sent)
 
     # -- for the rest of the session -----------------------------------------------------------------
 
-    def wrap_transformation(self, opt: Any, config: LossScale, settings: Mapping[str, Any]) -> Any:
-        """Return an optimizer whose state carries the loss scale."""
-        if type(opt) in (list, tuple):
-            raise UnsupportedByBackendError(
-                f"wrap_optimizer got a list of {len(opt)} optimizers, but backend {self.backend.name!r} keeps the "
-                f"loss scale in one optimizer state; accepted: one optimizer. Join them in one before wrapping."
-            )
-        enabled = self.effective.enabled
-        wrapped = self.backend.wrap_transformation(opt, config, enabled, self._wrapped_values, settings)
-        self._wrapped_values += 1
-        return wrapped
+    def _handles(self, opt: Any, call: str) -> Sequence[Handle]:
+        state = None if isinstance(opt, WrappedOptimizer) else self.backend.state_handle(opt, call)
+        return wrapped_optimizers(opt, call) if state is None else [state]
 
-    def find_scale(self, opt: Any, call: str) -> ScaleValue:
-        """Find the loss scale in an optimizer state.
+    def handle(self, opt: Any, call: str) -> Handle:
+        """Return the handle of what a call takes one of: a wrapped optimizer, or an optimizer state.
 
         Raises:
-            NotWrappedError: There is none.
+            NotWrappedError: It is neither.
+            InvalidOptionError: It is a list of none or several.
         """
-        value = self.backend.read_scale(opt)
-        if value is None:
-            raise NotWrappedError(
-                f"{call} got {type(opt).__name__}, which an optimizer that wrap_optimizer did not return has made; "
-                f"accepted: the state that a wrapped optimizer's init or update gave. Call "
-                f"tx = ampx.wrap_optimizer(tx) first and pass its state."
+        handles = self._handles(opt, call)
+        if len(handles) != 1:
+            raise InvalidOptionError(
+                f"{call} got a list of {len(handles)} optimizers; accepted: one optimizer. Call it for each."
             )
-        return value
-
-    def refuse_value(self, opt: Any, call: str) -> None:
-        """Raise for a call that needs gradients on parameters, where `opt` is an optimizer state."""
-        if self.backend.capabilities.state_values:
-            self.find_scale(opt, call)
-            raise ProtocolError(
-                f"{call} was called, but backend {self.backend.name!r} has gradients as values, which only update "
-                f"sees; accepted: wrap_optimizer(opt, max_grad_norm=…). Pass it there."
-            )
-
-    def last_steps(self, opt: Any) -> Sequence[Callable[[], StepResult | None]]:
-        """Return what tells the last step of each optimizer, for `gate`."""
-        if not self.backend.capabilities.state_values:
-            return [lambda one=one: one.last_step for one in wrapped_optimizers(opt, "gate")]  # type: ignore[misc]
-        found = list(opt) if isinstance(opt, list) else [opt]
-        for one in found:
-            if not callable(one):
-                raise NotWrappedError(
-                    f"gate got {type(one).__name__}, which wrap_optimizer did not return; accepted: a function that "
-                    f"gives the present state of a wrapped optimizer. Pass lambda: opt_state, after "
-                    f"tx = ampx.wrap_optimizer(tx)."
-                )
-        return [lambda one=one: self.last_step(one()) for one in found]  # type: ignore[misc]
-
-    def group_of(self, opt: Any) -> ScaleGroup:
-        """Return the bookkeeping of one optimizer state, for saving and loading."""
-        if opt is None:
-            raise UnsupportedByBackendError(
-                f"state_dict and load_state_dict need the optimizer state, because backend {self.backend.name!r} keeps "
-                f"the loss scale there and not in the session; accepted: amp.state_dict(opt_state), "
-                f"opt_state = amp.load_state_dict(d, opt_state). Pass it."
-            )
-        return self._host_group(self.find_scale(opt, "state_dict"), "state_dict")
-
-    def with_scale(self, opt: Any, groups: Sequence[ScaleGroup]) -> Any:
-        """Return the optimizer state with what was loaded into its group; an optimizer object as it is."""
-        if not self.backend.capabilities.state_values:
-            return opt
-        (group,) = groups
-        return self.backend.write_scale(opt, group.config, group.states[0])
-
-    def _host_group(self, value: ScaleValue, call: str) -> ScaleGroup:
-        if value.traced:
-            raise ProtocolError(
-                f"{call} was called inside traced code, where numbers are not known; accepted: a state outside of it. "
-                f"Call it after the compiled function has returned."
-            )
-        return ScaleGroup(self.backend.name, value.config, value.enabled, index=value.group, states={0: value.state})
+        return handles[0]
 
     def live_groups(self) -> list[ScaleGroup]:
         """List the loss scales whose optimizers are alive, in order of wrapping."""
@@ -487,9 +428,8 @@ class Amp:
 
     def optimizers_of(self, group: ScaleGroup) -> list[Any]:
         """List the wrapped optimizers that a loss scale was made for and that are alive."""
-        return [
-            one for known, wrapped in self._groups if known is group for made in wrapped if (one := made()) is not None
-        ]
+        references = next((references for entry, references in self._groups if entry is group), [])
+        return [optimizer for reference in references if (optimizer := reference()) is not None]
 
     def state_dict(self, opt: Any = None) -> dict[str, Any]:
         """Return the loss scales of all optimizers wrapped here, in order of wrapping, as plain JSON types.
@@ -499,7 +439,8 @@ class Amp:
 
         Sync: where the scale lives on the device.
         """
-        return dump_session(self.effective.framework, self._chosen_groups(opt))
+        state = self.backend.state_handle(opt, "state_dict")
+        return dump_session(self.effective.framework, self._groups_of(opt) if state is None else [state.ampx_group])
 
     def load_state_dict(self, state: object, opt: Any = None) -> Any:
         """Take over loss scales, before or after the first step; from any framework.
@@ -520,9 +461,9 @@ class Amp:
         """
         if not self.effective.enabled:
             return opt
-        groups = self._chosen_groups(opt)
-        load_session(state, groups)
-        return self.with_scale(opt, groups)
+        handle = self.backend.state_handle(opt, "load_state_dict")
+        load_session(state, self._groups_of(opt) if handle is None else [handle.ampx_group])
+        return opt if handle is None else handle.ampx_reloaded()
 
     def on_event(self, listener: Listener) -> Callable[[], None]:
         """Call `listener(event)` for every event of this session.
@@ -552,16 +493,11 @@ class Amp:
         for (listener,) in tuple(self._listeners):
             listener(event)
 
-    def _chosen_groups(self, opt: Any) -> list[ScaleGroup]:
-        if self.backend.capabilities.state_values:
-            return [self.group_of(opt)]
+    def _groups_of(self, opt: Any) -> list[ScaleGroup]:
+        """List the loss scales of some wrapped optimizers; of all for None."""
         if opt is None:
             return self.live_groups()
-        found: list[ScaleGroup] = []
-        for one in wrapped_optimizers(opt, "state_dict"):
-            if one.ampx_member.group not in found:
-                found.append(one.ampx_member.group)
-        return found
+        return list(dict.fromkeys(optimizer.ampx_group for optimizer in wrapped_optimizers(opt, "state_dict")))
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -626,10 +562,8 @@ class Amp:
             )
 
     def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:
-        known = (
-            isinstance(opt, WrappedOptimizer) or self.backend.is_wrapped(opt) or any(opt is other for other in before)
-        )
-        if known or self._is_remembered(opt):
+        twice = isinstance(opt, WrappedOptimizer) or any(opt is other for other in before)
+        if twice or self._is_remembered(opt):
             raise AlreadyWrappedError(
                 f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "
                 f"be unscaled twice. Use the object that the first call returned."

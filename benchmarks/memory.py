@@ -40,7 +40,7 @@ def measure(level: str) -> dict[str, float]:
         opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
         if level in ("O2", "O3"):
             model, opt = amp.prepare(model, opt)
-        opt = amp.wrap_optimizer(opt) if not amp.backend.is_wrapped(opt) else opt
+        opt = amp.wrap_optimizer(opt)
         for _ in range(3):
             opt.zero_grad(set_to_none=False)
             loss = functional.cross_entropy(model(x).float(), y)

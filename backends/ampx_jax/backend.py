@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, ScaleValue, Unscaled, reject_unknown
+from ampx.backend import CastPlan, Device, LossInfo, Unscaled, reject_unknown
 from ampx.policy import Dtype
+from ampx.protocol import Member
 from ampx.run import Run
-from ampx.scale_state import LossScale, LossScaleState
 
-from . import casting, devices, optimizer, rules, state
+from . import casting, devices, optimizer, rules
+from .state import StateHandle
 
 
 class JaxBackend(ampx.Backend):
@@ -44,12 +45,8 @@ class JaxBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is an optax transformation, not wrapped."""
-        return isinstance(candidate, optax.GradientTransformation) and not optimizer.is_wrapped(candidate)
-
-    def is_wrapped(self, candidate: object) -> bool:
-        """Return whether `wrap_optimizer` gave this."""
-        return optimizer.is_wrapped(candidate)
+        """Return whether this is an optax transformation."""
+        return isinstance(candidate, optax.GradientTransformation)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Return a region that `ampx_jax.autocast` obeys."""
@@ -104,22 +101,14 @@ class JaxBackend(ampx.Backend):
         """Refuse: an optax transformation applies nothing, it gives updates and a new state."""
         self.refuse("stepping an optimizer in place")
 
-    def wrap_transformation(
-        self, optimizer: Any, config: LossScale, enabled: bool, group: int, options: Mapping[str, Any]
-    ) -> Any:
+    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return a transformation whose state carries the loss scale."""
         reject_unknown(self.name, options, ("axis_name",))
-        accepted = ("axis_name", "max_grad_norm", "max_grad_value")
-        chosen = {name: options[name] for name in accepted if name in options}
-        return _wrap(optimizer, config, enabled=enabled, group=group, **chosen)
+        return _wrap(optimizer, member.group, options)
 
-    def read_scale(self, state: Any) -> ScaleValue | None:
-        """Find the loss scale in an optimizer state."""
-        return _read(state)
-
-    def write_scale(self, state: Any, config: LossScale, scale: LossScaleState) -> Any:
-        """Return the same optimizer state with another loss scale."""
-        return _write(state, config, scale)
+    def state_handle(self, state: Any, call: str) -> StateHandle:
+        """Return the handle of an optimizer state."""
+        return StateHandle(state, call)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""
@@ -134,5 +123,4 @@ class JaxBackend(ampx.Backend):
         return JaxTrainer()
 
 
-# The verbs' arguments are called like these modules.
-_wrap, _read, _write = optimizer.wrap, state.read, state.write
+_wrap = optimizer.wrap  # the verb's argument is called like the module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.scale_state import LossScale, next_state
+from ampx.protocol import ScaleGroup
+from ampx.scale_state import next_state
 
 from . import state as states
 from .accumulation import let_multi_steps_recover
@@ -28,38 +29,37 @@ class _Update:
         return self._update(updates, state, params, **extra)  # type: ignore[no-any-return]
 
 
-def is_wrapped(candidate: object) -> bool:
-    """Return whether this is a transformation that `wrap` gave."""
-    return isinstance(getattr(candidate, "update", None), _Update)
-
-
 def wrap(
-    inner: optax.GradientTransformation,
-    config: LossScale,
-    *,
-    enabled: bool,
-    group: int,
-    axis_name: Any = None,
-    max_grad_norm: float | None = None,
-    max_grad_value: float | None = None,
+    inner: optax.GradientTransformation, group: ScaleGroup, options: Mapping[str, Any]
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation of scaled gradients whose state carries the loss scale.
 
     Args:
         inner: What turns true gradients into updates.
-        config: The loss scale's configuration.
-        enabled: False: everything is passed through.
-        group: Position in the order of wrapping.
-        axis_name: Names of mapped axes (`shard_map`, `pmap`, `vmap`) over which finiteness is agreed on.
-        max_grad_norm: Clip the true gradients to this global L2 norm.
-        max_grad_value: Clip every element of the true gradients to ±this value, before the norm.
+        group: The loss scale's configuration, whether it is enabled, and its position in the order of wrapping.
+        options: `max_grad_norm`, `max_grad_value`, and `axis_name`: names of mapped axes (`shard_map`, `pmap`, `vmap`)
+            over which finiteness is agreed on.
+
+    Raises:
+        AlreadyWrappedError: `inner` is wrapped.
+        UnsupportedByBackendError: It is one of a list.
     """
+    if isinstance(inner.update, _Update):
+        raise ampx.AlreadyWrappedError(
+            "wrap_optimizer got a transformation that is wrapped already; its gradients would be unscaled twice. Use "
+            "the object that the first call returned."
+        )
+    if len(group.members) > 1:
+        raise ampx.UnsupportedByBackendError(
+            f"wrap_optimizer got a list of {len(group.members)} optimizers or more, but backend 'jax' keeps the loss "
+            f"scale in one optimizer state; accepted: one optimizer. Join them in one before wrapping."
+        )
     let_multi_steps_recover()
     inner = optax.with_extra_args_support(inner)
-    settings = Settings(config, enabled)
-    axes: tuple[Any, ...] = ()
-    if axis_name is not None:
-        axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    enabled, settings, position = group.enabled, Settings(group.config, group.enabled), group.index
+    max_grad_norm, max_grad_value = options["max_grad_norm"], options["max_grad_value"]
+    axes = options.get("axis_name")
+    axes = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
     def init(params: Any) -> AmpState:
         if enabled:
@@ -70,7 +70,7 @@ def wrap(
                 "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
                 "unscaled twice. Use the object that the first call returned, or wrap only the whole."
             )
-        return states.make(settings, group, max_grad_norm is not None and enabled, first)
+        return states.make(settings, position, max_grad_norm is not None and enabled, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         clips = max_grad_norm is not None or max_grad_value is not None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import ScaleValue
+from ampx.protocol import Handle, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState
+from ampx.session import new_group
 
 jax.tree_util.register_dataclass(
     ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]
@@ -175,51 +177,130 @@ def _stores_gradients(state: Any) -> bool:
     return own and any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in jax.tree.leaves(state))
 
 
-def read(tree: Any) -> ScaleValue | None:
-    """Find the loss scale in an optimizer state, a train state, or whatever holds one.
+class StateHandle(Handle):
+    """The loss scale in an optimizer state, a train state, or whatever holds one."""
 
-    Raises:
-        UnsupportedByBackendError: There are several, or something around the wrapped transformation is unsound.
+    def __init__(self, tree: Any, call: str) -> None:
+        """Find it.
 
-    Sync: one, unless traced.
-    """
-    found = find_all(tree)
-    if not found:
-        return None
-    if len(found) > 1:
-        raise ampx.UnsupportedByBackendError(
-            f"the optimizer state holds {len(found)} loss scales, and a loss can only be multiplied by one; accepted: "
-            f"one. Wrap the whole transformation once, for instance wrap_optimizer(optax.partition(...))."
+        Raises:
+            NotWrappedError: There is none.
+            UnsupportedByBackendError: There are several, or something around the wrapped transformation is unsound; or
+                a call that needs the state was given None.
+
+        Sync: one, unless traced.
+        """
+        if tree is None and call.endswith("state_dict"):
+            raise ampx.UnsupportedByBackendError(
+                "state_dict and load_state_dict need the optimizer state, because backend 'jax' keeps the loss scale "
+                "there and not in the session; accepted: amp.state_dict(opt_state), opt_state = amp.load_state_dict(d, "
+                "opt_state). Pass it."
+            )
+        states = find_all(tree)
+        if not states:
+            raise ampx.NotWrappedError(
+                f"{call} got {type(tree).__name__}, which an optimizer that wrap_optimizer did not return has made; "
+                f"accepted: the state that a wrapped optimizer's init or update gave. Call "
+                f"tx = ampx.wrap_optimizer(tx) first and pass its state."
+            )
+        if len(states) > 1:
+            raise ampx.UnsupportedByBackendError(
+                f"the optimizer state holds {len(states)} loss scales, and a loss can only be multiplied by one; "
+                f"accepted: one. Wrap the whole transformation once, for instance "
+                f"wrap_optimizer(optax.partition(...))."
+            )
+        self._tree, self._call, self._settings = tree, call, states[0].settings
+        if self._settings.enabled:
+            _check_surroundings(tree)
+        numbers = _numbers_of(states[0])
+        self._traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(numbers))
+        self._numbers = numbers if self._traced else jax.tree.map(_number, jax.device_get(numbers))
+
+    @property
+    def ampx_enabled(self) -> bool:
+        """False where a disabled session wrapped."""
+        return self._settings.enabled
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale; where it is traced, or `vmap` stacked several, an array."""
+        return self._numbers.scale
+
+    @property
+    def last_step(self) -> ampx.StepResult | None:
+        """What the last step did; where it is traced, arrays, and before the first step `scale` is 0."""
+        numbers = self._numbers
+        if not self._traced and isinstance(numbers.step_scale, float) and numbers.step_scale == 0.0:
+            return None
+        if not self._settings.enabled:
+            return ampx.events.UNCHECKED
+        return ampx.StepResult(
+            applied=numbers.applied,
+            finite=numbers.finite,
+            scale=numbers.step_scale,
+            next_scale=numbers.scale,
+            consecutive_skips=numbers.consecutive_skips,
+            # A step that was not applied has no norm. Under vmap there are several, and under a trace nobody knows yet.
+            grad_norm=None if numbers.applied is False else numbers.grad_norm,
         )
-    (state,) = found
-    if state.settings.enabled:
-        _check_surroundings(tree)
-    numbers = _numbers_of(state)
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(numbers))
-    if not traced:
-        numbers = jax.tree.map(_number, jax.device_get(numbers))
-    result: ampx.StepResult | None = ampx.StepResult(
-        applied=numbers.applied,
-        finite=numbers.finite,
-        scale=numbers.step_scale,
-        next_scale=numbers.scale,
-        consecutive_skips=numbers.consecutive_skips,
-        # A step that was not applied has no norm. Under vmap there are several, and under a trace nobody knows yet.
-        grad_norm=None if numbers.applied is False else numbers.grad_norm,
-    )
-    if not traced and isinstance(numbers.step_scale, float) and numbers.step_scale == 0.0:
-        result = None
-    elif not state.settings.enabled:
-        result = ampx.events.UNCHECKED
-    return ScaleValue(
-        config=state.settings.config,
-        enabled=state.settings.enabled,
-        traced=traced,
-        state=loss_scale_state(numbers),
-        result=result,
-        group=numbers.group,
-        steps=numbers.steps,
-    )
+
+    @functools.cached_property
+    def ampx_group(self) -> ScaleGroup:
+        """The host's view.
+
+        Raises:
+            ProtocolError: The state is traced.
+        """
+        if self._traced:
+            call = self._call.removeprefix("load_")
+            raise ampx.ProtocolError(
+                f"{call} was called inside traced code, where numbers are not known; accepted: a state outside of it. "
+                f"Call it after the compiled function has returned."
+            )
+        group = new_group("jax", self._settings.config, self._settings.enabled)
+        group.index, group.states[0] = self._numbers.group, loss_scale_state(self._numbers)
+        return group
+
+    def ampx_observe(self, sent: dict[int, int]) -> ampx.StepResult | None:
+        """Send the events of the last step, and return its result: steps run in compiled code, which sends nothing."""
+        group, result, steps = self.ampx_group, self.last_step, self._numbers.steps
+        if result is None or not group.enabled or sent.get(group.index, 0) == steps:
+            return result
+        sent[group.index] = steps
+        after = group.states[0]
+        before = dataclasses.replace(after, scale=result.scale)
+        for event in group.events_of(("jax", group.index, 0, steps), before, after, bool(result.finite)):
+            group.send(event)
+        return result
+
+    def ampx_unscale(self) -> None:
+        """Refuse."""
+        self._refuse("unscale")
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Refuse."""
+        self._refuse("clip_grad_norm")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ampx.ProtocolError(
+            f"{call} was called, but backend 'jax' has gradients as values, which only update sees; accepted: "
+            f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+        )
+
+    def ampx_reloaded(self) -> Any:
+        """Return the same tree with the group's loss scale in it; arrays stay where they were."""
+        config, arrays = self.ampx_group.config, as_arrays(self.ampx_group.states[0])
+
+        def replace(node: Any) -> Any:
+            if not _is_own(node):
+                return node
+            fields = {
+                name: jax.tree.map(functools.partial(_in_place_of, array), getattr(node, name))
+                for name, array in arrays.items()
+            }
+            return node._replace(**fields, settings=Settings(config, node.settings.enabled))
+
+        return jax.tree.map(replace, self._tree, is_leaf=_is_own)
 
 
 def _numbers_of(state: AmpState) -> AmpState:
@@ -235,21 +316,6 @@ def _numbers_of(state: AmpState) -> AmpState:
 def _number(leaf: Any) -> Any:
     """Return a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
     return leaf.item() if leaf.ndim == 0 else leaf
-
-
-def write(tree: Any, config: LossScale, scale: LossScaleState) -> Any:
-    """Return the same tree with another loss scale in it; arrays stay where they were."""
-
-    def replace(node: Any) -> Any:
-        if not _is_own(node):
-            return node
-        fields = {
-            name: jax.tree.map(functools.partial(_in_place_of, array), getattr(node, name))
-            for name, array in as_arrays(scale).items()
-        }
-        return node._replace(**fields, settings=Settings(config, node.settings.enabled))
-
-    return jax.tree.map(replace, tree, is_leaf=_is_own)
 
 
 def _in_place_of(array: Any, old: Any) -> Any:

@@ -325,18 +325,19 @@ def test_a_named_tuple_of_a_framework_belongs_to_it_whatever_it_holds(alpha, bet
     assert sessions.find("test", [transformation]) is session
 
 
-def test_a_gate_over_a_function_finds_the_session_whose_states_are_values(alpha, make_framework, monkeypatch):
+def test_a_gate_over_a_function_finds_the_session_of_what_it_gives(alpha, make_framework, monkeypatch):
     ampx.init("alpha")
     gamma = make_framework("gamma", state_values=True)
-    result = ampx.StepResult(True, True, 8.0, 8.0, 0, None)
-    value = ampx.ScaleValue(ampx.LossScale(), True, False, None, result, 0, 1)
-    monkeypatch.setattr(gamma.Backend, "read_scale", lambda self, state: value, raising=False)
+    handle = types.SimpleNamespace(last_step=ampx.StepResult(True, True, 8.0, 8.0, 0, None))
+    monkeypatch.setattr(gamma.Backend, "state_handle", lambda self, state, call: handle)
     ampx.init("gamma")
-    stepped = []
+    stepped, state = [], gamma.Param(1.0)
     scheduler = types.SimpleNamespace(step=lambda: stepped.append(1))
-    assert ampx.gate(scheduler, lambda: "state").step() is True
-    assert ampx.gate(scheduler, [lambda: "state"]).step() is True
+    assert ampx.gate(scheduler, lambda: state).step() is True
+    assert ampx.gate(scheduler, [lambda: state]).step() is True
     assert stepped == [1, 1]
+    with pytest.raises(ampx.NotWrappedError, match="function"):
+        ampx.current("gamma").gate(scheduler, state)
 
 
 def test_what_belongs_to_nobody_is_refused_with_two_sessions(alpha, beta):

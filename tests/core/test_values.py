@@ -1,5 +1,7 @@
 """The calls that also take optimizer state as a value, given optimizer objects; values are the kit's and JAX's part."""
 
+import types
+
 import pytest
 
 import ampx
@@ -44,12 +46,11 @@ def test_a_raw_optimizer_is_refused(bench, call):
         call([bench.opt, bench.opt])
 
 
-def test_a_backend_without_values_refuses_the_verbs_for_them(bench):
-    backend = bench.amp.backend
-    for call in (
-        lambda: backend.wrap_transformation(bench.raw, ampx.LossScale(), True, 0, {}),
-        lambda: backend.read_scale(object()),
-        lambda: backend.write_scale(object(), ampx.LossScale(), ampx.LossScale().initial_state()),
-    ):
-        with pytest.raises(ampx.UnsupportedByBackendError, match="optimizer state as values"):
-            call()
+def test_a_gate_takes_a_function_that_gives_the_optimizer(bench):
+    stepped = []
+    gate = ampx.gate(types.SimpleNamespace(step=lambda: stepped.append(1)), lambda: bench.opt)
+    bench.train(OVERFLOW)
+    assert gate.step() is False
+    bench.train()
+    assert gate.step() is True
+    assert stepped == [1]

@@ -38,7 +38,7 @@ class VerbTests(KitTests):
         if can.promotes:
             yield "promotes", ("widest",)
         if can.state_values:
-            yield "state_values", ("wrap_transformation", "read_scale", "write_scale")
+            yield "state_values", ("wrap_optimizer", "state_handle")
         if can.names_gradients:
             yield "names_gradients", ("nonfinite_parameters",)
         if can.traces_overflow:
