@@ -96,7 +96,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self.verdict = Verdict()
         if loss_id in member.factors:  # gradients of `delay_unscale` carry the same scale: they add up as they are
             return
-        self._make_true()
+        self._unscale()
         member.begin_change()
         if not self._put_aside():  # somebody cleared the gradients: what overflowed moves the scale and skips nothing
             events = self._settle()
@@ -107,7 +107,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         """Make the new gradients true, unless the block was asked not to."""
         self._amp_stash.params_have_scaled_gradients = self.delays
         if not self.delays:
-            self._make_true()
+            self._unscale()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
@@ -134,25 +134,6 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         if self.masters is not None:
             for parameter in self.masters.model_parameters():
                 parameter.grad = None
-
-    def _make_true(self) -> None:
-        """Divide pending gradients by the scale they carry, note their finiteness, add what was put aside."""
-        member = self.ampx_member
-        if not member.factors:
-            return
-        ((loss_id, factor),) = member.factors.items()  # gradients of another loss are made true before its block
-        member.begin_change("unscaled")
-        if self.masters is not None:
-            self.masters.pull_gradients()
-            mark_pulled(self.masters)
-        flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=True)
-        self.verdict.finite &= self.gradients.finite(flags)
-        self._scales[loss_id] = float(factor)
-        self.pending.setdefault(loss_id, []).append(self.verdict)
-        self._bring_back()
-        self._amp_stash.params_have_scaled_gradients = False
-        member.drop_factors()
-        member.end_change()
 
     def _bring_back(self) -> None:
         aside, self._aside = self._aside, []
@@ -185,7 +166,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         """Make pending gradients true; after a block without `delay_unscale` they are. Sync: one a device."""
         if self.ampx_member.stage != "unscaled":
             self.ampx_member.check_step()
-        self._make_true()
+        self._unscale()
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Clip the true gradients and give their norm before, a float32 scalar tensor."""
@@ -217,65 +198,82 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
 
         Sync: one a device, because the gradients may have changed since the block; none after an overflow.
         """
-        loss = None
-        if closure is not None:
-            if not evaluates_once(self.optimizer):
-                raise UnsupportedByBackendError(
-                    f"step got a closure for {type(self.optimizer).__name__}, which evaluates it as often as it likes; "
-                    f"amp accepts optimizers of torch.optim that evaluate it once. Use ampx.wrap_optimizer, which "
-                    f"takes any."
-                )
-            with torch.enable_grad():
-                loss = closure()
-        member = self.ampx_member
-        if member.pending:
-            member.check_step()
-        self._amp_lazy_init()
-        self._make_true()
-        if self.masters is not None and member.stage == "idle":
-            member.begin_change()
-            pull_foreign(self.masters)
-            member.end_change()
-        self._look_again()
-        member.begin_change()
-        events = self._settle()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        loss = None if closure is None else self._evaluate(closure)
+        self._collect()
+        self._unscale()
+        events = self._check()
         overflowed = self._overflowed
+        # Schedulers ask it, and would warn that they saw no step: skipping is no mistake.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not overflowed:
-            self._run_raw()
+            self._apply()
         self._close()
         send(events)
         self._tell_skip(overflowed)
         return loss
 
-    def _look_again(self) -> None:
-        """Test the gradients as the step will apply them.
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if not evaluates_once(self.optimizer):
+            raise UnsupportedByBackendError(
+                f"step got a closure for {type(self.optimizer).__name__}, which evaluates it as often as it likes; "
+                f"amp accepts optimizers of torch.optim that evaluate it once. Use ampx.wrap_optimizer, which "
+                f"takes any."
+            )
+        with torch.enable_grad():
+            return closure()
+
+    def _collect(self) -> None:
+        """Add to the masters' gradients what a backward outside any block left on the model."""
+        member = self.ampx_member
+        if member.pending:
+            member.check_step()
+        self._amp_lazy_init()
+        if self.masters is not None and member.stage == "idle":
+            member.begin_change()
+            pull_foreign(self.masters)
+            member.end_change()
+
+    def _unscale(self) -> None:
+        """Divide pending gradients by the scale they carry, note their finiteness, add what was put aside."""
+        member = self.ampx_member
+        if not member.factors:
+            return
+        ((loss_id, factor),) = member.factors.items()  # gradients of another loss are made true before its block
+        member.begin_change("unscaled")
+        if self.masters is not None:
+            self.masters.pull_gradients()
+            mark_pulled(self.masters)
+        flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=True)
+        self.verdict.finite &= self.gradients.finite(flags)
+        self._scales[loss_id] = float(factor)
+        self.pending.setdefault(loss_id, []).append(self.verdict)
+        self._bring_back()
+        self._amp_stash.params_have_scaled_gradients = False
+        member.drop_factors()
+        member.end_change()
+
+    def _check(self) -> list[Due]:
+        """Decide about the blocks whose overflow check was delayed, and test the gradients as they will be applied.
 
         Since their blocks they may have been averaged over processes, added up to infinity or divided by zero, and
         gradients of a backward outside any block were never tested.
         """
-        if not self.finite():
-            return
-        if self.gradients.finite(self.gradients.unscale(self.gradients.collect(), 1.0, fresh=True)):
-            return
-        if not self._scales:
-            self._overflowed[0] = 1.0
-        for loss_id in self._scales:
-            self.pending[loss_id] = [Verdict(finite=False)]
+        if self.finite() and not self.gradients.finite(
+            self.gradients.unscale(self.gradients.collect(), 1.0, fresh=True)
+        ):
+            if not self._scales:
+                self._overflowed[0] = 1.0
+            for loss_id in self._scales:
+                self.pending[loss_id] = [Verdict(finite=False)]
+        self.ampx_member.begin_change()
+        return self._settle()
 
-    def _run_raw(self) -> None:
+    def _apply(self) -> None:
         with self._casting_off:
             self.optimizer.step()
         if self.masters is not None:
             self.masters.push_weights()
         casting.forget_weights()
-
-    def _tell_skip(self, overflowed: dict[int, float]) -> None:
-        group = self.ampx_member.group
-        for loss_id, scale in overflowed.items():
-            now = float(group.state_of(loss_id).scale)
-            _amp_state.tell(f"amp: gradients overflowed, the step is skipped; loss scale {loss_id} is {now:g} now")
-            tell_skipped(group, loss_id, scale)
 
     def _close(self) -> None:
         """Note the outcome; masters' gradients go, because `model.zero_grad()` does not reach them."""
@@ -289,6 +287,13 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
                 master.grad = None
         self._clear()
         member.forget(StepResult(finite, finite, scale, float(state.scale), int(state.consecutive_skips)))
+
+    def _tell_skip(self, overflowed: dict[int, float]) -> None:
+        group = self.ampx_member.group
+        for loss_id, scale in overflowed.items():
+            now = float(group.state_of(loss_id).scale)
+            _amp_state.tell(f"amp: gradients overflowed, the step is skipped; loss scale {loss_id} is {now:g} now")
+            tell_skipped(group, loss_id, scale)
 
     # A scheduler made later need not patch `step` to count, and torch need not wrap it for profiling.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -343,7 +348,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def _post_amp_backward(self, scaler: LossScaler) -> None:
         """Make gradients true that carry the scale of a loss; `scaler.update_scale` or the step moves it."""
         self.ampx_member.note_scaled(scaler.loss_scale(), scaler.loss_id)
-        self._make_true()
+        self._unscale()
         if not self.verdict.finite:
             scaler._overflow_buf.fill_(1)
 
