@@ -139,7 +139,7 @@ class TensorFlowBackend(ampx.Backend):
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Train a script that knows nothing of ampx in mixed precision."""
-        from .run.manager import automate  # patches what it imports, in `ampx run` only
+        from .run import automate  # patches what it imports, in `ampx run` only
 
         return automate(run)
 

@@ -1,32 +1,90 @@
-"""`ampx run` of models that Keras compiles and trains by itself: their layers cast, but for those of the outputs."""
+"""Models that Keras compiles and trains by itself: their layers cast, but for those of the outputs."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import keras
 from keras.src.models import Functional
+from keras.src.trainers.trainer import Trainer
 
 from ampx.backend import CastPlan
+from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 from ampx_tensorflow import casting
+from ampx_tensorflow.optimizer import AmpOptimizer
+
+from .manager import KerasManager, environment_wants_graphs
+
+
+@contextmanager
+def models_cast(manager: KerasManager) -> Iterator[None]:
+    """Patch how Keras compiles and trains models."""
+    with (
+        mock.patch.object(Trainer, "compile", _compiling(manager, Trainer.compile)),
+        mock.patch.object(keras.Model, "fit", _training(manager, keras.Model.fit, counts=True)),
+        mock.patch.object(keras.Model, "train_on_batch", _training(manager, keras.Model.train_on_batch, counts=False)),
+    ):
+        yield
+
+
+def _compiling(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def compile_model(self: Any, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
+        optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
+        manager.run.look()
+        if manager.stood_down or optimizer is None or isinstance(optimizer, WrappedOptimizer):
+            return native(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            manager.refuse_own("keras.optimizers.LossScaleOptimizer")
+        kept = outputs(self)
+        if kept is None or environment_wants_graphs():
+            manager.session(True)
+        else:
+            optimizer = manager.manage(optimizer, False)
+            plan = manager.session(False).casting
+            if plan is not None:
+                prepare(self, plan, kept)
+                count_layers(manager.run, self)
+        manager.run.lines = lines(manager.run)
+        return native(self, optimizer, *args, **kwargs)
+
+    return compile_model
+
+
+def _training(manager: KerasManager, native: Callable[..., Any], counts: bool) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with manager.run.recorder.phase("train"):
+            result = native(self, *args, **kwargs)
+        if manager.stood_down:
+            manager.look(self.optimizer)
+        elif counts and isinstance(self.optimizer, AmpOptimizer) and manager.find(self.optimizer.inner_optimizer):
+            manager.count(self.optimizer)
+        return result
+
+    return train
 
 
 def outputs(model: Any) -> list[Any] | None:
     """Return the layers that make a model's outputs; None where that is not known, or the model trains by itself."""
     methods = ("train_step", "test_step", "predict_step", "compute_loss", "call")
     stock = keras.Sequential if isinstance(model, keras.Sequential) else Functional
-    if not isinstance(model, stock) or any(getattr(type(model), one) is not getattr(stock, one) for one in methods):
+    if not isinstance(model, stock) or any(getattr(type(model), name) is not getattr(stock, name) for name in methods):
         return None
     if not model.built:
         return [model.layers[-1]] if model.layers else None
-    made = [tensor._keras_history.operation for tensor in keras.tree.flatten(model.outputs)]
-    return made if all(isinstance(one, keras.layers.Layer) for one in made) else None
+    layers = [tensor._keras_history.operation for tensor in keras.tree.flatten(model.outputs)]
+    return layers if all(isinstance(layer, keras.layers.Layer) for layer in layers) else None
 
 
 def prepare(model: Any, plan: CastPlan, kept: list[Any]) -> None:
     """Let the layers of a model cast, but for some, which the script reads."""
-    exact = {id(layer) for one in kept for layer in one._flatten_layers()}
+    exact = {id(layer) for output in kept for layer in output._flatten_layers()}
     before = {id(layer): layer.dtype_policy for layer in model._flatten_layers()}
     casting.prepare(model, plan)
     for layer in model._flatten_layers():

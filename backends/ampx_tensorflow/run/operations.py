@@ -1,4 +1,4 @@
-"""`ampx run`: products outside of any graph are cast, and what computed in which dtype is counted.
+"""Products outside of any graph are cast, and what computed in which dtype is counted.
 
 TensorFlow's rewriter sees graphs only. Outside of them the same operations are cast one by one, where Python calls
 them: float32 operands become low precision and the result float32 again, as a script sees them under the rewriter.
@@ -10,15 +10,19 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
-from ampx.run import Recorder
+from ampx.run import Recorder, Sampler
 from ampx_tensorflow.casting import DTYPES, compute_dtype
+
+if TYPE_CHECKING:
+    from .manager import KerasManager
 
 # What the rewriter casts, with the operands: by the functions that all of TensorFlow and Keras goes through.
 _PRODUCTS: Final[tuple[tuple[Any, Mapping[str, tuple[str, ...]]], ...]] = (
@@ -53,12 +57,12 @@ def _flat(passed: Mapping[str, Any], operands: tuple[str, ...]) -> Sequence[Any]
     return list(passed["inputs"]) if operands == ("inputs",) else [passed[name] for name in operands]
 
 
-class Operations:
+class Operations(Sampler):
     """Casts products outside of graphs from `start` on, and counts products there and in graphs."""
 
     def __init__(self, recorder: Recorder) -> None:
         """Start switched off."""
-        self._recorder = recorder
+        super().__init__(recorder)
         self._on = self._casts = False
         self._collecting = False
         self._sampled_runs = 0
@@ -74,17 +78,22 @@ class Operations:
         if self._on:
             return
         self._on = True
-        self._collecting = self._recorder.sampling
+        self._collecting = self.recorder.sampling
         if self._collecting:
             context.enable_graph_collection()
+
+    def after_step(self) -> None:
+        """Count the products of graphs where enough was seen."""
+        if not self.recorder.sampling:
+            self.take_down()
 
     def take_down(self) -> None:
         """Count the products of the graphs that TensorFlow has made since the last call."""
         if not self._collecting:
             return
-        for made in context.export_run_metadata().function_graphs:  # which also ends the collection
-            self.count_graph(made.post_optimization_graph)
-        self._collecting = self._recorder.sampling
+        for graphs in context.export_run_metadata().function_graphs:  # which also ends the collection
+            self.count_graph(graphs.post_optimization_graph)
+        self._collecting = self.recorder.sampling
         if self._collecting:
             context.enable_graph_collection()
 
@@ -95,20 +104,20 @@ class Operations:
             context.disable_graph_collection()
         self._on = self._collecting = False
         if self._only_graphs:
-            self._recorder.sampled_steps = 1  # a graph is counted once, not once a step
+            self.recorder.sampled_steps = 1  # a graph is counted once, not once a step
 
     def run_session(self, run: Callable[..., Any], session: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a session of TensorFlow 1, counting products in the first runs that have any."""
         own = len(args) > 2 or "options" in kwargs or "run_metadata" in kwargs
-        if own or not self._on or self._sampled_runs >= self._recorder.sampled_steps:
+        if own or not self._on or self._sampled_runs >= self.recorder.sampled_steps:
             return run(session, *args, **kwargs)
         v1 = tf.compat.v1
         metadata, options = v1.RunMetadata(), v1.RunOptions(output_partition_graphs=True)
         result = run(session, *args, **kwargs, options=options, run_metadata=metadata)
-        before = self._recorder.ops.total()
+        before = self.recorder.ops.total()
         for graph in metadata.partition_graphs:
             self.count_graph(graph)
-        if self._recorder.ops.total() > before:
+        if self.recorder.ops.total() > before:
             self._sampled_runs += 1
             self._only_graphs = False
         return result
@@ -121,15 +130,10 @@ class Operations:
         for node in nodes:
             if _IN_GRAPHS.search(node.op) and "T" in node.attr:
                 name = node.op.removeprefix("_Mkl").removeprefix("_").removeprefix("Native")
-                self._recorder.count_op(name, tf.dtypes.as_dtype(node.attr["T"].type).name)
+                self.recorder.count_op(name, tf.dtypes.as_dtype(node.attr["T"].type).name)
 
-    def patches(self) -> Iterator[Any]:
-        """Return the patches of TensorFlow's functions."""
-        for module, functions in _PRODUCTS:
-            for name, operands in functions.items():
-                yield mock.patch.object(module, name, self._cast(getattr(module, name), operands))
-
-    def _cast(self, native: Callable[..., Any], operands: tuple[str, ...]) -> Callable[..., Any]:
+    def cast(self, native: Callable[..., Any], operands: tuple[str, ...]) -> Callable[..., Any]:
+        """Return a product's function that casts and counts outside of graphs."""
         names = tuple(inspect.signature(native).parameters)
         kind = native.__name__.title().replace("_", "")  # "mat_mul" is MatMul, "conv2d" Conv2D
 
@@ -145,9 +149,20 @@ class Operations:
                 values = [tf.cast(value, dtype) for value in values]
             passed.update({"inputs": values} if operands == ("inputs",) else zip(operands, values, strict=True))
             result = native(**passed)
-            if self._recorder.sampling:
+            if self.recorder.sampling:
                 self._only_graphs = False
-                self._recorder.count_op(kind, result.dtype.name)
+                self.recorder.count_op(kind, result.dtype.name)
             return tf.cast(result, tf.float32) if casts else result
 
         return product
+
+
+@contextmanager
+def products_cast(manager: KerasManager) -> Iterator[None]:
+    """Patch TensorFlow's functions of products."""
+    with ExitStack() as stack:
+        for module, functions in _PRODUCTS:
+            for name, operands in functions.items():
+                cast = manager.operations.cast(getattr(module, name), operands)
+                stack.enter_context(mock.patch.object(module, name, cast))
+        yield
