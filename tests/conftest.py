@@ -117,13 +117,13 @@ def migrate_program(tmp_path):
     """Write what `ampx migrate` makes of a program; give its path. Code 1: a human has to look at something, too."""
 
     def migrate(program, codes=(0,)):
-        made = tmp_path / "migrated" / program.name
-        made.parent.mkdir(exist_ok=True)
-        made.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "ampx.cli", "migrate", "--write", str(made)]
+        migrated = tmp_path / "migrated" / program.name
+        migrated.parent.mkdir(exist_ok=True)
+        migrated.write_bytes(program.read_bytes())
+        command = [sys.executable, "-m", "ampx.cli", "migrate", "--write", str(migrated)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode in codes, done.stderr
-        assert "import ampx" in made.read_text()
-        return made
+        assert "import ampx" in migrated.read_text()
+        return migrated
 
     return migrate

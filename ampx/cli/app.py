@@ -164,15 +164,15 @@ def demo(
     demo_command.make_folder(out)
     if framework is None:
         raise typer.Exit(_demo_everywhere(out, options, as_json))
-    found, notes = demo_command.train(framework, **options)
-    demo_command.write(out, found)
+    results, notes = demo_command.train(framework, **options)
+    demo_command.write(out, results)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(results, indent=1))
         return
     from .render import print_demo
 
     console = Console(highlight=False)
-    print_demo(console, found, notes)
+    print_demo(console, results, notes)
     console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)
 
 
@@ -183,9 +183,9 @@ def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
 
     with Console(stderr=True).status("Looking for frameworks …") as status:
         outcomes = demo_all.train_everywhere(out, options, lambda name: status.update(f"Training with {name} …"))
-    found = demo_all.write_comparison(out, outcomes)
+    comparison = demo_all.write_comparison(out, outcomes)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(comparison, indent=1))
     else:
         from .render import print_all
 
@@ -193,7 +193,7 @@ def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
         print_all(console, outcomes)
         where = f"{out / 'comparison.png'}, and for each framework in a folder of its name"
         console.print(f"Curves and loss scales: {where}; numbers: {out / 'comparison.json'}", soft_wrap=True)
-    return 1 if any(one.state == "failed" for one in outcomes) else 0
+    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
 
 
 @app.command("new-backend")

@@ -47,28 +47,37 @@ def collect(time_limit: float = TIME_LIMIT) -> tuple[list[Declared], dict[str, s
     order = list(KNOWN)
     registered = sorted(
         scan.get("registered", ()),
-        key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]),
+        key=lambda registration: (
+            order.index(registration["name"]) if registration["name"] in order else len(order),
+            registration["name"],
+        ),
     )
-    return [_declared(one, time_limit) for one in registered], broken
+    return [_declared(registration, time_limit) for registration in registered], broken
 
 
-def _declared(one: dict[str, Any], time_limit: float) -> Declared:
-    missing = [root for root in one["roots"][:1] if not is_installed(root)]
+def _declared(registration: dict[str, Any], time_limit: float) -> Declared:
+    missing = [root for root in registration["roots"][:1] if not is_installed(root)]
     if missing:
         answer: dict[str, Any] = {"error": f"{missing[0]} is not installed"}
     else:
-        answer = probe("capabilities", one["name"], time_limit=time_limit)
-    return Declared(one["name"], one["requires"], one["plugin"], answer.get("capabilities"), answer.get("error"))
+        answer = probe("capabilities", registration["name"], time_limit=time_limit)
+    return Declared(
+        registration["name"],
+        registration["requires"],
+        registration["plugin"],
+        answer.get("capabilities"),
+        answer.get("error"),
+    )
 
 
-def cells(one: Declared) -> tuple[str, ...]:
+def cells(backend: Declared) -> tuple[str, ...]:
     """Return one framework's row: a column for each choice, and the declared abilities together in the last."""
-    declared = one.capabilities
+    declared = backend.capabilities
     if declared is None:
-        return (one.framework, f"unavailable ({one.problem})", *[""] * (len(HEADINGS) - 2))
+        return (backend.framework, f"unavailable ({backend.problem})", *[""] * (len(HEADINGS) - 2))
     abilities = [name.replace("_", " ") for name, value in declared.items() if value is True]
     return (
-        one.framework,
+        backend.framework,
         ", ".join(declared["devices"]),
         ", ".join(declared["dtypes"]) or "none",
         ", ".join(declared["levels"]),
@@ -91,14 +100,14 @@ def to_json(declared: list[Declared], broken: dict[str, str]) -> dict[str, Any]:
         "schema": SCHEMA,
         "backends": [
             {
-                "framework": one.framework,
-                "requires": one.requires,
-                "plugin": one.plugin,
-                "available": one.capabilities is not None,
-                "problem": one.problem,
-                "capabilities": one.capabilities,
+                "framework": backend.framework,
+                "requires": backend.requires,
+                "plugin": backend.plugin,
+                "available": backend.capabilities is not None,
+                "problem": backend.problem,
+                "capabilities": backend.capabilities,
             }
-            for one in declared
+            for backend in declared
         ],
         "broken": broken,
     }

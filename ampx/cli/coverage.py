@@ -66,13 +66,13 @@ def make_rows(framework: str, evidence: Evidence, gpu: Iterable[str] = ()) -> li
     """Return every combination of one framework's devices, dtypes and levels."""
     shown = {**dict.fromkeys(evidence.tested, "tested"), **dict.fromkeys(gpu, GPU)}
     # A mode that is not a device of its own, such as static graphs, is known by its tests and refusals only.
-    known = sorted(cell for cell in {*shown, *evidence.refused} if "/" in cell)
-    devices = dict.fromkeys([*evidence.declared["devices"], *(cell.split("/")[0] for cell in known)])
+    cells = sorted(cell for cell in {*shown, *evidence.refused} if "/" in cell)
+    devices = dict.fromkeys([*evidence.declared["devices"], *(cell.split("/")[0] for cell in cells)])
     rows = []
     for device in devices:
         for dtype, level in COMBINATIONS:
             asked = f"{device}/{dtype}/{level}/"
-            if device in evidence.declared["devices"] or any(f"{cell}/".startswith(asked) for cell in known):
+            if device in evidence.declared["devices"] or any(f"{cell}/".startswith(asked) for cell in cells):
                 rows.append(_make_row(framework, evidence, shown, device, dtype, level))
     return rows
 
@@ -127,9 +127,9 @@ def compact_table(rows: Iterable[Row]) -> str:
         if row.supported:
             by_device.setdefault((row.framework, row.device), []).append(row)
     lines = [_line("framework", "device", "dtypes", *ASPECTS), _line(*["---"] * (3 + len(ASPECTS)))]
-    for (framework, device), found in by_device.items():
-        dtypes = list(dict.fromkeys(row.dtype for row in found if row.dtype != "float32"))
-        cells = [_summary(found, dtypes, aspect) for aspect in ASPECTS]
+    for (framework, device), rows_of_device in by_device.items():
+        dtypes = list(dict.fromkeys(row.dtype for row in rows_of_device if row.dtype != "float32"))
+        cells = [_summary(rows_of_device, dtypes, aspect) for aspect in ASPECTS]
         lines.append(_line(framework, device, ", ".join(dtypes) or "none", *cells))
     return "\n".join(lines)
 
@@ -137,10 +137,10 @@ def compact_table(rows: Iterable[Row]) -> str:
 def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
     parts = []
     for status in ("tested", GPU, "declared"):
-        found = [row for row in rows if row.statuses[aspect] == status]
+        matching = [row for row in rows if row.statuses[aspect] == status]
         levels = []
-        for level in dict.fromkeys(row.level for row in found):
-            having = [row.dtype for row in found if row.level == level]
+        for level in dict.fromkeys(row.level for row in matching):
+            having = [row.dtype for row in matching if row.level == level]
             whole = level == "O0" or set(having) == set(dtypes)
             levels += [level] if whole else [f"{dtype} {level}" for dtype in having]
         if levels:

@@ -153,7 +153,7 @@ def choose_dtypes(backend: Backend, asked: Sequence[str] = ()) -> list[Dtype]:
     """
     device = backend.device("auto")
     can = device.native | device.emulated
-    chosen = dict.fromkeys(normalise_dtype(one) for one in asked)
+    chosen = dict.fromkeys(normalise_dtype(dtype) for dtype in asked)
     for dtype in chosen:
         if dtype != "float32" and dtype not in can:
             raise UnsupportedDtypeError(
@@ -232,7 +232,7 @@ def train_all(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PrecisionWarning)
             result = trainer.train(data, run, on_start(run))
-        yield result, [str(one.message) for one in caught if issubclass(one.category, PrecisionWarning)]
+        yield result, [str(warning.message) for warning in caught if issubclass(warning.category, PrecisionWarning)]
 
 
 def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) -> dict[str, Any]:
@@ -249,12 +249,12 @@ def report(framework: str, runs: Sequence[Run], results: Sequence[RunResult]) ->
     }
 
 
-def write(folder: Path, found: dict[str, Any]) -> None:
+def write(folder: Path, results: dict[str, Any]) -> None:
     """Write results.json and demo.png to a folder that exists."""
     from .plot import draw
 
-    (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    draw(found, folder / "demo.png")
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    draw(results, folder / "demo.png")
 
 
 def plain_run(run: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -45,9 +45,9 @@ def find_framework(name: str | None) -> str:
     if name is not None:
         return registry.registration(name).name
     registered = registry.names()
-    installed = [one for one in registered if is_installed(registry.registration(one).roots[0])]
+    installed = [name for name in registered if is_installed(registry.registration(name).roots[0])]
     if len(installed) > 1:  # a backend need not have a demo; only itself can tell
-        installed = [one for one in installed if probe("has_demo", one).get("demo")] or installed
+        installed = [name for name in installed if probe("has_demo", name).get("demo")] or installed
     if len(installed) == 1:
         return installed[0]
     if not installed:
@@ -199,8 +199,8 @@ def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callabl
             outcomes.append(Outcome(framework.name, "no backend", detail="no plugin registers one"))
         else:
             outcomes.append(Outcome(framework.name, "absent", detail=_how_to_install(framework)))
-    if not any(one.report is not None or one.state == "failed" for one in outcomes):
-        advice = "; ".join(f"{one.framework}: {one.detail}" for one in outcomes)
+    if not any(outcome.report is not None or outcome.state == "failed" for outcome in outcomes):
+        advice = "; ".join(f"{outcome.framework}: {outcome.detail}" for outcome in outcomes)
         raise FrameworkNotInstalledError(
             f"--all found no framework with a backend, and {str(folder)!r} holds no result of an earlier run; "
             f"accepted: at least one of either. Install one ({advice})."
@@ -210,7 +210,7 @@ def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callabl
 
 def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Find the latest result of each framework in a folder or one folder below."""
-    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    earlier: dict[str, tuple[Path, dict[str, Any]]] = {}
     paths = [path for pattern in ("results.json", "*/results.json") for path in folder.glob(pattern)]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
@@ -218,32 +218,34 @@ def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         except (OSError, ValueError):
             continue
         if isinstance(report, dict) and report.get("schema") == SCHEMA:
-            found[report["framework"]] = path, report
-    return found
+            earlier[report["framework"]] = path, report
+    return earlier
 
 
 def write_comparison(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Write comparison.json and, where there is something to draw, comparison.png; give what the JSON holds."""
     from .plot import draw_all
 
-    found = {
+    comparison = {
         "schema": COMPARISON_SCHEMA,
         "ampx": ampx.__version__,
         "frameworks": [
             {
-                "framework": one.framework,
-                "state": one.state,
-                "detail": one.detail,
-                "runs": [_summary(run, one.report["runs"]) for run in one.report["runs"]] if one.report else [],
+                "framework": outcome.framework,
+                "state": outcome.state,
+                "detail": outcome.detail,
+                "runs": [_summary(run, outcome.report["runs"]) for run in outcome.report["runs"]]
+                if outcome.report
+                else [],
             }
-            for one in outcomes
+            for outcome in outcomes
         ],
     }
-    (folder / "comparison.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    reports = [one.report for one in outcomes if one.report is not None]
+    (folder / "comparison.json").write_text(json.dumps(comparison, indent=1) + "\n", encoding="utf-8")
+    reports = [outcome.report for outcome in outcomes if outcome.report is not None]
     if reports:
         draw_all(reports, folder / "comparison.png")
-    return found
+    return comparison
 
 
 def _summary(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

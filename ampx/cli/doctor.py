@@ -36,9 +36,9 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
     Sync: as the frameworks' own questions about their devices.
     """
     scan = probe("plugins", time_limit=time_limit)
-    found = _select(find_frameworks(scan.get("registered", ())), only)
+    frameworks = _select(find_frameworks(scan.get("registered", ())), only)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        examined = list(pool.map(lambda one: examine_framework(one, time_limit), found))
+        examined = list(pool.map(lambda framework: examine_framework(framework, time_limit), frameworks))
     return {
         "schema": SCHEMA,
         "ampx": ampx.__version__,
@@ -50,16 +50,16 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
             "error": scan.get("error"),
         },
         "frameworks": examined,
-        "mixed_precision": any(one["mixed_precision"] != "none" for one in examined),
+        "mixed_precision": any(framework["mixed_precision"] != "none" for framework in examined),
     }
 
 
-def _select(found: list[Framework], only: str | None) -> list[Framework]:
-    chosen = [one for one in found if only in (None, one.name)]
+def _select(frameworks: list[Framework], only: str | None) -> list[Framework]:
+    chosen = [framework for framework in frameworks if only in (None, framework.name)]
     if not chosen:
         raise UnknownFrameworkError(
             f"framework={only!r} is not known and no plugin registers it; accepted: "
-            f"{', '.join(one.name for one in found)}. Pass one of these, or install a plugin for it."
+            f"{', '.join(framework.name for framework in frameworks)}. Pass one of these, or install a plugin for it."
         )
     return chosen
 

@@ -50,12 +50,12 @@ def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framewor
     Args:
         registrations: What plugins registered: `name`, `roots`, `plugin`, `requires`.
     """
-    registered = {str(one["name"]): one for one in registrations}
+    registered = {str(registration["name"]): registration for registration in registrations}
     distributions = importlib.metadata.packages_distributions()
-    found = []
+    frameworks = []
     for name in [*KNOWN, *sorted(set(registered) - set(KNOWN))]:
-        one = registered.get(name, {})
-        roots = tuple(one.get("roots", ()))
+        registration = registered.get(name, {})
+        roots = tuple(registration.get("roots", ()))
         module = KNOWN.get(name, roots or (name,))[0]
         modules = dict.fromkeys((module, *KNOWN.get(name, ()), *roots))
         versions = {
@@ -63,8 +63,12 @@ def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framewor
             for each in modules
             for distribution in sorted(set(distributions.get(each, ())))
         }
-        found.append(Framework(name, module, is_installed(module), versions, one.get("plugin"), one.get("requires")))
-    return found
+        frameworks.append(
+            Framework(
+                name, module, is_installed(module), versions, registration.get("plugin"), registration.get("requires")
+            )
+        )
+    return frameworks
 
 
 def is_installed(module: str) -> bool:

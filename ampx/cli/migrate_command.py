@@ -24,21 +24,21 @@ def migrate(
         raise InvalidOptionError("--diff and --json exclude each other: the JSON holds the differences. Pass one.")
     reports = _examine(paths)
     if write:
-        for one in reports:
-            if one.status == "changed":
-                files.write(one)
+        for report in reports:
+            if report.status == "changed":
+                files.write(report)
     if as_json:
         import json
 
         echo(json.dumps(_to_json(reports, write), indent=2))
     else:
-        for one in reports:
-            if diff and one.status == "changed":
-                echo(_diff(one))
+        for report in reports:
+            if diff and report.status == "changed":
+                echo(_diff(report))
         for line in _lines(reports, write):
             echo(line)
     code = exit_code(reports)
-    return max(code, int(any(one.status == "changed" for one in reports))) if check else code
+    return max(code, int(any(report.status == "changed" for report in reports))) if check else code
 
 
 def _examine(paths: Sequence[Path]) -> list[FileReport]:
@@ -74,17 +74,20 @@ def _diff(report: FileReport) -> str:
 
 def _lines(reports: Sequence[FileReport], wrote: bool) -> list[str]:
     lines = []
-    for one in reports:
-        lines += [f"{one.path}:{found.line}: {found.kind}: {found.what}. {found.advice}" for found in one.findings]
-    changed = [one for one in reports if one.status == "changed"]
-    for one in changed:
-        lines.append(f"{one.path}: {'migrated' if wrote else 'can be migrated'}")
-    todos = sum(found.kind == "todo" for one in reports for found in one.findings)
+    for report in reports:
+        lines += [
+            f"{report.path}:{finding.line}: {finding.kind}: {finding.what}. {finding.advice}"
+            for finding in report.findings
+        ]
+    changed = [report for report in reports if report.status == "changed"]
+    for report in changed:
+        lines.append(f"{report.path}: {'migrated' if wrote else 'can be migrated'}")
+    todos = sum(finding.kind == "todo" for report in reports for finding in report.findings)
     parts = [
         f"{len(reports)} {_plural(len(reports), 'file')} read",
         f"{len(changed)} {'migrated' if wrote else 'to migrate'}",
-        f"{sum(one.status == 'blocked' for one in reports)} left as they are",
-        f"{sum(one.status == 'error' for one in reports)} that cannot be read or written",
+        f"{sum(report.status == 'blocked' for report in reports)} left as they are",
+        f"{sum(report.status == 'error' for report in reports)} that cannot be read or written",
         f"{todos} {_plural(todos, 'place')} for a human",
     ]
     lines.append(f"{', '.join(parts)}.")
@@ -103,13 +106,13 @@ def _to_json(reports: Sequence[FileReport], wrote: bool) -> dict[str, Any]:
         "written": wrote,
         "files": [
             {
-                "path": str(one.path),
-                "status": one.status,
-                "findings": [vars(found) for found in one.findings],
-                "diff": _diff(one) if one.status == "changed" else "",
+                "path": str(report.path),
+                "status": report.status,
+                "findings": [vars(finding) for finding in report.findings],
+                "diff": _diff(report) if report.status == "changed" else "",
             }
-            for one in reports
-            if one.status != "unchanged" or one.findings
+            for report in reports
+            if report.status != "unchanged" or report.findings
         ],
         "read": len(reports),
     }

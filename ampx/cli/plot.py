@@ -21,11 +21,11 @@ _STYLES = {
 }
 
 
-def draw(found: dict[str, Any], target: Path) -> None:
+def draw(results: dict[str, Any], target: Path) -> None:
     """Draw the loss curves of all runs and the loss scale with its skipped steps.
 
     Args:
-        found: The report of `demo.report`.
+        results: The report of `demo.report`.
         target: The PNG to write.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
@@ -36,22 +36,24 @@ def draw(found: dict[str, Any], target: Path) -> None:
     halves: Any = figure.subfigures(1, 2)
     left, right = halves
     losses = left.subplots()
-    draw_losses(losses, found)
-    panels = _draw_scales(right, found)
+    draw_losses(losses, results)
+    panels = _draw_scales(right, results)
     for axes in (losses, *panels):
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     losses.set_xlabel("step")
     panels[-1].set_xlabel("step")
-    figure.suptitle(f"ampx demo: handwritten digits, {found['framework']} on {found['runs'][0]['device']}", fontsize=14)
+    figure.suptitle(
+        f"ampx demo: handwritten digits, {results['framework']} on {results['runs'][0]['device']}", fontsize=14
+    )
     figure.savefig(target, format="png")
 
 
-def draw_losses(axes: Any, found: dict[str, Any]) -> None:
+def draw_losses(axes: Any, results: dict[str, Any]) -> None:
     """Draw the smoothed loss curve of every run."""
-    window = max(1, len(found["runs"][0]["losses"]) // 40)
+    window = max(1, len(results["runs"][0]["losses"]) // 40)
     named: set[str] = set()
-    for run in found["runs"]:
+    for run in results["runs"]:
         colour, line = _STYLES[run["label"]]
         label = None if run["label"] in named else run["label"]
         named.add(run["label"])
@@ -62,10 +64,10 @@ def draw_losses(axes: Any, found: dict[str, Any]) -> None:
     axes.legend(frameon=False)
 
 
-def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
+def _draw_scales(figure: Any, results: dict[str, Any]) -> list[Any]:
     """Draw the runs of the first seed, a panel for scales that move and a low one for those that stay."""
-    seed = found["runs"][0]["seed"]
-    runs = [run for run in found["runs"] if run["seed"] == seed]
+    seed = results["runs"][0]["seed"]
+    runs = [run for run in results["runs"] if run["seed"] == seed]
     runs = [run for run in runs if run["label"] != "float32"] or runs
     moving = [run for run in runs if len(set(run["scales"])) > 1]
     still = [run for run in runs if run not in moving]
@@ -76,15 +78,15 @@ def _draw_scales(figure: Any, found: dict[str, Any]) -> list[Any]:
         for run in group:
             draw_scale(axes, run)
         set_powers(axes, [scale for run in group for scale in run["scales"]])
-        if found["overflow_at"] is not None:
-            axes.axvline(found["overflow_at"], color=_ALARM, linewidth=0.9, linestyle=":", zorder=0)
+        if results["overflow_at"] is not None:
+            axes.axvline(results["overflow_at"], color=_ALARM, linewidth=0.9, linestyle=":", zorder=0)
         axes.legend(frameon=False, loc="upper left")
         axes.set_ylabel("loss scale" if axes is panels[0] else "")
     panels[0].set_title("Loss scale")
-    if found["overflow_at"] is not None:
+    if results["overflow_at"] is not None:
         panels[0].annotate(
             "overflow injected",
-            (found["overflow_at"], 0.03),
+            (results["overflow_at"], 0.03),
             xycoords=("data", "axes fraction"),
             xytext=(6, 0),
             textcoords="offset points",

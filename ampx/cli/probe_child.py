@@ -35,12 +35,18 @@ def run(question: str, arguments: list[Any]) -> None:
 def plugins() -> dict[str, Any]:
     """Return which plugins there are, what they register, and which are broken."""
     registry = default_registry()
-    found = [registry.registration(name) for name in registry.names()]
+    registrations = [registry.registration(name) for name in registry.names()]
     return {
         "plugins": sorted(name for name, plugin in registry.manager.list_name_plugin() if plugin is not None),
         "registered": [
-            {"name": one.name, "roots": one.roots, "requires": one.requires, "plugin": one.plugin, "module": one.module}
-            for one in found
+            {
+                "name": registration.name,
+                "roots": registration.roots,
+                "requires": registration.requires,
+                "plugin": registration.plugin,
+                "module": registration.module,
+            }
+            for registration in registrations
         ],
         "broken": {name: str(error) for name, error in registry.broken.items()},
     }
@@ -109,7 +115,7 @@ def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def describe_capabilities(backend: Backend) -> dict[str, Any]:
     """Return the declaration of a backend as plain values, in the order of the fields."""
     declared = backend.capabilities
-    return {one.name: _plain(getattr(declared, one.name)) for one in fields(declared)}
+    return {field.name: _plain(getattr(declared, field.name)) for field in fields(declared)}
 
 
 def _devices(backend: Backend) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -120,7 +126,7 @@ def _devices(backend: Backend) -> tuple[list[dict[str, Any]], dict[str, str]]:
         except ampx.UnsupportedDeviceError as error:
             absent[kind] = str(error)
         else:
-            present.append({**{one.name: getattr(device, one.name) for one in fields(device)}})
+            present.append({**{field.name: getattr(device, field.name) for field in fields(device)}})
     return present, absent
 
 

@@ -31,17 +31,17 @@ def print_backends(console: Console, declared: list[Declared], broken: dict[str,
     """Print the capability table of the backends that can be loaded, and why the others cannot."""
     table = make_table("Backends", "capability")
     columns = []
-    for one in declared:
-        if one.capabilities is not None:
-            table.add_column(escape(one.framework), overflow="fold")
-            columns.append(one.capabilities)
+    for backend in declared:
+        if backend.capabilities is not None:
+            table.add_column(escape(backend.framework), overflow="fold")
+            columns.append(backend.capabilities)
     if columns:
         for name in columns[0]:
             table.add_row(name.replace("_", " "), *(_declared(capabilities[name]) for capabilities in columns))
         console.print(table)
-    for one in declared:
-        if one.problem is not None:
-            console.print(f"[yellow]{escape(one.framework)} is unavailable:[/] {escape(one.problem)}")
+    for backend in declared:
+        if backend.problem is not None:
+            console.print(f"[yellow]{escape(backend.framework)} is unavailable:[/] {escape(backend.problem)}")
     _print_broken(console, broken)
 
 
@@ -55,13 +55,13 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
     """Print the report of `ampx doctor`."""
     _print_machine(console, report)
     console.print(_framework_table(report["frameworks"]))
-    ready = [one for one in report["frameworks"] if one["state"] == "ready"]
+    ready = [framework for framework in report["frameworks"] if framework["state"] == "ready"]
     if ready:
         console.print(_device_table(ready))
-    for one in ready:
-        _print_details(console, one)
-    for one in report["frameworks"]:
-        _print_verdict(console, one)
+    for framework in ready:
+        _print_details(console, framework)
+    for framework in report["frameworks"]:
+        _print_verdict(console, framework)
     plugins = report["plugins"]
     console.print(f"Plugins: {escape(', '.join(plugins['found'])) or 'none found'}")
     if plugins["disabled"]:
@@ -94,8 +94,8 @@ def _print_machine(console: Console, report: dict[str, Any]) -> None:
     if instructions is None:
         meaning = "the system does not tell its instructions"
     else:
-        found = ", ".join(f"{flag} ({dtype})" for flag, dtype in instructions.items())
-        meaning = f"low-precision instructions: {found or 'none'}"
+        flags = ", ".join(f"{flag} ({dtype})" for flag, dtype in instructions.items())
+        meaning = f"low-precision instructions: {flags or 'none'}"
     console.print(f"CPU: {escape(machine['cpu']['name'])}; {meaning}")
     for gpu in machine["gpus"]:
         cores = ", ".join(gpu["tensor_cores"]) or "none"
@@ -109,14 +109,14 @@ def _print_machine(console: Console, report: dict[str, Any]) -> None:
 
 def _framework_table(frameworks: list[dict[str, Any]]) -> Table:
     table = make_table("Frameworks", "framework", "version", "state", "mixed precision", "with")
-    for one in frameworks:
-        own, *companions = one["versions"].items() or [("", one["version"])]
+    for framework in frameworks:
+        own, *companions = framework["versions"].items() or [("", framework["version"])]
         table.add_row(
-            one["name"],
-            str(own[1] or one["version"] or "–"),
-            _STATES[one["state"]],
+            framework["name"],
+            str(own[1] or framework["version"] or "–"),
+            _STATES[framework["state"]],
             {"native": "[green]native[/]", "emulated": "[yellow]emulated[/]", "none": "[dim]no[/]"}[
-                one["mixed_precision"]
+                framework["mixed_precision"]
             ],
             ", ".join(f"{name} {version}" for name, version in companions),
         )
@@ -125,26 +125,26 @@ def _framework_table(frameworks: list[dict[str, Any]]) -> Table:
 
 def _device_table(frameworks: list[dict[str, Any]]) -> Table:
     table = make_table("Devices", "framework", "device", "float16", "bfloat16", "TF32", "FP8", "Tensor Cores")
-    for one in frameworks:
-        for device in one["devices"]:
+    for framework in frameworks:
+        for device in framework["devices"]:
             table.add_row(
-                one["name"],
+                framework["name"],
                 device["name"],
                 _how("float16", device),
                 _how("bfloat16", device),
                 *(escape(_value(device["details"].get(name))) for name in _COLUMNS),
             )
-        for kind in one["absent_devices"]:
-            table.add_row(one["name"], kind, *["[dim]absent[/]"] * 2, *["[dim]–[/]"] * len(_COLUMNS))
+        for kind in framework["absent_devices"]:
+            table.add_row(framework["name"], kind, *["[dim]absent[/]"] * 2, *["[dim]–[/]"] * len(_COLUMNS))
     return table
 
 
-def _print_details(console: Console, one: dict[str, Any]) -> None:
-    for device in one["devices"]:
+def _print_details(console: Console, framework: dict[str, Any]) -> None:
+    for device in framework["devices"]:
         rest = {name: value for name, value in device["details"].items() if name not in _COLUMNS}
         if rest:
             facts = "; ".join(f"{name.replace('_', ' ')}: {_value(value)}" for name, value in rest.items())
-            console.print(escape(f"{one['name']} on {device['name']}: {facts}"))
+            console.print(escape(f"{framework['name']} on {device['name']}: {facts}"))
 
 
 def _how(dtype: str, device: dict[str, Any]) -> str:
@@ -161,20 +161,20 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_value, value)) or "none"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_value(one)}" for name, one in value.items()) or "none"
+        return ", ".join(f"{name}: {_value(item)}" for name, item in value.items()) or "none"
     return str(value)
 
 
-def _print_verdict(console: Console, one: dict[str, Any]) -> None:
-    if one["state"] == "broken":
-        console.print(f"[red]{one['name']} is broken:[/] {escape(one['problem'])}")
-        console.print(f"See it by itself with: python -c 'import {one['module']}'")
-    chosen = one["init"]
+def _print_verdict(console: Console, framework: dict[str, Any]) -> None:
+    if framework["state"] == "broken":
+        console.print(f"[red]{framework['name']} is broken:[/] {escape(framework['problem'])}")
+        console.print(f"See it by itself with: python -c 'import {framework['module']}'")
+    chosen = framework["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"
         scale = f"{'dynamic loss scale from' if chosen['dynamic'] else 'static loss scale'} {chosen['init_scale']:g}"
         console.print(
-            f"[bold]ampx.init(framework={one['name']!r})[/] chooses {what} on {chosen['device']}"
+            f"[bold]ampx.init(framework={framework['name']!r})[/] chooses {what} on {chosen['device']}"
             f"{f', {scale}' if chosen['dtype'] else ''}. Why: {escape(chosen['reason'].rstrip('.'))}.",
         )
 
@@ -187,8 +187,8 @@ def _print_broken(console: Console, broken: dict[str, str]) -> None:
 def print_new_backend(console: Console, folder: Path, written: Sequence[Written]) -> None:
     """Print what `ampx new-backend` wrote, and what to do next."""
     files = Table.grid(padding=(0, 2))
-    for one in written:
-        files.add_row(f"  {escape(one.path.relative_to(folder).as_posix())}", f"[dim]{escape(one.purpose)}[/]")
+    for file in written:
+        files.add_row(f"  {escape(file.path.relative_to(folder).as_posix())}", f"[dim]{escape(file.purpose)}[/]")
     console.print(f"[green]Written:[/] {escape(str(folder))}", soft_wrap=True)
     console.print(files)
     console.print(
@@ -210,13 +210,13 @@ _OUTCOMES = {
 }
 
 
-def print_demo(console: Console, found: dict[str, Any], notes: Sequence[str]) -> None:
+def print_demo(console: Console, results: dict[str, Any], notes: Sequence[str]) -> None:
     """Print the table of one framework."""
     headings = ("run", "accuracy", "loss", "seconds", "steps/s", "ratio", "skipped", "scale")
     table = make_table("Handwritten digits", *headings)
     for column in table.columns[1:]:
         column.justify = "right"
-    runs = found["runs"]
+    runs = results["runs"]
     for run in runs:
         table.add_row(
             _name(run, runs),
@@ -228,7 +228,7 @@ def print_demo(console: Console, found: dict[str, Any], notes: Sequence[str]) ->
         )
     console.print(table)
     console.print(_RATIO)
-    _print_scaled(console, found["framework"], runs)
+    _print_scaled(console, results["framework"], runs)
     for note in dict.fromkeys(notes):
         console.print(f"[yellow]Note:[/] {escape(note)}")
 
@@ -241,11 +241,11 @@ def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
         column.no_wrap = True
     for column in table.columns[2:]:
         column.justify = "right"
-    shown = [(one, one.report) for one in outcomes if one.report is not None]
-    for one, report in shown:
+    shown = [(outcome, outcome.report) for outcome in outcomes if outcome.report is not None]
+    for outcome, report in shown:
         for position, run in enumerate(report["runs"]):
             table.add_row(
-                escape(f"{one.framework}, {run['device']}") if position == 0 else "",
+                escape(f"{outcome.framework}, {run['device']}") if position == 0 else "",
                 _name(run, report["runs"]),
                 f"{run['accuracy']:.2%}",
                 _difference(run, report["runs"]),
@@ -256,19 +256,21 @@ def print_all(console: Console, outcomes: Sequence[Outcome]) -> None:
     if shown:
         console.print(table)
         console.print(f"To float32: the difference in accuracy, in percentage points. {_RATIO}")
-    for one, report in shown:
-        _print_scaled(console, one.framework, report["runs"])
-    for one in outcomes:
-        if one.state == "earlier":
-            console.print(f"[yellow]{escape(one.framework)} was not trained now:[/] {escape(one.detail)}")
-        elif one.state != "ran":
-            console.print(f"{escape(one.framework)} {_OUTCOMES[one.state]} {escape(one.detail)}", soft_wrap=True)
-    for note in dict.fromkeys(note for one in outcomes for note in one.notes):
+    for outcome, report in shown:
+        _print_scaled(console, outcome.framework, report["runs"])
+    for outcome in outcomes:
+        if outcome.state == "earlier":
+            console.print(f"[yellow]{escape(outcome.framework)} was not trained now:[/] {escape(outcome.detail)}")
+        elif outcome.state != "ran":
+            console.print(
+                f"{escape(outcome.framework)} {_OUTCOMES[outcome.state]} {escape(outcome.detail)}", soft_wrap=True
+            )
+    for note in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
         console.print(f"[yellow]Note:[/] {escape(note)}")
 
 
 def _name(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
-    several = len({one["seed"] for one in runs}) > 1
+    several = len({other["seed"] for other in runs}) > 1
     return escape(run["label"] + (f", seed {run['seed']}" if several else ""))
 
 

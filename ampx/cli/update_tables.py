@@ -28,8 +28,8 @@ def render(root: Path) -> dict[Path, str]:
         raise InvalidOptionError(
             f"{str(root)!r} has no {EVIDENCE.as_posix()}/*.json; accepted: the root of a checkout of ampx. Pass that."
         )
-    rows = [row for name, one in evidence.items() for row in make_rows(name, one, gpu.get(name, ()))]
-    declared = to_markdown([Declared(name, "", "", one.declared) for name, one in evidence.items()])
+    rows = [row for name, shown in evidence.items() for row in make_rows(name, shown, gpu.get(name, ()))]
+    declared = to_markdown([Declared(name, "", "", shown.declared) for name, shown in evidence.items()])
     readme, page = root / "README.md", root / "docs" / "reference" / "capabilities.md"
     text = _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested", compact_table(rows)))
     return {
@@ -52,9 +52,9 @@ def _marked(name: str, table: str) -> tuple[str, str, str]:
 
 
 def _replace(path: Path, text: str, begin: str, end: str, block: str) -> str:
-    before, found, rest = text.partition(begin)
+    before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not (found and closed):
+    if not (opened and closed):
         raise InvalidOptionError(
             f"{path.name} has no table between {begin} and {end}; accepted: both marks, each once. Put them back."
         )

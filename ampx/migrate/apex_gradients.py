@@ -224,11 +224,11 @@ class GradientReaders:
 
     def _roots(self) -> list[ast.AST]:
         """Return the functions and modules that somebody outside starts, and that lead to a block."""
-        roots = [one for one in self._reached if not isinstance(one, FUNCTIONS) or self._is_started_outside(one)]
+        roots = [root for root in self._reached if not isinstance(root, FUNCTIONS) or self._is_started_outside(root)]
         below: set[ast.AST] = set()
         for root in roots:
             self._below(root, below)
-        return [*roots, *(one for one in self._reached if one not in below)]
+        return [*roots, *(root for root in self._reached if root not in below)]
 
     def _is_started_outside(self, function: Function) -> bool:
         """Return whether a function is called by who is not seen, as far as can be told."""
@@ -254,7 +254,9 @@ class GradientReaders:
         while waiting:
             function, names, depth = waiting.pop()
             for region in self._by_function.get(function, []):
-                optimizers.update(dict.fromkeys(self.known_as(one, names) for one in elements(self.regions[region])))
+                optimizers.update(
+                    dict.fromkeys(self.known_as(element, names) for element in elements(self.regions[region]))
+                )
             for call in self._calls_in(function) if depth < _DEPTH else ():
                 callee = self.flow.called(call)
                 if callee is not None and callee is not function:
@@ -404,23 +406,23 @@ class _Walk:
         Raises:
             NeedsHumanError: It cannot be told what it needs.
         """
-        first = found = self._look(root, inserted)
+        first = findings = self._look(root, inserted)
         needed = set(inserted)
-        while fresh := [statement for statement in found.exposed if not self._has(needed, statement)]:
+        while fresh := [statement for statement in findings.exposed if not self._has(needed, statement)]:
             statement = min(fresh, key=self._program.order)
-            place = found.names[statement]
-            needed.add(Unscale(statement, place[1], place, self._guard(found.worlds[statement])))
-            found = self._look(root, needed)
-        if (found.exposed or found.wrong) and first.exposed:  # right behind the blocks, then
+            place = findings.names[statement]
+            needed.add(Unscale(statement, place[1], place, self._guard(findings.worlds[statement])))
+            findings = self._look(root, needed)
+        if (findings.exposed or findings.wrong) and first.exposed:  # right behind the blocks, then
             behind = inserted | self._behind_blocks()
             again = self._look(root, behind)
             if not again.exposed and not again.wrong:
-                needed, found = behind, again
-        if any(node in self._clips for node in found.wrong):
+                needed, findings = behind, again
+        if any(node in self._clips for node in findings.wrong):
             return False
-        if found.exposed or found.wrong:
-            reads = first.exposed or found.exposed
-            node = reads[min(reads, key=self._program.order)] if reads else found.wrong[0]
+        if findings.exposed or findings.wrong:
+            reads = first.exposed or findings.exposed
+            node = reads[min(reads, key=self._program.order)] if reads else findings.wrong[0]
             raise NeedsHumanError(
                 node,
                 f"`{self._short(node)}`: it cannot be shown where gradients of `{self._optimizer[1]}` have to be true",
@@ -495,12 +497,12 @@ class _Walk:
         for statement in statements:
             if not worlds:
                 break
-            known = self._findings.worlds.get(statement, _NOWHERE)
-            self._findings.worlds[statement] = known | worlds
+            earlier = self._findings.worlds.get(statement, _NOWHERE)
+            self._findings.worlds[statement] = earlier | worlds
             unscales = self._own_unscales(statement, frame)
-            worlds = self._unscale(statement, worlds, [one for one in unscales if not one.after])
+            worlds = self._unscale(statement, worlds, [unscale for unscale in unscales if not unscale.after])
             worlds = self._statement(statement, worlds, frame, exits)
-            worlds = self._unscale(statement, worlds, [one for one in unscales if one.after])
+            worlds = self._unscale(statement, worlds, [unscale for unscale in unscales if unscale.after])
         return worlds
 
     def _own_unscales(self, statement: ast.stmt, frame: Frame) -> list[Unscale]:
@@ -580,7 +582,7 @@ class _Walk:
         if optimizers is None:
             for item in region.items:
                 worlds = self._evaluate(item.context_expr, worlds, region, frame)
-        elif any(self._readers.known_as(one, names) == self._optimizer for one in elements(optimizers)):
+        elif any(self._readers.known_as(element, names) == self._optimizer for element in elements(optimizers)):
             if any(world.state == "true" for world in worlds):
                 self._findings.wrong.append(region)
             muted, self._muted = self._muted, True  # in the block gradients are scaled with apex, too

@@ -139,17 +139,19 @@ def programs(
         data: The bytes of all files of the tree.
         imports: Which of them each imports.
     """
-    known = {outline.path: outline for outline in outlines}
+    by_path = {outline.path: outline for outline in outlines}
     groups = _Groups()
-    for framework in sorted({framework for outline in known.values() for framework in outline.frameworks}):
-        members = {path for path, one in known.items() if framework in one.frameworks or one.error is not None}
+    for framework in sorted({framework for outline in by_path.values() for framework in outline.frameworks}):
+        members = {
+            path for path, outline in by_path.items() if framework in outline.frameworks or outline.error is not None
+        }
         if framework in _SCALED:
             members |= {path for path, content in data.items() if _RECEIVER.search(content)}
         for connected in _connected(imports, members):
-            if any(path in known and framework in known[path].frameworks for path in connected):
+            if any(path in by_path and framework in by_path[path].frameworks for path in connected):
                 groups.join(connected)
-    for path, one in known.items():
-        if one.error is None:
+    for path, outline in by_path.items():
+        if outline.error is None:
             groups.join([path])
     return groups.all()
 
@@ -182,7 +184,7 @@ def _in_order(imported: Mapping[Path, Sequence[Path]]) -> list[list[Path]]:
                 number[path] = low[path] = len(number)
                 stack.append(path)
                 on_stack.add(path)
-            after = next((one for one in rest if one not in number or one in on_stack), None)
+            after = next((file for file in rest if file not in number or file in on_stack), None)
             if after is not None and after not in number:
                 waiting.append((after, iter(imported.get(after, ()))))
                 continue

@@ -105,14 +105,14 @@ def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[Fil
 
 def _imported_beside(data: Mapping[Path, bytes]) -> dict[Path, bytes]:
     """Return the files that those with old names import, directly or through others, and that were not named."""
-    known = {os.path.abspath(path) for path in data}
+    named = {os.path.abspath(path) for path in data}
     foreign: dict[Path, bytes] = {}
     waiting = [(path, content) for path, content in data.items() if is_hinted(content)]
     while waiting:
         importer, content = waiting.pop()
         for path in beside(importer, content):
-            if os.path.abspath(path) not in known:
-                known.add(os.path.abspath(path))
+            if os.path.abspath(path) not in named:
+                named.add(os.path.abspath(path))
                 try:
                     foreign[path] = path.read_bytes()
                 except OSError:

@@ -43,9 +43,9 @@ class Flow:
         self._targets: set[ast.AST] = set()
         self._instances: dict[Place, ast.ClassDef] = {}
         for _ in range(4):  # what a place holds tells what its methods are, which tells what their parameters hold
-            known = len(self._instances)
+            count = len(self._instances)
             self._read()
-            if len(self._instances) == known:
+            if len(self._instances) == count:
                 break
 
     def _read(self) -> None:
@@ -252,7 +252,9 @@ class Flow:
     def _bind(self, target: ast.AST, statement: ast.stmt | None, value: ast.expr | None) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
             values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
-            same = len(values) == len(target.elts) and not any(isinstance(one, ast.Starred) for one in values)
+            same = len(values) == len(target.elts) and not any(
+                isinstance(element_value, ast.Starred) for element_value in values
+            )
             for position, element in enumerate(target.elts):
                 self._bind(element, statement, values[position] if same else None)
             return

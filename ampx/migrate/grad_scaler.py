@@ -450,11 +450,11 @@ class ScalerRewriter:
                 raise self._block(optimizer, f"it cannot be told where `{program.code(optimizer)}` is made", _WRAP)
             for binding in origins:
                 place = self._flow.place(binding.node)
-                known = next((group for group in groups if self._flow.place(group[1][0].node) == place), None)
-                if known is None:
+                group_of_place = next((group for group in groups if self._flow.place(group[1][0].node) == place), None)
+                if group_of_place is None:
                     groups.append((program.code(binding.node), [binding]))
-                elif binding not in known[1]:
-                    known[1].append(binding)
+                elif binding not in group_of_place[1]:
+                    group_of_place[1].append(binding)
         bindings = [binding for _, group in groups for binding in group]
         names = [name for name, _ in groups]
         starts = {self._start_for(scaler, binding) for binding in bindings}

@@ -119,7 +119,10 @@ def _at_top(source: Source, name: str, comment: str = "") -> str:
     """Import a module before the framework is, or after the docstring and what concerns the future."""
     body = source.tree.body
     line = f"import {name}  {comment}".rstrip() + source.newline
-    if any(isinstance(one, ast.Import) and any(a.name == name and not a.asname for a in one.names) for one in body):
+    if any(
+        isinstance(statement, ast.Import) and any(a.name == name and not a.asname for a in statement.names)
+        for statement in body
+    ):
         return source.text
     ours = [statement for statement in body if _imports_any(statement, _OURS)]
     if ours:

@@ -223,8 +223,8 @@ class Program:
         match = self._modules.find(name, self.source(importer).path)
         if match is None:
             return None
-        known = self._by_path.get(match[0])
-        return None if known is None else (known, match[1])
+        source = self._by_path.get(match[0])
+        return None if source is None else (source, match[1])
 
     def load(self, node: ast.AST) -> bool:
         """Take in the files that an imported name is defined in; return whether there was a new one."""
@@ -466,12 +466,12 @@ def arguments(call: ast.Call, names: Iterable[str]) -> dict[str, ast.expr] | Non
     positional = list(names)
     if any(isinstance(value, ast.Starred) for value in call.args) or len(call.args) > len(positional):
         return None
-    found = dict(zip(positional, call.args, strict=False))
+    values = dict(zip(positional, call.args, strict=False))
     for keyword in call.keywords:
         if keyword.arg is None:
             return None
-        found[keyword.arg] = keyword.value
-    return found
+        values[keyword.arg] = keyword.value
+    return values
 
 
 def decided(test: ast.expr, holds: bool) -> Iterator[tuple[ast.expr, str, bool]]:

@@ -63,6 +63,6 @@ class NeedsHumanError(Exception):
 
 def exit_code(reports: list[FileReport]) -> int:
     """Return 2 if a file could not be read or written, 1 if a human must act, else 0."""
-    if any(one.status == "error" for one in reports):
+    if any(report.status == "error" for report in reports):
         return 2
-    return int(any(finding.kind == "todo" for one in reports for finding in one.findings))
+    return int(any(finding.kind == "todo" for report in reports for finding in report.findings))

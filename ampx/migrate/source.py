@@ -100,7 +100,7 @@ class Source:
         for node in ast.walk(self.tree):
             body = getattr(node, "body", None)
             if isinstance(node, ast.stmt) and isinstance(body, list) and body[0].lineno > node.lineno:
-                inner, outer = (self._indentation(one) for one in (body[0], node))
+                inner, outer = (self._indentation(statement) for statement in (body[0], node))
                 if inner.startswith(outer) and len(inner) > len(outer):
                     return inner.removeprefix(outer)
         return "    "
@@ -119,12 +119,12 @@ def parse(text: str) -> ast.Module:
 
 def comments(text: str) -> list[str]:
     """Return the comments in a piece of code."""
-    found = []
+    texts = []
     if "#" in text:
         try:
             for token in tokenize.generate_tokens(io.StringIO(text).readline):
                 if token.type == tokenize.COMMENT:
-                    found.append(token.string)
+                    texts.append(token.string)
         except (tokenize.TokenError, SyntaxError):
             pass  # of a piece that ends in the middle of something
-    return found
+    return texts

@@ -160,8 +160,8 @@ class TorchAmp:
         if node is None or self._program.code(node) == "None":
             return None
         names = self._program.qualified(node)
-        known = _DTYPES.get(min(names)) if len(names) == 1 else None
-        return self._program.code(node) if known is None else f'"{known}"'
+        dtype = _DTYPES.get(min(names)) if len(names) == 1 else None
+        return self._program.code(node) if dtype is None else f'"{dtype}"'
 
     def _matches(self, region: Region) -> bool:
         """Return whether a region is on where the session is: same device, same switch."""

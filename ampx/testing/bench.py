@@ -128,8 +128,8 @@ class Bench:
 
     def row(self, loss_id: int = 0) -> dict[str, Any]:
         """Read the four numbers of one loss scale."""
-        (found,) = (loss for loss in self.saved()["losses"] if loss["loss_id"] == loss_id)
-        return {name: value for name, value in found.items() if name != "loss_id"}
+        (row,) = (loss for loss in self.saved()["losses"] if loss["loss_id"] == loss_id)
+        return {name: value for name, value in row.items() if name != "loss_id"}
 
 
 def multi_backward(benches: Sequence[Bench], gradients: Sequence[Chosen]) -> None:

@@ -25,7 +25,7 @@ class EvidencePlugin:
         self.root = pathlib.Path()
         self.files: set[str] = set()  # collected as a whole
         self.regenerate = regenerate
-        self.found: dict[str, Evidence] = {}
+        self.shown: dict[str, Evidence] = {}
         self.collected: set[str] = set()
         self.ignored: set[str] = set()
         self.excused: set[str] = set()  # where they are skipped
@@ -53,7 +53,7 @@ class EvidencePlugin:
                 self._take(name, value, report.nodeid)
 
     def _take(self, name: str, value: Any, test: str) -> None:
-        evidence = self.found.setdefault(value[0], Evidence())
+        evidence = self.shown.setdefault(value[0], Evidence())
         if name == "ampx.declared":
             evidence.declared = value[1]
         elif name == "ampx.refused":
@@ -68,13 +68,13 @@ class EvidencePlugin:
         # Where single tests were named, nothing can be said about the others of their files.
         if not any("::" in argument for argument in session.config.args):
             self.files = {_file(test) for test in self.collected}
-        for framework in sorted({*self.found, *(path.stem for path in self.folder.glob("*.json"))}):
+        for framework in sorted({*self.shown, *(path.stem for path in self.folder.glob("*.json"))}):
             path = self.folder / f"{framework}.json"
-            known, found = Evidence.read(path), self.found.get(framework, Evidence())
+            on_file, shown = Evidence.read(path), self.shown.get(framework, Evidence())
             if not self.regenerate:
-                self.problems += [f"{path.name}: {one}" for one in self._differences(known, found)]
-            elif framework in self.found:
-                self._merge(known, found).write(path)
+                self.problems += [f"{path.name}: {problem}" for problem in self._differences(on_file, shown)]
+            elif framework in self.shown:
+                self._merge(on_file, shown).write(path)
         if self.problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -82,33 +82,35 @@ class EvidencePlugin:
         """Print what is stale."""
         if self.problems:
             terminalreporter.section(f"stale: {self.folder.name}", red=True)
-            for one in self.problems:
-                terminalreporter.line(one)
+            for problem in self.problems:
+                terminalreporter.line(problem)
             terminalreporter.line("If the tests are right, write it anew with `pytest --regenerate`.")
 
-    def _merge(self, known: Evidence, found: Evidence) -> Evidence:
+    def _merge(self, on_file: Evidence, shown: Evidence) -> Evidence:
         """Keep what tests showed that were not run and are still there; the others had to show it again."""
-        tested = {cell: set(tests) for cell, tests in found.tested.items()}
-        for cell, tests in known.tested.items():
+        tested = {cell: set(tests) for cell, tests in shown.tested.items()}
+        for cell, tests in on_file.tested.items():
             tested.setdefault(cell, set()).update(filter(self._is_there, tests - self.ran))
-        return Evidence(found.declared or known.declared, found.refused or known.refused, tested)
+        return Evidence(shown.declared or on_file.declared, shown.refused or on_file.refused, tested)
 
     def _is_there(self, test: str) -> bool:
         return test in self.collected or (_file(test) not in self.files and (self.root / _file(test)).exists())
 
-    def _differences(self, known: Evidence, found: Evidence) -> list[str]:
+    def _differences(self, on_file: Evidence, shown: Evidence) -> list[str]:
         problems = []
-        if found.declared and found.declared != known.declared:
+        if shown.declared and shown.declared != on_file.declared:
             problems.append("what the backend declares has changed")
         problems += [
             f"{asked} is refused with another message: {message}"
-            for asked, message in found.refused.items()
-            if known.refused.get(asked) != message
+            for asked, message in shown.refused.items()
+            if on_file.refused.get(asked) != message
         ]
-        for cell, tests in found.tested.items():
-            problems += [f"{cell} is not on file as shown by {test}" for test in tests - known.tested.get(cell, set())]
-        for cell, tests in known.tested.items():
-            for test in sorted(tests - found.tested.get(cell, set())):
+        for cell, tests in shown.tested.items():
+            problems += [
+                f"{cell} is not on file as shown by {test}" for test in tests - on_file.tested.get(cell, set())
+            ]
+        for cell, tests in on_file.tested.items():
+            for test in sorted(tests - shown.tested.get(cell, set())):
                 if test in self.passed:
                     problems.append(f"{cell}: {test} no longer shows it")
                 elif test in self.ran:

@@ -133,7 +133,7 @@ class Harness(abc.ABC):
 
     def nan_loss(self, parameters: list[Any]) -> Any:
         """Compute a loss that is NaN and attached."""
-        return self.loss(parameters, [[1.0] * len(self.numbers(one)) for one in parameters]) * math.nan
+        return self.loss(parameters, [[1.0] * len(self.numbers(parameter)) for parameter in parameters]) * math.nan
 
     def wide_loss(self, parameters: list[Any]) -> Any:
         """Compute a "loss" of two elements."""

@@ -122,7 +122,9 @@ class _Interruption:
 def _exits(code: CodeType) -> frozenset[int]:
     """Return where a `with` statement's own line comes up a second time, to leave it; no signal is handled there."""
     lines = {offset: line for start, end, line in code.co_lines() for offset in range(start, end, 2)}
-    entering = {lines.get(one.offset) for one in dis.get_instructions(code) if one.opname in _ENTERS}
+    entering = {
+        lines.get(instruction.offset) for instruction in dis.get_instructions(code) if instruction.opname in _ENTERS
+    }
     first: dict[int | None, int] = {}
     for offset in sorted(lines):
         first.setdefault(lines[offset], offset)

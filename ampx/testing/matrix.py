@@ -22,7 +22,7 @@ from .checks import json_copy
 from .oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 Record = Callable[[str, object], None]
-LOW: Final = tuple(one for one in COMBINATIONS if one[0] != "float32")
+LOW: Final = tuple(combination for combination in COMBINATIONS if combination[0] != "float32")
 CONFIG: Final = ampx.LossScale(growth_interval=3)
 
 
@@ -38,7 +38,7 @@ class MatrixSuite(KitTests):
     def test_what_is_declared(self, record_property: Record) -> None:
         """What the backend declares goes on record; what it does not declare it refuses by name."""
         can = self.backend.capabilities
-        plain = {one.name: _plain(getattr(can, one.name)) for one in fields(can)}
+        plain = {field.name: _plain(getattr(can, field.name)) for field in fields(can)}
         record_property("ampx.declared", [self.subject.framework, json_copy(plain)])
         if not can.distributed:
             with pytest.raises(ampx.UnsupportedByBackendError, match="distributed") as caught:
@@ -54,8 +54,8 @@ class MatrixSuite(KitTests):
         if level == "O1":
             assert self.subject.computes_in() == dtype
         else:
-            found = self._bench(amp).parameters
-            assert {self.subject.dtype_of(parameter) for parameter in found} == {dtype}
+            parameters = self._bench(amp).parameters
+            assert {self.subject.dtype_of(parameter) for parameter in parameters} == {dtype}
         self._cover(record_property, amp, dtype, "casting")
 
     @pytest.mark.parametrize(("dtype", "level"), COMBINATIONS)
@@ -85,8 +85,8 @@ class MatrixSuite(KitTests):
         amp = self.start(CONFIG, dtype=dtype, level=level)
         second = self._bench(amp)
         second.load(state)
-        found = [_train(second, bool(overflow)).next_scale for overflow in REFERENCE_PATTERN[cut:]]
-        assert found == list(REFERENCE_TRACE[cut:])
+        scales = [_train(second, bool(overflow)).next_scale for overflow in REFERENCE_PATTERN[cut:]]
+        assert scales == list(REFERENCE_TRACE[cut:])
         self._cover(record_property, amp, dtype, "state")
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

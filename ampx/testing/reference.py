@@ -53,8 +53,8 @@ def quotient(gradients: Gradients, divisor: float) -> Gradients:
 def total(gradients: Iterable[Gradients], parameters: int) -> Gradients:
     """Return the sum, added in order."""
     result: Gradients = [None] * parameters
-    for one in gradients:
-        result = each(lambda a, b: a + b, result, one)
+    for gradient in gradients:
+        result = each(lambda a, b: a + b, result, gradient)
     return result
 
 
@@ -163,7 +163,7 @@ class ReferenceScale:
         """Note a step that is not counted; of those before it nobody tells any more."""
         row = self.oracle(0).row
         self._window = [
-            (None if one is member else one, finite, scale, norm) for one, finite, scale, norm in self._window
+            (None if other is member else other, finite, scale, norm) for other, finite, scale, norm in self._window
         ]
         self.close()
         member.told = (False, True, row.scale, row.scale, row.consecutive_skips, None)
@@ -235,7 +235,7 @@ class ReferenceOptimizer:
             self.extra, self.true = self.true, None
         if not elements(total([*self.scaled.values(), self.extra], len(self.weights))):
             self.carried = {
-                one: known for one, known in self.carried.items() if one == loss_id
+                key: factor for key, factor in self.carried.items() if key == loss_id
             }  # nothing came of others
         self.carried.setdefault(loss_id, factor)
         self.phase = "scaled"

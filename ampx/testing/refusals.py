@@ -141,9 +141,9 @@ def _vector_losses(suite: KitTests) -> None:
     amp = suite.start()
     bench, casting = suite.bench(amp), suite.subject.casting()
     wide = suite.subject.wide_loss(bench.parameters)
-    for given in (wide, [bench.loss(), wide]):
+    for losses in (wide, [bench.loss(), wide]):
         with refused(ampx.LossShapeError, passed="of 2 elements", accepted="a scalar", advice="Reduce"):
-            amp.scale_loss(given, bench.opt).__enter__()
+            amp.scale_loss(losses, bench.opt).__enter__()
         assert suite.subject.casting() == casting
     assert bench.train().applied
 

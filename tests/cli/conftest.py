@@ -71,7 +71,7 @@ def migrate():
         assert (report.status == "changed") == (after != before)
         again = migrate(Path("script.py"), report.after)
         assert again.after == report.after, "a second run changes something"
-        return report.status, after, [(one.line, one.kind, one.what) for one in report.findings]
+        return report.status, after, [(finding.line, finding.kind, finding.what) for finding in report.findings]
 
     return run
 

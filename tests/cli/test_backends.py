@@ -22,7 +22,7 @@ def test_json_holds_every_declared_capability(ampx_command):
 
     report = json.loads(ampx_command("backends", "--json").stdout)
     assert report["schema"] == "ampx.backends/1"
-    (toy,) = (one for one in report["backends"] if one["framework"] == "toy")
+    (toy,) = (backend for backend in report["backends"] if backend["framework"] == "toy")
     assert toy["available"]
     declared = dataclasses.asdict(ImplicitToy.capabilities)
     assert list(toy["capabilities"]) == list(declared)
@@ -48,7 +48,9 @@ def test_registered_framework_that_is_not_installed_is_unavailable_with_the_reas
     markdown = ampx_command("backends", "--markdown").stdout
     assert "| ghost | unavailable (ghost_framework is not installed) |" in markdown
     (ghost,) = (
-        one for one in json.loads(ampx_command("backends", "--json").stdout)["backends"] if one["framework"] == "ghost"
+        backend
+        for backend in json.loads(ampx_command("backends", "--json").stdout)["backends"]
+        if backend["framework"] == "ghost"
     )
     assert (ghost["available"], ghost["problem"]) == (False, "ghost_framework is not installed")
 

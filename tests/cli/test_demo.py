@@ -158,10 +158,10 @@ def test_where_nothing_is_cast_scaling_alone_is_compared_with_float32():
 def test_picture_is_a_png_of_the_right_size(dtypes, tmp_path, png_size):
     pytest.importorskip("matplotlib")
     runs = demo.plan_runs(dtypes, [0], epochs=4, batch_size=10, images=10)
-    found = demo.report("fake", runs, [make_result(dtype) for dtype in dtypes])
-    demo.write(tmp_path, found)
+    results = demo.report("fake", runs, [make_result(dtype) for dtype in dtypes])
+    demo.write(tmp_path, results)
     assert png_size(tmp_path / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
-    assert json.loads((tmp_path / "results.json").read_text()) == found
+    assert json.loads((tmp_path / "results.json").read_text()) == results
 
 
 @pytest.mark.usefixtures("_extra")

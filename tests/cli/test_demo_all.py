@@ -69,18 +69,18 @@ def run(ampx_command):
 
 
 def comparison(run):
-    found = json.loads((run.out / "comparison.json").read_text())
-    assert found["schema"] == "ampx.demo-comparison/1"
-    return {one["framework"]: one for one in found["frameworks"]}
+    content = json.loads((run.out / "comparison.json").read_text())
+    assert content["schema"] == "ampx.demo-comparison/1"
+    return {entry["framework"]: entry for entry in content["frameworks"]}
 
 
 def test_each_framework_runs_in_a_process_of_its_own_and_all_are_compared(run):
     run.add("one")
     run.add("two")
     text = run().stdout
-    found = comparison(run)
-    assert (found["one"]["state"], found["two"]["state"]) == ("ran", "ran")
-    pids = {name: {one["reason"] for one in found[name]["runs"]} for name in ("one", "two")}
+    shown = comparison(run)
+    assert (shown["one"]["state"], shown["two"]["state"]) == ("ran", "ran")
+    pids = {name: {run_of_one["reason"] for run_of_one in shown[name]["runs"]} for name in ("one", "two")}
     assert len(pids["one"]) == len(pids["two"]) == 1
     assert pids["one"] != pids["two"]
     for name in ("one", "two"):
@@ -120,14 +120,14 @@ def test_a_failed_run_gives_exit_code_1_and_the_others_are_shown(run):
     run.command.add_plugin("shaky", "shaky_plugin")
     run.command.add_module("shaky_plugin", "raise RuntimeError('the plugin is shaky')")
     text = run(code=1).stdout
-    found = comparison(run)
+    shown = comparison(run)
     for name, (_, problem) in PROBLEMS.items():
         assert f"{name} failed: {problem}" in text
-        assert (found[name]["state"], found[name]["runs"]) == ("failed", [])
+        assert (shown[name]["state"], shown[name]["runs"]) == ("failed", [])
     assert "shaky failed: its plugin is broken" in text
     assert "the plugin is shaky" in text
     assert "one, cpu" in text
-    assert found["one"]["state"] == "ran"
+    assert shown["one"]["state"] == "ran"
 
 
 def test_results_of_earlier_runs_elsewhere_are_taken_in_and_said_to_be(run):
@@ -138,9 +138,9 @@ def test_results_of_earlier_runs_elsewhere_are_taken_in_and_said_to_be(run):
     text = run("--epochs", "3", AMPX_DISABLE_PLUGINS=REAL).stdout
     assert "one was not trained now: this is the result of " in text
     assert "in one/results.json, with epochs 2 instead of 3" in text
-    found = comparison(run)
-    assert (found["one"]["state"], found["two"]["state"]) == ("earlier", "ran")
-    assert [one["label"] for one in found["one"]["runs"]] == ["float32", "float16"]
+    shown = comparison(run)
+    assert (shown["one"]["state"], shown["two"]["state"]) == ("earlier", "ran")
+    assert [entry["label"] for entry in shown["one"]["runs"]] == ["float32", "float16"]
 
 
 def test_the_latest_result_in_the_folder_or_below_counts(tmp_path):

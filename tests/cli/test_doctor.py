@@ -21,32 +21,38 @@ def only(report):
 def test_report_has_every_known_framework_and_every_fact(ampx_command):
     report = examine(ampx_command)
     assert report["schema"] == "ampx.doctor/1"
-    assert {one["name"] for one in report["frameworks"]} >= {"torch", "tensorflow", "mxnet", "paddle", "jax"}
+    assert {framework["name"] for framework in report["frameworks"]} >= {
+        "torch",
+        "tensorflow",
+        "mxnet",
+        "paddle",
+        "jax",
+    }
     assert set(report) == {"schema", "ampx", "machine", "plugins", "frameworks", "mixed_precision"}
     assert set(report["machine"]) == {"python", "executable", "platform", "cpu", "gpus"}
-    for one in report["frameworks"]:
-        assert one["state"] in {"ready", "no backend", "broken", "not installed"}
-        assert (one["problem"] is None) == (one["state"] != "broken")
+    for framework in report["frameworks"]:
+        assert framework["state"] in {"ready", "no backend", "broken", "not installed"}
+        assert (framework["problem"] is None) == (framework["state"] != "broken")
 
 
 def test_torch_facts_are_those_of_the_backend(ampx_command):
     torch = pytest.importorskip("torch")
     report = examine(ampx_command, "--framework", "torch", code=0)
-    found = only(report)
-    assert found["state"] == "ready"
-    assert found["version"] == torch.__version__
-    assert found["mixed_precision"] in {"native", "emulated"}
-    assert {device["name"] for device in found["devices"]} | set(found["absent_devices"]) == {"cpu", "cuda"}
-    assert ("cuda" in found["absent_devices"]) == (not torch.cuda.is_available())
-    assert found["init"]["reason"]
+    framework = only(report)
+    assert framework["state"] == "ready"
+    assert framework["version"] == torch.__version__
+    assert framework["mixed_precision"] in {"native", "emulated"}
+    assert {device["name"] for device in framework["devices"]} | set(framework["absent_devices"]) == {"cpu", "cuda"}
+    assert ("cuda" in framework["absent_devices"]) == (not torch.cuda.is_available())
+    assert framework["init"]["reason"]
 
 
 def test_plugin_framework_that_computes_low_precision_gives_exit_code_0(ampx_command):
     ampx_command.add_plugin("toy", "toy.plugin")
     report = examine(ampx_command, "--framework", "toy", code=0)
-    found = only(report)
-    assert (found["state"], found["mixed_precision"]) == ("ready", "native")
-    assert found["init"]["dtype"] == "float16"
+    framework = only(report)
+    assert (framework["state"], framework["mixed_precision"]) == ("ready", "native")
+    assert framework["init"]["dtype"] == "float16"
     assert report["plugins"]["found"].count("toy") == 1
 
 
@@ -66,8 +72,8 @@ def test_framework_that_is_not_installed_gives_exit_code_1(ampx_command):
 
 def test_installed_framework_without_backend_is_listed_as_such(ampx_command):
     ampx_command.add_module("mxnet", "__version__ = '1.9.1'")
-    found = only(examine(ampx_command, "--framework", "mxnet", code=1, AMPX_DISABLE_PLUGINS="mxnet"))
-    assert (found["state"], found["version"]) == ("no backend", "1.9.1")
+    framework = only(examine(ampx_command, "--framework", "mxnet", code=1, AMPX_DISABLE_PLUGINS="mxnet"))
+    assert (framework["state"], framework["version"]) == ("no backend", "1.9.1")
     text = ampx_command("doctor", "--framework", "mxnet", code=1, AMPX_DISABLE_PLUGINS="mxnet").stdout
     assert "no ampx backend installed" in text
 
@@ -91,8 +97,8 @@ def test_framework_that_only_its_backend_can_import_is_ready(ampx_command):
         "def ampx_register_backends(register):\n"
         "    register('picky', load, roots=('picky',), requires='picky')\n",
     )
-    found = only(examine(ampx_command, "--framework", "picky", code=0))
-    assert (found["state"], found["version"]) == ("ready", "1.0")
+    framework = only(examine(ampx_command, "--framework", "picky", code=0))
+    assert (framework["state"], framework["version"]) == ("ready", "1.0")
 
 
 def add_feeble(ampx_command, body):
@@ -113,9 +119,9 @@ def add_feeble(ampx_command, body):
 
 def test_framework_that_imports_while_its_backend_fails_is_broken(ampx_command):
     add_feeble(ampx_command, "__version__ = '1.9.1'")  # it has nothing that its backend needs
-    found = only(examine(ampx_command, "--framework", "feeble", code=1))
-    assert (found["state"], found["version"]) == ("broken", "1.9.1")
-    assert found["problem"].startswith("its ampx backend failed: BackendLoadError")
+    framework = only(examine(ampx_command, "--framework", "feeble", code=1))
+    assert (framework["state"], framework["version"]) == ("broken", "1.9.1")
+    assert framework["problem"].startswith("its ampx backend failed: BackendLoadError")
 
 
 def test_empty_folder_of_a_framework_name_is_not_an_installation(ampx_command):
@@ -149,14 +155,14 @@ def test_empty_folder_of_a_framework_name_is_not_an_installation(ampx_command):
 )
 def test_framework_whose_import_fails_is_broken_and_doctor_survives(ampx_command, body, problem):
     add_feeble(ampx_command, body)
-    found = only(examine(ampx_command, "--framework", "feeble", code=1))
-    assert (found["state"], found["problem"]) == ("broken", problem)
+    framework = only(examine(ampx_command, "--framework", "feeble", code=1))
+    assert (framework["state"], framework["problem"]) == ("broken", problem)
 
 
 def test_framework_whose_import_hangs_is_broken_after_the_time_limit(ampx_command):
     add_feeble(ampx_command, "import time; time.sleep(600)")
-    found = only(examine(ampx_command, "--framework", "feeble", "--time-limit", "3", code=1))
-    assert (found["state"], found["problem"]) == ("broken", "no answer within 3 s; the process was ended")
+    framework = only(examine(ampx_command, "--framework", "feeble", "--time-limit", "3", code=1))
+    assert (framework["state"], framework["problem"]) == ("broken", "no answer within 3 s; the process was ended")
 
 
 def test_broken_plugin_is_named_with_its_error(ampx_command):

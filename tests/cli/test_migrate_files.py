@@ -46,11 +46,11 @@ BLOCKED = RECIPE + "helper(scaler)\n"
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tmp_path / "code"
-    made.mkdir()
-    (made / "train.py").write_text(RECIPE, encoding="utf-8")
-    (made / "other.py").write_text("x = 1\n")
-    return made
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "train.py").write_text(RECIPE, encoding="utf-8")
+    (folder / "other.py").write_text("x = 1\n")
+    return folder
 
 
 # -- the command ----------------------------------------------------------------------------------------
@@ -119,9 +119,9 @@ def test_what_cannot_be_read_ends_with_2_and_stays(text, line, what, folder, amp
 
 def test_json_holds_findings_and_differences(folder, ampx_command):
     (folder / "blocked.py").write_text(BLOCKED, encoding="utf-8")
-    found = json.loads(ampx_command("migrate", "--json", str(folder), code=1).stdout)
-    assert (found["schema"], found["read"], found["written"]) == ("ampx.migrate/1", 3, False)
-    by_name = {Path(one["path"]).name: one for one in found["files"]}
+    report = json.loads(ampx_command("migrate", "--json", str(folder), code=1).stdout)
+    assert (report["schema"], report["read"], report["written"]) == ("ampx.migrate/1", 3, False)
+    by_name = {Path(entry["path"]).name: entry for entry in report["files"]}
     assert by_name["train.py"]["status"] == "changed"
     assert "+    with ampx.scale_loss(loss, optimizer) as scaled_loss:  # é" in by_name["train.py"]["diff"]
     assert by_name["blocked.py"]["findings"][0].keys() == {"line", "kind", "what", "advice"}
@@ -269,7 +269,7 @@ def test_lines_around_are_kept_whatever_they_are(noise, newline):
     assert report.status == "changed"
     after = report.after.decode()
     assert newline == "\n" or after.count("\n") == after.count("\r\n")
-    kept = [line for extra in noise for one in extra for line in one.split("\n") if line]
+    kept = [line for extra in noise for lines in extra for line in lines.split("\n") if line]
     position = 0
     for line in kept:  # in the same order
         position = after.index(line, position) + len(line)

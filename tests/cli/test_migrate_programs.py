@@ -362,13 +362,13 @@ def test_large_trees_are_done_on_all_processors_with_the_same_result_and_progres
     here = files.examine(files.find([tmp_path]))
     monkeypatch.setattr(files, "_WORTH_PROCESSES", 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    told = []
-    there = files.examine(files.find([tmp_path]), lambda *arguments: told.append(arguments))
+    events = []
+    there = files.examine(files.find([tmp_path]), lambda *arguments: events.append(arguments))
     assert [vars(report) for report in there] == [vars(report) for report in here]
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > before
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     for name in ("Reading", "Rewriting"):
-        done = [arguments[1] for arguments in told if arguments[0] == name]
+        done = [arguments[1] for arguments in events if arguments[0] == name]
         assert done[0] == 0
         assert done[-1] == size
         assert done == sorted(done)

@@ -486,10 +486,10 @@ CASES = [
 
 @pytest.mark.parametrize(("before", "after"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_it_becomes(before, after, migrate):
-    status, made, findings = migrate(textwrap.dedent(before))
-    assert made == textwrap.dedent(after)
+    status, migrated, findings = migrate(textwrap.dedent(before))
+    assert migrated == textwrap.dedent(after)
     assert status == "changed"
-    assert [found for found in findings if found[1] == "todo"] == []
+    assert [finding for finding in findings if finding[1] == "todo"] == []
 
 
 HEAD = """\

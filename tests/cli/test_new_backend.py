@@ -27,13 +27,13 @@ def files_of(folder):
 
 
 def test_it_writes_a_package_and_tells_what_to_do_next(ampx_command, tmp_path):
-    told = ampx_command("new-backend", "my_lib").stdout
+    text = ampx_command("new-backend", "my_lib").stdout
     folder = tmp_path / "ampx-my-lib"
     assert files_of(folder) == FILES
-    assert all(name in told for name in FILES)
-    assert "cd ampx-my-lib" in told
-    assert "pip install -e '.[test]'" in told
-    assert "pytest -x" in told
+    assert all(name in text for name in FILES)
+    assert "cd ampx-my-lib" in text
+    assert "pip install -e '.[test]'" in text
+    assert "pytest -x" in text
     for path in folder.rglob("*.*"):
         assert "$" not in path.read_text()
     assert 'my_lib = "ampx_my_lib"' in (folder / "pyproject.toml").read_text()
@@ -62,9 +62,9 @@ def test_its_readme_holds_for_the_backend_that_was_written(ampx_command, tmp_pat
 
 
 def test_it_writes_where_it_is_told(ampx_command, tmp_path):
-    told = ampx_command("new-backend", "mylib", "--out", "some where/else").stdout
+    text = ampx_command("new-backend", "mylib", "--out", "some where/else").stdout
     assert (tmp_path / "some where" / "else" / "ampx-mylib" / "pyproject.toml").is_file()
-    assert "cd 'some where/else/ampx-mylib'" in told
+    assert "cd 'some where/else/ampx-mylib'" in text
 
 
 def test_every_verb_and_every_harness_method_that_is_required_has_a_stub(ampx_command, tmp_path):
@@ -78,17 +78,17 @@ def test_every_verb_and_every_harness_method_that_is_required_has_a_stub(ampx_co
         methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
         assert set(methods) == contract.__abstractmethods__ | extra
         for name, method in methods.items():
-            given = [argument.arg for argument in method.args.args]
-            assert given == list(inspect.signature(getattr(contract, name)).parameters), name
+            parameters = [argument.arg for argument in method.args.args]
+            assert parameters == list(inspect.signature(getattr(contract, name)).parameters), name
 
 
 def test_a_folder_that_is_there_is_left_alone(ampx_command, tmp_path):
     folder = tmp_path / "ampx-mylib"
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
-    told = ampx_command("new-backend", "mylib", code=2).stderr
-    assert "'ampx-mylib' is there already and is left as it is" in told
-    assert "--out" in told
+    text = ampx_command("new-backend", "mylib", code=2).stderr
+    assert "'ampx-mylib' is there already and is left as it is" in text
+    assert "--out" in text
     assert files_of(folder) == ["mine.txt"]
 
 
@@ -96,25 +96,25 @@ def test_a_folder_that_is_there_is_left_alone(ampx_command, tmp_path):
     "name", ["Mylib", "my-lib", "my lib", "2lib", "_lib", "my__lib", "lib_", "class", "", "../lib"]
 )
 def test_a_name_that_is_no_module_is_refused(ampx_command, tmp_path, name):
-    told = ampx_command("new-backend", name, code=2).stderr
-    assert f"NAME {name!r} cannot be the name of a module" in told
+    text = ampx_command("new-backend", name, code=2).stderr
+    assert f"NAME {name!r} cannot be the name of a module" in text
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_a_plugin_has_is_refused(ampx_command, tmp_path):
     ampx_command.add_module("plug_taken", _PLUGIN)
     ampx_command.add_plugin("taken", "plug_taken")
-    told = ampx_command("new-backend", "taken", code=2).stderr
-    assert "NAME 'taken' is taken: plugin 'taken' registers that framework" in told
+    text = ampx_command("new-backend", "taken", code=2).stderr
+    assert "NAME 'taken' is taken: plugin 'taken' registers that framework" in text
     assert not (tmp_path / "ampx-taken").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_told(ampx_command, tmp_path):
     (tmp_path / "file").write_text("")
-    told = ampx_command("new-backend", "mylib", "--out", "file", code=2).stderr
-    assert "file" in told
-    told = ampx_command("new-backend", "mylib", "--out", "file/below", code=2).stderr
-    assert "cannot be written: Not a directory" in told
+    text = ampx_command("new-backend", "mylib", "--out", "file", code=2).stderr
+    assert "file" in text
+    text = ampx_command("new-backend", "mylib", "--out", "file/below", code=2).stderr
+    assert "cannot be written: Not a directory" in text
 
 
 def test_every_template_is_in_the_package():

@@ -42,23 +42,23 @@ def cells(rows):
 
 
 def test_a_cell_is_tested_declared_or_not_supported_with_its_reason():
-    found = cells(make_rows("mine", EVIDENCE, ["gpu/float16/O1/casting"]))
-    assert found["cpu/float32/O0/scaling"] == ("tested", None)
-    assert found["cpu/float32/O0/state"] == ("declared", None)
-    assert found["cpu/float32/O0/distributed"] == ("not supported", "one process only.")
-    assert found["cpu/float32/O0/casting"] == ("not supported", "O0 computes in float32.")
-    assert found["cpu/float16/O1/state"] == ("not supported", "the CPU casts nothing.")
-    assert found["gpu/float16/O1/casting"] == ("tested on GPU", None)
-    assert found["gpu/float16/O1/scaling"] == ("declared", None)
-    assert found["gpu/float16/O2/scaling"] == ("not supported", "O2 is not there.")
-    assert found["gpu/bfloat16/O1/casting"] == ("not supported", "bfloat16 is not there.")
-    assert found["cpu, compiled/float16/O1/casting"] == ("tested", None)
-    assert found["cpu, compiled/float16/O1/state"][0] == "not supported"
-    assert "cpu, compiled/float32/O0/state" not in found
-    assert {found[f"gpu, compiled/float16/O1/{aspect}"] for aspect in ASPECTS} == {
+    statuses = cells(make_rows("mine", EVIDENCE, ["gpu/float16/O1/casting"]))
+    assert statuses["cpu/float32/O0/scaling"] == ("tested", None)
+    assert statuses["cpu/float32/O0/state"] == ("declared", None)
+    assert statuses["cpu/float32/O0/distributed"] == ("not supported", "one process only.")
+    assert statuses["cpu/float32/O0/casting"] == ("not supported", "O0 computes in float32.")
+    assert statuses["cpu/float16/O1/state"] == ("not supported", "the CPU casts nothing.")
+    assert statuses["gpu/float16/O1/casting"] == ("tested on GPU", None)
+    assert statuses["gpu/float16/O1/scaling"] == ("declared", None)
+    assert statuses["gpu/float16/O2/scaling"] == ("not supported", "O2 is not there.")
+    assert statuses["gpu/bfloat16/O1/casting"] == ("not supported", "bfloat16 is not there.")
+    assert statuses["cpu, compiled/float16/O1/casting"] == ("tested", None)
+    assert statuses["cpu, compiled/float16/O1/state"][0] == "not supported"
+    assert "cpu, compiled/float32/O0/state" not in statuses
+    assert {statuses[f"gpu, compiled/float16/O1/{aspect}"] for aspect in ASPECTS} == {
         ("not supported", "nothing casts compiled code.")
     }
-    assert len(found) == (2 * len(COMBINATIONS) + 2) * len(ASPECTS)
+    assert len(statuses) == (2 * len(COMBINATIONS) + 2) * len(ASPECTS)
 
 
 def test_the_full_table_gives_each_reason_once():

@@ -79,7 +79,7 @@ class JaxHarness(ValueHarness):
         return sum(pull(parameter, jnp.array(slopes, "float32")) for parameter, slopes in pairs)
 
     def nan_loss(self, parameters):
-        return self.loss(parameters, [[1.0] * one.size for one in parameters]) * jnp.nan
+        return self.loss(parameters, [[1.0] * parameter.size for parameter in parameters]) * jnp.nan
 
     def casting(self):
         return casting.active.value
@@ -130,7 +130,7 @@ class FuzzHarness(JaxHarness):
 
     def update(self, opt, gradients, state, parameters):
         second = self.known[2:4]  # raw and wrapped
-        compiles = bool(os.environ.get("AMPX_TEST_ALL")) or any(one is opt for one in second)
+        compiles = bool(os.environ.get("AMPX_TEST_ALL")) or any(optimizer is opt for optimizer in second)
         with contextlib.nullcontext() if compiles else jax.disable_jit():
             return super().update(opt, gradients, state, parameters)
 

@@ -88,18 +88,18 @@ def test_a_declared_ability_without_its_verb_is_told_by_name():
     claims = replace(ImplicitToy.capabilities, traces_overflow=True)
     suite = suite_for(verbs("ClaimsTracing", capabilities=claims))()
     suite.setup_method()
-    told = "ClaimsTracing.trace_overflow: Return a region .* Wanted because traces_overflow is declared"
+    message = "ClaimsTracing.trace_overflow: Return a region .* Wanted because traces_overflow is declared"
     try:
-        with pytest.raises(NotImplementedError, match=told):
+        with pytest.raises(NotImplementedError, match=message):
             suite.test_the_verbs_of_what_is_declared_are_written()
     finally:
         suite.teardown_method()
 
 
 def test_a_refusal_that_does_not_come_says_what_was_expected():
-    told = "nothing was raised; expected: LossShapeError with 'of 2' in its message. Try this."
+    message = "nothing was raised; expected: LossShapeError with 'of 2' in its message. Try this."
     nothing = refused(ampx.LossShapeError, passed="of 2", accepted="", advice="", hint="Try this.")
-    with pytest.raises(pytest.fail.Exception, match=re.escape(told)), nothing:
+    with pytest.raises(pytest.fail.Exception, match=re.escape(message)), nothing:
         pass
 
 

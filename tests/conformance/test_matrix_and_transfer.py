@@ -19,11 +19,19 @@ from toy.mutants import MUTANTS
 
 STATES = pathlib.Path(__file__).parents[1] / "states"
 RECORDS = {
-    "casting": [lambda suite, record, one=one: suite.test_casting(*one, record) for one in LOW],
-    "scaling": [lambda suite, record, one=one: suite.test_scaling(*one, record) for one in COMBINATIONS],
-    "state": [lambda suite, record, one=one: suite.test_state(*one, record) for one in COMBINATIONS],
+    "casting": [
+        lambda suite, record, combination=combination: suite.test_casting(*combination, record) for combination in LOW
+    ],
+    "scaling": [
+        lambda suite, record, combination=combination: suite.test_scaling(*combination, record)
+        for combination in COMBINATIONS
+    ],
+    "state": [
+        lambda suite, record, combination=combination: suite.test_state(*combination, record)
+        for combination in COMBINATIONS
+    ],
     "master weights": [
-        lambda suite, record, one=one: suite.test_master_weights(one, record) for one in ("float16", "bfloat16")
+        lambda suite, record, dtype=dtype: suite.test_master_weights(dtype, record) for dtype in ("float16", "bfloat16")
     ],
 }
 MOMENTS = ("before the first step", "after steps")
@@ -57,9 +65,9 @@ def mutant_verdicts(base, mutant, tests, **attributes):
 @pytest.mark.parametrize("harness", [ImplicitToyHarness, ExplicitToyHarness, BareToyHarness])
 def test_a_sound_backend_passes_and_puts_every_supported_cell_on_record(harness):
     records = []
-    tests = [lambda suite: suite.test_what_is_declared(lambda *one: records.append(one))]
+    tests = [lambda suite: suite.test_what_is_declared(lambda *entry: records.append(entry))]
     for each in RECORDS.values():
-        tests += [lambda suite, one=one: one(suite, lambda *seen: records.append(seen)) for one in each]
+        tests += [lambda suite, test=test: test(suite, lambda *seen: records.append(seen)) for test in each]
     assert set(verdicts(MatrixSuite, harness, tests)) == {"passed"}
     suite = type("Suite", (MatrixSuite,), {"harness": harness})()
     suite.setup_method()
@@ -86,7 +94,9 @@ def test_every_test_of_the_matrix_rejects_a_mutant_and_puts_nothing_on_record(as
         for test in RECORDS[aspect]:
             seen = []
             (verdict,) = mutant_verdicts(
-                MatrixSuite, mutant, [lambda suite, test=test, seen=seen: test(suite, lambda *one: seen.append(one))]
+                MatrixSuite,
+                mutant,
+                [lambda suite, test=test, seen=seen: test(suite, lambda *entry: seen.append(entry))],
             )
             if verdict == "failed":
                 assert not any(name == "ampx.tested" for name, _ in seen)
@@ -99,7 +109,7 @@ def test_every_test_of_the_matrix_rejects_a_mutant_and_puts_nothing_on_record(as
 
 def transfers(*sources):
     return [
-        lambda suite, one=(source, name, moment): suite.test_a_state_of_another_framework_goes_on(*one)
+        lambda suite, arguments=(source, name, moment): suite.test_a_state_of_another_framework_goes_on(*arguments)
         for source in sources
         for name in PATTERNS
         for moment in MOMENTS

@@ -91,7 +91,7 @@ NUMBERS = (
 
 
 @pytest.mark.parametrize(
-    "mutant", [*ORDERS, *(one for one in MUTANTS if one.name in NUMBERS)], ids=lambda mutant: mutant.name
+    "mutant", [*ORDERS, *(mutant for mutant in MUTANTS if mutant.name in NUMBERS)], ids=lambda mutant: mutant.name
 )
 def test_the_fuzzer_rejects_mistakes_in_numbers_and_in_the_order_of_calls(mutant):
     (test,) = list_tests(FuzzSuite)
@@ -133,7 +133,7 @@ IN_A_PROCESS = {
 @pytest.fixture(scope="module")
 def plugin_verdicts(tmp_path_factory):
     """Names of the plugin tests that each plugin fails."""
-    found = {}
+    failed = {}
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("plugins")
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -144,9 +144,9 @@ def plugin_verdicts(tmp_path_factory):
             attributes = {"plugin": module, "framework": "toy", "modules": ("toy.framework",)}
             suite = type(name, (PluginSuite,), attributes)
             tests = [test for test in list_tests(suite) if name in WATCHED or test not in IN_A_PROCESS]
-            found[name] = {test for test in tests if judge(suite, test) == "failed"}
+            failed[name] = {test for test in tests if judge(suite, test) == "failed"}
             sys.modules.pop(module, None)
-    return found
+    return failed
 
 
 def test_a_sound_plugin_is_not_rejected(plugin_verdicts):

@@ -61,7 +61,7 @@ class MXNetHarness(Harness):
         return mx.gluon.Trainer(parameters, "sgd", options)
 
     def optimizer_state(self, raw):
-        momenta = [None if one is None else one.asnumpy().tolist() for one in raw._updaters[0].states.values()]
+        momenta = [None if state is None else state.asnumpy().tolist() for state in raw._updaters[0].states.values()]
         return momenta, raw._optimizer.num_update, raw._scale
 
     def loss(self, parameters, gradients):

@@ -53,8 +53,8 @@ class CastTests(KitTests):
         before = self.subject.casting()
         for annotate, dtype in ((amp.float_function, "float32"), (amp.half_function, self.subject.dtype)):
             function: Callable[..., Any] = annotate(self._look)
-            for given in ("float32", self.subject.dtype):
-                value, whole = self.subject.tensor([2.0], given), self.subject.tensor([3], "int64")
+            for passed in ("float32", self.subject.dtype):
+                value, whole = self.subject.tensor([2.0], passed), self.subject.tensor([3], "int64")
                 seen = function(value, whole, nested=[value])
                 assert seen == (dtype, "int64", dtype, "float32")
             assert function.__name__ == "_look"

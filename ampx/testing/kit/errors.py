@@ -250,9 +250,9 @@ class LossErrorTests(KitTests):
                 continue
             hint = "If the framework cannot tell, set detaches = False in the harness."
             hint = hint if error is ampx.DetachedLossError else ""
-            for given in (loss, [bench.loss(), loss]):
+            for losses in (loss, [bench.loss(), loss]):
                 with refused(error, passed=passed, accepted=accepted, advice=advice, hint=hint):
-                    amp.scale_loss(given, bench.opt).__enter__()
+                    amp.scale_loss(losses, bench.opt).__enter__()
                 assert self.subject.casting() == casting
         assert bench.train().applied
 

@@ -278,9 +278,9 @@ class Training(RuleBasedStateMachine):
         others = self.implicit and (self.harness.watches_others or not self.amp.enabled)
         watches_true = self.harness.watches_true or not self.amp.enabled
         reaches = [
-            one
-            for one in (self._some(reached) if self.implicit else receivers)
-            if one in receivers or (others and (watches_true or one.reference.phase != "unscaled"))
+            trainee
+            for trainee in (self._some(reached) if self.implicit else receivers)
+            if trainee in receivers or (others and (watches_true or trainee.reference.phase != "unscaled"))
         ]
         self._backward(receivers, reaches or receivers, loss_id, slopes, body)
         self._verify()
@@ -311,28 +311,37 @@ class Training(RuleBasedStateMachine):
         """Run one body; return whether it ended well."""
         if self.values:
             receivers, reached = receivers[:1], receivers[:1]
-        references = [one.reference for one in receivers]
-        if any(one.doubtful and set(one.reference.carried) - {loss_id} for one in receivers):
+        references = [trainee.reference for trainee in receivers]
+        if any(trainee.doubtful and set(trainee.reference.carried) - {loss_id} for trainee in receivers):
             return False  # with several losses nobody can say whose gradients these are
-        transparent = not self.amp.enabled or any(not one.scale.enabled for one in references)
+        transparent = not self.amp.enabled or any(not reference.scale.enabled for reference in references)
         # An optimizer of a disabled session is a raw one: nobody looks after what a scaled loss does to it.
-        reached = [one for one in reached if transparent or one.reference.scale.enabled] or receivers
-        cleared = [one for one in references if one.phase == "unscaled" and not any(elements(one.true or []))]
+        reached = [trainee for trainee in reached if transparent or trainee.reference.scale.enabled] or receivers
+        cleared = [
+            reference
+            for reference in references
+            if reference.phase == "unscaled" and not any(elements(reference.true or []))
+        ]
         factor = None if transparent or cleared else self._factor(references, loss_id)
         if any(
-            one.carried and loss_id not in one.carried and one not in cleared and not any(elements(one.sum()[0]))
-            for one in references
+            reference.carried
+            and loss_id not in reference.carried
+            and reference not in cleared
+            and not any(elements(reference.sum()[0]))
+            for reference in references
         ):
             return False  # whether zeros are gradients of the other loss is told differently
-        if not transparent and any(_has_large(one.extra) or _has_large(one.true or []) for one in references):
+        if not transparent and any(
+            _has_large(reference.extra) or _has_large(reference.true or []) for reference in references
+        ):
             return False  # wrappers may multiply what is there by the scale, and large numbers overflow then
-        left = {id(one): self._cleared(one) for one in receivers} if self.implicit else {}
+        left = {id(trainee): self._cleared(trainee) for trainee in receivers} if self.implicit else {}
         must, may = self._refusals(receivers, loss_id, transparent)
         body = "plain" if must or may else self._body(body, receivers, loss_id, transparent)
         counts = not transparent and body != "raises after"
         slopes = [
-            self._tamed(one, wish, loss_id, factor if one in receivers and counts else None)
-            for one, wish in zip(reached, wishes, strict=False)
+            self._tamed(trainee, wish, loss_id, factor if trainee in receivers and counts else None)
+            for trainee, wish in zip(reached, wishes, strict=False)
         ]
         if must is not None:
             self._refused(must, lambda: self._run_body(receivers, reached, slopes, loss_id, body))
@@ -346,19 +355,19 @@ class Training(RuleBasedStateMachine):
         factor = 1.0 if transparent else self._factor(references, loss_id)
         if body == "raises before":
             return False
-        for one in receivers:
+        for trainee in receivers:
             if body == "clears":
-                one.reference.drop(left[id(one)])
-                one.doubtful = False
+                trainee.reference.drop(left[id(trainee)])
+                trainee.doubtful = False
             if not transparent and body != "raises after":
-                one.reference.enter(loss_id, factor)
-        for one, gradients in zip(reached, slopes, strict=True):
-            self._reach(one, gradients, factor, loss_id, one in receivers and not transparent)
+                trainee.reference.enter(loss_id, factor)
+        for trainee, gradients in zip(reached, slopes, strict=True):
+            self._reach(trainee, gradients, factor, loss_id, trainee in receivers and not transparent)
         return body != "raises after"
 
     def _body(self, body: str, receivers: list[Trainee], loss_id: int, transparent: bool) -> str:
         """Return what happens in the body: what was drawn, or what makes sense here."""
-        mixes = any(set(one.reference.carried) - {loss_id} for one in receivers)
+        mixes = any(set(trainee.reference.carried) - {loss_id} for trainee in receivers)
         if body == "raises after" and (mixes or not self.implicit):
             return "raises before"
         sensible = {
@@ -376,9 +385,9 @@ class Training(RuleBasedStateMachine):
             self._differentiate(receivers[0], slopes[0], loss_id, body)
             return
         harness = self.harness
-        parameters = [parameter for one in reached for parameter in one.bench.parameters]
+        parameters = [parameter for trainee in reached for parameter in trainee.bench.parameters]
         loss = harness.loss(parameters, _flat(slopes))
-        opts = [one.bench.opt for one in receivers]
+        opts = [trainee.bench.opt for trainee in receivers]
         with (
             pytest.raises(PlannedError, match="body") if body.startswith("raises") else nullcontext(),
             ampx.scale_loss(loss, opts[0] if len(opts) == 1 else opts, loss_id=loss_id) as scaled,
@@ -386,8 +395,8 @@ class Training(RuleBasedStateMachine):
             if body == "raises before":
                 raise PlannedError("body")
             if body == "clears":
-                for one in receivers:
-                    harness.zero_grad(one.bench.opt)
+                for trainee in receivers:
+                    harness.zero_grad(trainee.bench.opt)
             grads = harness.backward(scaled, parameters)
             if body == "steps":
                 self._refused(ampx.NestedScaleError, lambda: self._call_step(receivers[0], grads))
@@ -399,8 +408,8 @@ class Training(RuleBasedStateMachine):
             elif body == "raises after":
                 raise PlannedError("body")
         if not body.startswith("raises") and grads is not None:
-            for position, one in enumerate(reached):
-                one.bench.receive(grads[2 * position : 2 * position + 2])
+            for position, trainee in enumerate(reached):
+                trainee.bench.receive(grads[2 * position : 2 * position + 2])
 
     def _differentiate(self, trainee: Trainee, slopes: Gradients, loss_id: int, body: str) -> None:
         """Do the same where gradients are those of a function."""
@@ -420,32 +429,34 @@ class Training(RuleBasedStateMachine):
         self, receivers: list[Trainee], loss_id: int, transparent: bool
     ) -> tuple[type[Exception] | None, type[Exception] | None]:
         """Return the error that `scale_loss` must raise, and the one that it may raise."""
-        references = [one.reference for one in receivers]
+        references = [trainee.reference for trainee in receivers]
         if not self.active:
             return ampx.NotInitializedError, None
         if transparent:
-            pending = any(one.phase != "idle" or (self.values and one.scale.enabled) for one in references)
+            pending = any(
+                reference.phase != "idle" or (self.values and reference.scale.enabled) for reference in references
+            )
             return (ampx.ProtocolError if pending else None), None
         if loss_id and not self.suite.declares("per_loss_scales"):
             return ampx.UnsupportedByBackendError, None
         if self.values:
             return None, None
-        if len({one.carried[loss_id] for one in references if loss_id in one.carried}) > 1:
+        if len({reference.carried[loss_id] for reference in references if loss_id in reference.carried}) > 1:
             return ampx.ProtocolError, None
         may = None
-        for one in receivers:
-            reference = one.reference
-            if reference.phase == "unscaled" or one.doubtful:
+        for trainee in receivers:
+            reference = trainee.reference
+            if reference.phase == "unscaled" or trainee.doubtful:
                 may = ampx.ProtocolError
-            certain = reference.phase == "unscaled" and not one.doubtful and not one.bench.opt.ampx_member.mixes
+            certain = reference.phase == "unscaled" and not trainee.doubtful and not trainee.bench.opt.ampx_member.mixes
             if certain and any(elements(reference.true or [])):  # zeros may be taken for no gradients
                 return ampx.ProtocolError, None
         return None, may
 
     def _factor(self, references: Sequence[ReferenceOptimizer], loss_id: int) -> float:
         """Return the scale that a backward carries: that of pending gradients, else the smallest current one."""
-        frozen = [one.carried[loss_id] for one in references if loss_id in one.carried]
-        return frozen[0] if frozen else min(one.scale.scale(loss_id) for one in references)
+        frozen = [reference.carried[loss_id] for reference in references if loss_id in reference.carried]
+        return frozen[0] if frozen else min(reference.scale.scale(loss_id) for reference in references)
 
     def _reach(self, trainee: Trainee, slopes: Gradients, factor: float, loss_id: int, scaled: bool) -> None:
         """Note gradients that reached an optimizer's parameters."""
@@ -477,7 +488,9 @@ class Training(RuleBasedStateMachine):
         if _has_large(wish):
             # Several losses may be added scaled or true; that comes to the same only far from the largest number.
             factors = {factor, *reference.carried.values()}
-            alike = not set(reference.carried) - {loss_id} or all(one and not 1 < one < 2.0**30 for one in factors)
+            alike = not set(reference.carried) - {loss_id} or all(
+                factor and not 1 < factor < 2.0**30 for factor in factors
+            )
             return wish if alike and not plain and reference.is_small else _triple(0.25)
         # Zeros that nobody scaled say nothing: they may be taken for no gradients.
         return wish if any(elements(wish)) or not plain else _triple(0.5)
@@ -511,8 +524,8 @@ class Training(RuleBasedStateMachine):
         """Return what clearing leaves on the parameters."""
         if not self.harness.clears_to_zero:
             return [None, None]
-        found = self.harness.gradients(trainee.bench.parameters)
-        return [None if vector is None else [0.0] * len(vector) for vector in found]
+        measured = self.harness.gradients(trainee.bench.parameters)
+        return [None if vector is None else [0.0] * len(vector) for vector in measured]
 
     @rule(which=WHICH, slopes=SLOPES)
     @precondition(lambda self: self.implicit)
@@ -567,12 +580,12 @@ class Training(RuleBasedStateMachine):
             bound = UNREACHED
         measured: list[Any] = []
         if self._looks(trainee, lambda: measured.append(ampx.clip_grad_norm(trainee.bench.opt, bound))):
-            expected, (found,) = reference.clip(bound, None), map(float, measured)
+            expected, (measured_norm,) = reference.clip(bound, None), map(float, measured)
             if expected == expected:
-                assert math.isclose(found, expected or 0.0, rel_tol=1e-6)
+                assert math.isclose(measured_norm, expected or 0.0, rel_tol=1e-6)
                 self._check_gradients(trainee)
             elif not is_finite(reference.true or []):
-                assert not math.isfinite(found)
+                assert not math.isfinite(measured_norm)
 
     def _looks(self, trainee: Trainee, look: Callable[[], object]) -> bool:
         """Call what unscales; return whether there are true gradients now."""
@@ -593,9 +606,9 @@ class Training(RuleBasedStateMachine):
         if not all(reference.sum()[1].values()):
             return  # frameworks differ in what they leave of an overflow
         zeros = [[0.0] * len(vector) for vector in START]
-        found = self.harness.gradients(trainee.bench.parameters)
+        measured = self.harness.gradients(trainee.bench.parameters)
         expected = reference.extra if reference.true is None else reference.true
-        pairs = [[one or zero for one, zero in zip(two, zeros, strict=True)] for two in (found, expected)]
+        pairs = [[value or zero for value, zero in zip(two, zeros, strict=True)] for two in (measured, expected)]
         assert pairs[0] == pairs[1]
 
     # -- steps -----------------------------------------------------------------------------------------
@@ -797,7 +810,7 @@ class Training(RuleBasedStateMachine):
             return
         if self.values and bench.pending is not None:
             return  # there the scale is in the state, and gradients are values: see docs/how-to/use-jax.md
-        told = len(self.warned)
+        before = len(self.warned)
         loaded = self.amp.load_state_dict(state, bench.opt)
         if self.values:
             bench.opt = loaded
@@ -809,8 +822,8 @@ class Training(RuleBasedStateMachine):
                 row = rows[0]
                 trainee.reference.told = applied, finite, carried, row["scale"], row["consecutive_skips"], norm
         else:
-            assert "the current loss scale" in str(self.warned[told].message)
-            del self.warned[told]
+            assert "the current loss scale" in str(self.warned[before].message)
+            del self.warned[before]
 
     @rule(which=WHICH, pickles=st.booleans(), slopes=st.one_of(SMALL, TRIPLES))
     @precondition(lambda self: self.harness.copies and self.active and self.amp.enabled)
@@ -852,8 +865,8 @@ class Training(RuleBasedStateMachine):
     def gate(self, named: set[int]) -> None:
         """Ask whether a scheduler would step."""
         trainees, scheduler = self._some(named), Scheduler()
-        gate = self.amp.gate(scheduler, [one.bench.handle for one in trainees])
-        results = [one.reference.scale.result_of(one.reference) for one in trainees]
+        gate = self.amp.gate(scheduler, [trainee.bench.handle for trainee in trainees])
+        results = [trainee.reference.scale.result_of(trainee.reference) for trainee in trainees]
         expected = all(result is not None and result[0] for result in results)
         assert gate.step() is expected
         assert scheduler.steps == int(expected)
@@ -868,7 +881,7 @@ class Training(RuleBasedStateMachine):
         return self.trainees[which % len(self.trainees)]
 
     def _some(self, which: Iterable[int]) -> list[Trainee]:
-        return [self.trainees[position] for position in sorted({one % len(self.trainees) for one in which})]
+        return [self.trainees[position] for position in sorted({number % len(self.trainees) for number in which})]
 
     def _refused(self, error: type[Exception], call: Callable[[], object]) -> None:
         """Expect an error that changes nothing."""
@@ -895,12 +908,12 @@ class Training(RuleBasedStateMachine):
         harness = self.harness
         return harness.casting(), [
             (
-                one.bench.snapshot(),
-                str(self.amp.state_dict(one.bench.opt)),
-                str(self.amp.last_step(one.bench.opt)),
-                str(harness.gradients(one.bench.parameters)) if self.implicit else None,
+                trainee.bench.snapshot(),
+                str(self.amp.state_dict(trainee.bench.opt)),
+                str(self.amp.last_step(trainee.bench.opt)),
+                str(harness.gradients(trainee.bench.parameters)) if self.implicit else None,
             )
-            for one in self.trainees
+            for trainee in self.trainees
         ]
 
     def _verify(self, closely: bool = False) -> None:
@@ -909,25 +922,25 @@ class Training(RuleBasedStateMachine):
         if not self.active:  # nobody listens
             del self.expected_events[self.heard :]
         self.heard = len(self.expected_events)
-        for one in self.trainees:
-            assert one.bench.values() == one.reference.weights
+        for trainee in self.trainees:
+            assert trainee.bench.values() == trainee.reference.weights
         if not self.watchful and not closely:
             return
-        for one in self.trainees:
-            self._verify_closely(one.bench.opt, one.reference)
+        for trainee in self.trainees:
+            self._verify_closely(trainee.bench.opt, trainee.reference)
         assert self.events == self.expected_events
         assert [warning.category for warning in self.warned] == [ampx.ScaleCollapsedWarning] * self.collapses
         if self.trainees:
             assert self.harness.casting() == (self.inside if self.active else self.suite.outside)
 
     def _verify_closely(self, opt: Any, reference: ReferenceOptimizer) -> None:
-        result, told = self.amp.last_step(opt), reference.scale.result_of(reference)
-        if result is None or told is None:
+        result, row = self.amp.last_step(opt), reference.scale.result_of(reference)
+        if result is None or row is None:
             assert result is None
-            assert told is None
+            assert row is None
         else:
             *numbers, norm = astuple(result)
-            *expected, expected_norm = told
+            *expected, expected_norm = row
             assert numbers == expected
             assert (norm is None) == (expected_norm is None)
             assert norm is None or math.isclose(norm, expected_norm or 0.0, rel_tol=1e-6)

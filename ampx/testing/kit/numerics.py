@@ -14,7 +14,7 @@ NORM = math.sqrt(0.25**2 + 0.5**2 + 1.5**2)
 
 def near(a: list[list[float]], b: list[list[float]]) -> bool:
     """Compare to the accuracy of float32: frameworks compute norms in different orders."""
-    flat = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
+    flat = [(x, y) for vector, other in zip(a, b, strict=True) for x, y in zip(vector, other, strict=True)]
     return all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-6) for x, y in flat)
 
 

@@ -79,12 +79,12 @@ class PluginSuite:
         """Under its name, with roots and a requirement, by hooks that exist; loading waits to be asked."""
         registry = Registry(entry_points=())
         registry.register_plugin(self._module(), "kit")
-        found = registry.registration(self.framework)
-        assert found.roots
-        assert all(isinstance(root, str) and root for root in found.roots)
-        assert isinstance(found.requires, str)
-        assert found.requires
-        assert callable(found.load)
+        registration = registry.registration(self.framework)
+        assert registration.roots
+        assert all(isinstance(root, str) and root for root in registration.roots)
+        assert isinstance(registration.requires, str)
+        assert registration.requires
+        assert callable(registration.load)
 
     def test_the_plugin_implements_only_hooks(self) -> None:
         """Every marked function is a hook of ampx."""

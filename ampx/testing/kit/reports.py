@@ -164,8 +164,8 @@ class EventTests(KitTests):
         ):
             bench.accumulate(slopes)
             bench.step(forget=False)
-            found = debug.nonfinite_parameters(bench.opt)
-            assert [(one.nonfinite, one.elements) for one in found] == expected
+            reports = debug.nonfinite_parameters(bench.opt)
+            assert [(report.nonfinite, report.elements) for report in reports] == expected
             self.subject.zero_grad(bench.opt)
 
     @requires("traces_overflow")
@@ -182,7 +182,7 @@ class EventTests(KitTests):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             bench.trace(pattern)
-        return sum(issubclass(one.category, ampx.ScaleCollapsedWarning) for one in caught)
+        return sum(issubclass(warning.category, ampx.ScaleCollapsedWarning) for warning in caught)
 
     def _told(self, event: ampx.Event) -> tuple[Any, ...]:
         return (type(event), *(getattr(event, field.name) for field in dataclasses.fields(ampx.Event)))

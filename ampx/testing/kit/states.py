@@ -113,11 +113,11 @@ class StateTests(KitTests):
         """A state for two optimizers is not loaded into one, nor the other way round."""
         amp = self.start()
         a = self.bench(amp)
-        one = amp.state_dict()
+        first = amp.state_dict()
         b = self.bench(amp)
-        one["groups"][0]["losses"][0]["scale"] = 2.0
+        first["groups"][0]["losses"][0]["scale"] = 2.0
         with refused(ampx.InvalidStateError, passed="holds 1 loss scales, but 2", accepted="as many", advice="Wrap"):
-            amp.load_state_dict(one)
+            amp.load_state_dict(first)
         two = amp.state_dict()
         with refused(ampx.InvalidStateError, passed="holds 2 loss scales, but 1", accepted="as many", advice="Wrap"):
             amp.load_state_dict(two, b.opt)

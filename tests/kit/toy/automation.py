@@ -25,31 +25,34 @@ class Managed:
 def automate(run: Run) -> Iterator[None]:
     """Manage every optimizer that is made inside."""
     make, step, backward = Optimizer.__init__, Optimizer.step, Tensor.backward
-    made: list[Managed] = []
+    optimizers: list[Managed] = []
 
     def make_managed(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        made.append(Managed(run, self))
+        optimizers.append(Managed(run, self))
 
     def scaled_backward(self: Tensor) -> None:
         if run.amp is None:
             backward(self)
             return
-        with run.recorder.phase("backward"), run.amp.scale_loss(self, [one.wrapped for one in made]) as scaled:
+        with (
+            run.recorder.phase("backward"),
+            run.amp.scale_loss(self, [managed.wrapped for managed in optimizers]) as scaled,
+        ):
             backward(scaled)
 
     def managed_step(self: Optimizer) -> None:
-        one = next((one for one in made if one.raw is self), None)
-        if one is None or one.stepping:  # made before, or called by the wrapper: gradients are true
+        managed = next((managed for managed in optimizers if managed.raw is self), None)
+        if managed is None or managed.stepping:  # made before, or called by the wrapper: gradients are true
             step(self)
             return
-        one.stepping = True
+        managed.stepping = True
         try:
             with run.recorder.phase("step"):
-                one.wrapped.step()
+                managed.wrapped.step()
         finally:
-            one.stepping = False
-        run.recorder.stepped(one.group)
+            managed.stepping = False
+        run.recorder.stepped(managed.group)
 
     patches = (
         mock.patch.object(Optimizer, "__init__", make_managed),

@@ -117,8 +117,8 @@ class Tensor:
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradients of a scalar as values; None for a parameter that takes no part."""
-    found = {id(tensor): gradient for tensor, gradient in _differentiate(loss)}
-    return [found.get(id(parameter)) for parameter in parameters]
+    by_tensor = {id(tensor): gradient for tensor, gradient in _differentiate(loss)}
+    return [by_tensor.get(id(parameter)) for parameter in parameters]
 
 
 def _differentiate(loss: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -133,14 +133,14 @@ def _differentiate(loss: Tensor) -> list[tuple[Tensor, Tensor]]:
             order.append(tensor)
 
     visit(loss)
-    found: dict[int, Tensor] = {id(loss): Tensor([1.0] * len(loss.data), loss.dtype)}
+    gradients: dict[int, Tensor] = {id(loss): Tensor([1.0] * len(loss.data), loss.dtype)}
     for tensor in reversed(order):
         for parent, pullback in tensor.parents:
             # The next line rounds to the parent's dtype: a float16 loss makes its gradients overflow there.
-            arriving = Tensor(pullback(found[id(tensor)].data), parent.dtype)
-            known = found.get(id(parent))
-            found[id(parent)] = arriving if known is None else known + arriving
-    return [(tensor, found[id(tensor)]) for tensor in order]
+            arriving = Tensor(pullback(gradients[id(tensor)].data), parent.dtype)
+            earlier = gradients.get(id(parent))
+            gradients[id(parent)] = arriving if earlier is None else earlier + arriving
+    return [(tensor, gradients[id(tensor)]) for tensor in order]
 
 
 def _cast_for(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -51,14 +51,14 @@ class ImplicitToy(ToyVerbs):
         if isinstance(tree, dict):
             return self.widest(list(tree.values()), at_least)
         if isinstance(tree, (list, tuple)):
-            found = {self.widest(value, at_least) for value in tree}
-            return "float32" if "float32" in found else at_least
+            dtypes = {self.widest(value, at_least) for value in tree}
+            return "float32" if "float32" in dtypes else at_least
         return "float32" if isinstance(tree, Tensor) and tree.dtype == "float32" else at_least
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor | None]:
         """List the gradients; empty where no parameter has one."""
-        found = [parameter.grad for parameter in optimizer.parameters]
-        return found if any(grad is not None for grad in found) else []
+        gradients = [parameter.grad for parameter in optimizer.parameters]
+        return gradients if any(grad is not None for grad in gradients) else []
 
     def zero_gradients(self, optimizer: Optimizer) -> None:
         """Forget the gradients."""
@@ -91,12 +91,12 @@ class ImplicitToy(ToyVerbs):
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List the parameters with non-finite gradients by position."""
-        found = []
+        rows = []
         for position, parameter in enumerate(optimizer.parameters):
             bad = 0 if parameter.grad is None else sum(not math.isfinite(v) for v in parameter.grad.data)
             if bad:
-                found.append((str(position), bad, len(parameter.data)))
-        return found
+                rows.append((str(position), bad, len(parameter.data)))
+        return rows
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Manage the optimizers of a script."""

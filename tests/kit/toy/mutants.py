@@ -107,7 +107,9 @@ MUTANTS: Final[list[Mutant]] = [
     wrapper("ForgetsOverflow", ampx_unscale=forgets_overflow, _look_again=lambda self: None),
     # Clipping.
     verbs("IgnoresClipping", clip=lambda self, grads, max_norm, max_value: (grads, None)),
-    spoiled("TellsEveryNorm", lambda made: made.__dict__.update(_max_grad_norm=made._max_grad_norm or 1e30)),
+    spoiled(
+        "TellsEveryNorm", lambda optimizer: optimizer.__dict__.update(_max_grad_norm=optimizer._max_grad_norm or 1e30)
+    ),
     # The scale's trace.
     ledger("LateUpdate", Late),
     configured("IgnoresHysteresis", hysteresis=1),
@@ -117,7 +119,7 @@ MUTANTS: Final[list[Mutant]] = [
     configured("NeverBacksOff", backoff_factor=1.0),
     configured("GrowsAtOnce", growth_interval=1),
     configured("CollapsesAtOnce", max_consecutive_skips=1),
-    spoiled("IgnoresOwnLossScale", lambda made: made.ampx_member.group.load(LossScale(), {})),
+    spoiled("IgnoresOwnLossScale", lambda optimizer: optimizer.ampx_member.group.load(LossScale(), {})),
     # Windows, groups, losses.
     verbs("KeepsGradients", zero_gradients=lambda self, optimizer: None),
     verbs("InventsGradients", gradients=lambda self, optimizer: [p.grad for p in optimizer.parameters]),
@@ -129,14 +131,14 @@ MUTANTS: Final[list[Mutant]] = [
     wrapper("KeepsFailedBodies", ampx_abandon_backward=lambda self, loss_id: None),
     # Reports.
     ledger("ReportsNumbers", ReportsNumbers),
-    spoiled("SendsNoEvents", lambda made: setattr(made.ampx_member.group, "emit", None)),
+    spoiled("SendsNoEvents", lambda optimizer: setattr(optimizer.ampx_member.group, "emit", None)),
     wrapper("NamesNobody", ampx_culprits=lambda self: ()),
     verbs("FindsNothing", nonfinite_parameters=lambda self, optimizer, model: []),
     verbs("TracesNothing", trace_overflow=lambda self, model: nullcontext()),
     ledger("ForgetsTracker", ForgetsTracker),
     # The protocol.
-    spoiled("StepsAnyGradients", lambda made: setattr(made.ampx_member, "check_step", lambda: None)),
-    spoiled("NestsAnything", lambda made: setattr(made.ampx_member, "check_enter", lambda: None)),
+    spoiled("StepsAnyGradients", lambda optimizer: setattr(optimizer.ampx_member, "check_step", lambda: None)),
+    spoiled("NestsAnything", lambda optimizer: setattr(optimizer.ampx_member, "check_enter", lambda: None)),
     patched("AlwaysCompletes", Member, "leave", lambda true, self, region, completed: true(self, region, True)),
     wrapper("IgnoresArguments", step=lambda self, grads=None: ToyOptimizer.step(self)),
     verbs("AcceptsAnyOptimizer", is_optimizer=lambda self, candidate: True),
@@ -161,7 +163,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("NeverDeactivates", deactivate=lambda self, plan: None),
     verbs("BreaksThreads", enter_thread=lambda self, plan: self.deactivate(plan)),
     verbs("PromotesNothing", widest=lambda self, tree, at_least: at_least),
-    spoiled("CastsTheUpdate", lambda made: made.__dict__.update(_plan=None)),
+    spoiled("CastsTheUpdate", lambda optimizer: optimizer.__dict__.update(_plan=None)),
     verbs("IgnoresOpLists", check_plan=lambda self, plan: replace(plan, allow=(), deny=())),
     # Sessions and capabilities.
     verbs("ClaimsStateValues", capabilities=replace(ImplicitToy.capabilities, state_values=True)),
@@ -204,9 +206,11 @@ MUTANTS: Final[list[Mutant]] = [
     patched("StepsEagerly", Amp, "gate", lambda true, self, scheduler, opt: Eager(true(self, scheduler, opt))),
     patched("KeepsListeners", Amp, "on_event", lambda true, *args: true(*args) and (lambda: None)),
     patched("LoadsNothing", Amp, "load_state_dict", lambda true, *args: None),
-    patched("IgnoresEnabled", ampx, "init", lambda true, *args, **given: true(*args, **{**given, "enabled": True})),
-    patched("IgnoresLossScale", ampx, "init", lambda true, *args, **given: true(*args, **{**given, "loss_scale": 1.0})),
-    patched("ExplainsNothing", ampx, "init", lambda true, *args, **given: _mute(true(*args, **given))),
-    spoiled("TellsNoPlugins", lambda made: setattr(made.ampx_member.group, "emit", _tell_listeners)),
-    spoiled("TellsTwice", lambda made: setattr(made.ampx_member.group, "emit", _tell_twice)),
+    patched("IgnoresEnabled", ampx, "init", lambda true, *args, **options: true(*args, **{**options, "enabled": True})),
+    patched(
+        "IgnoresLossScale", ampx, "init", lambda true, *args, **options: true(*args, **{**options, "loss_scale": 1.0})
+    ),
+    patched("ExplainsNothing", ampx, "init", lambda true, *args, **options: _mute(true(*args, **options))),
+    spoiled("TellsNoPlugins", lambda optimizer: setattr(optimizer.ampx_member.group, "emit", _tell_listeners)),
+    spoiled("TellsTwice", lambda optimizer: setattr(optimizer.ampx_member.group, "emit", _tell_twice)),
 ]

@@ -44,16 +44,16 @@ def verbs(mutant: str, base: type[ToyVerbs] = ImplicitToy, **wrong: Any) -> Muta
 
 def wrapper(mutant: str, **wrong: Any) -> Mutant:
     """Make a mutant by replacing methods of the wrapped optimizer."""
-    return spoiled(mutant, lambda made: setattr(made, "__class__", type(mutant, (ToyOptimizer,), wrong)))
+    return spoiled(mutant, lambda optimizer: setattr(optimizer, "__class__", type(mutant, (ToyOptimizer,), wrong)))
 
 
 def spoiled(mutant: str, spoil: Callable[[ToyOptimizer], object]) -> Mutant:
     """Make a mutant by spoiling every wrapped optimizer once it is made."""
 
     def wrap(self: ImplicitToy, *args: Any) -> ToyOptimizer:
-        made = ImplicitToy.wrap_optimizer(self, *args)
-        spoil(made)
-        return made
+        wrapped = ImplicitToy.wrap_optimizer(self, *args)
+        spoil(wrapped)
+        return wrapped
 
     return verbs(mutant, wrap_optimizer=wrap)
 
@@ -69,7 +69,7 @@ def configured(mutant: str, **fields: Any) -> Mutant:
             group.send_events()
             group.config = true
 
-    return spoiled(mutant, lambda made: setattr(made.ampx_member.group, "ledger", Ignores()))
+    return spoiled(mutant, lambda optimizer: setattr(optimizer.ampx_member.group, "ledger", Ignores()))
 
 
 class Late(HostLedger):
@@ -108,7 +108,7 @@ class ReportsNumbers(HostLedger):
 
 def ledger(mutant: str, kind: type[HostLedger]) -> Mutant:
     """Make a mutant whose scale moves otherwise."""
-    return spoiled(mutant, lambda made: setattr(made.ampx_member.group, "ledger", kind()))
+    return spoiled(mutant, lambda optimizer: setattr(optimizer.ampx_member.group, "ledger", kind()))
 
 
 def _divide(grads: Sequence[Tensor | None], factor: float) -> None:
@@ -148,11 +148,11 @@ def forgets_overflow(self: ToyOptimizer) -> None:
         self._unscaled = Unscaled(self._unscaled.grads, True)
 
 
-def own_group(made: ToyOptimizer) -> None:
+def own_group(wrapped: ToyOptimizer) -> None:
     """Let a member have a scale of its own."""
-    shared = made.ampx_member.group
-    made.ampx_member.group = ScaleGroup(shared.framework, shared.config, shared.enabled, emit=shared.emit)
-    made.ampx_member.group.members.append(made.ampx_member)
+    shared = wrapped.ampx_member.group
+    wrapped.ampx_member.group = ScaleGroup(shared.framework, shared.config, shared.enabled, emit=shared.emit)
+    wrapped.ampx_member.group.members.append(wrapped.ampx_member)
 
 
 class SharesOneScale(ImplicitToy):
@@ -160,10 +160,10 @@ class SharesOneScale(ImplicitToy):
 
     def wrap_optimizer(self, *args: Any) -> ToyOptimizer:
         """Wrap."""
-        made = super().wrap_optimizer(*args)
-        first = self.__dict__.setdefault("first", made.ampx_member.group)
-        made.ampx_member.group = first
-        return made
+        wrapped = super().wrap_optimizer(*args)
+        first = self.__dict__.setdefault("first", wrapped.ampx_member.group)
+        wrapped.ampx_member.group = first
+        return wrapped
 
 
 class MarksEverySecondLoss(ImplicitToy):
