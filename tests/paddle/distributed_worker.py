@@ -66,23 +66,23 @@ def main():
     dist.init_parallel_env()
     ampx.init("paddle", level="O0", loss_scale="dynamic", nan_loss="skip")
     scale = ampx.LossScale(growth_interval=2)
-    found = {
+    seen = {
         "data_parallel": train(rank, data_parallel, scale, overflow_rank=1),
         "data_parallel_0": train(rank, data_parallel, scale, overflow_rank=0),
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
     strategy = dist.fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 2, "mp_degree": 1, "pp_degree": 1}
     dist.fleet.init(is_collective=True, strategy=strategy)
-    found["fleet"] = train(rank, fleet, scale, overflow_rank=1)
-    found["wrong_order"] = refusal(lambda: ampx.wrap_optimizer(dist.fleet.distributed_optimizer(raw_optimizer())))
-    found["sharded_first"] = refusal(lambda: ampx.wrap_optimizer(dist.shard_optimizer(raw_optimizer())))
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    seen["fleet"] = train(rank, fleet, scale, overflow_rank=1)
+    seen["wrong_order"] = refusal(lambda: ampx.wrap_optimizer(dist.fleet.distributed_optimizer(raw_optimizer())))
+    seen["sharded_first"] = refusal(lambda: ampx.wrap_optimizer(dist.shard_optimizer(raw_optimizer())))
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
     # What fleet does to an optimizer with sharding_degree=2, which it cannot be initialised with a second time.
     opt = ampx.wrap_optimizer(raw_optimizer())
-    found["sharded_after"] = refusal(lambda: setattr(opt, "_parameter_list", opt._parameter_list[:2]))
-    found["sharded_update"] = refusal(lambda: opt._apply_optimize(None, None, []))
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    seen["sharded_after"] = refusal(lambda: setattr(opt, "_parameter_list", opt._parameter_list[:2]))
+    seen["sharded_update"] = refusal(lambda: opt._apply_optimize(None, None, []))
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

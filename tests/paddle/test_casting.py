@@ -120,7 +120,7 @@ def test_o2_has_low_precision_parameters_float32_norms_and_masters(dtype):
     opt.step()
     assert opt.last_step.applied
     masters = opt.state_dict()["master_weights"].values()
-    assert {one.dtype for one in masters} == {paddle.float32}
+    assert {master.dtype for master in masters} == {paddle.float32}
 
 
 class GpuPlace:

@@ -24,8 +24,8 @@ def parts(value):
     if isinstance(value, paddle.Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: parts(one) for key, one in value.items()}
-    return [parts(one) for one in value] if isinstance(value, list) else value
+        return {key: parts(part) for key, part in value.items()}
+    return [parts(part) for part in value] if isinstance(value, list) else value
 
 
 def numbers(model, opt):
@@ -158,18 +158,18 @@ def test_lbfgs_with_losses_of_their_own_scales_and_a_norm(amp, backward):
 
         def closure():
             opt.clear_grad()
-            one, other = (model(x) - y).square().mean(), model(x).square().mean() * 0.25
+            first, second = (model(x) - y).square().mean(), model(x).square().mean() * 0.25
             if loss_ids:
-                backward(one, opt, loss_id=0)
-                backward(other, opt, loss_id=1)
+                backward(first, opt, loss_id=0)
+                backward(second, opt, loss_id=1)
             else:
-                backward(one + other, opt)
-            return one + other
+                backward(first + second, opt)
+            return first + second
 
         for _ in range(2):
             opt.step(closure)
         assert opt.last_step.applied
-        return np.concatenate([one.numpy().ravel() for one in model.parameters()]), opt.last_step.grad_norm
+        return np.concatenate([parameter.numpy().ravel() for parameter in model.parameters()]), opt.last_step.grad_norm
 
     apart, _ = train(True)
     together, norm = train(False)

@@ -15,7 +15,7 @@ def net():
 
 
 def values(net):
-    return [one.numpy().tolist() for one in net.parameters()]
+    return [parameter.numpy().tolist() for parameter in net.parameters()]
 
 
 def test_a_copy_made_before_training_trains_by_itself(amp, backward, net):

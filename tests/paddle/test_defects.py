@@ -221,11 +221,13 @@ print(np.isfinite(a.item()), scaler.state_dict()["scale"][0])
     @pytest.mark.parametrize("overflow", [0, 1])
     def test_ampx(self, amp, weights, backward, overflow, through_scaler):
         parameters = weights(1.0), weights(1.0)
-        raw = [paddle.optimizer.SGD(1.0, parameters=[one]) for one in parameters]
+        raw = [paddle.optimizer.SGD(1.0, parameters=[parameter]) for parameter in parameters]
         opts = amp.wrap_optimizer(raw)
         scaler = GradScaler(*opts)
         factors = [math.inf if index == overflow else 1.0 for index in range(2)]
-        loss = sum((one.sum() * factor for one, factor in zip(parameters, factors, strict=True)), paddle.zeros([]))
+        loss = sum(
+            (parameter.sum() * factor for parameter, factor in zip(parameters, factors, strict=True)), paddle.zeros([])
+        )
         if through_scaler:
             scaler.scale(loss).backward()
             for opt in opts:
@@ -239,7 +241,9 @@ print(np.isfinite(a.item()), scaler.state_dict()["scale"][0])
                 ampx.unscale(opt)
             for opt in opts:
                 opt.step()
-        assert [one.item() for one in parameters] == [1.0 if index == overflow else 0.0 for index in range(2)]
+        assert [parameter.item() for parameter in parameters] == [
+            1.0 if index == overflow else 0.0 for index in range(2)
+        ]
         assert [opt.loss_scale for opt in opts] == [2.0**15, 2.0**15]
 
 

@@ -32,9 +32,9 @@ EXPECTED = [
 def free_ports(count):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [opened.getsockname()[1] for opened in sockets]
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def records(tmp_path_factory):
                 started.wait(max(0.0, deadline - time.monotonic()))
 
     def read(scenario):
-        found = []
+        rows = []
         for rank in range(2):
             path = folder / f"{rank}.json"
             seen = json.loads(path.read_text()) if path.exists() else {}
             assert scenario in seen, f"rank {rank} wrote nothing:\n{(folder / f'log.{rank}').read_text()[-3000:]}"
-            found.append(seen[scenario])
-        return found
+            rows.append(seen[scenario])
+        return rows
 
     return read
 
@@ -98,9 +98,9 @@ def plain_weights():
 
 @pytest.mark.parametrize("scenario", ["data_parallel", "data_parallel_0", "fleet"])
 def test_an_overflow_on_one_rank_makes_both_skip(records, scenario, covers):
-    for one in records(scenario):
-        assert one["steps"] == EXPECTED
-        np.testing.assert_allclose(one["weight"], plain_weights(), rtol=1e-5)
+    for record in records(scenario):
+        assert record["steps"] == EXPECTED
+        np.testing.assert_allclose(record["weight"], plain_weights(), rtol=1e-5)
     covers("distributed", "paddle", "cpu/float32/O0")
 
 

@@ -36,7 +36,9 @@ def run(fluid, fetch, feed=None):
 
 def casts(fluid):
     operations = fluid.default_main_program().global_block().ops
-    return sum(one.name() == "pd_op.cast" and one.result(0).dtype == paddle.bfloat16 for one in operations)
+    return sum(
+        operation.name() == "pd_op.cast" and operation.result(0).dtype == paddle.bfloat16 for operation in operations
+    )
 
 
 def trained(name, *arguments):
@@ -129,8 +131,8 @@ def linear(fluid, **options):
 
     def step(value):
         fetch = [weight.name, optimizer.get_loss_scaling(), optimizer.get_scaled_loss()]
-        found = executor.run(feed={"x": np.full([4, 2], value, "float32")}, fetch_list=fetch)
-        return found[0].ravel().tolist(), float(found[1]), float(found[2])
+        results = executor.run(feed={"x": np.full([4, 2], value, "float32")}, fetch_list=fetch)
+        return results[0].ravel().tolist(), float(results[1]), float(results[2])
 
     return optimizer, step
 
@@ -152,7 +154,7 @@ def test_the_loss_scale_moves_as_fluid_said_and_skipped_steps_change_nothing(flu
         weights.append(weight)
         assert optimizer.last_step.applied is (value != inf)
     assert trace == [1024, 1024, 1024, 1024, 768, 768, 1536, 1536]
-    assert [one[0] for one in weights] == [1, 0.75, 0.75, 0.5, 0.5, 0.5, 0.25, 0, 0]
+    assert [weight[0] for weight in weights] == [1, 0.75, 0.75, 0.5, 0.5, 0.5, 0.25, 0, 0]
 
 
 def test_a_static_loss_scale_stays_and_skips_all_the_same(fluid):
@@ -172,9 +174,9 @@ def test_products_are_rounded_to_bfloat16_and_nothing_else_is(fluid):
     decorated = fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.0), init_loss_scaling=1.0)
     decorated.minimize(loss)
     value = np.float32(1 + 2**-12)  # rounds to 1 in bfloat16
-    found = run(fluid, [product, loss], {"x": [[value]]})
-    assert float(found[0]) == 1 + 2**-6
-    assert float(found[1]) == np.float32(1 + 2**-6 + 2**-20)
+    results = run(fluid, [product, loss], {"x": [[value]]})
+    assert float(results[0]) == 1 + 2**-6
+    assert float(results[1]) == np.float32(1 + 2**-6 + 2**-20)
 
 
 @pytest.mark.parametrize(
@@ -196,9 +198,10 @@ def test_lists_decide_what_is_cast(fluid, lists, expected):
     chosen = fluid.contrib.mixed_precision.AutoMixedPrecisionLists(**lists)
     fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.1), chosen).minimize(loss)
     low = [
-        one
-        for one in fluid.default_main_program().global_block().ops
-        if one.name() in ("pd_op.conv2d", "pd_op.matmul", "pd_op.add") and one.result(0).dtype == paddle.bfloat16
+        operation
+        for operation in fluid.default_main_program().global_block().ops
+        if operation.name() in ("pd_op.conv2d", "pd_op.matmul", "pd_op.add")
+        and operation.result(0).dtype == paddle.bfloat16
     ]
     assert len(low) == expected
 
@@ -211,7 +214,7 @@ def test_gradients_and_updates_are_float32_and_equal_those_of_float32_up_to_roun
     weight = fluid.ParamAttr(name="checked_w", initializer=fluid.initializer.NumpyArrayInitializer(start))
     loss = fluid.layers.mean(fluid.layers.square(fluid.layers.fc(x, 3, param_attr=weight, bias_attr=False)))
     _, pairs = fluid.contrib.mixed_precision.decorate(fluid.optimizer.SGD(0.5)).minimize(loss)
-    assert [(one.dtype, gradient.dtype) for one, gradient in pairs] == [(paddle.float32, paddle.float32)]
+    assert [(parameter.dtype, gradient.dtype) for parameter, gradient in pairs] == [(paddle.float32, paddle.float32)]
     run(fluid, [loss], {"x": images})
     after = np.array(fluid.global_scope().find_var("checked_w").get_tensor())
     gradient = images.T @ (2 * (images @ start) / 24)
@@ -390,10 +393,10 @@ def test_losses_equal_numpy(fluid):
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     targets = (rng.random([6, 4]) > 0.5).astype("float32")
     x, y, t = fluid.layers.data("x", [4]), fluid.layers.data("y", [1], dtype="int64"), fluid.layers.data("t", [4])
-    one, softmax = fluid.layers.softmax_with_cross_entropy(x, y, return_softmax=True)
+    direct, softmax = fluid.layers.softmax_with_cross_entropy(x, y, return_softmax=True)
     other = fluid.layers.cross_entropy(fluid.layers.softmax(x), y)
     fetch = [
-        one,
+        direct,
         softmax,
         other,
         fluid.layers.sigmoid_cross_entropy_with_logits(x, t),
@@ -402,12 +405,12 @@ def test_losses_equal_numpy(fluid):
         fluid.layers.mean(x),
         fluid.layers.one_hot(y, 4),
     ]
-    found = run(fluid, fetch, {"x": logits, "y": labels, "t": targets})
+    results = run(fluid, fetch, {"x": logits, "y": labels, "t": targets})
     expected = -np.log(probabilities[np.arange(6), labels[:, 0]])[:, None]
     sigmoid = np.log1p(np.exp(-np.abs(logits))) + np.maximum(logits, 0) - logits * targets
     right = np.array([(logits.argmax(1) == labels[:, 0]).mean()])
     wanted = [expected, probabilities, expected, sigmoid, right, (logits - targets) ** 2, [logits.mean()]]
-    for value, oracle in zip(found, [*wanted, np.eye(4)[labels[:, 0]]], strict=True):
+    for value, oracle in zip(results, [*wanted, np.eye(4)[labels[:, 0]]], strict=True):
         assert value.shape == np.shape(oracle)
         np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-5, atol=1e-6)
 
@@ -470,8 +473,8 @@ def test_shapes_and_sums_equal_numpy(fluid):
         "max": (layers.reduce_max(x, 0, keep_dim=True), first.max(0, keepdims=True)),
         "min": (layers.reduce_min(x), first.min().reshape(1)),
     }
-    found = run(fluid, [value for value, _ in cases.values()], {"x": first, "y": second})
-    for (name, (_, oracle)), value in zip(cases.items(), found, strict=True):
+    results = run(fluid, [value for value, _ in cases.values()], {"x": first, "y": second})
+    for (name, (_, oracle)), value in zip(cases.items(), results, strict=True):
         assert value.shape == np.shape(oracle), name
         np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-5, atol=1e-5, err_msg=name)
 
@@ -481,17 +484,17 @@ def test_layers_with_parameters_equal_numpy(fluid):
     image = rng.normal(size=[2, 1, 4, 4]).astype("float32")
     layers = fluid.layers
     x = layers.data("x", [1, 4, 4])
-    one = fluid.initializer.Constant(1.0)
+    ones = fluid.initializer.Constant(1.0)
     fetch = [
-        layers.conv2d(x, 1, 2, stride=2, param_attr=one),
+        layers.conv2d(x, 1, 2, stride=2, param_attr=ones),
         layers.pool2d(x, 2, "avg", 2),
         layers.pool2d(x, pool_type="max", global_pooling=True),
         layers.batch_norm(x, epsilon=0.0),
         layers.layer_norm(x, epsilon=0.0),
-        layers.fc(x, 1, param_attr=one, bias_attr=fluid.initializer.Constant(0.5)),
-        layers.conv2d_transpose(x, 1, filter_size=2, stride=2, param_attr=one),
+        layers.fc(x, 1, param_attr=ones, bias_attr=fluid.initializer.Constant(0.5)),
+        layers.conv2d_transpose(x, 1, filter_size=2, stride=2, param_attr=ones),
     ]
-    found = run(fluid, fetch, {"x": image})
+    results = run(fluid, fetch, {"x": image})
     blocks = image.reshape(2, 1, 2, 2, 2, 2)
     flat = image.reshape(2, -1)
     wanted = [
@@ -503,7 +506,7 @@ def test_layers_with_parameters_equal_numpy(fluid):
         flat.sum(1, keepdims=True) + 0.5,
         image.repeat(2, 2).repeat(2, 3),
     ]
-    for value, oracle in zip(found, wanted, strict=True):
+    for value, oracle in zip(results, wanted, strict=True):
         assert value.shape == oracle.shape
         np.testing.assert_allclose(np.asarray(value), oracle, rtol=1e-4, atol=1e-5)
 
@@ -516,7 +519,7 @@ def test_parameters_of_one_name_are_one_parameter(fluid):
     rows = [layers.embedding(word, [3, 1], param_attr=attr) for word in words]
     loss = layers.reduce_sum(layers.concat(rows, axis=1))
     fluid.optimizer.SGD(1.0).minimize(loss)
-    assert [one.name for one in fluid.default_main_program().all_parameters()] == ["shared_table"]
+    assert [parameter.name for parameter in fluid.default_main_program().all_parameters()] == ["shared_table"]
     run(fluid, [loss], {"a": [[0], [1]], "b": [[0], [2]]})
     table = np.array(fluid.global_scope().find_var("shared_table").get_tensor())
     assert table.ravel().tolist() == [-2.0, -1.0, -1.0]

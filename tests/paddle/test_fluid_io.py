@@ -1,4 +1,4 @@
-"""`fluid.io`: what a script has trained is saved and loaded; what it could not save is found before it trains."""
+"""`fluid.io`: what a script has trained is saved and loaded; what it could not save is results before it trains."""
 
 import os
 import subprocess
@@ -45,8 +45,8 @@ class Training:
         with self.fluid.scope_guard(self.scope):
             feed = {"x": IMAGES, "y": LABELS}
             scale = self.optimizer.get_loss_scaling()
-            found = [self.executor.run(self.main, feed=feed, fetch_list=[self.loss, scale]) for _ in range(count)]
-        return [(float(loss), float(scale)) for loss, scale in found]
+            results = [self.executor.run(self.main, feed=feed, fetch_list=[self.loss, scale]) for _ in range(count)]
+        return [(float(loss), float(scale)) for loss, scale in results]
 
     def predictions(self):
         with self.fluid.scope_guard(self.scope):
@@ -58,7 +58,7 @@ class Training:
 
     def values(self):
         with self.fluid.scope_guard(self.scope):
-            names = [one.name for one in self.main.list_vars() if one.has_name and one.persistable]
+            names = [value.name for value in self.main.list_vars() if value.has_name and value.persistable]
             return {name: np.array(self.fluid.global_scope().find_var(name).get_tensor()) for name in names}
 
 
@@ -113,7 +113,11 @@ def test_variables_are_chosen_by_list_by_name_or_by_predicate(fluid, tmp_path):
     training.io("save_vars", training.executor, str(tmp_path / "a"), training.main, vars=[weight, "fc_0.b_0"])
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["fc_0.b_0", "fc_0.w_0"]
     training.io(
-        "save_vars", training.executor, str(tmp_path / "b"), training.main, predicate=lambda one: one.name == "fc_1.b_0"
+        "save_vars",
+        training.executor,
+        str(tmp_path / "b"),
+        training.main,
+        predicate=lambda value: value.name == "fc_1.b_0",
     )
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["fc_1.b_0"]
     before = training.values()
@@ -149,10 +153,10 @@ def test_an_inference_model_computes_what_the_trained_program_does_in_tests(flui
         executor = fluid.Executor(fluid.CPUPlace())
         program, inputs, targets = fluid.io.load_inference_model(str(tmp_path), executor, **names)
         assert inputs == ["x"]
-        (found,) = executor.run(program, feed={"x": IMAGES}, fetch_list=targets)
+        (results,) = executor.run(program, feed={"x": IMAGES}, fetch_list=targets)
         (tensor,) = executor.run(program, feed={"x": IMAGES}, fetch_list=targets, return_numpy=False)
-    np.testing.assert_allclose(found, expected, atol=2**-6)
-    assert (np.array(tensor) == found).all()
+    np.testing.assert_allclose(results, expected, atol=2**-6)
+    assert (np.array(tensor) == results).all()
     assert tensor.recursive_sequence_lengths() == []
 
 
@@ -165,8 +169,8 @@ def test_the_inference_model_of_a_clone_for_tests_is_the_same(fluid, tmp_path):
     assert saved == ["0"]
     with fluid.scope_guard(fluid.Scope()):
         program, _, targets = fluid.io.load_inference_model(str(tmp_path), training.executor)
-        found = training.executor.run(fluid.CompiledProgram(program), feed=[{"x": IMAGES}], fetch_list=targets)[0]
-    assert (found == training.predictions()).all()
+        results = training.executor.run(fluid.CompiledProgram(program), feed=[{"x": IMAGES}], fetch_list=targets)[0]
+    assert (results == training.predictions()).all()
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -334,14 +338,14 @@ def test_where_a_condition_decides_the_script_is_warned_and_runs(tmp_path):
 def test_names_are_read_as_the_script_would_come_to_them(tmp_path, source, expected):
     path = tmp_path / "script.py"
     path.write_text(source)
-    found = script.missing_names([path])
-    assert [(one.name, one.line, one.certain) for one in found] == expected
+    results = script.missing_names([path])
+    assert [(use.name, use.line, use.certain) for use in results] == expected
 
 
 def test_modules_beside_the_script_are_read_too_and_functions_are_entered_across_them(tmp_path):
     (tmp_path / "main.py").write_text("import saving\nsaving.save()")
     (tmp_path / "saving.py").write_text("import paddle.fluid as fluid\ndef save():\n    fluid.io.nothing()\n")
-    found = script.missing_names([tmp_path / "main.py", tmp_path / "saving.py"])
-    assert [(one.file, one.name, one.certain) for one in found] == [
+    results = script.missing_names([tmp_path / "main.py", tmp_path / "saving.py"])
+    assert [(use.file, use.name, use.certain) for use in results] == [
         (str(tmp_path / "saving.py"), "fluid.io.nothing", True)
     ]

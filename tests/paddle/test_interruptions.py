@@ -201,8 +201,8 @@ def test_the_raw_optimizer_after_an_interruption_steps_rightly_or_is_refused(nam
                 raw.step()
             except ampx.RawStepError:
                 continue
-        again = [subject.plainly(*some, one) for some in ([], stepped) for one in (*left, third)]
-        assert subject.stand_at(*choices, *(one for one in again if math.isfinite(one))), place
+        again = [subject.plainly(*some, value) for some in ([], stepped) for value in (*left, third)]
+        assert subject.stand_at(*choices, *(value for value in again if math.isfinite(value))), place
 
 
 @pytest.mark.parametrize(("error", "first"), [(Interruption, 3), (TimeoutError, 4)])
@@ -217,9 +217,9 @@ def test_clear_grad_after_an_interruption_starts_over(name, error, first):
             assert all(opt.last_step.applied for opt in subject.opts), place
         candidates = {subject.third, subject.third / 2, subject.third + subject.history[-1]}
         for own, part in zip(subject.parameters, parts, strict=True):
-            befores = [part] if part is not None else [[one] for one in candidates]
+            befores = [part] if part is not None else [[candidate] for candidate in candidates]
             expected = [subject.plainly(*before, 5.0, 7.0) for before in befores]
-            assert any(np.abs(own.numpy() - one).max() < 1e-4 for one in expected), place
+            assert any(np.abs(own.numpy() - value).max() < 1e-4 for value in expected), place
         assert {opt.loss_scale for opt in subject.opts} <= {SCALE, SCALE / 2}, place
 
 
@@ -237,7 +237,7 @@ def test_going_on_without_clear_grad_after_an_interruption_is_right_or_is_refuse
             continue
         third = subject.third if math.isfinite(subject.third) else 0.0
         parts = {*(third * part / 4 for part in range(5)), subject.history[-1], third + subject.history[-1]}
-        befores = [[one] for one in parts] if stepped or len(subject.opts) > 1 else []
-        expected = [subject.plainly(*before, 5.0 + one) for before in (*befores, []) for one in parts]
+        befores = [[part] for part in parts] if stepped or len(subject.opts) > 1 else []
+        expected = [subject.plainly(*before, 5.0 + part) for before in (*befores, []) for part in parts]
         skipped = choices if math.isinf(subject.third) else []
         assert subject.stand_at(*expected, *skipped), place

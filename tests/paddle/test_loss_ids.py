@@ -19,7 +19,7 @@ def opt(amp, parameter):
 
 
 def rows(amp):
-    return {one["loss_id"]: one for one in amp.state_dict()["groups"][0]["losses"]}
+    return {row["loss_id"]: row for row in amp.state_dict()["groups"][0]["losses"]}
 
 
 def scales(amp):
@@ -29,7 +29,7 @@ def scales(amp):
 def set_scale(amp, loss_id, scale):
     state = amp.state_dict()
     losses = state["groups"][0]["losses"]
-    losses[:] = [one for one in losses if one["loss_id"] != loss_id] + [
+    losses[:] = [row for row in losses if row["loss_id"] != loss_id] + [
         {**losses[0], "loss_id": loss_id, "scale": scale}
     ]
     amp.load_state_dict(state)

@@ -20,10 +20,10 @@ PROGRAMS = Path(__file__).parents[1] / "programs" / "fluid"
 )
 def test_losses_are_those_of_the_program_under_the_old_names(name, arguments, train_program, migrate_program):
     program = PROGRAMS / name
-    made = migrate_program(program)
-    assert "ampx_paddle.fluid.install()" in made.read_text()
+    migrated = migrate_program(program)
+    assert "ampx_paddle.fluid.install()" in migrated.read_text()
     before = train_program(program, *arguments, install="ampx_paddle.fluid")
-    assert train_program(made, *arguments) == before
+    assert train_program(migrated, *arguments) == before
 
 
 EAGER = """\
@@ -53,12 +53,12 @@ print(json.dumps(found))
 def test_losses_of_an_eager_loop_are_those_before_and_an_overflow_is_skipped(tmp_path, train_program, migrate_program):
     before = tmp_path / "eager.py"
     before.write_text(EAGER)
-    made = migrate_program(before)
-    assert "GradScaler" not in made.read_text()
-    assert train_program(made) == train_program(before)
+    migrated = migrate_program(before)
+    assert "GradScaler" not in migrated.read_text()
+    assert train_program(migrated) == train_program(before)
     # Native defect: on a CPU the scaler switches itself off, so that the overflow is written into the weights.
     assert train_program(before, "2")[2][1] != train_program(before, "2")[1][1]
-    skipped = train_program(made, "2")
+    skipped = train_program(migrated, "2")
     assert skipped[2][1] == skipped[1][1]
 
 

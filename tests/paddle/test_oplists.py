@@ -1,58 +1,77 @@
 """Op lists: what `allow` and `deny` name is computed in the dtype they say.
 
-Eager Paddle casts nothing on a CPU; static graphs do, by the same lists, and show each operator's dtype.
+Eager Paddle casts nothing on a CPU; static graphs do, by the same lists, and show each operator's dtype when they are
+built.
 """
-
-import json
-import pathlib
-import subprocess
-import sys
 
 import paddle
 import pytest
+from paddle.nn import functional
 
 import ampx
 from ampx.backend import CastPlan
 from ampx_paddle import casting
 
-LOW, WIDE = "bfloat16", "float32"
-WORKER = pathlib.Path(__file__).with_name("oplist_worker.py")
+LOW, WIDE = paddle.bfloat16, paddle.float32
 
 
-@pytest.fixture(scope="module")
-def found():
-    done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.split("JSON", 1)[1])
+def weight(*shape):
+    return paddle.static.create_parameter(list(shape), "float32")
+
+
+OPERATORS = {
+    "matmul": (paddle.matmul, lambda x: paddle.matmul(x, weight(8, 8))),
+    "conv2d": (functional.conv2d, lambda x: functional.conv2d(x, weight(3, 8, 1, 1))),
+    "multiply": (paddle.multiply, lambda x: paddle.multiply(x, x)),
+    "add": (paddle.add, lambda x: paddle.add(x, x)),
+    "tanh": (paddle.tanh, paddle.tanh),
+    "max": (paddle.max, paddle.max),
+    "exp": (paddle.exp, paddle.exp),
+    "mean": (paddle.mean, paddle.mean),
+    "sum": (paddle.sum, paddle.sum),
+    "softmax": (functional.softmax, functional.softmax),
+    "layer_norm": (functional.layer_norm, lambda x: functional.layer_norm(x, 8)),
+}
+# As it is; denied and allowed, as a function and by name; and with everything denied, which is Paddle's level OD.
+PRODUCT = [LOW, WIDE, WIDE, LOW, LOW, LOW]
+FOLLOWS = [LOW, WIDE, WIDE, LOW, LOW, WIDE]
+NEEDS_RANGE = [WIDE, WIDE, WIDE, LOW, LOW, WIDE]
+
+
+def dtype_of(name, **lists):
+    """Return the dtype of an operator's result; its input is low."""
+    paddle.enable_static()
+    with (
+        ampx.init("paddle", dtype="bfloat16", device="cpu", **lists),
+        paddle.static.program_guard(paddle.static.Program(), paddle.static.Program()),
+    ):
+        low = paddle.matmul(paddle.static.data("x", [4, 8, 8, 8], "float32"), weight(8, 8))
+        return OPERATORS[name][1](low).dtype
 
 
 @pytest.mark.bfloat16
-@pytest.mark.parametrize("name", ["matmul", "conv2d"])
-def test_products_are_low_unless_denied(found, name):
-    assert found[name] == [LOW, WIDE, WIDE, LOW, LOW, LOW]
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, PRODUCT) for name in ("matmul", "conv2d")),
+        *((name, FOLLOWS) for name in ("multiply", "add", "tanh", "max")),
+        *((name, NEEDS_RANGE) for name in ("exp", "mean", "sum", "softmax", "layer_norm")),
+    ],
+)
+def test_an_operators_dtype_is_as_paddles_lists_and_the_sessions_say(name, expected):
+    entries = [(lists, entry) for lists in ("deny", "allow") for entry in (OPERATORS[name][0], name)]
+    dtypes = [dtype_of(name, **{lists: [entry]}) for lists, entry in entries]
+    assert [dtype_of(name), *dtypes, dtype_of(name, deny=["*"])] == expected
 
 
 @pytest.mark.bfloat16
-@pytest.mark.parametrize("name", ["multiply", "add", "tanh", "max"])
-def test_operators_of_no_list_follow_their_inputs_unless_denied(found, name):
-    """Denied one by one, or all of them with "*", which is Paddle's level OD."""
-    assert found[name] == [LOW, WIDE, WIDE, LOW, LOW, WIDE]
+def test_former_names_of_operators_are_taken_too():
+    assert dtype_of("matmul", deny=["matmul_v2"]) == WIDE
 
 
 @pytest.mark.bfloat16
-@pytest.mark.parametrize("name", ["exp", "mean", "sum", "softmax", "layer_norm"])
-def test_operators_that_need_the_range_are_wide_unless_allowed(found, name):
-    assert found[name] == [WIDE, WIDE, WIDE, LOW, LOW, WIDE]
-
-
-@pytest.mark.bfloat16
-def test_former_names_of_operators_are_taken_too(found):
-    assert found["former name"] == [WIDE]
-
-
-@pytest.mark.bfloat16
-def test_allow_makes_an_exception_from_deny_everything(found):
-    assert found["both"] == [LOW]
+def test_allow_makes_an_exception_from_deny_everything():
+    assert dtype_of("tanh", deny=["*"], allow=["tanh"]) == LOW
 
 
 def test_a_name_that_native_auto_cast_takes_and_ignores(native):

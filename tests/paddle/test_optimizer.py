@@ -47,7 +47,7 @@ def train(net, opt, backward=None, factors=(1.0, 1.0, 1.0)):
 
 
 def values(net):
-    return [one.numpy() for one in net.parameters()]
+    return [parameter.numpy() for parameter in net.parameters()]
 
 
 def same(left, right):
@@ -66,11 +66,11 @@ def test_every_optimizer_trains_as_in_float32_and_skips(amp, backward, name):
     train(nets[0], opt, backward)
     train(nets[1], plain)
     assert same(values(nets[0]), values(nets[1]))
-    before = [one.numpy().copy() for one in opt.state_dict().values()]
+    before = [value.numpy().copy() for value in opt.state_dict().values()]
     train(nets[0], opt, backward, factors=(math.inf,))
     assert not opt.last_step.applied
     assert same(values(nets[0]), values(nets[1]))
-    assert same(before, [one.numpy() for one in opt.state_dict().values()])
+    assert same(before, [value.numpy() for value in opt.state_dict().values()])
 
 
 def test_paddle_takes_it_for_an_optimizer(amp):
@@ -159,7 +159,7 @@ def test_minimize_steps_as_in_eager_paddle(amp):
     plain.minimize(loss)
     assert same(values(nets[0]), values(nets[1]))
     assert operations is None
-    assert [one for one, _ in pairs] == nets[0].parameters()
+    assert [parameter for parameter, _ in pairs] == nets[0].parameters()
     opt.clear_grad()
     with pytest.raises(ampx.UnsupportedByBackendError, match="minimize"):
         opt.minimize(scaled, parameters=nets[0].parameters()[:1])
@@ -270,16 +270,16 @@ def test_nonfinite_parameters_have_the_models_names(amp, backward):
     opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
     backward(net(batches(1)[0]).sum() + (net[2].bias * math.inf).sum(), opt)
     opt.step()
-    assert [one.name for one in ampx.debug.nonfinite_parameters(opt, net)] == ["2.bias"]
-    assert [one.name for one in ampx.debug.nonfinite_parameters(opt)] == [net[2].bias.name]
+    assert [entry.name for entry in ampx.debug.nonfinite_parameters(opt, net)] == ["2.bias"]
+    assert [entry.name for entry in ampx.debug.nonfinite_parameters(opt)] == [net[2].bias.name]
 
 
 @pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"]])
 @pytest.mark.parametrize("verb", ["step", "unscale"])
 def test_a_step_after_a_kernel_had_failed_divides_once_or_is_refused(amp, backward, monkeypatch, dtypes, verb):
-    """With two dtypes one call has divided before the other fails."""
-    one = paddle.nn.initializer.Constant(1.0)
-    pair = [paddle.create_parameter([1], dtype, default_initializer=one) for dtype in dtypes]
+    """With two dtypes a first call has divided before the other fails."""
+    ones = paddle.nn.initializer.Constant(1.0)
+    pair = [paddle.create_parameter([1], dtype, default_initializer=ones) for dtype in dtypes]
     opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=pair), loss_scale=1024.0)
     native, left = paddle._C_ops.check_finite_and_unscale_, list(dtypes)
 

@@ -63,7 +63,7 @@ def test_model_fit_skips_an_overflow(amp):
     GradScaler(opt).attach(model)
     fit(model, Points(overflow_at=4))
     assert [event.step for event in events if isinstance(event, ampx.StepSkipped)] == [3]
-    assert all(np.isfinite(one.numpy()).all() for one in model.parameters())
+    assert all(np.isfinite(parameter.numpy()).all() for parameter in model.parameters())
 
 
 def test_model_without_the_scaler_is_refused_not_trained_wrongly(amp):

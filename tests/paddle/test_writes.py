@@ -181,7 +181,7 @@ def test_true_gradients_of_other_losses_are_added_to_true_gradients_as_in_plain_
 
 def test_what_others_added_before_unscale_with_the_same_scale_is_true_after_it(amp, weights, backward):
     parameter, other = weights(1.0), weights(1.0)
-    opt, generator = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[one])) for one in (parameter, other))
+    opt, generator = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[owned])) for owned in (parameter, other))
     backward(parameter.sum(), opt)
     backward((parameter * 2).sum() + other.sum(), generator)
     ampx.unscale(opt)
@@ -193,7 +193,7 @@ def test_what_others_added_before_unscale_with_the_same_scale_is_true_after_it(a
 def test_a_scaled_loss_may_run_backward_outside_as_with_a_grad_scaler(amp, weights):
     """Left gradients included; of several optimizers nobody can tell then what the others' gradients carry."""
     parameter, other = weights(1.0), weights(1.0)
-    opt, foreign = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[one])) for one in (parameter, other))
+    opt, foreign = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[owned])) for owned in (parameter, other))
     scaler = GradScaler(opt)
     for _ in range(2):
         scaler.scale(parameter.sum()).backward()
