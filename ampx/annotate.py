@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,6 +16,17 @@ from .policy import Dtype
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = Literal["float", "half", "promote"]
 Casting: TypeAlias = tuple[Backend, CastPlan]
+
+
+class _Thread(threading.local):
+    """A number for each thread, which compilers can read where they cannot call `threading.get_ident`."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+
+_numbers = itertools.count()
+_thread = _Thread()
 
 
 class Region:
@@ -31,13 +43,13 @@ class Region:
         """Enter a fresh region of the framework."""
         region = self._make()
         region.__enter__()
-        self._entered.setdefault(threading.get_ident(), []).append(region)
+        self._entered.setdefault(_thread.number, []).append(region)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore what was before."""
-        thread = threading.get_ident()
+        thread = _thread.number
         regions = self._entered[thread]
         region = regions.pop()
         if not regions:
