@@ -35,7 +35,7 @@ def describe(name: str) -> Device:
         return _describe_cpu()
     if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < count:
         return _describe_gpu()
-    present = ["cpu", *(["gpu"] if count else []), *(f"gpu:{one}" for one in range(count))]
+    present = ["cpu", *(["gpu"] if count else []), *(f"gpu:{index}" for index in range(count))]
     raise UnsupportedDeviceError(
         f"device={name!r} is not a device that mxnet offers here; accepted: 'auto', {', '.join(map(repr, present))}. "
         f"Pass one of these{'' if count else ', or install a CUDA build of mxnet'}."
@@ -44,11 +44,11 @@ def describe(name: str) -> Device:
 
 def _describe_cpu() -> Device:
     flags = _cpu_flags()
-    found = [flag for flag in _NATIVE if flag in flags]
+    instructions = [flag for flag in _NATIVE if flag in flags]
     limit = os.environ.get("DNNL_MAX_CPU_ISA")
     works = mx.runtime.Features().is_enabled("MKLDNN") and _NEEDED in flags and limit not in _TOO_WEAK
-    native = works and bool(found)
-    reason = f"this CPU computes bfloat16 natively ({', '.join(found)})"
+    native = works and bool(instructions)
+    reason = f"this CPU computes bfloat16 natively ({', '.join(instructions)})"
     if limit in _TOO_WEAK:
         reason = f"MXNet has no bfloat16 kernels where DNNL_MAX_CPU_ISA={limit}"
     elif not native:
@@ -60,7 +60,7 @@ def _describe_cpu() -> Device:
         preferred="bfloat16" if native else None,
         # Errors of MXNet are asynchronous: without this refusal, training in float16 would fail steps later.
         reason=f"{reason}; MXNet has no float16 matrix kernels on any CPU",
-        details={"version": mx.__version__, "instructions": found},
+        details={"version": mx.__version__, "instructions": instructions},
     )
 
 

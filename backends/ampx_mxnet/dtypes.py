@@ -21,8 +21,8 @@ FLOATING: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 @functools.cache  # NumPy makes the name anew each time, and every step asks
 def name_of(dtype: Any) -> str:
     """Name a dtype of MXNet."""
-    found = np.dtype(dtype) if not isinstance(dtype, str) or dtype != "bfloat16" else BFLOAT16
-    return "bfloat16" if found == BFLOAT16 else found.name
+    native = BFLOAT16 if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype)
+    return "bfloat16" if native == BFLOAT16 else native.name
 
 
 def is_floating(tensor: Any) -> bool:
@@ -57,7 +57,7 @@ def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
     wanted = DTYPES[at_least]
-    return at_least if all(np.dtype(one.dtype) == wanted for one in _floating(tree)) else "float32"
+    return at_least if all(np.dtype(tensor.dtype) == wanted for tensor in _floating(tree)) else "float32"
 
 
 def _floating(tree: Any) -> Iterator[Any]:

@@ -51,32 +51,34 @@ def check_plan(plan: CastPlan) -> CastPlan:
     """
     if not plan.allow and not plan.deny:
         return plan
-    known = {name: function for name in mx.operator.get_all_registered_operators() if (function := _function(name))}
+    operators = {
+        name: functions for name in mx.operator.get_all_registered_operators() if (functions := _functions(name))
+    }
     native = _native(plan)
     for lists in native:
         for name in lists.names():
-            _operator(name, known)
+            _operator(name, operators)
         _check_disjoint("target_precision_ops and fp32_ops", lists.target or (), lists.fp32 or ())
-    allow = tuple(_operator(entry, known) for entry in plan.allow if not isinstance(entry, NativeLists))
-    deny = tuple(_operator(entry, known) for entry in plan.deny)
+    allow = tuple(_operator(entry, operators) for entry in plan.allow if not isinstance(entry, NativeLists))
+    deny = tuple(_operator(entry, operators) for entry in plan.deny)
     _check_disjoint("allow and deny", allow, deny)
     return CastPlan(plan.device, plan.dtype, plan.level, (*allow, *native), deny)
 
 
-def _check_disjoint(which: str, one: Iterable[str], other: Iterable[str]) -> None:
-    if both := sorted(set(one) & set(other)):
+def _check_disjoint(which: str, first: Iterable[str], second: Iterable[str]) -> None:
+    if both := sorted(set(first) & set(second)):
         raise UnsupportedOpError(
             f"{which} both name {', '.join(both)}; accepted: each in one list. Remove it from one."
         )
 
 
-def _operator(entry: Any, known: dict[str, tuple[Any, ...]]) -> str:
-    if isinstance(entry, str) and entry in known:
+def _operator(entry: Any, operators: dict[str, tuple[Any, ...]]) -> str:
+    if isinstance(entry, str) and entry in operators:
         return entry
     if inspect.isfunction(entry):
         wanted = inspect.unwrap(entry)  # while casting is on, mx.nd.dot is the function that chooses
-        for name, functions in known.items():
-            if any(inspect.unwrap(one) is wanted for one in functions):
+        for name, functions in operators.items():
+            if any(inspect.unwrap(function) is wanted for function in functions):
                 return name
     raise UnsupportedOpError(
         f"{entry!r} is no operator of mxnet; accepted: names such as 'FullyConnected', or functions such as "
@@ -84,16 +86,16 @@ def _operator(entry: Any, known: dict[str, tuple[Any, ...]]) -> str:
     )
 
 
-def _function(name: str) -> tuple[Any, ...]:
+def _functions(name: str) -> tuple[Any, ...]:
     """Return an operator's functions for arrays and symbols; none for an operator without both."""
-    found = []
+    functions = []
     for module in (mx.ndarray, mx.symbol):
         submodules = {prefix: getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST}
         short, place = amp.amp._get_fun_to_wrap(name, module, submodules)
         if not inspect.isfunction(getattr(place, short, None)):
             return ()
-        found.append(getattr(place, short))
-    return tuple(found)
+        functions.append(getattr(place, short))
+    return tuple(functions)
 
 
 def lists(plan: CastPlan) -> dict[str, list[Any]]:

@@ -32,6 +32,14 @@ def installed():
     ampx_mxnet.amp.uninstall()
 
 
+def scaled_backward(compute, trainer):
+    """Compute a loss and run its backward as the vendor's recipe does."""
+    with mx.autograd.record():
+        loss = compute()
+        with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
+            mx.autograd.backward(scaled)
+
+
 def trained(name, *arguments):
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(PROGRAMS / name), *arguments],
@@ -127,7 +135,7 @@ def test_an_unedited_program_trains_as_in_float32(name, arguments):
 # -- the trainer stays the script's ------------------------------------------------------------------------------
 
 
-def test_the_scripts_own_trainer_scales_and_skips(dense, backward):
+def test_the_scripts_own_trainer_scales_and_skips(dense):
     """Scale, count of updates and weights follow the reference pattern, on the object that the script made."""
     net = dense()
     trainer = mine = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.125, "momentum": 0.5})
@@ -137,15 +145,13 @@ def test_the_scripts_own_trainer_scales_and_skips(dense, backward):
     assert isinstance(trainer, mx.gluon.Trainer)
     seen, weights = [], []
     for overflow in REFERENCE_PATTERN:
-        with mx.autograd.record():
-            loss = net(mx.nd.array([[float("inf") if overflow else 1.0, 1.0]]))
-            with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
-                mx.autograd.backward(scaled)
+        inputs = mx.nd.array([[np.inf if overflow else 1.0, 1.0]])
+        scaled_backward(lambda inputs=inputs: net(inputs), trainer)
         trainer.step(1)
         seen.append(trainer.loss_scale)
         weights.append(net.weight.data().asnumpy().tolist())
     assert seen == list(REFERENCE_TRACE)
-    applied = [not one for one in REFERENCE_PATTERN]
+    applied = [not overflow for overflow in REFERENCE_PATTERN]
     assert trainer.optimizer.num_update == sum(applied)
     assert [now != before for before, now in zip([[[1.0, 1.0]], *weights], weights, strict=False)] == applied
 
@@ -169,10 +175,7 @@ def test_a_trainer_of_the_scripts_own_class_keeps_its_methods_and_attributes(den
     trainer = OwnTrainer(net.collect_params(), "sgd", {"learning_rate": 0.5})
     trainer.note = "mine"
     ampx_mxnet.amp.init_trainer(trainer)
-    with mx.autograd.record():
-        loss = net(mx.nd.ones((1, 2))).astype("float32")
-        with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
-            scaled.backward()
+    scaled_backward(lambda: net(mx.nd.ones((1, 2))).astype("float32"), trainer)
     trainer.step(1)
     trainer.set_learning_rate(0.25)
     assert (trainer.steps, trainer.note, trainer.learning_rate) == (1, "mine", 0.25)
@@ -210,10 +213,7 @@ def test_gradients_clipped_after_unscale_are_true(dense):
     net = dense()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, update_on_kvstore=False)
     ampx_mxnet.amp.init_trainer(trainer)
-    with mx.autograd.record():
-        loss = net(mx.nd.array([[3.0, 4.0]])).astype("float32")
-        with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
-            mx.autograd.backward(scaled)
+    scaled_backward(lambda: net(mx.nd.array([[3.0, 4.0]])).astype("float32"), trainer)
     trainer.allreduce_grads()
     ampx_mxnet.amp.unscale(trainer)
     ampx_mxnet.amp.unscale(trainer)
@@ -236,28 +236,22 @@ def test_numbers_of_the_trainers_scaler_are_those_of_the_loss_scale(dense):
     scaler._scale_seq_len = 2
     scaler._max_loss_scale = 2.0**17
     scaler._loss_scale, scaler._next_loss_scale, scaler._unskipped = pickle.loads(pickle.dumps([2.0**15, 2.0**16, 1]))
-    net = dense()
     weight = trainer._params[0]
     scales = []
     for slope in (1.0, 1.0, 1.0, 1.0, np.inf):
-        with mx.autograd.record():
-            loss = (weight.data() * slope).sum()
-            with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
-                mx.autograd.backward(scaled)
-                bound = 0.5 * trainer._amp_loss_scaler.loss_scale
+        scaled_backward(lambda slope=slope: (weight.data() * slope).sum(), trainer)
         if np.isfinite(slope):
-            mx.gluon.utils.clip_global_norm(weight.list_grad(), bound)
+            mx.gluon.utils.clip_global_norm(weight.list_grad(), 0.5 * trainer._amp_loss_scaler.loss_scale)
         before = weight.data().asnumpy()
         trainer.step(1)
         if np.isfinite(slope):
             assert np.linalg.norm(weight.data().asnumpy() - before) == pytest.approx(0.5, rel=1e-5)
         scales.append(scaler.loss_scale)
     assert scales == [2.0**17, 2.0**17, 2.0**17, 2.0**17, 2.0**16]
-    assert net.weight.data().asnumpy().tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.bfloat16
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_saved_scaler_holds_the_numbers_and_is_resumed_from(dense, duplicate):
     """MXNet's scaler has no state dict: scripts save the object, and put it on the trainer that goes on."""
 
@@ -270,10 +264,7 @@ def test_a_saved_scaler_holds_the_numbers_and_is_resumed_from(dense, duplicate):
     trainer = start()
     trainer._amp_loss_scaler._scale_seq_len = 3
     for slope in (np.inf, 1.0, 1.0):
-        with mx.autograd.record():
-            loss = (trainer._params[0].data() * slope).sum()
-            with ampx_mxnet.amp.scale_loss(loss, trainer) as scaled:
-                mx.autograd.backward(scaled)
+        scaled_backward(lambda slope=slope: (trainer._params[0].data() * slope).sum(), trainer)
         trainer.step(1)
     saved = duplicate(trainer._amp_loss_scaler)
     assert isinstance(saved, compat.amp.loss_scaler.LossScaler)

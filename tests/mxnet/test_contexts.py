@@ -11,18 +11,24 @@ from ampx_mxnet.compat import mx
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
 
-def _train(net, opt, slopes, contexts=None):
-    """Run one step in which the weights' gradients on each context are the slopes given for it."""
-    contexts = contexts or CONTEXTS
+def _backward(net, opt, slopes=(1.0, 1.0)):
+    """Run a backward in which the weights' gradients on each context are the slopes given for it."""
     with mx.autograd.record():
-        losses = [(net(mx.nd.ones((1, 2), ctx=one)) * slope).sum() for one, slope in zip(contexts, slopes, strict=True)]
+        losses = [
+            (net(mx.nd.ones((1, 2), ctx=context)) * slope).sum()
+            for context, slope in zip(CONTEXTS, slopes, strict=True)
+        ]
     with ampx.scale_loss(losses, opt) as scaled:
         mx.autograd.backward(scaled)
+
+
+def _train(net, opt, slopes):
+    _backward(net, opt, slopes)
     opt.step(1)
 
 
 def _weights(net):
-    return [net.weight.data(one).asnumpy().ravel().tolist() for one in net.weight.list_ctx()]
+    return [weight.asnumpy().ravel().tolist() for weight in net.weight.list_data()]
 
 
 @pytest.mark.parametrize("kvstore", ["device", "local", None])
@@ -40,7 +46,7 @@ def test_an_overflow_on_any_context_is_skipped_on_all(amp, dense, kvstore, bad):
     _train(net, opt, [1.0, 2.0])
     # With a store, every context updates by the sum of the slopes; without, each by its own.
     sums = (3.0, 3.0) if kvstore else (1.0, 2.0)
-    assert _weights(net) == [[1.0 - 0.25 * one] * 2 for one in sums]
+    assert _weights(net) == [[1.0 - 0.25 * total] * 2 for total in sums]
     assert opt.last_step.applied
 
 
@@ -58,7 +64,7 @@ def test_unscale_and_clip_see_the_sum_once(amp, dense):
     net = dense(ctx=CONTEXTS)
     opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}))
     with mx.autograd.record():
-        losses = [(net(mx.nd.array([[3.0, 4.0]], ctx=one))).sum() for one in CONTEXTS]
+        losses = [net(mx.nd.array([[3.0, 4.0]], ctx=context)).sum() for context in CONTEXTS]
     with ampx.scale_loss(losses, opt) as scaled:
         mx.autograd.backward(scaled)
     assert float(ampx.clip_grad_norm(opt, 5.0)) == 10.0
@@ -73,48 +79,31 @@ def test_allreduce_grads_and_update_are_a_step(amp, dense):
         net = dense(ctx=CONTEXTS)
         opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25}))
         for slopes, after in (((1.0, math.inf), 1.0), ((1.0, 2.0), 0.625)):
-            with mx.autograd.record():
-                losses = [
-                    (net(mx.nd.ones((1, 2), ctx=one)) * slope).sum()
-                    for one, slope in zip(CONTEXTS, slopes, strict=True)
-                ]
-            with ampx.scale_loss(losses, opt) as scaled:
-                mx.autograd.backward(scaled)
+            _backward(net, opt, slopes)
             opt.allreduce_grads()
             getattr(opt, verb)(2)
             assert _weights(net) == [[after, after]] * 2
 
 
-def test_a_second_try_does_not_add_up_again(amp):
+def test_a_second_try_does_not_add_up_again(amp, weights, backward):
     """MXNet raises for a stale gradient after it has added up the contexts."""
-    one, other = (mx.gluon.Parameter(name, shape=(2,)) for name in ("one", "other"))
-    for parameter in (one, other):
-        parameter.initialize(mx.init.One(), ctx=CONTEXTS)
-    opt = amp.wrap_optimizer(mx.gluon.Trainer([one, other], "sgd", {"learning_rate": 0.25}))
-    with mx.autograd.record():
-        losses = [(one.data(context) * slope).sum() for context, slope in zip(CONTEXTS, (1.0, 2.0), strict=True)]
-    with ampx.scale_loss(losses, opt) as scaled:
-        mx.autograd.backward(scaled)
-    with pytest.raises(UserWarning, match="`other`"):
+    used, unused = (weights(1.0, 1.0, name=name, ctx=CONTEXTS) for name in ("used", "unused"))
+    opt = amp.wrap_optimizer(mx.gluon.Trainer([used, unused], "sgd", {"learning_rate": 0.25}))
+    slopes = zip(CONTEXTS, (1.0, 2.0), strict=True)
+    backward(lambda: [(used.data(context) * slope).sum() for context, slope in slopes], opt)
+    with pytest.raises(UserWarning, match="`unused`"):
         opt.step(1)
     opt.step(1, ignore_stale_grad=True)
-    assert [one.data(context).asnumpy().tolist() for context in CONTEXTS] == [[0.25, 0.25]] * 2
+    assert [used.data(context).asnumpy().tolist() for context in CONTEXTS] == [[0.25, 0.25]] * 2
 
 
 def test_adding_after_allreduce_is_refused(amp, dense):
     net = dense(ctx=CONTEXTS, grad_req="add")
     opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25}))
-
-    def backward():
-        with mx.autograd.record():
-            losses = [net(mx.nd.ones((1, 2), ctx=one)).sum() for one in CONTEXTS]
-        with ampx.scale_loss(losses, opt) as scaled:
-            mx.autograd.backward(scaled)
-
-    backward()
+    _backward(net, opt)
     opt.allreduce_grads()
     with pytest.raises(ampx.ProtocolError, match="after the last backward"):
-        backward()
+        _backward(net, opt)
     opt.step(1)
     assert _weights(net) == [[0.5, 0.5]] * 2
 
@@ -156,8 +145,8 @@ def test_a_parameter_with_inf_on_the_second_context_is_named(amp, dense):
     net = dense(ctx=CONTEXTS)
     opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=None))
     _train(net, opt, [1.0, math.inf])
-    (found,) = ampx.debug.nonfinite_parameters(opt, net)
-    assert (found.name, found.nonfinite, found.elements) == ("weight", 2, 2)
+    (weight,) = ampx.debug.nonfinite_parameters(opt, net)
+    assert (weight.name, weight.nonfinite, weight.elements) == ("weight", 2, 2)
 
 
 @pytest.mark.parametrize("verb", ["step", "update"])
@@ -167,10 +156,7 @@ def test_after_a_refused_step_of_the_raw_trainer_nothing_is_added_up_twice(amp, 
     raw = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     opt = amp.wrap_optimizer(raw)
     _train(net, opt, [0.0, 0.0])  # makes the store
-    with mx.autograd.record():
-        losses = [net(mx.nd.ones((1, 2), ctx=one)).sum() for one in CONTEXTS]
-    with ampx.scale_loss(losses, opt) as scaled:
-        mx.autograd.backward(scaled)
+    _backward(net, opt)
     with pytest.raises(ampx.RawStepError, match="were dropped; run backward again"):
         getattr(raw, verb)(1)
     with pytest.raises(ampx.NotScaledError):
@@ -181,18 +167,13 @@ def test_after_a_refused_step_of_the_raw_trainer_nothing_is_added_up_twice(amp, 
 
 
 @pytest.mark.parametrize("verb", ["step", "allreduce_grads", "unscale"])
-def test_a_step_after_the_sum_over_contexts_had_failed_adds_nothing_twice(amp, monkeypatch, verb):
+def test_a_step_after_the_sum_over_contexts_had_failed_adds_nothing_twice(amp, weights, backward, monkeypatch, verb):
     """The store fails at the second parameter: the first one's gradients are added up already."""
-    pair = [mx.gluon.Parameter(name, shape=(2,)) for name in ("one", "other")]
-    for parameter in pair:
-        parameter.initialize(mx.init.One(), ctx=CONTEXTS)
+    pair = [weights(1.0, 1.0, name=name, ctx=CONTEXTS) for name in ("first", "second")]
     opt = amp.wrap_optimizer(mx.gluon.Trainer(pair, "sgd", {"learning_rate": 0.25}))
 
     def train(act):
-        with mx.autograd.record():
-            losses = [sum(parameter.data(context).sum() for parameter in pair) for context in CONTEXTS]
-        with ampx.scale_loss(losses, opt) as scaled:
-            mx.autograd.backward(scaled)
+        backward(lambda: [sum(parameter.data(context).sum() for parameter in pair) for context in CONTEXTS], opt)
         act()
 
     train(lambda: opt.step(1))

@@ -56,9 +56,9 @@ def parameters():
     """Float32 parameters, mostly of one sign, because cancellation would loosen the bound."""
     generator = np.random.default_rng(0)
     shapes = {"c_weight": (3, 2, 3, 3), "c_bias": (3,), "f_weight": (5, 48), "f_bias": (5,)}
-    made = {name: generator.uniform(-0.1, 0.5, shape) for name, shape in shapes.items()}
-    made |= {f"b_{name}": generator.uniform(0.5, 1.5, 3) for name in ("gamma", "beta", "mean", "var")}
-    return {name: value.astype("float32") for name, value in made.items()}
+    values = {name: generator.uniform(-0.1, 0.5, shape) for name, shape in shapes.items()}
+    values |= {f"b_{name}": generator.uniform(0.5, 1.5, 3) for name in ("gamma", "beta", "mean", "var")}
+    return {name: value.astype("float32") for name, value in values.items()}
 
 
 @pytest.fixture
@@ -81,19 +81,19 @@ def model(symbol, parameters):
 @pytest.fixture
 def block(parameters, images):
     """The same network in Gluon, called before any session."""
-    made = gluon.nn.HybridSequential(prefix="")
-    made.add(
+    net = gluon.nn.HybridSequential(prefix="")
+    net.add(
         gluon.nn.Conv2D(3, 3, in_channels=2, prefix="c_"),
         gluon.nn.BatchNorm(epsilon=BATCH_NORM_EPSILON, in_channels=3, prefix="b_"),
         gluon.nn.Activation("relu"),
         gluon.nn.Dense(5, in_units=48, prefix="f_"),
     )
-    made.initialize()
-    for name, parameter in made.collect_params().items():
+    net.initialize()
+    for name, parameter in net.collect_params().items():
         parameter.set_data(nd.array(parameters[name.replace("running_", "")]))
-    made.hybridize()
-    made(nd.array(images))
-    return made
+    net.hybridize()
+    net(nd.array(images))
+    return net
 
 
 def run(model, images):
@@ -111,11 +111,11 @@ def dtype_name(array):
     return "bfloat16" if np.dtype(array.dtype).names else np.dtype(array.dtype).name
 
 
-def check(found, images, parameters):
+def check(output, images, parameters):
     exact, bound = network(images.astype("float64"), {k: v.astype("float64") for k, v in parameters.items()})
-    assert (abs(found - exact) <= bound).all()
+    assert (abs(output - exact) <= bound).all()
     # Were nothing rounded to bfloat16, the error would be that of float32, which is smaller by 2**16.
-    assert abs(found - exact).max() > 2.0**-12
+    assert abs(output - exact).max() > 2.0**-12
     assert bound.max() < 0.05 * abs(exact).max()  # the bound says something
 
 
@@ -132,7 +132,7 @@ def test_module_computes_in_bfloat16(model, images, parameters, dtype, cast_para
     converted = convert_model(*model, dtype, cast_parameters=cast_parameters)
     check(run(converted, images), images, parameters)
     expected = "bfloat16" if cast_parameters else "float32"
-    assert {name: dtype_name(one) for name, one in converted[1].items()} == {
+    assert {name: dtype_name(value) for name, value in converted[1].items()} == {
         "c_weight": expected,
         "c_bias": expected,
         "b_gamma": "float32",
@@ -166,7 +166,7 @@ def test_what_is_converted_stays_as_it_was(model, block, images):
         assert now[0] == then[0]
         assert now[1] is then[1]
     np.testing.assert_array_equal(block(nd.array(images)).asnumpy(), output)
-    assert {dtype_name(one.data()) for one in block.collect_params().values()} == {"float32"}
+    assert {dtype_name(parameter.data()) for parameter in block.collect_params().values()} == {"float32"}
 
 
 def test_native_conversion_writes_into_its_arguments(model):
@@ -182,25 +182,24 @@ def test_native_conversion_writes_into_its_arguments(model):
 @pytest.mark.parametrize("lists", [{"deny": [nd.Convolution, "FullyConnected"]}, {"exclude": ["c", "f"]}])
 def test_lists_keep_layers_in_float32(model, block, images, parameters, lists):
     exact, _ = network(images, parameters)
-    found = run(convert_model(*model, **lists), images)
-    np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(run(convert_model(*model, **lists), images), exact, rtol=1e-4, atol=1e-5)
     names = {"exclude": ["c_fwd", "f_fwd"]} if "exclude" in lists else lists
-    found = convert_hybrid_block(block, **names)(nd.array(images)).asnumpy()
-    np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-5)
+    output = convert_hybrid_block(block, **names)(nd.array(images)).asnumpy()
+    np.testing.assert_allclose(output, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.bfloat16
 def test_allow_adds_an_operator(block, images):
     """An operator of MXNet's float32 list: its operand, which counts twice, is then rounded, and its output cut off."""
-    made = gluon.nn.HybridSequential()
-    made.add(gluon.nn.HybridLambda("square"))
-    made.hybridize()
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.HybridLambda("square"))
+    net.hybridize()
     x = nd.array(images)
-    plain = made(x).asnumpy()
-    found = convert_hybrid_block(made, "bfloat16", allow=["square"])(x).astype("float32").asnumpy()
-    assert (found.view(np.uint32) & 0xFFFF == 0).all()
+    plain = net(x).asnumpy()
+    output = convert_hybrid_block(net, "bfloat16", allow=["square"])(x).astype("float32").asnumpy()
+    assert (output.view(np.uint32) & 0xFFFF == 0).all()
     assert not (plain.view(np.uint32) & 0xFFFF == 0).all()
-    np.testing.assert_allclose(found, plain, rtol=(1 + U) ** 2 * (1 + 2 * U) - 1)
+    np.testing.assert_allclose(output, plain, rtol=(1 + U) ** 2 * (1 + 2 * U) - 1)
 
 
 @pytest.mark.bfloat16
@@ -246,12 +245,12 @@ def test_float16_on_the_cpu_is_refused_with_what_works(model, block):
 
 
 def test_block_without_a_graph_is_refused():
-    made = gluon.nn.Dense(2, in_units=2)
-    made.initialize()
+    net = gluon.nn.Dense(2, in_units=2)
+    net.initialize()
     for _ in range(2):
         with pytest.raises(ampx.InvalidOptionError, match=r"got Dense, which has no graph.*hybridize\(\)"):
-            convert_hybrid_block(made)
-        made.hybridize()  # not called yet
+            convert_hybrid_block(net)
+        net.hybridize()  # not called yet
     with pytest.raises(ampx.InvalidOptionError, match="got Sequential, which has no graph"):
         convert_hybrid_block(gluon.nn.Sequential())
 

@@ -8,6 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 
 import ampx
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 NATIVE = """
@@ -85,15 +86,15 @@ print(*net.weight.grad().asnumpy().ravel())
         if hybridize:
             net.hybridize()
         opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.125}))
-        inputs = [nd.array([[1.0, 2.0]], ctx=one) for one in where]
+        inputs = [nd.array([[1.0, 2.0]], ctx=context) for context in where]
         for step in (1, 2):
             for _ in range(2):
                 backward(lambda: [net(x).astype("float32").sum() for x in inputs], opt)
             opt.step(1)
             opt.zero_grad()
             moved = 0.125 * 2 * contexts * step
-            for one in where:
-                np.testing.assert_array_equal(net.weight.data(one).asnumpy(), [[1.0 - moved, 1.0 - 2 * moved]])
+            for context in where:
+                np.testing.assert_array_equal(net.weight.data(context).asnumpy(), [[1.0 - moved, 1.0 - 2 * moved]])
 
     def test_ampx_adds_nothing_of_an_overflow_to_the_next_step(self, backward):
         amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
@@ -102,24 +103,21 @@ print(*net.weight.grad().asnumpy().ravel())
         net.collect_params().setattr("grad_req", "add")
         opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}))
         for factor, weight in ((math.inf, 1.0), (1.0, 0.5)):
-            for one in (1.0, factor):
-                backward(lambda one=one: net(nd.ones((1, 1))).astype("float32").sum() * one * 0.5, opt)
+            for slope in (1.0, factor):
+                backward(lambda slope=slope: net(nd.ones((1, 1))).astype("float32").sum() * slope * 0.5, opt)
             opt.step(1)
             opt.zero_grad()
             assert net.weight.data().asscalar() == weight
 
 
 class TestDefect16ScaleIsLateAndOnlyTheFirstContextIsLookedAt:
-    PATTERN = (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
-    REFERENCE = tuple(2.0**power for power in (16, 16, 17, 16, 16, 16, 15, 14, 14, 14, 15, 15, 15, 16))
-
     def test_native_is_one_step_late(self, native):
         code, out, err = native(
             NATIVE
             + f"""
 w, trainer = make()
 trainer._amp_loss_scaler._scale_seq_len = 3
-for overflow in {self.PATTERN}:
+for overflow in {REFERENCE_PATTERN}:
     with autograd.record():
         backward(trainer, w.data().sum() * (np.inf if overflow else 0.0))
     trainer.step(1)
@@ -128,8 +126,8 @@ for overflow in {self.PATTERN}:
         )
         assert code == 0, err
         scales = list(map(float, out.split()))
-        assert scales[1:] == list(self.REFERENCE[:-1])
-        assert scales != list(self.REFERENCE)
+        assert scales[1:] == list(REFERENCE_TRACE[:-1])
+        assert scales != list(REFERENCE_TRACE)
 
     def test_native_looks_at_the_first_context_only(self, native):
         """Without a kvstore every context keeps and applies its own gradient."""
@@ -174,7 +172,7 @@ trainer._amp_loss_scaler.has_overflow([{parameters}])
         opt.step(1)
         assert opt.last_step.applied is (overflow is None)
         expected = 0.5 if overflow is None else 1.0
-        assert [one.data().asscalar() for one in pair.values()] == [expected, expected]
+        assert [parameter.data().asscalar() for parameter in pair.values()] == [expected, expected]
 
     def test_ampx_without_gradients_counts_nothing(self, amp, weights, backward):
         frozen = weights(1.0, grad_req="null")

@@ -29,7 +29,7 @@ def make_network(contexts):
 
 
 def fit(network, trainer, processor, data, contexts, metric=None, epochs=4):
-    made = Estimator(
+    estimator = Estimator(
         network,
         gluon.loss.SoftmaxCrossEntropyLoss(),
         train_metrics=metric or mx.metric.Accuracy(),
@@ -37,9 +37,9 @@ def fit(network, trainer, processor, data, contexts, metric=None, epochs=4):
         context=contexts,
         batch_processor=processor,
     )
-    made.logger.disabled = True
-    made.fit(data, val_data=data, epochs=epochs)
-    return made
+    estimator.logger.disabled = True
+    estimator.fit(data, val_data=data, epochs=epochs)
+    return estimator
 
 
 @pytest.mark.parametrize("contexts", [CONTEXTS[:1], CONTEXTS])
@@ -61,8 +61,12 @@ def test_metrics_read_what_bfloat16_predicted(data):
     amp = ampx.init("mxnet", dtype="bfloat16", loss_scale="dynamic")
     network, raw = make_network(CONTEXTS[:1])
     metric = mx.metric.CustomMetric(lambda labels, scores: (scores.argmax(1) == labels).mean(), name="share")
-    found = fit(network, amp.wrap_optimizer(raw), BatchProcessor(), data, CONTEXTS[:1], metric, epochs=20)
-    shares = [one.get()[1] for one in (*found.train_metrics, *found.val_metrics) if "share" in one.get()[0]]
+    fitted = fit(network, amp.wrap_optimizer(raw), BatchProcessor(), data, CONTEXTS[:1], metric, epochs=20)
+    shares = [
+        value
+        for name, value in map(mx.metric.EvalMetric.get, (*fitted.train_metrics, *fitted.val_metrics))
+        if "share" in name
+    ]
     assert len(shares) == 2
     assert min(shares) > 0.9
 

@@ -43,9 +43,9 @@ def test_products_are_float16_and_accumulate_in_float32(dense, hybridize):
     if hybridize:
         dense.hybridize()
     with ampx.init("mxnet", dtype="float16"):
-        found = dense(x)
-        assert found.dtype == np.float16
-        error = abs(found.asnumpy().astype("float64") - exact)
+        output = dense(x)
+        assert output.dtype == np.float16
+        error = abs(output.asnumpy().astype("float64") - exact)
     assert (error <= ((1 + U) ** 3 - 1 + 64 * 2.0**-24) * sizes).all()
     assert error.max() > 2.0**-20
 
@@ -93,15 +93,15 @@ def test_overflow_on_either_gpu_skips_on_both(overflow):
     trainer = ampx.wrap_optimizer(mx.gluon.Trainer(layer.collect_params(), "sgd", {"learning_rate": 0.25}))
     with mx.autograd.record():
         losses = [
-            layer(mx.nd.ones((1, 2), ctx=one)).astype("float32").sum() * (math.inf if index == overflow else 1.0)
-            for index, one in enumerate(contexts)
+            layer(mx.nd.ones((1, 2), ctx=context)).astype("float32").sum() * (math.inf if index == overflow else 1.0)
+            for index, context in enumerate(contexts)
         ]
         with ampx.scale_loss(losses, trainer) as scaled:
             mx.autograd.backward(scaled)
     trainer.step(1)
     assert not trainer.last_step.applied
-    for one in contexts:
-        np.testing.assert_array_equal(layer.weight.data(one).asnumpy(), [[1.0, 1.0]])
+    for context in contexts:
+        np.testing.assert_array_equal(layer.weight.data(context).asnumpy(), [[1.0, 1.0]])
 
 
 def test_converted_block_computes_in_float16(dense):
@@ -109,8 +109,8 @@ def test_converted_block_computes_in_float16(dense):
     dense.hybridize()
     exact = dense(x).asnumpy()
     sizes = abs(x.asnumpy()) @ abs(dense.weight.data().asnumpy()).T
-    found = convert_hybrid_block(dense, cast_parameters=True)
-    assert found.collect_params()[dense.weight.name].dtype == np.float16
-    error = abs(found(x).astype("float32").asnumpy() - exact)
+    converted = convert_hybrid_block(dense, cast_parameters=True)
+    assert converted.collect_params()[dense.weight.name].dtype == np.float16
+    error = abs(converted(x).astype("float32").asnumpy() - exact)
     assert (error <= ((1 + U) ** 3 - 1 + 64 * 2.0**-22) * sizes).all()
     assert error.max() > 2.0**-20

@@ -189,7 +189,7 @@ def test_going_on_without_zero_grad_after_an_interruption_is_right_or_is_refused
             subject.zero_grad()
             continue
         left = [0.0] if not subject.adds else [0.0, subject.third, subject.third / 2, subject.history[-1]]
-        choices = [subject.plainly(*before, 5.0 + one) for one in left if math.isfinite(one)]
+        choices = [subject.plainly(*before, 5.0 + rest) for rest in left if math.isfinite(rest)]
         if len(subject.opts) > 1:
             choices += [subject.plainly(*some) for some in ((5.0,), (subject.third, 5.0)) if math.isfinite(sum(some))]
         skipped = [subject.plainly(*before)] if math.isinf(subject.third) else []

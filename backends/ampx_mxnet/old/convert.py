@@ -124,7 +124,7 @@ def convert_hybrid_block(
             f"convert_hybrid_block got {type(block).__name__}, which has no graph; accepted: a HybridBlock that was "
             f"hybridized and called. Call block.hybridize() and run it once on some input."
         )
-    parameters = {name: one.data(one.list_ctx()[0]) for name, one in block.collect_params().items()}
+    parameters = {name: parameter.data(parameter.list_ctx()[0]) for name, parameter in block.collect_params().items()}
     chosen = _choose_dtype(dtype, list(parameters.values()))
     _check_float32(parameters)
     options = _options(block._cached_graph[1], chosen, allow, deny, exclude)
@@ -154,7 +154,7 @@ def _choose_dtype(asked: str | None, arrays: Sequence[mx.nd.NDArray]) -> Dtype:
 
 def _check_float32(parameters: Mapping[str, mx.nd.NDArray]) -> None:
     # MXNet's conversion takes float32 for granted.
-    other = sorted(name for name, one in parameters.items() if one.dtype != DTYPES["float32"])
+    other = sorted(name for name, value in parameters.items() if value.dtype != DTYPES["float32"])
     if other:
         raise InvalidOptionError(
             f"{len(other)} parameters are not float32 ({', '.join(other[:5])}); accepted: a float32 model. Convert the "
@@ -175,12 +175,12 @@ def _options(
     plan = oplists.check_plan(CastPlan("", dtype, "O1", tuple(allow), tuple(deny)))
     native_dtype = DTYPES[dtype]
     lists = amp.list_lp16_ops, amp.list_fp32_ops, amp.list_lp16_fp32_ops
-    known = {name for names in lists for name in names(native_dtype)}
-    known.update(entry[0] for entry in amp.list_conditional_fp32_ops(native_dtype))
-    if uncast := sorted(oplists.named(plan) - known):
+    cast = {name for names in lists for name in names(native_dtype)}
+    cast.update(entry[0] for entry in amp.list_conditional_fp32_ops(native_dtype))
+    if uncast := sorted(oplists.named(plan) - cast):
         raise UnsupportedOpError(
             f"MXNet converts no {', '.join(uncast)} to or from {dtype}; accepted: operators of the lists that "
-            f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(known)[:5])}. Remove it."
+            f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(cast)[:5])}. Remove it."
         )
-    found = oplists.lists(plan)
-    return {"target_dtype_ops": found.pop("target_precision_ops"), **found, "excluded_sym_names": list(exclude)}
+    operators = oplists.lists(plan)
+    return {"target_dtype_ops": operators.pop("target_precision_ops"), **operators, "excluded_sym_names": list(exclude)}

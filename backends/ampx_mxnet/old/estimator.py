@@ -34,7 +34,7 @@ class BatchProcessor(native.BatchProcessor):  # type: ignore[misc]
         """
         data, labels = self._get_data_and_label(train_batch, estimator.context, batch_axis)
         with mx.autograd.record():
-            predictions = [estimator.net(one) for one in data]
+            predictions = [estimator.net(batch) for batch in data]
             losses = [estimator.loss(*pair) for pair in zip(predictions, labels, strict=True)]
         with ampx.scale_loss(losses, estimator.trainer) as scaled:
             mx.autograd.backward(scaled)
