@@ -91,7 +91,7 @@ class MXNetBackend(ampx.Backend):
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
         """Divide gradients by the scale in place and test them."""
-        return Unscaled(grads, bool(gradients.unscale(grads, scale).asscalar()))
+        return Unscaled(grads, gradients.unscale(grads, scale))
 
     def apply(self, optimizer: Any, grads: Any) -> None:
         """Update with what hangs on the parameters; a batch size of 1 leaves the gradients as they are."""

@@ -42,15 +42,9 @@ for _name in vars(mx.gluon.Trainer):
 
 
 def move_out(trainer: Any, become: type) -> Any:
-    """Move what a raw trainer is into a new object, and make the old one an empty instance of another class.
+    """Move a raw trainer into a new object, which is returned, and make the script's an empty one of another class.
 
-    Args:
-        trainer: A raw trainer, of gluon's class or one made from it.
-        become: The class of wrapped trainers that it turns into; its attributes are still to be set. A trainer of the
-            script's own class becomes one of both classes.
-
-    Returns:
-        The raw trainer, as another object: same class, same attributes.
+    A trainer of the script's own class becomes one of both classes.
     """
     own = type(trainer)
     raw = object.__new__(own)

@@ -60,14 +60,10 @@ def any_nonzero(parameters: Iterable[Any]) -> bool:
 
 
 def restore_fresh(trainer: Any, message: str) -> None:
-    """Undo what MXNet's update did before it met a stale gradient and raised.
+    """Undo what MXNet's update did before it met a stale gradient and raised a message that names the parameter.
 
     Native defect: it had marked the gradients of the parameters before that one as used, so that a second try would
     leave these parameters alone.
-
-    Args:
-        trainer: The raw trainer.
-        message: MXNet's; it names the parameter.
     """
     for parameter in parameters(trainer):
         if f"`{parameter.name}`" in message:
@@ -77,13 +73,7 @@ def restore_fresh(trainer: Any, message: str) -> None:
 
 
 def rescale(parameters: Iterable[Any], factor: float, only_stale: bool = False) -> None:
-    """Multiply the gradients of some parameters in place.
-
-    Args:
-        parameters: Some of a trainer's.
-        factor: A positive number.
-        only_stale: Leave alone those that a backward wrote since the last step.
-    """
+    """Multiply the gradients of some parameters in place; `only_stale`: not those written since the last step."""
     with mx.autograd.pause():
         for parameter in parameters:
             for data, gradient in zip(parameter._data, parameter._grad, strict=True):
@@ -99,12 +89,7 @@ def clear(trainer: Any) -> None:
 
 
 def collect(trainer: Any, only_fresh: bool) -> Batches:
-    """List the gradients by context, and in each by dtype; sparse ones apart, as `"row_sparse"`.
-
-    Args:
-        trainer: The raw trainer.
-        only_fresh: Leave out those that no backward wrote since the last step.
-    """
+    """List the gradients, or only those that a backward wrote since the last step."""
     result: Batches = []
     last: Any = None
     targets: list[list[Any]] = []
@@ -163,14 +148,7 @@ def _classic(batch: list[Any]) -> list[Any]:
 
 
 def all_finite(gradients: Batches) -> Any:
-    """Test gradients for inf and NaN, with MXNet's own kernel, in one call for 200 of them.
-
-    Args:
-        gradients: What `collect` gave.
-
-    Returns:
-        One float32 element on the first context: 1 where all are finite, else 0.
-    """
+    """Return one float32 element on the first context, by MXNet's own kernel: 1 where all are finite, else 0."""
     flags: list[Any] = []
     with mx.autograd.pause():
         for batches in gradients:
@@ -191,15 +169,7 @@ def all_finite(gradients: Batches) -> Any:
 
 
 def unscale(gradients: Batches, scale: float) -> Any:
-    """Divide gradients by the scale in place and test the results.
-
-    Args:
-        gradients: What `collect` gave.
-        scale: The scale that they carry.
-
-    Returns:
-        As `all_finite`; dividing by less than one may overflow, so the quotients count.
-    """
+    """Divide gradients by their scale in place, and return `all_finite` of the results: they may overflow."""
     with mx.autograd.pause():
         for batches in gradients:
             for batch in batches.values():
@@ -300,15 +270,9 @@ def _wide_sum_of_squares(batches: dict[str, list[Any]]) -> float:
 
 
 def name_nonfinite(trainer: Any, model: Any | None) -> list[tuple[str, int, int]]:
-    """List (name, non-finite elements, elements) of parameters with non-finite gradients.
+    """List (name, non-finite elements, elements) of parameters with non-finite gradients; the worst context counts.
 
-    With several contexts, the worst of them counts.
-
-    Args:
-        trainer: The raw trainer.
-        model: A block whose names of parameters are told, or None for the parameters' own.
-
-    Sync: one a gradient.
+    The names are those in the model, or the parameters' own. Sync: one a gradient.
     """
     named = {} if model is None else model._collect_params_with_prefix()
     names = {id(parameter): name for name, parameter in named.items()}

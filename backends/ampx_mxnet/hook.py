@@ -39,12 +39,7 @@ class OverflowHook:
     """
 
     def __init__(self, member: Member, drop: Callable[[], Callable[[], None] | None]) -> None:
-        """Watch one member.
-
-        Args:
-            member: Its place in the protocol.
-            drop: A weak reference to what forgets the pending gradients.
-        """
+        """Watch one member; `drop` is a weak reference to what forgets the pending gradients."""
         self.finite = True
         self._member = member
         self._drop = drop
@@ -89,20 +84,7 @@ class OverflowHook:
         )
 
     def run(self, trainer: Any, run: Callable[[float, bool], None], batch_size: float, stale: bool, check: Any) -> bool:
-        """Run one step of a raw trainer with a check.
-
-        Args:
-            trainer: The raw trainer.
-            run: Its `step` or `update`.
-            batch_size: As these take it.
-            stale: Their `ignore_stale_grad`.
-            check: Returns whether all gradients are finite.
-
-        Returns:
-            Whether they were; True where MXNet did not ask.
-
-        Sync: as the check.
-        """
+        """Run a raw trainer's `step` or `update`, and return what `check` answered MXNet; True where it did not ask."""
         self.watch(trainer)
         try:
             self.finite, self._check = True, check

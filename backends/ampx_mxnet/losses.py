@@ -16,17 +16,9 @@ _new_empty_handle = mx.ndarray.ndarray._new_empty_handle
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
-    """Return what `scale_loss` has to know about a loss.
+    """Return what `scale_loss` has to know about a loss, a vector too: gluon's losses have one element a sample.
 
-    Args:
-        loss: What the user passed. A vector is a loss too: gluon's losses have one element a sample, and
-            `backward` adds them up.
-        check_nan: True: look for NaN, which syncs. Else do not look: MXNet computes asynchronously on the CPU too.
-
-    Raises:
-        LossDtypeError: It is no tensor.
-
-    Sync: none unless `check_nan` is True.
+    Sync: one where `check_nan` is True, and only then NaN is looked for: MXNet computes asynchronously on the CPU too.
     """
     if not isinstance(loss, mx.nd.NDArray):
         raise LossDtypeError(
@@ -45,10 +37,6 @@ def scale_loss(loss: Any, scale: float) -> Any:
 
     Native defect: outside `autograd.record()` MXNet does not record the multiplication, and backward then raises.
     So it is recorded here wherever it stands.
-
-    Args:
-        loss: Floating tensor of any shape.
-        scale: The loss scale.
     """
     if mx.autograd.is_recording():
         return _scaled(loss, scale)

@@ -216,11 +216,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         return self._check_and_clip(batches, self._finite)
 
     def _collect(self, only_fresh: bool) -> gradients.Batches:
-        return gradients.collect(self.trainer, True) if only_fresh else self._layout.collect(self.trainer)
+        return self._backend.gradients(self.trainer) if only_fresh else self._layout.collect(self.trainer)
 
     def _unscale(self, batches: gradients.Batches) -> None:
         """Divide pending gradients by their scale, in place; the caller notes it."""
-        self._finite = gradients.unscale(batches, self.ampx_member.factor)
+        self._finite = self._backend.unscale(batches, self.ampx_member.factor).finite
         self._true = True
 
     def _look_again(self, batches: gradients.Batches) -> None:
@@ -248,7 +248,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member.finish(dict.fromkeys(member.factors, finite), norm)
 
     def _close_empty(self) -> None:
-        """End a step that batches no gradients: it counts for nothing."""
+        """End a step that found no gradients: it counts for nothing."""
         self._forget_pending()
         self.ampx_member.finish_empty()
 
@@ -262,7 +262,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._begin_drop()
         self._restore_scale()
         self._accumulation.reset()
-        gradients.clear(self.trainer)
+        self._backend.zero_gradients(self.trainer)
         self._used, self._left = False, None
         self._drop()
 

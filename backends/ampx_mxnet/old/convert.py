@@ -67,22 +67,9 @@ def convert_symbol(
     data_names: Sequence[str] | None = None,
     cast_parameters: bool = False,
 ) -> mx.sym.Symbol:
-    """Convert a symbol alone, for the device of the current context.
+    """Convert a symbol alone, for the device of the current context: see `convert_model`.
 
-    Args:
-        symbol: The float32 network.
-        dtype: As in `convert_model`.
-        allow: As in `convert_model`.
-        deny: As in `convert_model`.
-        exclude: As in `convert_model`.
-        data_names: Names of inputs that are data and no parameters; None: those MXNet takes for data.
-        cast_parameters: As in `convert_model`.
-
-    Returns:
-        The symbol with casts.
-
-    Raises:
-        UnsupportedDtypeError, UnsupportedOpError, InvalidOptionError: As `convert_model`.
+    `data_names` are the inputs that are data and no parameters; None: those that MXNet takes for data.
     """
     chosen = _choose_dtype(dtype, [])
     options = _options(symbol, chosen, allow, deny, exclude)
@@ -100,24 +87,15 @@ def convert_hybrid_block(
 ) -> mx.gluon.SymbolBlock:
     """Convert a block that was hybridized and called at least once; the block itself stays as it is.
 
-    Export the result with `remove_amp_cast=False`: MXNet drops the casts otherwise.
-
-    Args:
-        block: The float32 block.
-        dtype: The compute dtype; None for the one that the parameters' device prefers.
-        allow: Operators, or their names, to compute in `dtype` beyond MXNet's own list.
-        deny: Operators, or their names, to compute in float32.
-        exclude: Names of nodes (layers) of the block's graph to leave in float32.
-        cast_parameters: Store parameters in `dtype` where only operators in `dtype` use them.
+    Export the result with `remove_amp_cast=False`: MXNet drops the casts otherwise. Options are those of
+    `convert_model`; `exclude` names nodes of the block's graph.
 
     Returns:
         A block for inference with parameters of its own, on the context of the block's.
 
     Raises:
-        UnsupportedDtypeError: The device cannot compute in the dtype.
-        UnsupportedOpError: An entry of `allow` or `deny` is unknown, or stands in both.
-        InvalidOptionError: The block has no graph yet, an entry of `exclude` is no node of it, or a parameter is
-            not float32.
+        UnsupportedDtypeError, UnsupportedOpError: As `convert_model`.
+        InvalidOptionError: The block has no graph yet, or as `convert_model`.
     """
     if not getattr(block, "_cached_graph", ()):
         raise InvalidOptionError(
