@@ -50,8 +50,8 @@ def step_with_closure(owner: AmpOptimizer, closure: Callable[[], Any]) -> Any:
         if not owner.collect_pending():
             return
         owner.check_and_unscale()
-        for loss_id, found in owner.take_checked().items():
-            finite[loss_id] = finite.get(loss_id, True) and found
+        for loss_id, fine in owner.take_checked().items():
+            finite[loss_id] = finite.get(loss_id, True) and fine
         if not all(finite.values()):
             member.begin_change()
             raise _Overflow
@@ -127,4 +127,6 @@ def _history(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     if not isinstance(optimizer, torch.optim.LBFGS):
         return {}
     states = optimizer.state.values()
-    return {id(one): one for state in states for name in ("old_dirs", "old_stps") for one in state.get(name, ())}
+    return {
+        id(tensor): tensor for state in states for name in ("old_dirs", "old_stps") for tensor in state.get(name, ())
+    }

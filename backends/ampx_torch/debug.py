@@ -48,13 +48,13 @@ class OverflowTrace:
         self.first: Overflow | None = None
 
     def __str__(self) -> str:
-        found = self.first
-        if found is None:
+        first = self.first
+        if first is None:
             return "no module's output overflowed"
-        origin = "its inputs were finite" if found.inputs_finite else "its inputs were not finite either"
+        origin = "its inputs were finite" if first.inputs_finite else "its inputs were not finite either"
         return (
-            f"{found.module or '(the model)'} ({found.kind}): {found.nonfinite} of {found.elements} outputs in "
-            f"{found.dtype} are not finite; {origin}, the largest finite one being {found.largest_input:g}"
+            f"{first.module or '(the model)'} ({first.kind}): {first.nonfinite} of {first.elements} outputs in "
+            f"{first.dtype} are not finite; {origin}, the largest finite one being {first.largest_input:g}"
         )
 
 
@@ -105,13 +105,13 @@ def trace_overflow(model: torch.nn.Module) -> Iterator[OverflowTrace]:
 
 def _describe(tree: Any) -> _Inputs:
     """Note for every floating tensor whether it is finite, and its largest finite magnitude."""
-    found = []
+    described = []
     for tensor in _floating(tree):
         values = _values(tensor)
         finite = torch.isfinite(values)
         magnitudes = torch.where(finite, values.abs(), 0)
-        found.append((finite.all(), magnitudes.amax() if values.numel() else torch.zeros(())))
-    return found
+        described.append((finite.all(), magnitudes.amax() if values.numel() else torch.zeros(())))
+    return described
 
 
 def _floating(tree: Any) -> Iterator[torch.Tensor]:
@@ -158,7 +158,7 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
     counts: dict[torch.device, list[torch.Tensor]] = {}
     for _, gradient in named:
         counts.setdefault(gradient.device, []).append(_count_nonfinite(gradient))
-    read = {device: iter(torch.stack(found).tolist()) for device, found in counts.items()}
+    read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in counts.items()}
     listed = [(name, next(read[gradient.device]), gradient.numel()) for name, gradient in named]
     return [entry for entry in listed if entry[1]]
 
@@ -172,11 +172,11 @@ def name_parameters(
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         if masters is not None:
             names |= {id(master): names[id(own)] for own, master in masters.pairs if id(own) in names}
-    found = []
+    named = []
     for group_index, group in enumerate(groups):
         own_names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             position = f"param_groups[{group_index}]['params'][{index}] {tuple(parameter.shape)}"
             name = names.get(id(parameter)) or (own_names[index] if own_names else position)
-            found.append((name, parameter))
-    return found
+            named.append((name, parameter))
+    return named

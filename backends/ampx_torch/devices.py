@@ -22,7 +22,7 @@ def describe(name: str) -> Device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cuda" and (not index or index.isdigit()) and int(index or 0) < count:
         return _describe_cuda(int(index) if index else torch.cuda.current_device())
-    present = ["cpu", *(["cuda"] if count else []), *(f"cuda:{one}" for one in range(count))]
+    present = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
     raise UnsupportedDeviceError(
         f"device={name!r} is not a device that torch offers here; accepted: 'auto', {', '.join(map(repr, present))}. "
         f"Pass one of these{'' if count else ', or install a CUDA build of torch'}."
@@ -38,13 +38,13 @@ def _describe_cpu() -> Device:
         native.add("bfloat16")
     if torch.ops.mkldnn._is_mkldnn_fp16_supported() and instructions["float16"]:
         native.add("float16")
-    found = ", ".join(instructions["bfloat16"]) if "bfloat16" in native else "none"
+    names = ", ".join(instructions["bfloat16"]) if "bfloat16" in native else "none"
     return Device(
         name="cpu",
         native=frozenset(native),
         emulated=frozenset({"float16", "bfloat16"} - native),  # type: ignore[arg-type]
         preferred="bfloat16" if "bfloat16" in native else None,
-        reason=f"this CPU computes bfloat16 natively ({found})"
+        reason=f"this CPU computes bfloat16 natively ({names})"
         if "bfloat16" in native
         else "this CPU has no instructions for bfloat16",
         details={

@@ -86,7 +86,7 @@ def on_device(gradients: Sequence[list[torch.Tensor]], scale: torch.Tensor, max_
     The norm is taken in float64, in which no sum of squares of float32 numbers overflows: nothing could decide later
     whether an infinite norm came from finite gradients.
     """
-    norms = torch._foreach_norm([one for bucket in gradients for one in bucket], 2, torch.float64)
+    norms = torch._foreach_norm([gradient for bucket in gradients for gradient in bucket], 2, torch.float64)
     norm = torch.linalg.vector_norm(torch.stack(norms))
     scale = scale.to(norm.device)  # one backward for optimizers on several devices has the scale of one
     norm = norm / scale
@@ -105,7 +105,7 @@ def reads_finite(bucket: list[torch.Tensor]) -> bool:
     if is_large(bucket[0]) and all(map(torch.Tensor.is_contiguous, bucket)):
         flat = [gradient.view(-1) for gradient in bucket]
         # Squares cannot cancel, so that one inf or NaN shows in the sum.
-        return math.isfinite(sum([torch.dot(one, one) for one in flat]))
+        return math.isfinite(sum([torch.dot(gradient, gradient) for gradient in flat]))
     # For small tensors torch's kernel is the fastest check there is; what it writes is what it read.
     flag = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, torch.ones(()))

@@ -137,11 +137,11 @@ class GradientSet:
             # The same bits as torch's detour over float64: a float64 quotient of float32 numbers rounds to the
             # correctly rounded float32 quotient.
             return scale.to(device).reciprocal()
-        known = self._reciprocals.get(device)
-        if known is None or known[0] != scale:
-            known = (scale, torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
-            self._reciprocals[device] = known
-        return known[1]
+        cached = self._reciprocals.get(device)
+        if cached is None or cached[0] != scale:
+            cached = (scale, torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
+            self._reciprocals[device] = cached
+        return cached[1]
 
 
 def _kind(parameter: torch.Tensor) -> tuple[torch.device, torch.dtype, bool]:
@@ -270,15 +270,15 @@ def _shorten(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.
 
 def refuse_half(groups: list[dict[str, Any]]) -> None:
     """Raise where trainable float16 parameters would be updated in float16."""
-    found = [
+    half = [
         name
         for name, parameter in name_parameters(groups, None)
         if parameter.dtype is torch.float16 and parameter.requires_grad
     ]
-    if found:
-        names = ", ".join(found[:5]) + (", …" if found[5:] else "")
+    if half:
+        names = ", ".join(half[:5]) + (", …" if half[5:] else "")
         raise LowPrecisionParametersError(
-            f"the optimizer holds {len(found)} float16 parameters ({names}); updates smaller than their "
+            f"the optimizer holds {len(half)} float16 parameters ({names}); updates smaller than their "
             f"precision would be lost. Keep the parameters in float32 (remove .half(); "
             f"autocast computes in float16 all the same), or use ampx.init(level='O2') and "
             f"model, opt = ampx.prepare(model, opt)."

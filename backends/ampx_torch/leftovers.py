@@ -98,7 +98,8 @@ def divide(plan: Plan) -> None:
 
 def look(parameters: Iterable[torch.Tensor]) -> list[Sight]:
     """Look at the gradients of parameters."""
-    return [(one, grad, 0 if grad is None else grad._version) for one in parameters for grad in (one.grad,)]
+    pairs = [(parameter, parameter.grad) for parameter in parameters]
+    return [(parameter, gradient, 0 if gradient is None else gradient._version) for parameter, gradient in pairs]
 
 
 def _same(factor: Any, other: Any) -> bool:

@@ -64,24 +64,21 @@ def make_kernel(target: Any, kind: Kind, device: str, name: str) -> Callable[...
         dtype = low if kind == "allow" else torch.float32
         if kind == "ban":
             refuse_low(name, (args, kwargs))
-        elif kind == "promote" and all(one.dtype in LOW for one in floating((args, kwargs))):
+        elif kind == "promote" and all(tensor.dtype in LOW for tensor in floating((args, kwargs))):
             dtype = low
         with torch._C._ExcludeDispatchKeyGuard(keys):
             if stateful:
                 return target(cast(args[0], dtype, device), *args[1:], **kwargs)
-            return target(
-                *[cast(one, dtype, device) for one in args],
-                **{key: cast(one, dtype, device) for key, one in kwargs.items()},
-            )
+            return target(*cast(args, dtype, device), **cast(kwargs, dtype, device))
 
     return kernel
 
 
 def refuse_low(name: str, arguments: Any) -> None:
     """Raise where a floating argument of a banned operation has low precision."""
-    found = next((one.dtype for one in floating(arguments) if one.dtype in LOW), None)
-    if found is not None:
+    dtype = next((tensor.dtype for tensor in floating(arguments) if tensor.dtype in LOW), None)
+    if dtype is not None:
         raise UnsupportedByBackendError(
-            f"{name} got a {found} tensor; accepted: float32, because its logarithms overflow in low precision. Use "
+            f"{name} got a {dtype} tensor; accepted: float32, because its logarithms overflow in low precision. Use "
             f"{name}_with_logits in place of sigmoid and {name}, or call .float() on its input."
         )

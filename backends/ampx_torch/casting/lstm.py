@@ -70,7 +70,7 @@ def install(plan: CastPlan) -> None:
 def uninstall(plan: CastPlan) -> None:
     """Undo one `install`; with the last, torch's own kernel is back."""
     with _lock:
-        position = next((at for at, one in enumerate(_installed.plans) if one is plan), None)
+        position = next((at for at, installed in enumerate(_installed.plans) if installed is plan), None)
         if position is None:
             return
         del _installed.plans[position]
@@ -93,8 +93,8 @@ def _compute(*args: Any) -> Any:
     if dtype is not low:
         _warn(low)
     with torch._C._ExcludeDispatchKeyGuard(keys):
-        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(*[cast(one, dtype, _DEVICE) for one in args])
-    return (*(one.to(low) for one in results), workspace)
+        *results, workspace = torch.ops.aten.mkldnn_rnn_layer(*[cast(tensor, dtype, _DEVICE) for tensor in args])
+    return (*(tensor.to(low) for tensor in results), workspace)
 
 
 def _warn(low: torch.dtype) -> None:

@@ -86,9 +86,9 @@ def in_force(kind: Kind, entry: object) -> bool:
 def class_rule(module: nn.Module, plan: TorchPlan) -> tuple[Kind, Any] | None:
     """Return the rule about the nearest base class of a module."""
     for base in type(module).__mro__:
-        for kind, one in plan.classes:
-            if one is base:
-                return kind, one
+        for kind, named in plan.classes:
+            if named is base:
+                return kind, named
     return None
 
 
@@ -155,7 +155,7 @@ class LeaveAny:
         if rule is None or not _leave(module) or len(rest) < 2:
             return
         target = _target(rule[0], plan.device)
-        if any(cast(one, target, plan.device) is not one for one in floating(rest[0])):
+        if any(cast(tensor, target, plan.device) is not tensor for tensor in floating(rest[0])):
             raise UnsupportedOpError(
                 f"{rule[0]} names {rule[1].__name__}, which was called with floating tensors as keyword arguments; "
                 f"the hook for classes sees positional ones only, so they were not cast. Pass them by position, or "
@@ -191,12 +191,9 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
     if not isinstance(plan, TorchPlan):
         return {}
     named = [(plain_name(name), module) for model in models for name, module in model.named_modules() if name]
-    every = [module for model in models for module in model.modules()]
-    found: dict[nn.Module, tuple[Kind, Any]] = {}
-    for module in every:
-        rule = class_rule(module, plan)
-        if rule is not None:
-            found[module] = rule
+    by_class = {
+        module: rule for model in models for module in model.modules() if (rule := class_rule(module, plan)) is not None
+    }
     by_name: dict[nn.Module, tuple[Kind, str]] = {}
     for kind, pattern in plan.patterns:
         hits = [module for name, module in named if fnmatch.fnmatchcase(name, pattern)]
@@ -208,16 +205,13 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
             )
         for module in hits:
             if by_name.setdefault(module, (kind, pattern))[0] != kind:
+                name = next(name for name, candidate in named if candidate is module)
                 raise UnsupportedOpError(
-                    f"allow and deny both match the module {plain_name(_name_of(module, named))!r}: by "
+                    f"allow and deny both match the module {name!r}: by "
                     f"{by_name[module][1]!r} and {pattern!r}. Make one of them narrower."
                 )
     _check_names(plan, {name for name, _ in named})
-    return {**found, **by_name}
-
-
-def _name_of(module: nn.Module, named: list[tuple[str, nn.Module]]) -> str:
-    return next(name for name, one in named if one is module)
+    return {**by_class, **by_name}
 
 
 def _check_names(plan: TorchPlan, names: set[str]) -> None:
@@ -236,9 +230,9 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def attach(found: dict[nn.Module, tuple[Kind, Any]]) -> None:
+def attach(rules: dict[nn.Module, tuple[Kind, Any]]) -> None:
     """Put hooks on modules, in place of those of a former call."""
-    for module, (kind, entry) in found.items():
+    for module, (kind, entry) in rules.items():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, (Enter, Leave))]:
                 del hooks[key]

@@ -104,8 +104,8 @@ def resolve(plan: CastPlan) -> CastPlan:
     return TorchPlan(
         **{name: getattr(plan, name) for name in CastPlan.__dataclass_fields__},
         operations=tuple((kind, name) for name, kind in operations.items()),
-        classes=tuple((kind, one) for one, kind in classes.items()),
-        patterns=tuple((kind, one) for one, kind in patterns.items()),
+        classes=tuple((kind, module) for module, kind in classes.items()),
+        patterns=tuple((kind, pattern) for pattern, kind in patterns.items()),
     )
 
 
@@ -116,8 +116,8 @@ def _refused(kind: str, entry: object, why: str, remedy: str) -> UnsupportedOpEr
     )
 
 
-def _add(known: dict[Any, Kind], kind: Kind, key: object, entry: object) -> None:
-    if known.setdefault(key, kind) != kind:
+def _add(kinds: dict[Any, Kind], kind: Kind, key: object, entry: object) -> None:
+    if kinds.setdefault(key, kind) != kind:
         raise _refused(kind, entry, "it is in allow and in deny", "Leave it in one of them")
 
 
@@ -162,19 +162,18 @@ def _pattern(kind: Kind, entry: str) -> str:
 def _overloads(kind: Kind, entry: object) -> list[str]:
     """Return the qualified names of the overloads that an entry stands for."""
     if isinstance(entry, torch._ops.OpOverload):
-        found = [entry]
-        if not _castable(entry):
-            found = []
+        overloads = [entry]
     else:
-        found = [one for packet in _packets(kind, entry) for one in _all(packet) if _castable(one)]
-    if not found:
+        overloads = [getattr(packet, name) for packet in _packets(kind, entry) for name in packet.overloads()]
+    overloads = list(filter(_castable, overloads))
+    if not overloads:
         raise _refused(
             kind,
             entry,
             "it takes no tensor, works in place, or returns a view, so there is nothing to cast",
             "Leave it out",
         )
-    return [str(one._schema.name) + (f".{one._overloadname}") for one in found]
+    return [f"{overload._schema.name}.{overload._overloadname}" for overload in overloads]
 
 
 def _packets(kind: Kind, entry: object) -> list[Any]:
@@ -194,15 +193,15 @@ def _packets(kind: Kind, entry: object) -> list[Any]:
         raise _refused(kind, entry, "it is a module, not a class", "Pass its class, or its name in the model")
     else:
         raise _refused(kind, entry, f"{type(entry).__name__} is nothing that torch casts", "Remove it")
-    found = [getattr(library, name) for name in names if hasattr(library, name)]
-    if not found:
+    packets = [getattr(library, name) for name in names if hasattr(library, name)]
+    if not packets:
         raise _refused(
             kind,
             entry,
             "torch has no single operation behind it",
             "Annotate it with ampx.float_function or ampx.half_function",
         )
-    return found
+    return packets
 
 
 def _is_torch(entry: Any) -> bool:
@@ -212,10 +211,7 @@ def _is_torch(entry: Any) -> bool:
     return str(module).startswith("torch") or str(name).startswith("torch")
 
 
-def _all(packet: Any) -> list[Any]:
-    return [getattr(packet, name) for name in packet.overloads()]
-
-
 def _castable(overload: Any) -> bool:
     arguments = overload._schema.arguments
-    return any("Tensor" in str(one.type) for one in arguments) and all(one.alias_info is None for one in arguments)
+    takes_tensor = any("Tensor" in str(argument.type) for argument in arguments)
+    return takes_tensor and all(argument.alias_info is None for argument in arguments)

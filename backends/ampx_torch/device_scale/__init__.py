@@ -39,11 +39,11 @@ class TensorLedger(Ledger):
         """Look at the flags now. Sync: one a loss id."""
         return {loss_id: not bool(flag) for loss_id, flag in outcome.finite.items()}
 
-    def flag(self, found: bool | torch.Tensor) -> torch.Tensor:
+    def flag(self, finite: bool | torch.Tensor) -> torch.Tensor:
         """Return a flag on the device; a bool, where the host knows, says whether all was finite."""
-        if isinstance(found, torch.Tensor):
-            return found
-        return torch.full((), float(not found), dtype=torch.float32, device=self.device)
+        if isinstance(finite, torch.Tensor):
+            return finite
+        return torch.full((), float(not finite), dtype=torch.float32, device=self.device)
 
 
 class DeviceLedger(TensorLedger):

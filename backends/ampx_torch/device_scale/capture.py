@@ -86,14 +86,14 @@ class CapturableLedger(TensorLedger):
         """Move the scale on the device and log the step."""
         self.factor(group, 0)
         memory: Any = self._memory
-        found = {outcome.member: outcome for outcome in window}
-        flags = [found[member].finite[0] if member in found else memory.idle for member in group.members]
+        outcomes = {outcome.member: outcome for outcome in window}
+        flags = [outcomes[member].finite[0] if member in outcomes else memory.idle for member in group.members]
         before = [getattr(memory.state, name).float() for name in _FIELDS]
         memory.log.index_copy_(0, memory.count.remainder(LOG), torch.stack([*before, *flags])[None])
         memory.count.add_(1)
         for place, member in zip(memory.norms, group.members, strict=True):
-            if member in found and found[member].grad_norm is not None:
-                place.copy_(found[member].grad_norm)
+            if member in outcomes and outcomes[member].grad_norm is not None:
+                place.copy_(outcomes[member].grad_norm)
         finite = torch.stack(flags).amax() <= 0
         memory.write(next_state(group.config, memory.state, finite, torch.where))
 
@@ -119,8 +119,8 @@ class CapturableLedger(TensorLedger):
             scale, window = group.state_of(0).scale, []
             for member, flag, norm in zip(group.members, row[len(_FIELDS) :], memory.norms, strict=True):
                 if flag != _IDLE:
-                    known = norm.item() if number == len(rows) else math.nan
-                    window.append(Outcome(member, {0: flag == 0}, scale, None if math.isnan(known) else known))
+                    grad_norm = norm.item() if number == len(rows) else math.nan
+                    window.append(Outcome(member, {0: flag == 0}, scale, None if math.isnan(grad_norm) else grad_norm))
             group.advance(window)
 
     def reload(self, group: ScaleGroup) -> None:

@@ -35,12 +35,12 @@ def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         optimizer: Raw or wrapped, or a list of all that train the model; None trains nothing, or O1.
         plan: Device, dtype, level and rules.
     """
-    models = [_unwrapped(one) for one in (model if isinstance(model, (list, tuple)) else [model])]
-    found = module_rules.matches(models, plan)
+    models = [_unwrapped(module) for module in (model if isinstance(model, (list, tuple)) else [model])]
+    rules = module_rules.matches(models, plan)
     if plan.level == "O1":
-        module_rules.attach(found)
+        module_rules.attach(rules)
     else:
-        _lower(models, _optimizers(optimizer), found, plan)
+        _lower(models, _optimizers(optimizer), rules, plan)
     if isinstance(plan, TorchPlan):
         plan.resolved.update(entry for _, entry in plan.modules)
     return model if optimizer is None else (model, optimizer)
@@ -61,34 +61,36 @@ def _optimizers(optimizer: Any) -> list[Any]:
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
-def _lower(models: list[nn.Module], optimizers: list[Any], found: dict[nn.Module, Any], plan: CastPlan) -> None:
-    raws = [getattr(one, "optimizer", one) for one in optimizers]
+def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module, Any], plan: CastPlan) -> None:
+    raws = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     mark = (plan.level, plan.dtype)
     marks = [vars(model).get(_MARK) for model in models]
-    if all(one == mark for one in marks) and all(plan.level == "O3" or masters.of(raw) for raw in raws):
+    if all(before == mark for before in marks) and all(plan.level == "O3" or masters.of(raw) for raw in raws):
         return
-    if any(one is not None for one in marks):
+    before = next(filter(None, marks), None)
+    if before is not None:
         raise ProtocolError(
-            f"prepare got a model that was prepared before (as {next(one for one in marks if one)}), now {mark} with "
+            f"prepare got a model that was prepared before (as {before}), now {mark} with "
             f"an optimizer that has no part in it; its weights are rounded already. Prepare it once, with a list of "
             f"all its optimizers."
         )
     _check(models, optimizers, raws, plan)
-    kept = _kept(models, found, plan)
-    exempt = {module for one in kept for module in one.modules()}
+    kept = _kept(models, rules, plan)
+    exempt = {module for outermost in kept for module in outermost.modules()}
     lowered = _tensors_to_lower(models, exempt)
     copies = _make_masters(lowered, raws) if plan.level == "O2" else {}
     dtype = DTYPES[plan.dtype]
     for tensor in lowered:
         low_precision_models.convert(tensor, dtype)
     if plan.level == "O2":
-        for wrapper, given in zip(optimizers, masters.give(raws, copies), strict=True):
-            _tell(wrapper, given)
+        for wrapper, weights in zip(optimizers, masters.give(raws, copies), strict=True):
+            if hasattr(wrapper, "ampx_member"):  # wrapped before: its parameters are others now
+                wrapper.masters = weights
         _guard_checkpoints(models, exempt, copies)
     else:
         for raw in raws:
             _lower_state(raw, lowered)
-    for module in {one: None for model in models for one in model.modules()}:
+    for module in _modules(models):
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants them in one piece again
     for module in kept:
@@ -105,10 +107,11 @@ def _lower(models: list[nn.Module], optimizers: list[Any], found: dict[nn.Module
 
 
 def _check(models: list[nn.Module], optimizers: list[Any], raws: list[Any], plan: CastPlan) -> None:
-    if any(getattr(getattr(one, "ampx_member", None), "stage", "idle") != "idle" for one in optimizers):
+    members = [getattr(optimizer, "ampx_member", None) for optimizer in optimizers]
+    if any(member is not None and member.stage != "idle" for member in members):
         raise ProtocolError("prepare was called while scaled gradients are pending. Call opt.step() first.")
-    wrapped = [type(one).__name__ for one in models if isinstance(one, nn.parallel.DistributedDataParallel)]
-    sharded = [name for one in models for name, p in one.named_parameters() if type(p).__name__ == "DTensor"]
+    wrapped = [type(model).__name__ for model in models if isinstance(model, nn.parallel.DistributedDataParallel)]
+    sharded = any(type(parameter).__name__ == "DTensor" for model in models for parameter in model.parameters())
     if wrapped or sharded:
         raise UnsupportedByBackendError(
             f"prepare got a model wrapped by {(wrapped or ['FSDP'])[0]}, whose buckets and shards have their dtype "
@@ -118,15 +121,15 @@ def _check(models: list[nn.Module], optimizers: list[Any], raws: list[Any], plan
         masters.check_movable(raw)
 
 
-def _kept(models: list[nn.Module], found: dict[nn.Module, Any], plan: CastPlan) -> list[nn.Module]:
+def _kept(models: list[nn.Module], rules: dict[nn.Module, Any], plan: CastPlan) -> list[nn.Module]:
     """List the outermost modules that stay in float32."""
     kept: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        kind = found[module][0] if module in found else None
+        kind = rules[module][0] if module in rules else None
         if kind == "deny" or (kind is None and plan.level == "O2" and isinstance(module, low_precision_models.NORMS)):
             kept[module] = None
-            _check_inside(module, found)
+            _check_inside(module, rules)
             return
         for child in module.children():
             visit(child)
@@ -136,9 +139,9 @@ def _kept(models: list[nn.Module], found: dict[nn.Module, Any], plan: CastPlan) 
     return list(kept)
 
 
-def _check_inside(kept: nn.Module, found: dict[nn.Module, Any]) -> None:
+def _check_inside(kept: nn.Module, rules: dict[nn.Module, Any]) -> None:
     for inner in kept.modules():
-        kind, entry = found.get(inner, (None, None))
+        kind, entry = rules.get(inner, (None, None))
         if kind == "allow":
             raise UnsupportedOpError(
                 f"allow got {entry!r}, a {type(inner).__name__} inside a {type(kept).__name__} that stays in "
@@ -146,16 +149,16 @@ def _check_inside(kept: nn.Module, found: dict[nn.Module, Any]) -> None:
             )
 
 
+def _modules(models: list[nn.Module]) -> list[nn.Module]:
+    """List every module once."""
+    return list({module: None for model in models for module in model.modules()})
+
+
 def _tensors_to_lower(models: list[nn.Module], exempt: set[nn.Module]) -> list[torch.Tensor]:
     """List every parameter and buffer to cast once; one that is shared with a kept module stays."""
     staying = {id(tensor) for module in exempt for _, tensor in low_precision_models.tensors(module)}
-    found: dict[int, torch.Tensor] = {}
-    for model in models:
-        for module in model.modules():
-            for _, tensor in low_precision_models.tensors(module):
-                if id(tensor) not in staying:
-                    found[id(tensor)] = tensor
-    return list(found.values())
+    every = {id(tensor): tensor for module in _modules(models) for _, tensor in low_precision_models.tensors(module)}
+    return [tensor for key, tensor in every.items() if key not in staying]
 
 
 def _make_masters(lowered: list[torch.Tensor], raws: list[Any]) -> dict[nn.Parameter, nn.Parameter]:
@@ -170,18 +173,12 @@ def _make_masters(lowered: list[torch.Tensor], raws: list[Any]) -> dict[nn.Param
     return copies
 
 
-def _tell(wrapper: Any, given: masters.MasterWeights) -> None:
-    """Note in an optimizer that was wrapped before that its parameters are others now."""
-    if hasattr(wrapper, "ampx_member"):
-        wrapper.masters = given
-
-
 def _guard_checkpoints(
     models: list[nn.Module], exempt: set[nn.Module], copies: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """Hook every module with low-precision tensors of its own, so that parts of a model save and load right too."""
-    for module in {one: None for model in models for one in model.modules() if one not in exempt}:
-        named = dict(low_precision_models.tensors(module))
+    for module in _modules(models):
+        named = {} if module in exempt else dict(low_precision_models.tensors(module))
         if not named:
             continue
         own = {name: copies[p] for name, p in named.items() if isinstance(p, nn.Parameter) and p in copies}

@@ -14,6 +14,7 @@ import torch.distributed
 from torch import nn
 
 from ampx.errors import UnsupportedByBackendError
+from ampx_torch.trees import LOW
 
 
 class MasterWeights:
@@ -116,8 +117,8 @@ def of(optimizer: Any) -> MasterWeights | None:
 
     Copies of a raw optimizer lose them: copy the wrapped one.
     """
-    found = vars(optimizer).get("ampx_masters")
-    return found if isinstance(found, MasterWeights) else None
+    masters = vars(optimizer).get("ampx_masters")
+    return masters if isinstance(masters, MasterWeights) else None
 
 
 def check_movable(optimizer: torch.optim.Optimizer) -> None:
@@ -147,17 +148,15 @@ def _give(optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, nn.Pa
             pairs.append((own, master))
             if own in optimizer.state:
                 optimizer.state[master] = _in_float32(optimizer.state.pop(own))
-    found = MasterWeights(pairs)
-    optimizer.ampx_masters = found  # type: ignore[attr-defined]
-    return found
+    weights = MasterWeights(pairs)
+    optimizer.ampx_masters = weights  # type: ignore[attr-defined]
+    return weights
 
 
 def _in_float32(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     return {
-        key: value.to(torch.float32)
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-        else value
+        key: value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype in LOW else value
         for key, value in state.items()
     }
