@@ -47,22 +47,6 @@ def test_gradients_of_losses_with_different_scales_add_up_to_the_true_ones(order
     assert opt.last_step.scale == 2.0 ** (4 + min(order))
 
 
-def test_only_the_loss_that_overflows_backs_off_and_the_whole_step_is_skipped(amp, opt, parameter, backward):
-    for bad in (1, 0):
-        opt.clear_grad()
-        for loss_id in (0, 1):
-            backward((parameter * (math.inf if loss_id == bad else 1.0)).sum(), opt, loss_id=loss_id)
-        opt.step()
-        assert parameter.tolist() == [1.0, 1.0]
-        assert not opt.last_step.applied
-    assert scales(amp) == {0: 2.0**15, 1: 2.0**15}
-    opt.clear_grad()
-    for loss_id in (0, 1):
-        backward(parameter.sum(), opt, loss_id=loss_id)
-    opt.step()
-    assert parameter.tolist() == [-1.0, -1.0]
-
-
 def test_overflow_early_in_a_window_of_several_losses_is_remembered(amp, opt, parameter, backward):
     for loss_id, factor in ((0, math.inf), (1, 1.0), (0, 1.0), (1, 1.0)):
         backward((parameter * factor).sum(), opt, loss_id=loss_id)

@@ -55,19 +55,6 @@ def test_stepping_the_raw_optimizer_on_what_others_left_is_refused(left_by, amp,
     assert parameter.item() == 0.0
 
 
-def test_gradients_that_were_never_scaled_may_go_to_the_raw_optimizer(amp, weights, backward):
-    """Also after a skip, when Paddle's own mark would make the step do nothing."""
-    parameter = weights(1.0)
-    raw = paddle.optimizer.SGD(1.0, parameters=[parameter])
-    opt = amp.wrap_optimizer(raw)
-    backward(parameter.sum() * math.inf, opt)
-    opt.step()
-    opt.clear_grad()
-    parameter.sum().backward()
-    raw.step()
-    assert parameter.item() == 0.0
-
-
 def test_a_disabled_session_leaves_the_raw_optimizer_as_it_is(weights):
     amp = ampx.init("paddle", enabled=False)
     raw = paddle.optimizer.SGD(1.0, parameters=[weights(1.0)])

@@ -78,10 +78,10 @@ class Executor:
         return_numpy: bool = True,
         use_program_cache: bool = True,
     ) -> list[Any]:
-        """Run a program once.
+        """Run a program once; None is the default main program.
 
         Args:
-            program: A program; None is the default main program.
+            program: A program.
             feed: Arrays by the names of the program's inputs; or what a reader yields, a list of one such dict.
             fetch_list: Values to return: those of layers, or names of parameters. A clone finds those of the program it
                 was made from.
@@ -89,7 +89,7 @@ class Executor:
             fetch_var_name: As in Paddle.
             scope: Holds the variables; None is the global scope.
             return_numpy: Return NumPy arrays.
-            use_program_cache: Programs are always kept, whatever this says.
+            use_program_cache: Not looked at: programs are always kept.
 
         Raises:
             FluidNameError: Before anything is run: the script uses a name of fluid later that is not in the alias.

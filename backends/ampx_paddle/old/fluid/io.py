@@ -126,20 +126,12 @@ def load_vars(
     predicate: Callable[[Any], bool] | None = None,
     filename: str | None = None,
 ) -> None:
-    """Load variables that `save_vars` saved; where one cannot be loaded, none is changed.
+    """Load variables that `save_vars` saved, by the same arguments; where one cannot be loaded, none is changed.
 
-    Args:
-        executor: Makes the variables that the scope does not have yet.
-        dirname: The folder.
-        main_program: The program; None for the default one.
-        vars: The variables, or their names.
-        predicate: Where `vars` is None: returns whether to load a persistable variable.
-        filename: The one file that holds exactly these variables; None for a file each.
+    The executor makes those that the scope does not have yet. Sync: waits for the device.
 
     Raises:
         InvalidOptionError: A file is missing, or holds another shape or dtype than the variable has.
-
-    Sync: waits for the device.
     """
     chosen = sorted(_chosen(main_program, vars, predicate), key=lambda value: str(value.name))
     names = [value.name for value in chosen]

@@ -70,12 +70,7 @@ class _Fluid(paddle.optimizer.Optimizer):  # type: ignore[misc]
     ) -> Any:
         """Add backward and update to the program that the loss belongs to.
 
-        Args:
-            loss: Value of one element.
-            startup_program: Initialises what the optimizer keeps; None for the default one.
-            parameter_list: Parameters to update, or their names; None for all.
-            no_grad_set: Values to compute no gradient for.
-            parameters: Paddle's name for `parameter_list`.
+        `parameter_list`, in Paddle `parameters`, has parameters or their names.
         """
         chosen = find_parameters(loss, parameter_list if parameters is None else parameters)
         with paddle.static.program_guard(loss.block.program, raw(startup_program)):

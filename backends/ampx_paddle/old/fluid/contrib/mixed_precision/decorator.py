@@ -117,16 +117,9 @@ class OptimizerWithMixedPrecision:
     def minimize(
         self, loss: Any, startup_program: Any = None, parameter_list: Any = None, no_grad_set: Any = None
     ) -> tuple[None, list[tuple[Any, Any]]]:
-        """Cast the loss's program; add scaling, backward, check and update to it.
+        """Cast the loss's program; add scaling, backward, check and update to it, once.
 
-        Args:
-            loss: Value of one element.
-            startup_program: Initialises the loss scale and what the optimizer keeps; None for the default one.
-            parameter_list: Parameters to update, or their names; None for all.
-            no_grad_set: Values to compute no gradient for.
-
-        Raises:
-            ProtocolError: It was called before.
+        The startup program initialises the loss scale too; `parameter_list` has parameters or their names.
         """
         program = loss.block.program
         parameters = find_parameters(loss, parameter_list)
