@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import ampx
+from ampx.errors import UnsupportedByBackendError
 
 
 @ampx.hookimpl
@@ -15,46 +18,69 @@ def ampx_register_backends(register: ampx.Register) -> None:
 
 def load() -> ampx.Backend:
     """Return the backend, importing tensorflow and keras."""
-    from .engine import check_engine
-
-    check_engine()
+    _check_engine()
     from .backend import TensorFlowBackend
 
     return TensorFlowBackend()
 
 
+def _check_engine() -> None:
+    """Raise unless Keras runs on TensorFlow, before keras is imported, which imports its engine."""
+    engine = _engine()
+    if engine != "tensorflow":
+        raise UnsupportedByBackendError(
+            f"backend 'tensorflow' was asked for while Keras runs on {engine!r}; accepted: Keras on TensorFlow. Set "
+            f"KERAS_BACKEND=tensorflow before keras is imported, or use the framework below Keras: "
+            f"ampx.init(framework='torch') or ampx.init(framework='jax') with a training loop of your own."
+        )
+
+
+def _engine() -> str:
+    keras = sys.modules.get("keras")
+    if keras is not None and hasattr(keras, "backend"):
+        return str(keras.backend.backend())
+    if os.environ.get("KERAS_BACKEND"):
+        return os.environ["KERAS_BACKEND"]
+    import json  # with every import of ampx, plugins are imported
+    from pathlib import Path
+
+    home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+    try:
+        return str(json.loads((home / "keras.json").read_text(encoding="utf-8")).get("backend", "tensorflow"))
+    except (OSError, ValueError, AttributeError):
+        return "tensorflow"
+
+
 def install(dtype: object = "auto", device: str = "auto") -> None:
-    """Make the names of TensorFlow 1 and Keras 2 work, with ampx underneath: see `old_names`."""
-    _old_names().install(dtype, device)
+    """Make the names of TensorFlow 1 and Keras 2 work, with ampx underneath: see `old.names`."""
+    load()
+    from .old import names
+
+    names.install(dtype, device)
 
 
 def uninstall() -> None:
     """Leave TensorFlow and Keras as they were before `install`."""
-    _old_names().uninstall()
+    load()
+    from .old import names
+
+    names.uninstall()
 
 
 def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic", **options: Any) -> Any:
-    """Cast every graph from now on, and give an optimizer that scales the loss: see `graph_rewrite`.
+    """Cast every graph from now on, and give an optimizer that scales the loss: see `old.graph_rewrite`.
 
     Sync: one, the first time.
     """
-    return _graph_rewrite().enable_mixed_precision_graph_rewrite(opt, loss_scale, **options)
+    load()
+    from .old import graph_rewrite
+
+    return graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale, **options)
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
     """Cast no graphs from now on; optimizers go on to scale their loss. Sync: as `Amp.shutdown`."""
-    _graph_rewrite().disable_mixed_precision_graph_rewrite()
-
-
-def _old_names() -> Any:
     load()
-    from . import old_names  # like the backend, this imports TensorFlow
+    from .old import graph_rewrite
 
-    return old_names
-
-
-def _graph_rewrite() -> Any:
-    load()
-    from . import graph_rewrite
-
-    return graph_rewrite
+    graph_rewrite.disable_mixed_precision_graph_rewrite()

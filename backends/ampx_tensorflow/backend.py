@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, Unscaled
+from ampx.backend import CastPlan, Device, LossInfo, Unscaled, reject_unknown
+from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, gradients, graph_rewrite, rewrite
-from .losses import inspect_loss, scale_loss
-from .wrapping import is_optimizer, make_wrapper
+from . import casting, devices, gradients, losses, rewrite, step
+from .old import graph_rewrite, tf1
 
 
 class TensorFlowBackend(ampx.Backend):
@@ -44,15 +45,17 @@ class TensorFlowBackend(ampx.Backend):
         return devices.describe(name)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is an optimizer of Keras or TensorFlow, not wrapped."""
-        return is_optimizer(candidate)
+        """Return whether this is an optimizer of Keras, tf_keras or TensorFlow 1, not wrapped."""
+        if isinstance(candidate, WrappedOptimizer):
+            return False
+        return isinstance(candidate, keras.optimizers.Optimizer) or tf1.is_optimizer(candidate) or _is_old(candidate)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
         """Return a region that Keras layers follow; where graphs are cast there are none."""
         if isinstance(plan, graph_rewrite.GraphPlan):
             return nullcontext()
         if "tf_keras" in sys.modules:
-            return casting.both(casting.region(plan, enabled), _legacy_casting().region(plan, enabled))
+            return casting.both(casting.region(plan, enabled), _tf_keras_casting().region(plan, enabled))
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
@@ -66,7 +69,7 @@ class TensorFlowBackend(ampx.Backend):
             return
         casting.activate(plan)
         if "tf_keras" in sys.modules:
-            _legacy_casting().activate(plan)
+            _tf_keras_casting().activate(plan)
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`, and what `prepare` did."""
@@ -76,7 +79,7 @@ class TensorFlowBackend(ampx.Backend):
             return
         casting.deactivate()
         if "tf_keras" in sys.modules:
-            _legacy_casting().deactivate()
+            _tf_keras_casting().deactivate()
 
     def enter_thread(self, plan: CastPlan) -> None:
         """Let layers made in the calling thread cast, too."""
@@ -97,20 +100,16 @@ class TensorFlowBackend(ampx.Backend):
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
         """Return what `scale_loss` has to know about a loss."""
-        return inspect_loss(loss, check_nan)
+        return losses.inspect_loss(loss, check_nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
         """Return the loss in float32 times the scale, with a `gradient` of its own for use outside the tape."""
-        return scale_loss(loss, scale)
+        return losses.scale_loss(loss, scale)
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
         """Divide gradients by the scale and test them."""
         true = gradients.unscale(grads, scale)
         return Unscaled(true, gradients.finite(true))
-
-    def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
-        """Clip true gradients by value, then by global norm."""
-        return gradients.clip(grads, max_norm, max_value)
 
     def apply(self, optimizer: Any, grads: Any) -> None:
         """Run a raw optimizer that was built, with casting off."""
@@ -118,15 +117,20 @@ class TensorFlowBackend(ampx.Backend):
             optimizer.apply(grads)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        """Return an optimizer that Keras accepts wherever it accepts the raw one."""
-        return make_wrapper(self, optimizer, member, options)
+        """Return an optimizer that is accepted wherever the raw one is."""
+        reject_unknown(self.name, options, ())
+        if tf1.is_optimizer(optimizer):
+            return tf1.wrap(self, optimizer, member, options)
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            return step.wrap(optimizer, member, options)
+        return _tf_keras_step().wrap(optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
         """Let a model that was made before `init`, or a `tf.function`, cast."""
         if rewrite.is_function(model):
             prepared = rewrite.prepare(model, plan)
-        elif "tf_keras" in sys.modules and _legacy_casting().is_model(model):
-            prepared = _legacy_casting().prepare(model, plan)
+        elif "tf_keras" in sys.modules and _tf_keras_casting().is_model(model):
+            prepared = _tf_keras_casting().prepare(model, plan)
         else:
             prepared = casting.prepare(model, plan)
         return prepared if optimizer is None else (prepared, optimizer)
@@ -144,7 +148,17 @@ class TensorFlowBackend(ampx.Backend):
         return automate(run)
 
 
-def _legacy_casting() -> Any:
-    from . import legacy_casting  # imports tf_keras, which few programs use
+def _tf_keras_casting() -> Any:
+    from .old import tf_keras_casting  # imports tf_keras, which few programs use
 
-    return legacy_casting
+    return tf_keras_casting
+
+
+def _tf_keras_step() -> Any:
+    from .old import tf_keras_step  # as above
+
+    return tf_keras_step
+
+
+def _is_old(candidate: object) -> bool:
+    return "tf_keras" in sys.modules and bool(_tf_keras_step().is_optimizer(candidate))

@@ -89,7 +89,8 @@ class Region:
     def __enter__(self) -> None:
         """Compute in the dtype from here on."""
         self._thread = threading.get_ident()
-        self._outer = tuple(entry for entry in _regions.get(self._thread, ()) if entry() is not None)
+        outer = _regions.get(self._thread)
+        self._outer = tuple(entry for entry in outer if entry() is not None) if outer else ()
         _regions[self._thread] = (*self._outer, weakref.ref(self))
 
     def __exit__(self, *error: object) -> None:
@@ -173,16 +174,9 @@ def restore() -> None:
 
 
 def prepare(model: Any, plan: CastPlan) -> Any:
-    """Let the layers of a model that was made before `init` cast; in place.
+    """Let the layers of a model that was made before `init` cast, in place; gives the model.
 
     Layers in low precision altogether, quantized layers and layers with other policies keep them.
-
-    Args:
-        model: A Keras layer or model.
-        plan: The session's casting.
-
-    Returns:
-        The model.
     """
     for layer in model._flatten_layers():
         policy = layer.dtype_policy
@@ -215,5 +209,5 @@ def cast(tree: Any, dtype: Dtype) -> Any:
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
-    found = [one for one in tf.nest.flatten(tree) if tf.is_tensor(one) and one.dtype.is_floating]
-    return at_least if all(one.dtype == DTYPES[at_least] for one in found) else "float32"
+    dtypes = {leaf.dtype for leaf in tf.nest.flatten(tree) if tf.is_tensor(leaf) and leaf.dtype.is_floating}
+    return at_least if dtypes <= {DTYPES[at_least]} else "float32"

@@ -12,15 +12,10 @@ from ampx.protocol import Member, ScaleGroup
 
 def on_host() -> bool:
     """Return whether Python itself runs the steps: not in a trace, and not on one of several replicas."""
-    return bool(tf.executing_eagerly()) and _replica() is None
-
-
-def _replica() -> Any:
+    if not tf.executing_eagerly():
+        return False
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return None
-    # A constant tensor, which cannot be a key.
-    return int(tf.get_static_value(context.replica_id_in_sync_group))
+    return context is None or bool(context.num_replicas_in_sync == 1)
 
 
 class Contexts:
@@ -40,23 +35,21 @@ class Contexts:
         if on_host():
             return self.host
         places = self._others.setdefault(tf.compat.v1.get_default_graph(), {})
-        replica = _replica()
-        found = places.get(replica)
-        if found is None:
+        context, replica = tf.distribute.get_replica_context(), None
+        if context is not None and context.num_replicas_in_sync > 1:
+            replica = int(tf.get_static_value(context.replica_id_in_sync_group))  # a constant tensor is no key
+        group = places.get(replica)
+        if group is None:
             host = self.host
-            found = ScaleGroup(host.framework, host.config, host.enabled, host.index, ledger=host.ledger)
+            group = ScaleGroup(host.framework, host.config, host.enabled, host.index, ledger=host.ledger)
             for _ in host.members:
-                found.add_member()
-            places[replica] = found
-        return found
-
-    def member(self, position: int) -> Member:
-        """Return a member of the group of `here`."""
-        return self.here().members[position]
+                group.add_member()
+            places[replica] = group
+        return group
 
     def elsewhere(self, position: int) -> list[Member]:
         """List the other places of a member where gradients were left, scaled or unscaled."""
         here = self.here()
         groups = [self.host, *(group for places in self._others.values() for group in places.values())]
-        found = [group.members[position] for group in groups if group is not here]
-        return [member for member in found if member.stage in ("scaled", "unscaled")]
+        members = [group.members[position] for group in groups if group is not here]
+        return [member for member in members if member.stage in ("scaled", "unscaled")]

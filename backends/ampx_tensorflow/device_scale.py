@@ -56,9 +56,10 @@ class VariableLedger(Ledger):
         if group.enabled:
             history.watch(group)
 
-    def join(self, slots: Slots) -> int:
-        """Take the variables of one more optimizer; gives its position."""
-        self.slots.append(slots)
+    def join(self) -> int:
+        """Make the variables of one more optimizer, which nothing tracks or saves; gives its position."""
+        with tf.init_scope():
+            self.slots.append(Slots(tf.Variable(0.0, trainable=False), tf.Variable([0.0] * 3, trainable=False)))
         return len(self.slots) - 1
 
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
@@ -93,7 +94,7 @@ class VariableLedger(Ledger):
     def _settle_on_host(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         self.resolve(group)
         for outcome in window:
-            outcome.finite = {loss_id: bool(finite) for loss_id, finite in outcome.finite.items()}
+            outcome.finite = {0: bool(outcome.finite[0])}
             outcome.scale = float(outcome.scale)
         try:
             group.advance(window)
@@ -104,7 +105,7 @@ class VariableLedger(Ledger):
         retracing.depend()
         if self._moved:
             return
-        flags = [finite for outcome in window for finite in outcome.finite.values()]
+        flags = [outcome.finite[0] for outcome in window]
         self._move(group, flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags)))
 
     def moves_alone(self, group: ScaleGroup) -> bool:
@@ -127,14 +128,14 @@ class VariableLedger(Ledger):
         after = next_state(group.config, state, finite, where)
         if group.config.dynamic:
             self.scale.assign(after.scale)
-        self.counters.assign(tf.stack([*_trackers(after), counters[3] + 1]))
+        trackers = after.growth_tracker, after.hysteresis_tracker, after.consecutive_skips
+        self.counters.assign(tf.stack([*trackers, counters[3] + 1]))
         self.history.note(finite)
 
     def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
-        (finite,) = outcome.finite.values()
-        norm = float("nan") if outcome.grad_norm is None else outcome.grad_norm
-        numbers = [tf.cast(one, tf.float32) for one in (outcome.scale, finite, norm)]
-        self.slots[group.members.index(outcome.member)].last.assign(tf.stack(numbers))
+        norm = float("nan") if outcome.grad_norm is None else tf.cast(outcome.grad_norm, tf.float32)
+        finite, scale = tf.cast(outcome.finite[0], tf.float32), tf.cast(outcome.scale, tf.float32)
+        self.slots[group.members.index(outcome.member)].last.assign(tf.stack([scale, finite, norm]))
 
     def resolve(self, group: ScaleGroup) -> None:
         """Follow the steps that traces have made, and send their events. Sync: one."""
@@ -142,21 +143,15 @@ class VariableLedger(Ledger):
         if not on_host() or not self._following.acquire(blocking=False):
             return
         try:
-            self._follow(group)
+            growth, hysteresis, skips, steps = self.counters.numpy().tolist()
+            state = LossScaleState(float(self.scale.numpy()), growth, hysteresis, skips)
+            missed = self.history.read()
+            if missed.steps or state != group.states[0] or steps != group.steps:
+                self._follow(group, missed, state, steps)
         finally:
             self._following.release()
 
-    def look(self, group: ScaleGroup) -> None:
-        """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
-        if on_host() and self.history.grew():
-            group.resolve()
-
-    def _follow(self, group: ScaleGroup) -> None:
-        *trackers, steps = (int(number) for number in self.counters.numpy())
-        state = LossScaleState(float(self.scale.numpy()), *trackers)
-        missed = self.history.read()
-        if missed.steps == 0 and state == group.states[0] and steps == group.steps:
-            return
+    def _follow(self, group: ScaleGroup, missed: history.Missed, state: LossScaleState, steps: int) -> None:
         try:
             follow(group, missed, state)
         finally:  # or a checkpoint was restored
@@ -164,6 +159,11 @@ class VariableLedger(Ledger):
             for member, slots in zip(group.members, self.slots, strict=True):
                 if missed.steps:
                     _take_over(member, slots, state)
+
+    def look(self, group: ScaleGroup) -> None:
+        """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
+        if on_host() and self.history.grew():
+            group.resolve()
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Look at the flags. Sync: one."""
@@ -181,7 +181,7 @@ class VariableLedger(Ledger):
 
     def _write(self, state: LossScaleState, steps: int) -> None:
         self.scale.assign(round_to_float32(state.scale))
-        self.counters.assign([*_trackers(state), steps])
+        self.counters.assign([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, steps])
 
     def result(self, position: int, measured: bool) -> StepResult:
         """Return, in a trace, what the last step did, as tensors; the norm where it is measured."""
@@ -217,12 +217,8 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Choose in a trace; a Python number takes the dtype of what it meets."""
     if isinstance(condition, bool):
         return if_true if condition else if_false
-    dtype = next((one.dtype for one in (if_true, if_false) if tf.is_tensor(one)), None)
+    dtype = next((branch.dtype for branch in (if_true, if_false) if tf.is_tensor(branch)), None)
     return tf.where(condition, tf.convert_to_tensor(if_true, dtype), tf.convert_to_tensor(if_false, dtype))
-
-
-def _trackers(state: LossScaleState) -> tuple[Any, Any, Any]:
-    return state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips
 
 
 def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> None:
@@ -294,7 +290,7 @@ def _after(config: LossScale, state: LossScaleState, count: int) -> LossScaleSta
 
 
 def _take_over(member: Member, slots: Slots, state: LossScaleState) -> None:
-    scale, finite, norm = (float(number) for number in slots.last.numpy())
+    scale, finite, norm = slots.last.numpy().tolist()
     if scale > 0:
         fine = finite > 0
         norm_or_none = norm if fine and norm == norm else None

@@ -35,7 +35,7 @@ def describe(name: str) -> Device:
         return _describe_cpu()
     if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < len(gpus):
         return _describe_gpu(gpus[int(index or 0)])
-    present = ["cpu", *(["gpu"] if gpus else []), *(f"gpu:{one}" for one in range(len(gpus)))]
+    present = ["cpu", *(["gpu"] if gpus else []), *(f"gpu:{index}" for index in range(len(gpus)))]
     raise UnsupportedDeviceError(
         f"device={name!r} is not a device that TensorFlow offers here; accepted: 'auto', "
         f"{', '.join(map(repr, present))}. Pass one of these{'' if gpus else ', or install a CUDA build'}."

@@ -9,44 +9,35 @@ import tensorflow as tf
 
 # Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
 _SMALL: Final = 4096
-
-
-def present(grads: Sequence[Any]) -> bool:
-    """Return whether there is any gradient at all."""
-    return any(grad is not None for grad in grads)
+_LOW: Final = (tf.float16, tf.bfloat16)
 
 
 def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
-    """Divide gradients by the scale, in float32 or wider; their dtypes stay.
-
-    Args:
-        grads: Tensors, `IndexedSlices` or None.
-        scale: Float32 scalar; None gives the gradients as they are.
-    """
+    """Divide gradients by a float32 scalar, in float32 or wider; their dtypes stay. None divides by nothing."""
     if scale is None:
         return list(grads)
 
     def divide(values: Any) -> Any:
-        if values.dtype in (tf.float16, tf.bfloat16):
+        if values.dtype in _LOW:
             return tf.cast(tf.cast(values, tf.float32) / scale, values.dtype)
         return values / tf.cast(scale, values.dtype)
 
-    return [_each(divide, grad) for grad in grads]
+    return _each(divide, grads)
 
 
 def finite(grads: Sequence[Any]) -> Any:
     """Return whether all gradients are free of inf and NaN, as a boolean scalar tensor."""
-    values = [one for one in map(_values, grads) if _floating(one)]
-    parts: list[Any] = []
+    large: list[Any] = []
     small: dict[Any, list[Any]] = {}
-    for one in values:
-        elements = one.shape.num_elements()
+    for values in _floating(grads):
+        elements = values.shape.num_elements()
         if elements is not None and elements <= _SMALL:
-            small.setdefault(one.dtype, []).append(tf.reshape(one, [-1]))
+            small.setdefault(values.dtype, []).append(tf.reshape(values, [-1]))
         else:
-            parts.append(one)
-    parts += [ones[0] if len(ones) == 1 else tf.concat(ones, 0) for ones in small.values()]
-    flags = [tf.reduce_all(tf.math.is_finite(one)) for one in parts]
+            large.append(values)
+    flags = [tf.reduce_all(tf.math.is_finite(values)) for values in large]
+    for parts in small.values():
+        flags.append(tf.reduce_all(tf.math.is_finite(parts[0] if len(parts) == 1 else tf.concat(parts, 0))))
     if not flags:
         return tf.constant(True)
     return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
@@ -63,42 +54,42 @@ def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) 
     """
     merged = [_merge(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
     if max_value is not None:
-        merged = [_each(lambda values: tf.clip_by_value(values, -max_value, max_value), grad) for grad in merged]
+        merged = _each(lambda values: tf.clip_by_value(values, -max_value, max_value), merged)
     if max_norm is None:
         return merged, None
-    floating = [one for one in map(_values, merged) if _floating(one)]
+    floating = _floating(merged)
     if not floating:
         return merged, tf.constant(0.0)
-    parts = [_magnitudes(one) for one in floating]
+    parts = _magnitudes(floating)
     norm = _norm(parts)
 
     def shrink() -> tuple[list[Any], Any]:
         factor = tf.where(norm > max_norm, max_norm / norm, tf.ones_like(norm))
-        return [_times(one, factor) for one in floating], tf.cast(norm, tf.float32)
+        return [_times(values, factor) for values in floating], tf.cast(norm, tf.float32)
 
     # Squares of large elements overflow, though every element is finite; other steps read nothing twice.
     clipped, norm = tf.cond(tf.math.is_finite(norm), shrink, lambda: _shrink_large(floating, parts, max_norm))
     remaining = iter(clipped)
-    return [_each(lambda _: next(remaining), grad) for grad in merged], norm
+    return _each(lambda _: next(remaining), merged), norm
 
 
-def _magnitudes(values: Any) -> Any:
-    """Return what the norm is computed from: real numbers, in float32 or wider."""
-    values = tf.abs(values) if values.dtype.is_complex else values
-    return values if values.dtype == tf.float64 else tf.cast(values, tf.float32)
+def _magnitudes(floating: Sequence[Any]) -> list[Any]:
+    """Return what the norm is computed from: real numbers, in float32 or float64."""
+    real = [tf.abs(values) if values.dtype.is_complex else values for values in floating]
+    return [values if values.dtype == tf.float64 else tf.cast(values, tf.float32) for values in real]
 
 
 def _norm(parts: Sequence[Any]) -> Any:
     wide = _widest(parts)
-    return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(one)), wide) for one in parts]))
+    return tf.sqrt(tf.add_n([tf.cast(tf.reduce_sum(tf.square(values)), wide) for values in parts]))
 
 
 def _widest(parts: Sequence[Any]) -> Any:
-    return tf.float64 if any(one.dtype == tf.float64 for one in parts) else tf.float32
+    return tf.float64 if tf.float64 in [values.dtype for values in parts] else tf.float32
 
 
 def _times(values: Any, *factors: Any) -> Any:
-    wide = tf.float32 if values.dtype in (tf.float16, tf.bfloat16) else values.dtype
+    wide = tf.float32 if values.dtype in _LOW else values.dtype
     product = tf.cast(values, wide)
     for factor in factors:
         product *= tf.cast(factor, wide)
@@ -106,35 +97,36 @@ def _times(values: Any, *factors: Any) -> Any:
 
 
 def _shrink_large(floating: Sequence[Any], parts: Sequence[Any], max_norm: float) -> tuple[list[Any], Any]:
-    """Clip values by a norm whose square overflows: it is computed from elements times a factor that makes them small.
-
-    Returns:
-        As `clip`.
-    """
+    """Clip by a norm whose square overflows: it is computed from elements times a factor that makes them small."""
     wide = _widest(parts)
-    largest = tf.reduce_max(tf.stack([tf.cast(tf.reduce_max(tf.abs(one)), wide) for one in parts]))
+    largest = tf.reduce_max(tf.stack([tf.cast(tf.reduce_max(tf.abs(values)), wide) for values in parts]))
     small = 16.0 / largest  # 1 / largest may be too small for float32
-    norm = _norm([_times(one, small) for one in parts])
+    norm = _norm([_times(values, small) for values in parts])
     clips = norm > max_norm * small
     factor = max_norm / norm
-    return [tf.where(clips, _times(one, small, factor), one) for one in floating], tf.cast(norm / small, tf.float32)
+    clipped = [tf.where(clips, _times(values, small, factor), values) for values in floating]
+    return clipped, tf.cast(norm / small, tf.float32)
 
 
-def _values(grad: Any) -> Any:
-    return grad.values if isinstance(grad, tf.IndexedSlices) else grad
+def _floating(grads: Sequence[Any]) -> list[Any]:
+    """Return the values of the gradients that are floating or complex."""
+    every = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
+    return [values for values in every if values.dtype.is_floating or values.dtype.is_complex]
 
 
-def _floating(values: Any) -> bool:
-    return values is not None and bool(values.dtype.is_floating or values.dtype.is_complex)
-
-
-def _each(function: Callable[[Any], Any], grad: Any) -> Any:
-    """Apply a function to a gradient's floating values."""
-    if not _floating(_values(grad)):
-        return grad
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(function(grad.values), grad.indices, grad.dense_shape)
-    return function(grad)
+def _each(function: Callable[[Any], Any], grads: Sequence[Any]) -> list[Any]:
+    """Apply a function to the floating values of each gradient."""
+    changed = []
+    for grad in grads:
+        sparse = isinstance(grad, tf.IndexedSlices)
+        values = grad.values if sparse else grad
+        if values is None or not (values.dtype.is_floating or values.dtype.is_complex):
+            changed.append(grad)
+        elif sparse:
+            changed.append(tf.IndexedSlices(function(values), grad.indices, grad.dense_shape))
+        else:
+            changed.append(function(values))
+    return changed
 
 
 def _merge(grad: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -1,4 +1,4 @@
-"""Keep raw optimizers from being stepped by mistake, while gradients of `scale_loss` wait for the step.
+"""Keep raw optimizers from steps by mistake while gradients of `scale_loss` wait, and all from low precision.
 
 Optimizers of Keras and TensorFlow have no hooks: the wrapped one's own method stands in the way on the object, and
 the class keeps its. The wrapper calls that of the class.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import tensorflow as tf
 
-from ampx.errors import RawStepError
+from ampx.errors import LowPrecisionParametersError, RawStepError
 
 
 class Wrapper(Protocol):
@@ -32,12 +32,9 @@ _watched: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = 
 
 
 def watch(raw: Any, wrapper: Wrapper, method: str) -> None:
-    """Let a method of a raw optimizer raise while the wrapper has gradients pending.
+    """Let the method of a raw optimizer that applies gradients raise while its wrapper has gradients pending.
 
-    Args:
-        raw: The optimizer; copies of it are not watched.
-        wrapper: Who knows.
-        method: Name of the method that applies gradients.
+    Copies of the optimizer are not watched.
     """
     _watched[raw] = weakref.ref(wrapper), method
     vars(raw)[method] = types.MethodType(_guarded(getattr(type(raw), method)), raw)
@@ -52,6 +49,18 @@ def leave(raw: Any) -> None:
 def native(raw: Any, method: str) -> Callable[..., Any]:
     """Return the method as the raw optimizer's class has it, for the wrapper's own steps."""
     return functools.partial(getattr(type(raw), method), raw)
+
+
+def refuse_low_precision(variables: Iterable[Any]) -> None:
+    """Raise for variables in float16 or bfloat16, in which small updates would be lost."""
+    low = [variable for variable in variables if tf.as_dtype(variable.dtype).base_dtype in (tf.float16, tf.bfloat16)]
+    if low:
+        names = ", ".join(getattr(variable, "path", variable.name) for variable in low[:5])
+        raise LowPrecisionParametersError(
+            f"the optimizer was given {len(low)} low-precision variables ({names}); updates smaller than their "
+            f"precision would be lost; accepted: float32. Keep the variables in float32 and cast what is computed from "
+            f"them: policy 'mixed_float16', not 'float16'."
+        )
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,8 +94,8 @@ class History:
     def _value(self, variable: Any) -> Any:
         if not self.in_graph:
             return tf.convert_to_tensor(variable)
-        made = tf.compat.v1.is_variable_initialized(variable)
-        return tf.cond(made, variable.read_value, lambda: tf.zeros(variable.shape, variable.dtype))
+        started = tf.compat.v1.is_variable_initialized(variable)
+        return tf.cond(started, variable.read_value, lambda: tf.zeros(variable.shape, variable.dtype))
 
     def _numbers(self, variable: Any) -> Any:
         if not self.in_graph:
@@ -112,7 +112,7 @@ class History:
 
     def read(self) -> Missed:
         """Return what traces did since the last call. Sync: one; with overflows since, two."""
-        steps, overflows, number = (int(count) for count in self._numbers(self.counts))
+        steps, overflows, number = self._numbers(self.counts).tolist()
         before, overflows_before, number_before = self._seen
         self._seen = steps, overflows, number
         if overflows == overflows_before:
@@ -122,7 +122,7 @@ class History:
         lost = max(number - STRETCHES - oldest, 0)
         stretches = []
         for entry in range(oldest + lost, number):
-            first, length = (int(value) for value in ring[entry % STRETCHES])
+            first, length = ring[entry % STRETCHES].tolist()
             first, end = max(first, before + 1), first + length
             if first < end:
                 stretches.append((first - before, end - first))

@@ -31,8 +31,8 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     # A loss of unknown shape inside traced code may well be a scalar.
     elements = loss.shape.num_elements()
     floating, nan = bool(loss.dtype.is_floating), None
-    known = hasattr(loss, "numpy") and check_nan is not False and elements == 1 and floating
-    if known and (check_nan or "CPU" in loss.device):
+    readable = hasattr(loss, "numpy") and check_nan is not False and elements == 1 and floating
+    if readable and (check_nan or "CPU" in loss.device):
         nan = bool(tf.reduce_all(tf.math.is_nan(loss)))
     return LossInfo(1 if elements is None else elements, loss.dtype.name, floating, True, nan)
 

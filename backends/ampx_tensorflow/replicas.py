@@ -34,11 +34,11 @@ def summed(grads: Sequence[Any]) -> list[Any]:
 
     Sync: none with the host; one all-reduce between several replicas.
     """
-    found = [one for one in grads if one is not None]
-    if not found or not several():
+    present = [gradient for gradient in grads if gradient is not None]
+    if not present or not several():
         return list(grads)
-    total = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, found))
-    return [None if one is None else next(total) for one in grads]
+    total = iter(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, present))
+    return [None if gradient is None else next(total) for gradient in grads]
 
 
 def with_headroom(grads: Sequence[Any]) -> list[Any]:
@@ -46,8 +46,8 @@ def with_headroom(grads: Sequence[Any]) -> list[Any]:
     if not several():
         return list(grads)
     count = tf.distribute.get_replica_context().num_replicas_in_sync
-    values = [one.values if isinstance(one, tf.IndexedSlices) else one for one in grads if one is not None]
-    return [one * tf.cast(count, one.dtype) for one in values]
+    every = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
+    return [values * tf.cast(count, values.dtype) for values in every]
 
 
 def shared(grads: Sequence[Any]) -> list[Any]:
@@ -61,7 +61,7 @@ def shared(grads: Sequence[Any]) -> list[Any]:
             return tf.IndexedSlices(share(gradient.values), gradient.indices, gradient.dense_shape)
         return None if gradient is None else gradient / tf.cast(count, gradient.dtype)
 
-    return [share(one) for one in grads]
+    return [share(gradient) for gradient in grads]
 
 
 def conditionally(

@@ -13,7 +13,8 @@ import tf_keras
 
 import ampx
 import ampx_tensorflow
-from ampx_tensorflow import graph_rewrite, rewrite
+from ampx_tensorflow import rewrite
+from ampx_tensorflow.old import graph_rewrite
 
 v1 = tf.compat.v1
 # 1 + 2**-9 + 2**-13: bfloat16 keeps seven bits behind the point.

@@ -14,7 +14,7 @@ import tensorflow as tf
 from ampx_tensorflow import gradients
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.device_scale import is_one
-from ampx_tensorflow.optimizer import AmpOptimizer
+from ampx_tensorflow.step import AmpOptimizer
 
 from .manager import KerasManager
 

@@ -21,9 +21,10 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
 from ampx.run import Managed, Manager, Run
 from ampx.session import Amp
-from ampx_tensorflow import devices, graph_rewrite, guard, keras2, old_names, replicas, rewrite
+from ampx_tensorflow import devices, guard, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
-from ampx_tensorflow.optimizer import AmpOptimizer
+from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
+from ampx_tensorflow.step import AmpOptimizer
 
 from .operations import Operations
 
@@ -260,7 +261,7 @@ def optimizers_managed(manager: KerasManager) -> Iterator[None]:
             (own, "__init__", _making_own(manager, own.__init__)),
             (base, "apply", _applying(manager, base.apply)),
             (AmpOptimizer, "apply", _applying_own(manager, AmpOptimizer.apply)),
-            (AmpOptimizer, "_update", _updating(manager, AmpOptimizer._update)),
+            (AmpOptimizer, "_apply", _updating(manager, AmpOptimizer._apply)),
         ):
             stack.enter_context(mock.patch.object(owner, name, patched))
         yield

@@ -12,7 +12,7 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.client.session import BaseSession
 
-from ampx_tensorflow.graph import GraphOptimizer, is_optimizer
+from ampx_tensorflow.old.tf1 import GraphOptimizer, is_optimizer
 
 from .manager import KerasManager
 

@@ -20,12 +20,10 @@ import tensorflow as tf
 
 import ampx
 from ampx.backend import CastPlan
-from ampx.errors import AmpxWarning, InvalidOptionError, ProtocolError
+from ampx.errors import AmpxWarning, InvalidOptionError, NotInitializedError, ProtocolError
 from ampx.scale_state import LossScale
-from ampx.session import sessions
-
-from . import rewrite
-from .optimizer import FORMER_INIT_SCALE
+from ampx_tensorflow import rewrite
+from ampx_tensorflow.step import FORMER_INIT_SCALE
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,7 @@ def stand_alone() -> None:
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Return the plan of a session that is being started.
-
-    Raises:
-        UnsupportedByBackendError: Graphs are to be cast, and the rewriter casts nothing on this device.
+    """Return the plan of a session that is being started; raise where the rewriter casts nothing on the device.
 
     Sync: one, the first time.
     """
@@ -119,7 +114,7 @@ def enable_mixed_precision_graph_rewrite(
         wrapped = _request.start().wrap_optimizer(opt, loss_scale=config)
         _request.tell(wrapped, type(opt).__name__)
         return wrapped
-    session = sessions.get("tensorflow")
+    session = _active()
     if session is not None and session.casting is not None and not isinstance(session.casting, GraphPlan):
         raise ProtocolError(
             "enable_mixed_precision_graph_rewrite was called in a session that casts layers; accepted: no session, or "
@@ -145,23 +140,28 @@ def enable_mixed_precision_graph_rewrite(
     return wrapped
 
 
+def _active() -> ampx.Amp | None:
+    try:
+        return ampx.current("tensorflow")
+    except NotInitializedError:
+        return None
+
+
 def mixed_policy() -> str:
     """Return which Keras has a global policy that casts, and which one, as "Keras is 'mixed_float16'"; "" for none."""
     policies = {"Keras": keras.config.dtype_policy()}
     if "tf_keras" in sys.modules:
         policies["tf_keras"] = sys.modules["tf_keras"].mixed_precision.global_policy()
-    return next((f"{name} is {one.name!r}" for name, one in policies.items() if one.name.startswith("mixed_")), "")
+    casting = (f"{keras} is {policy.name!r}" for keras, policy in policies.items() if policy.name.startswith("mixed_"))
+    return next(casting, "")
 
 
 def disable_mixed_precision_graph_rewrite() -> None:
-    """Cast no graphs from now on; optimizers go on to scale their loss.
-
-    Sync: as `Amp.shutdown`.
-    """
+    """Cast no graphs from now on; optimizers go on to scale their loss. Sync: as `Amp.shutdown`."""
     if _request.start is not None:
         rewrite.process.off()
         return
-    session = sessions.get("tensorflow")
+    session = _active()
     started = None if _started.session is None else _started.session()
     _started.session = None
     if session is None or (session is not started and not isinstance(session.casting, GraphPlan)):
@@ -171,21 +171,17 @@ def disable_mixed_precision_graph_rewrite() -> None:
 
 
 def read_loss_scale(value: Any) -> LossScale:
-    """Read a loss scale as the functions of TensorFlow and Keras 2 took it.
-
-    Raises:
-        InvalidOptionError: It is none.
-    """
+    """Read a loss scale as the functions of TensorFlow and Keras 2 took it."""
     kinds = tf.compat.v1.mixed_precision
     if isinstance(value, str) and value == "dynamic":
         return LossScale(init_scale=FORMER_INIT_SCALE)
     if isinstance(value, kinds.DynamicLossScale):
-        told = value.get_config()
+        config = value.get_config()
         return LossScale(
-            init_scale=float(told["initial_loss_scale"]),
-            growth_interval=int(told["increment_period"]),
-            growth_factor=float(told["multiplier"]),
-            backoff_factor=1 / float(told["multiplier"]),
+            init_scale=float(config["initial_loss_scale"]),
+            growth_interval=int(config["increment_period"]),
+            growth_factor=float(config["multiplier"]),
+            backoff_factor=1 / float(config["multiplier"]),
         )
     if isinstance(value, kinds.FixedLossScale):
         return LossScale.static(float(value.get_config()["loss_scale_value"]))

@@ -10,9 +10,8 @@ import tf_keras
 from ampx.backend import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.policy import Dtype
-from ampx.session import sessions
+from ampx_tensorflow.casting import policy_region
 
-from .casting import policy_region
 from .graph_rewrite import GraphPlan
 
 
@@ -54,11 +53,7 @@ def is_model(candidate: object) -> bool:
 
 
 def prepare(model: Any, plan: CastPlan) -> Any:
-    """Return a model whose layers cast already as it is.
-
-    Raises:
-        UnsupportedByBackendError: A layer was made before `init`: its variables are made such that they cannot cast.
-    """
+    """Return a model whose layers cast already; raise where one was made before `init`, whose variables cannot."""
     early = [layer.name for layer in model._flatten_layers() if layer.weights and layer.dtype_policy.name == "float32"]
     if early:
         raise UnsupportedByBackendError(
@@ -69,14 +64,9 @@ def prepare(model: Any, plan: CastPlan) -> Any:
     return model
 
 
-def check_active() -> None:
-    """Raise where the session casts in the whole process, but tf_keras came too late for `activate`.
-
-    Raises:
-        ProtocolError: Layers made so far do not cast.
-    """
-    session = sessions.get("tensorflow")
-    if not session or not session.casting or isinstance(session.casting, GraphPlan):
+def check_active(session: Any) -> None:
+    """Raise where a session casts in the whole process, but tf_keras came too late for `activate`."""
+    if session.casting is None or isinstance(session.casting, GraphPlan):
         return
     if session.effective.process_wide and _Before.policy is None:
         raise ProtocolError(

@@ -10,10 +10,9 @@ import keras
 import tensorflow as tf
 
 from ampx.errors import InvalidOptionError
+from ampx_tensorflow.step import AmpOptimizer, LedgerOptimizer, read_configuration
 
 from .graph_rewrite import read_loss_scale
-from .optimizer import AmpOptimizer, read_configuration
-from .protocol import Keras2Optimizer
 
 _OPTIONS: Final = frozenset({"loss_scale", "max_grad_norm", "max_grad_value", "enabled", "member", "name"})
 _OF_THE_INNER: Final[Mapping[str, Any]] = {
@@ -27,6 +26,36 @@ _OF_THE_INNER: Final[Mapping[str, Any]] = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
+
+
+class Keras2Optimizer(LedgerOptimizer):
+    """What Keras 2's `LossScaleOptimizer` says of its loss scale, truthfully."""
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale as a float32 scalar tensor. Sync: one, unless traced."""
+        return tf.convert_to_tensor(super().loss_scale, tf.float32)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return self._ledger.contexts.host.config.dynamic
+
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale."""
+        return self._ledger.contexts.host.config.init_scale
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Finite steps in a row before growth; None for a static scale."""
+        config = self._ledger.contexts.host.config
+        return config.growth_interval if config.dynamic else None
+
+    @property
+    def dynamic_counter(self) -> Any:
+        """Finite steps since the scale changed last, as an int64 scalar tensor; None for a static scale."""
+        return tf.convert_to_tensor(self._ledger.counters)[0] if self.dynamic else None
 
 
 @keras.saving.register_keras_serializable("ampx")

@@ -8,32 +8,24 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as native
 
-from ampx.errors import (
-    AlreadyWrappedError,
-    InvalidOptionError,
-    LowPrecisionParametersError,
-    NotInitializedError,
-    UnsupportedByBackendError,
-)
+import ampx
+from ampx.errors import AlreadyWrappedError, InvalidOptionError, NotInitializedError, UnsupportedByBackendError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import LossScale
-from ampx.session import sessions
+from ampx_tensorflow import casting, guard, history
+from ampx_tensorflow.device_scale import VariableLedger
+from ampx_tensorflow.step import read_configuration
 
-from . import casting, gradients, guard, history, legacy_casting, replicas
-from .device_scale import VariableLedger
-from .optimizer import read_configuration
-from .protocol import Keras2Optimizer, make_slots
-
-if TYPE_CHECKING:
-    from .backend import TensorFlowBackend
+from . import tf_keras_casting
+from .keras2 import Keras2Optimizer
 
 
 class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):  # type: ignore[misc]
@@ -51,24 +43,20 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
     _loss_scale: Any
     _optimizer: Any
 
-    def __init__(self, backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
         group = member.group
         # Native defect: with dynamic=False gradients that are not finite are applied.
         self.native.__init__(self, optimizer, initial_scale=group.config.init_scale)
-        self._max_grad_norm = options["max_grad_norm"]
-        self._max_grad_value = options["max_grad_value"]
+        self.max_grad_norm = options["max_grad_norm"]
+        self.max_grad_value = options["max_grad_value"]
         if not isinstance(group.ledger, VariableLedger):
             counters = self._loss_scale._add_weight("counters", [0, group.config.hysteresis, 0, 0], tf.int64)
             group.ledger = VariableLedger(group, self._loss_scale.current_loss_scale, counters)
         self._ledger = group.ledger
-        self._place = self._ledger.join(make_slots())
+        self._place = self._ledger.join()
         if group.enabled:
             guard.watch(optimizer, self, "apply_gradients")
-
-    @property
-    def _measures(self) -> bool:
-        return self._max_grad_norm is not None
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss in float32 times the loss scale: see `LedgerOptimizer`."""
@@ -80,53 +68,31 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         self._gradients_have_been_unscaled = True
         return super().get_unscaled_gradients(grads)
 
-    def _step(self, grads_and_vars: Any, aggregate: bool) -> None:
-        """Make gradients true if they are not, add them up over the replicas, apply or skip, move the scale."""
-        member, pairs = self._caught_up(), [pair for pair in grads_and_vars if pair[0] is not None]
-        if not pairs:
-            self._nothing_to_do(member)
-            return
-        factor = self._check_step(member)
-        self._check_replicas()
-        _refuse_low_precision([variable for _, variable in pairs])
-        grads, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        if member.stage == "unscaled":
-            self._check_unscaled(grads)
-        else:
-            self._check_scaled("apply_gradients", grads)
-            pairs = list(zip(gradients.unscale(grads, factor), variables, strict=True))
-        with casting.off():
-            with tf.init_scope():
-                self._make_slots(variables)
-            if aggregate:
-                # First, as natively: an overflow on any replica is then one on all.
-                pairs = list(self._aggregate(pairs))
-            grads = [gradient for gradient, _ in pairs]
-            finite = replicas.everywhere(gradients.finite(grads))
-            norm = None
-            if self._max_grad_norm is not None or self._max_grad_value is not None:
-                grads, norm = gradients.clip(grads, self._max_grad_norm, self._max_grad_value)
-
-            def apply(grads: Any) -> None:
-                self._apply_true(list(zip(grads, variables, strict=True)))
-
-            self._conclude(member, factor, finite, norm, apply, grads)
-
-    def _step_disabled(self, grads_and_vars: Any, aggregate: bool, step: Callable[[Any], None]) -> None:
-        """Step the raw optimizer, after clipping as `wrap_optimizer` was asked to."""
+    def _step_pairs(self, grads_and_vars: Any, aggregate: bool, step: Callable[[Any], None]) -> None:
+        """Collect gradients and variables and step; `step` is the raw optimizer's, for where there is nothing to do."""
         pairs = list(grads_and_vars)
-        if self._max_grad_norm is not None or self._max_grad_value is not None:
-            variables = [variable for _, variable in pairs]
-            with tf.init_scope():
-                self._make_slots(variables)
-            pairs = [pair for pair in pairs if pair[0] is not None]
-            if aggregate:  # their sum is what is clipped
-                pairs = list(self._aggregate(pairs))
-            grads, _ = gradients.clip([gradient for gradient, _ in pairs], self._max_grad_norm, self._max_grad_value)
-            self._apply_true(list(zip(grads, [variable for _, variable in pairs], strict=True)))
-        else:
+        if not (self._ledger.contexts.host.enabled or self._clips):
             step(pairs)
-        self._caught_up().note_result(UNCHECKED)
+            self._caught_up().note_result(UNCHECKED)
+            return
+        pairs = [pair for pair in pairs if pair[0] is not None]
+        self._step([gradient for gradient, _ in pairs], [variable for _, variable in pairs], aggregate)
+
+    def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
+        if not aggregate:
+            return grads
+        # Before the check, as natively: an overflow on any replica is then one on all.
+        return [gradient for gradient, _ in self._aggregate(list(zip(grads, variables, strict=True)))]
+
+    def _build(self, variables: Any) -> None:
+        if self._ledger.contexts.host.enabled:
+            guard.refuse_low_precision(variables)
+        with tf.init_scope():
+            self._make_slots(variables)
+
+    def _apply(self, grads: Sequence[Any], variables: Any) -> None:
+        with casting.off():
+            self._apply_true(list(zip(grads, variables, strict=True)))
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         raise NotImplementedError
@@ -147,8 +113,8 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         return {
             "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
             "loss_scale": asdict(self._ledger.contexts.host.config),
-            "max_grad_norm": self._max_grad_norm,
-            "max_grad_value": self._max_grad_value,
+            "max_grad_norm": self.max_grad_norm,
+            "max_grad_value": self.max_grad_value,
         }
 
     @classmethod
@@ -169,12 +135,13 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         else:
             names = "initial_scale", "dynamic_growth_steps"
             scale = read_configuration(config.get("dynamic", True), *map(config.get, names))
-        session = sessions.get("tensorflow")
-        if session is None:
+        try:
+            session = ampx.current("tensorflow")
+        except NotInitializedError as error:
             raise NotInitializedError(
                 "a tf_keras model was loaded whose optimizer ampx had wrapped, without a session; accepted: loading "
                 "after ampx.init, or load_model(…, compile=False). Call ampx.init(framework='tensorflow') first."
-            )
+            ) from error
         inner = tf_keras.optimizers.deserialize(
             config["inner_optimizer"], custom_objects=custom_objects, use_legacy_optimizer=cls is AmpLegacyOptimizer
         )
@@ -206,13 +173,8 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
         Sync: one on an accelerator in eager mode, none in a function.
         """
         aggregate = kwargs.get("experimental_aggregate_gradients", True) and not skip_gradients_aggregation
-        if self._ledger.contexts.host.enabled:
-            self._step(grads_and_vars, aggregate)
-        else:
-            native_step = self._optimizer.apply_gradients
-            self._step_disabled(
-                grads_and_vars, aggregate, lambda pairs: native_step(pairs, skip_gradients_aggregation, **kwargs)
-            )
+        step = self._optimizer.apply_gradients
+        self._step_pairs(grads_and_vars, aggregate, lambda pairs: step(pairs, skip_gradients_aggregation, **kwargs))
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         self._optimizer.build(variables)
@@ -250,12 +212,8 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[m
 
         Sync: one on an accelerator in eager mode, none in a function.
         """
-        aggregate = experimental_aggregate_gradients
-        if self._ledger.contexts.host.enabled:
-            self._step(grads_and_vars, aggregate)
-        else:
-            native_step = self._optimizer.apply_gradients
-            self._step_disabled(grads_and_vars, aggregate, lambda pairs: native_step(pairs, name, aggregate))
+        step, aggregate = self._optimizer.apply_gradients, experimental_aggregate_gradients
+        self._step_pairs(grads_and_vars, aggregate, lambda pairs: step(pairs, name, aggregate))
 
     def _make_slots(self, variables: Sequence[Any]) -> None:
         self._optimizer._create_all_weights(variables)
@@ -267,28 +225,13 @@ class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[m
         guard.native(self._optimizer, "apply_gradients")(pairs, experimental_aggregate_gradients=False)
 
 
-def _refuse_low_precision(variables: Sequence[Any]) -> None:
-    low = [variable.name for variable in variables if variable.dtype in (tf.float16, tf.bfloat16)]
-    if low:
-        raise LowPrecisionParametersError(
-            f"the optimizer was given {len(low)} low-precision variables ({', '.join(low[:5])}); updates smaller "
-            f"than their precision would be lost. Keep the variables in float32 and let a policy cast them."
-        )
-
-
 def is_optimizer(candidate: object) -> bool:
     """Return whether this is an optimizer of tf_keras, not wrapped by ampx."""
     return isinstance(candidate, (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer))
 
 
-def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
-    """Wrap a raw optimizer.
-
-    Raises:
-        AlreadyWrappedError: It is one of tf_keras's loss-scale optimizers, or inside one.
-        ProtocolError: tf_keras was imported after `init`.
-        UnsupportedByBackendError: A graph of TensorFlow 1 is being built.
-    """
+def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
+    """Wrap a raw optimizer; raise where it scales the loss itself, in graphs, and where tf_keras came after `init`."""
     if isinstance(optimizer, native.BaseLossScaleOptimizer):
         raise AlreadyWrappedError(
             f"wrap_optimizer got {type(optimizer).__name__} of tf_keras, which scales the loss itself; its gradients "
@@ -305,6 +248,6 @@ def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Ma
             "wrap_optimizer got an optimizer of tf_keras while a graph is built; accepted: eager mode and tf.function, "
             "and in graphs optimizers of tf.compat.v1.train. Use one of these."
         )
-    legacy_casting.check_active()
+    tf_keras_casting.check_active(options["session"])
     kind = AmpLegacyOptimizer if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer) else AmpOptimizer
-    return kind(backend, optimizer, member, options)
+    return kind(optimizer, member, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,18 +14,18 @@ from ampx.errors import AmpxWarning, ProtocolError
 from ampx.events import StepResult
 from ampx.protocol import Ledger, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
-
-from . import history, retracing
-from .device_scale import follow
+from ampx_tensorflow import history, retracing
+from ampx_tensorflow.device_scale import follow
 
 # The first two are called as in TensorFlow's own loss scales, so that their checkpoints load.
 _NAMES = {"scale": "current_loss_scale", "growth_tracker": "good_steps"}
+_STATE = tuple(field.name for field in fields(LossScaleState))
 _FLOATS = ("scale", "used", "grad_norm")
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Choose; a Python number becomes a tensor like the other branch, or an int64 where both are numbers."""
-    like = next((one for one in (if_true, if_false) if tf.is_tensor(one)), None)
+    like = next((branch for branch in (if_true, if_false) if tf.is_tensor(branch)), None)
     dtype = tf.int64 if like is None else like.dtype
     return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
 
@@ -41,32 +41,26 @@ class ScaleVariables:
     """
 
     def __init__(self, config: LossScale, first: LossScaleState, add: Callable[..., Any]) -> None:
-        """Make the variables.
-
-        Args:
-            config: The configuration.
-            first: The state to start from.
-            add: Makes a variable from `name`, `initial_value` and `dtype`.
-        """
+        """Make the variables by `add`, which takes `name`, `initial_value` and `dtype`."""
         self.config = config
         self.traced = False
         self.history = history.History()
         # None: the variables are eager ones.
         self._graph = None if tf.compat.v1.executing_eagerly_outside_functions() else tf.compat.v1.get_default_graph()
-        numbers = {field.name: getattr(first, field.name) for field in fields(LossScaleState)}
-        told = {"used": first.scale, "finite": 1, "steps": 0, "grad_norm": 0.0}
+        numbers = {name: getattr(first, name) for name in _STATE}
+        last = {"used": first.scale, "finite": 1, "steps": 0, "grad_norm": 0.0}
         self.variables = {
             name: add(
                 name=_NAMES.get(name, name),
                 initial_value=value,
                 dtype=tf.float32 if name in _FLOATS else tf.int64,
             )
-            for name, value in {**numbers, **told}.items()
+            for name, value in {**numbers, **last}.items()
         }
 
     def state(self) -> LossScaleState:
         """Return the state as tensors."""
-        return LossScaleState(*(tf.convert_to_tensor(self.variables[one.name]) for one in fields(LossScaleState)))
+        return LossScaleState(*(tf.convert_to_tensor(self.variables[name]) for name in _STATE))
 
     def move(self, finite: Any) -> list[Any]:
         """Move the state by one step; gives the operations that do it, for graphs."""
@@ -74,7 +68,7 @@ class ScaleVariables:
         retracing.depend()  # the host looks when the function is called
         state = self.state()
         after = next_state(self.config, state, finite, where=_where)
-        changes = {one.name: getattr(after, one.name) for one in fields(LossScaleState)}
+        changes = {name: getattr(after, name) for name in _STATE}
         changes |= {"used": state.scale, "finite": tf.cast(finite, tf.int64)}
         done = [self.variables[name].assign(value) for name, value in changes.items()]
         return [*done, self.variables["steps"].assign_add(1), *self.history.note(finite)]
@@ -92,20 +86,17 @@ class ScaleVariables:
         if session is None or session.graph is not self._graph:
             return None
         try:
-            found = session.run(self.variables)
+            values = session.run(self.variables)
         except tf.errors.FailedPreconditionError:
             return None
-        return {name: value.item() for name, value in found.items()}
+        return {name: value.item() for name, value in values.items()}
 
     def load(self, state: LossScaleState) -> None:
-        """Write the values.
-
-        Raises:
-            ProtocolError: This is a graph, and there is no session, or it has not started the variables.
+        """Write the values; in a graph into its session, which must have started the variables.
 
         Sync: one on an accelerator.
         """
-        values = {self.variables[one.name]: getattr(state, one.name) for one in fields(LossScaleState)}
+        values = {self.variables[name]: getattr(state, name) for name in _STATE}
         if self._graph is None:
             for variable, value in values.items():
                 variable.assign(value)
@@ -123,24 +114,20 @@ class ScaleVariables:
     def result(self, norm: bool) -> StepResult | None:
         """Return what the last step did; tensors while a function or graph is built, None before the first step.
 
-        Args:
-            norm: The steps measured the gradients' norm.
-
-        Sync: one on an accelerator, none while a function or graph is built.
+        `norm`: the steps measured the gradients' norm. Sync: one on an accelerator, unless something is built.
         """
-        found = self.numbers()
-        if found is not None and not found["steps"]:
+        numbers = self.numbers()
+        if numbers is None:
+            tensors = {name: tf.convert_to_tensor(variable) for name, variable in self.variables.items()}
+            return _result(tensors, tf.not_equal(tensors["finite"], 0), tensors["grad_norm"] if norm else None)
+        if not numbers["steps"]:
             return None
-        if found is None:
-            found = {name: tf.convert_to_tensor(variable) for name, variable in self.variables.items()}
-            finite = tf.not_equal(found["finite"], 0)
-            measured = found["grad_norm"]
-        else:
-            finite = bool(found["finite"])
-            measured = found["grad_norm"] if finite else None
-        return StepResult(
-            finite, finite, found["used"], found["scale"], found["consecutive_skips"], measured if norm else None
-        )
+        finite = bool(numbers["finite"])
+        return _result(numbers, finite, numbers["grad_norm"] if norm and finite else None)
+
+
+def _result(numbers: Mapping[str, Any], finite: Any, norm: Any) -> StepResult:
+    return StepResult(finite, finite, numbers["used"], numbers["scale"], numbers["consecutive_skips"], norm)
 
 
 class NamedLedger(Ledger):
@@ -159,15 +146,11 @@ class NamedLedger(Ledger):
         """Do nothing: the variables were moved with the step."""
 
     def resolve(self, group: ScaleGroup) -> None:
-        """Read the variables; events of steps since then become due.
-
-        Raises:
-            ProtocolError: The variables belong to a graph and there is no session to read them in.
-        """
+        """Read the variables; events of steps since then become due. In a graph this takes its session."""
         if tf.inside_function():
             return
-        found = self.scale.numbers()
-        if found is None:
+        numbers = self.scale.numbers()
+        if numbers is None:
             raise ProtocolError(
                 "the loss scale is a variable of a graph, and it was asked for outside a session that has started it; "
                 "accepted: inside `with session.as_default():` (or `with Session() as session:`), after the "
@@ -179,12 +162,12 @@ class NamedLedger(Ledger):
             self.scale.history.restart()
             group.states[0] = group.config.initial_state()
         missed = self.scale.history.read()
-        group.steps = found["steps"] - missed.steps
-        state = LossScaleState(*(found[field.name] for field in fields(LossScaleState)))
+        group.steps = numbers["steps"] - missed.steps
+        state = LossScaleState(*(numbers[name] for name in _STATE))
         try:
             follow(group, missed, state)
         finally:  # a listener may raise; or a checkpoint was restored
-            group.states[0], group.steps = state, found["steps"]
+            group.states[0], group.steps = state, numbers["steps"]
 
     def look(self, group: ScaleGroup) -> None:
         """Follow functions, if they made steps, and send the events; sessions tell when asked. Sync: one or two."""
@@ -202,11 +185,7 @@ class NamedLedger(Ledger):
         return outcome.finite
 
     def reload(self, group: ScaleGroup) -> None:
-        """Write the variables.
-
-        Raises:
-            ProtocolError: See `ScaleVariables.load`.
-        """
+        """Write the variables."""
         self.scale.load(group.states[0])
         if group.config != self.scale.config and self.scale.traced:
             warnings.warn(

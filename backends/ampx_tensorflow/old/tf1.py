@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-from ampx.backend import reject_unknown
-from ampx.errors import AlreadyWrappedError, LowPrecisionParametersError, UnsupportedByBackendError
+from ampx.backend import Backend
+from ampx.errors import AlreadyWrappedError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import LossScale, LossScaleState
-from ampx.session import sessions
+from ampx_tensorflow import casting, gradients, guard, history
+from ampx_tensorflow.losses import ScaledGradient
 
-from . import casting, gradients, guard, history
-from .variables import NamedLedger, ScaleVariables
-
-if TYPE_CHECKING:
-    from .backend import TensorFlowBackend
+from .tf1_scale import NamedLedger, ScaleVariables
 
 _v1 = tf.compat.v1
 
@@ -29,15 +26,8 @@ def is_optimizer(candidate: object) -> bool:
     return isinstance(candidate, _v1.train.Optimizer) and not isinstance(candidate, GraphOptimizer)
 
 
-def wrap(backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> GraphOptimizer:
-    """Wrap a raw optimizer, making the loss scale's variables in the present graph.
-
-    Raises:
-        AlreadyWrappedError: It scales the loss itself.
-        InvalidOptionError: An option is unknown.
-        UnsupportedByBackendError: It is one of a list.
-    """
-    reject_unknown("tensorflow", options, ())
+def wrap(backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> GraphOptimizer:
+    """Wrap a raw optimizer, making the loss scale's variables in the present graph."""
     if isinstance(optimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):
         raise AlreadyWrappedError(
             f"wrap_optimizer got {type(optimizer).__name__}, which scales the loss itself; its gradients would be "
@@ -67,17 +57,16 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
     def update(self, grads: Any) -> tuple[Any, Any]:
         """Move the scale; gives the operation that does it, and whether to apply true gradients."""
         distribution = tf.distribute.get_strategy()
-        found = distribution.extended.call_for_each_replica(
-            lambda given: tf.cast(gradients.finite(tf.nest.flatten(given)), tf.float32), args=(grads,)
+        flags = distribution.extended.call_for_each_replica(
+            lambda grads: tf.cast(gradients.finite(tf.nest.flatten(grads)), tf.float32), args=(grads,)
         )
-        total = distribution.reduce(tf.distribute.ReduceOp.SUM, found, axis=None)
-        finite = tf.equal(total, float(distribution.num_replicas_in_sync))
-        applied = {id(one) for one in tf.nest.flatten(grads)}
-        known = [flag for computed, flag in self.computed if any(id(one) in applied for one in computed)]
+        total = distribution.reduce(tf.distribute.ReduceOp.SUM, flags, axis=None)
+        applied = {id(gradient) for gradient in tf.nest.flatten(grads)}
+        unchanged = [flag for computed, flag in self.computed if any(id(gradient) in applied for gradient in computed)]
         # Changed ones may come of any. Of an interrupted step nothing is applied.
-        flags = known or [flag for _, flag in self.computed]
+        before = unchanged or [flag for _, flag in self.computed]
         self.computed = []
-        finite = tf.reduce_all([finite, *flags])
+        finite = tf.reduce_all([tf.equal(total, float(distribution.num_replicas_in_sync)), *before])
         done = self.numbers.move(finite)
         return (None if tf.executing_eagerly() else tf.group(*done)), finite
 
@@ -102,7 +91,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     loss that came out of `scale_loss` are made true by `apply_gradients`, which applies them only if all are finite.
     """
 
-    def __init__(self, backend: TensorFlowBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Made by `ampx.wrap_optimizer`."""
         group = member.group
         if group.enabled:
@@ -153,8 +142,8 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         if not self.ampx_member.group.enabled:
             return 1.0
         self.ampx_member.group.ledger.close(self.ampx_member.group)
-        found = self._numbers.numbers()
-        return self._loss_scale() if found is None else found["scale"]
+        numbers = self._numbers.numbers()
+        return self._loss_scale() if numbers is None else numbers["scale"]
 
     @property
     def _numbers(self) -> ScaleVariables:
@@ -165,12 +154,8 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     def compute_gradients(self, loss: Any, var_list: Any = None, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return pairs of true gradients and variables.
 
-        Args:
-            loss: A float scalar tensor (in eager mode a function that gives it), as the loss function gave it or as
-                `scale_loss` did.
-            var_list: As TensorFlow's `compute_gradients`, like the rest.
-            *args: As TensorFlow's.
-            **kwargs: As TensorFlow's.
+        The loss is a float scalar tensor (in eager mode a function that gives it), as the loss function gave it or as
+        `scale_loss` did; the other arguments are TensorFlow's.
         """
         member = self.ampx_member
         if not member.group.enabled:
@@ -178,7 +163,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         self.ampx_catch_up()
         if not member.pending:
             self._loss_scale.computed = []  # nobody applied them
-        if self._came_out_of_scale_loss(loss):
+        if isinstance(getattr(loss, "gradient", None), ScaledGradient):  # it came out of `scale_loss`
             pairs = self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
             grads = self._unscale_grads([gradient for gradient, _ in pairs])
             pairs = list(zip(grads, [variable for _, variable in pairs], strict=True))
@@ -233,7 +218,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
             self._computed = True
             return self._optimizer.apply_gradients(self._clip(pairs)[0], global_step, name)
         member.check_step()
-        _refuse_low_precision([variable for _, variable in pairs])
+        guard.refuse_low_precision(variable for _, variable in pairs)
         if member.stage == "scaled":
             grads = self._unscale_grads([gradient for gradient, _ in pairs])
             pairs = tuple(zip(grads, [variable for _, variable in pairs], strict=True))
@@ -272,8 +257,8 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     def _apply_gradients(self, distribution: Any, grads_and_vars: Any, global_step: Any, name: Any) -> Any:
         step = guard.native(self._optimizer, "apply_gradients")
         pairs, norm = self._clip(grads_and_vars)
-        told = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
-        with tf.control_dependencies([] if tf.executing_eagerly() else told):
+        noted = [] if norm is None else [self._numbers.variables["grad_norm"].assign(norm)]
+        with tf.control_dependencies([] if tf.executing_eagerly() else noted):
             updates = distribution.extended.call_for_each_replica(step, args=(pairs, global_step, name))
             return distribution.group(updates)
 
@@ -283,17 +268,3 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
             return pairs, None
         grads, norm = gradients.clip([gradient for gradient, _ in pairs], *self._clips)
         return tuple(zip(grads, [variable for _, variable in pairs], strict=True)), norm
-
-    def _came_out_of_scale_loss(self, loss: Any) -> bool:
-        session = sessions.get("tensorflow")
-        known = None if session is None else session.scaled.get(id(loss))
-        return known is not None and known() is loss
-
-
-def _refuse_low_precision(variables: Sequence[Any]) -> None:
-    low = [one.name for one in variables if one.dtype.base_dtype in (tf.float16, tf.bfloat16)]
-    if low:
-        raise LowPrecisionParametersError(
-            f"the optimizer was given {len(low)} low-precision variables ({', '.join(low[:5])}); updates smaller than "
-            f"their precision would be lost. Keep the variables in float32, and cast what is computed from them."
-        )

@@ -1,0 +1,627 @@
+"""The step, with the loss scale in variables: what all optimizers share but those of graphs, and that of Keras 3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any, Final, NoReturn
+
+import keras
+import tensorflow as tf
+
+from ampx.errors import (
+    AlreadyWrappedError,
+    InvalidOptionError,
+    ProtocolError,
+    UnsupportedByBackendError,
+)
+from ampx.events import UNCHECKED, StepResult
+from ampx.optimizer import WrappedOptimizer
+from ampx.protocol import Member
+from ampx.scale_state import LossScale
+from ampx.session import new_group
+
+from . import casting, gradients, guard, history, replicas
+from .contexts import on_host
+from .device_scale import Slots, VariableLedger, is_one
+from .losses import scale_loss
+
+# The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
+FORMER_INIT_SCALE: Final = 2.0**15
+_ONLY_KERAS_2: Final = ("jit_compile", "is_legacy_optimizer")
+
+
+class LedgerOptimizer(WrappedOptimizer):
+    """An optimizer whose loss scale lives in a `VariableLedger`.
+
+    Attributes:
+        max_grad_norm: The bound of the global norm, or None.
+        max_grad_value: The bound of each element, or None.
+    """
+
+    max_grad_norm: float | None
+    max_grad_value: float | None
+    _ledger: VariableLedger
+    _place: int
+    # One backward of optimizers with several scales takes the smallest, which need not be this one's.
+    _shared_loss: bool = False
+
+    # -- the step -------------------------------------------------------------------------------------
+
+    def _step(self, grads: Sequence[Any], variables: Sequence[Any] | None, aggregate: bool = True) -> None:
+        """Unscale if not done, check, clip, apply or skip, move the loss scale.
+
+        Args:
+            grads: What the caller collected.
+            variables: Those they belong to; None for those that the optimizer was built with.
+            aggregate: Add up the gradients of several replicas.
+
+        Sync: one outside of traced code, else none.
+        """
+        member = self._caught_up()
+        if not member.group.enabled:
+            self._build(variables)
+            grads, _ = self._clip(self._sum(grads, variables, aggregate))
+            self._apply(grads, variables)
+            member.note_result(UNCHECKED)
+            return
+        if not grads:
+            self._close_empty(member)
+            return
+        factor = self._check_step(member)
+        self._check_gradients(member, grads)
+        self._check_replicas()
+        self._build(variables)
+        grads = self._sum(self._unscale(member, factor, grads), variables, aggregate)
+        finite = self._check(grads)
+        grads, norm = self._clip(grads)
+        self._apply_or_skip(member, finite, norm, factor, grads, variables)
+        self._close(member, finite, norm, factor)
+
+    def _unscale(self, member: Member, factor: Any, grads: Sequence[Any]) -> Sequence[Any]:
+        """Make gradients true, unless `get_unscaled_gradients` did, or the scale is 1 for ever."""
+        if member.stage == "unscaled" or (is_one(member.group.config) and not self._shared_loss):
+            return grads
+        return gradients.unscale(grads, factor)
+
+    def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
+        """Add up the gradients of all replicas, where that is not left to the raw optimizer."""
+        raise NotImplementedError
+
+    def _check(self, grads: Sequence[Any]) -> Any:
+        """Return whether the gradients of all replicas are finite."""
+        return replicas.everywhere(gradients.finite(grads))
+
+    def _clip(self, grads: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """Clip as `wrap_optimizer` was asked to; gives the norm too, where it is measured."""
+        if not self._clips:
+            return grads, None
+        return gradients.clip(grads, self.max_grad_norm, self.max_grad_value)
+
+    @property
+    def _clips(self) -> bool:
+        return self.max_grad_norm is not None or self.max_grad_value is not None
+
+    def _apply_or_skip(
+        self, member: Member, finite: Any, norm: Any, factor: Any, grads: Sequence[Any], variables: Any
+    ) -> None:
+        """Update where the gradients are finite; in a trace of one device this moves the loss scale, too."""
+        ledger, group = self._ledger, member.group
+        alone = ledger.moves_alone(group)
+
+        def apply(grads: Sequence[Any]) -> None:
+            self._apply(grads, variables)
+            if alone:
+                ledger.move(group, True, factor, norm)
+
+        def skip() -> None:
+            if alone:
+                ledger.move(group, False, factor, norm)
+
+        member.begin_change()  # nobody can tell how far an update came that raised; nothing may apply it again
+        self._slots.pending.assign(0.0)
+        # Native defect: a skipped step of tf_keras advances `iterations`, and schedules with it.
+        replicas.conditionally(finite, apply, grads, otherwise=skip)
+
+    def _apply(self, grads: Sequence[Any], variables: Any) -> None:
+        """Update with true, finite gradients, casting off."""
+        raise NotImplementedError
+
+    def _build(self, variables: Any) -> None:
+        """Make the raw optimizer's variables, outside of any trace."""
+        raise NotImplementedError
+
+    def _close(self, member: Member, finite: Any, norm: Any, factor: Any) -> None:
+        """Note the outcome and move the loss scale."""
+        self._true.clear()
+        self._divided.clear()
+        member.finish({0: finite}, norm, factor)
+
+    def _close_empty(self, member: Member) -> None:
+        """End a step without gradients: it counts for nothing."""
+        self._clear()
+        if on_host():
+            member.finish_empty()
+        else:
+            member.forget()
+
+    # -- the protocol ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _true(self) -> dict[int, Any]:
+        """The gradients that `get_unscaled_gradients` gave since the last step, by id."""
+        return {}
+
+    @cached_property
+    def _divided(self) -> dict[int, Any]:
+        """The gradients that `get_unscaled_gradients` got since the last step, by id."""
+        return {}
+
+    @property
+    def _slots(self) -> Slots:
+        return self._ledger.slots[self._place]
+
+    @property
+    def ampx_member(self) -> Member:  # type: ignore[override]
+        """The optimizer's place in the protocol, where the caller runs."""
+        return self._ledger.contexts.here().members[self._place]
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current loss scale; a tensor in traced code. Sync: one, unless traced."""
+        return super().loss_scale if on_host() else tf.convert_to_tensor(self._ledger.scale)
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last step did; None before the first. In traced code tensors, 0 before. Sync: one, unless traced."""
+        if on_host():
+            return super().last_step
+        enabled = self._ledger.contexts.host.enabled
+        return self._ledger.result(self._place, self.max_grad_norm is not None) if enabled else UNCHECKED
+
+    @property
+    def ampx_pending(self) -> bool:
+        """Whether gradients of `scale_loss` wait for the step, as far as the caller's place can tell."""
+        elsewhere = self._ledger.contexts.elsewhere(self._place)
+        return self._pends_here(self.ampx_member) or (bool(elsewhere) and self._waits())
+
+    def ampx_assert_idle(self) -> list[Any]:
+        """Return an operation that fails in a function where gradients wait when it runs."""
+        if replicas.several():
+            return []
+        message = "RawStepError: a raw optimizer was stepped while gradients of scale_loss are pending"
+        return [tf.debugging.Assert(tf.convert_to_tensor(self._slots.pending) <= 0, [message])]
+
+    def _pends_here(self, member: Member) -> bool:
+        if not member.pending:
+            return False
+        return member.stage not in ("scaled", "unscaled") or not on_host() or self._waits()
+
+    def _waits(self) -> bool:
+        """Return whether the variable says that gradients wait; functions write it, too."""
+        with tf.init_scope():  # a function that is traced now runs next
+            return not replicas.several() and float(self._slots.pending.numpy()) > 0
+
+    def ampx_catch_up(self) -> None:
+        """Note that a function has made the step, or that one was interrupted, which a new loss makes good.
+
+        Gradients are values: those of an interrupted step are gone, and nothing adds to them.
+        """
+        if self._caught_up().stage == "interrupted":
+            self.zero_grad()
+
+    def _caught_up(self) -> Member:
+        """Return the member, after noting that a function has made the step."""
+        member = self.ampx_member
+        if member.pending and not self._pends_here(member):
+            self._clear()
+            member.forget()
+        return member
+
+    def zero_grad(self) -> None:
+        """Forget the losses that were scaled since the last step: their gradients will not be applied."""
+        self._clear()
+        self.ampx_member.forget()
+
+    def _clear(self) -> None:
+        self._true.clear()
+        self._divided.clear()
+        self._slots.pending.assign(0.0)
+
+    def ampx_after_backward(self, loss_id: int) -> None:
+        """Keep the scale that gradients now carry in a variable: another function may step."""
+        member = self.ampx_member
+        self._keep_factor(member.factor)
+        if not on_host():
+            member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
+
+    def _keep_factor(self, factor: Any) -> None:
+        if factor is not self._ledger.given:
+            self._shared_loss = True
+            self._ledger.pin()
+        self._slots.pending.assign(tf.convert_to_tensor(factor, tf.float32))
+
+    def _scaled(self, loss: Any) -> Any:
+        """Scale a loss without a body around its backward, as Keras does in `fit`."""
+        member = self.ampx_member
+        if not member.group.enabled:
+            return loss
+        if member.stage != "idle":
+            self.ampx_catch_up()
+        member.check_enter()
+        factor = self._ledger.factor(member.group, 0) if member.factor is None else member.factor
+        scaled = scale_loss(loss, factor)
+        member.begin_change()
+        self._keep_factor(factor)
+        member.note_scaled(factor)
+        if not on_host():
+            member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
+        return scaled
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Return the loss in float32 times the loss scale, as in Keras 2.
+
+        Native defect: the product is computed in the dtype of the loss, and overflows in float16.
+
+        Args:
+            loss: Floating scalar tensor, or a function that gives one.
+
+        Raises:
+            NestedScaleError: A `scale_loss` body for this optimizer is running.
+        """
+        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Return true gradients, as in Keras 2; `apply_gradients` then takes them as they are.
+
+        Several calls may come before a step, each with other gradients of scaled losses.
+
+        Args:
+            grads: Tensors, `IndexedSlices` or None.
+
+        Raises:
+            NotScaledError: The loss was not scaled.
+            ProtocolError: They came out of this method already.
+        """
+        grads, member = list(grads), self._caught_up()
+        if not member.group.enabled:
+            return grads
+        factor = self._check_step(member)
+        self._check_scaled("get_unscaled_gradients", grads)
+        true = gradients.unscale(grads, factor)
+        self._divided.update((id(gradient), gradient) for gradient in grads if gradient is not None)
+        self._true.update((id(gradient), gradient) for gradient in true if gradient is not None)
+        member.mixes = True  # the caller adds up true gradients, if any
+        member.note_unscaled(factor if member.stage == "idle" else None)  # idle: scaled in another function
+        return true
+
+    def _take_true(self) -> None:
+        """Expect true gradients in this step, of a loss that did not go through `scale_loss`."""
+        member = self.ampx_member
+        if not member.group.enabled:
+            return
+        factor = self._ledger.factor(member.group, 0)
+        self._slots.pending.assign(factor)
+        member.note_unscaled(factor)
+
+    def ampx_unscale(self) -> NoReturn:
+        """Refuse: only `apply` sees the gradients."""
+        self._refuse("unscale")
+
+    def ampx_clip_grad_norm(self, max_norm: float) -> NoReturn:
+        """Refuse: only `apply` sees the gradients."""
+        self._refuse("clip_grad_norm")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ProtocolError(
+            f"{call} was called, but backend 'tensorflow' has gradients as values, which only apply sees; accepted: "
+            f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+        )
+
+    # -- checks ---------------------------------------------------------------------------------------
+
+    def _check_gradients(self, member: Member, grads: Sequence[Any]) -> None:
+        """Raise for gradients that are true where they should carry the scale, or the other way round."""
+        if member.stage != "unscaled":
+            self._check_scaled("apply_gradients", grads)
+        elif any(id(gradient) in self._divided and id(gradient) not in self._true for gradient in grads):
+            raise ProtocolError(
+                "apply_gradients got gradients that carry the loss scale, after get_unscaled_gradients had made true "
+                "ones of them; accepted: what it returned. Pass that."
+            )
+
+    def _check_scaled(self, call: str, grads: Sequence[Any]) -> None:
+        """Raise for gradients that came out of `get_unscaled_gradients`: they would be divided twice."""
+        if self._true and any(id(gradient) in self._true for gradient in grads):
+            raise ProtocolError(
+                f"{call} got gradients that came out of get_unscaled_gradients already, and would be divided by the "
+                f"loss scale twice; accepted: gradients of the scaled loss. Call get_unscaled_gradients once for each, "
+                f"then apply_gradients."
+            )
+
+    def _check_step(self, member: Member) -> Any:
+        """Return the scale that the gradients carry; raise where they carry none, or nobody can tell which."""
+        if member.stage != "idle" or not (elsewhere := self._ledger.contexts.elsewhere(self._place)):
+            member.check_step()
+            return tf.convert_to_tensor(self._slots.pending) if member.factor is None else member.factor
+        # Another function scaled the loss: only the variable tells whether it ran.
+        if len(member.group.members) > 1:
+            raise ProtocolError(
+                "a loss of optimizers that share a loss scale was scaled in one function and stepped in another; "
+                "accepted: both in one. Move them together, or wrap the optimizers one by one."
+            )
+        stages = {other.stage for other in elsewhere}
+        if len(stages) > 1:
+            raise ProtocolError(
+                "one function left scaled gradients and another true ones of get_unscaled_gradients, and a third "
+                "steps, which cannot tell them apart; accepted: one way. Call get_unscaled_gradients in every function "
+                "that scales, or in none."
+            )
+        factor = tf.convert_to_tensor(self._slots.pending)
+        if on_host():
+            if not float(factor) > 0:
+                member.check_step()
+        else:
+            message = "NotScaledError: step was called on gradients whose loss did not go through scale_loss"
+            with tf.control_dependencies([tf.debugging.Assert(factor > 0, [message])]):
+                factor = tf.identity(factor)
+        if "unscaled" in stages:
+            member.note_unscaled(factor)
+        return factor
+
+    def _check_replicas(self) -> None:
+        """Raise where replicas would not each have the loss scale."""
+        if tf.distribute.in_cross_replica_context():
+            raise ProtocolError(
+                "gradients were applied outside the replicas of a strategy; accepted: inside the function that "
+                "strategy.run gets. Apply them there."
+            )
+        if not replicas.several():
+            return
+        scale = self._ledger.scale
+        variable = scale if isinstance(scale, tf.Variable) else getattr(scale, "value", scale)
+        if not isinstance(variable, tf.distribute.DistributedValues):
+            raise ProtocolError(
+                "the optimizer was wrapped outside the scope of a strategy with several replicas, so that they would "
+                "share one loss scale and each move it; accepted: wrapping inside `with strategy.scope():`. Call "
+                "wrap_optimizer there."
+            )
+
+
+@keras.saving.register_keras_serializable("ampx")
+class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+    """A Keras optimizer with its own loss scale.
+
+    It is Keras' own `LossScaleOptimizer` with the loss scale of the specification, in variables that are there from
+    the beginning: natively, a function traced before the first step holds the first scale for ever.
+
+    Attributes:
+        inner_optimizer: The raw optimizer.
+        dynamic_scale: The variable of the current loss scale.
+        counters: The variable of the loss scale's counters: see `VariableLedger`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        loss_scale: LossScale | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        enabled: bool = True,
+        member: Member | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Made by `ampx.wrap_optimizer`, and by Keras when it loads a model."""
+        if member is None:
+            member = new_group("tensorflow", loss_scale or LossScale(), enabled).add_member()
+        group = member.group
+        super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name)
+        self.max_grad_norm = max_grad_norm
+        self.max_grad_value = max_grad_value
+        if not isinstance(group.ledger, VariableLedger):
+            group.ledger = VariableLedger(group, *self._make_scale(group))
+        self._ledger: VariableLedger = group.ledger
+        # Tracked under these names: models and checkpoints save them.
+        self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
+        self._place = group.ledger.join()
+        if group.enabled:
+            guard.watch(inner_optimizer, self, "apply")
+
+    def _make_scale(self, group: Any) -> tuple[Any, Any]:
+        state = group.states[0]
+        first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0]
+        scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
+        counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
+        with tf.init_scope():  # in a trace this would be an operation of every step
+            counters.assign(first)
+        return scale, counters
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Make the raw optimizer's variables; the loss scale's are there already."""
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(var_list)
+        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def scale_loss(self, loss: Any) -> Any:
+        """Scale a loss inside the tape, as Keras does in `fit`: `ampx.scale_loss` without its checks of the loss.
+
+        Args:
+            loss: Floating scalar tensor of any dtype.
+
+        Returns:
+            The loss in float32 times the loss scale.
+
+        Raises:
+            NestedScaleError: A `scale_loss` body for this optimizer is running.
+        """
+        return self._scaled(loss)
+
+    # -- stepping -------------------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Unscale, check, clip, apply or skip, move the loss scale.
+
+        Args:
+            grads: The scaled gradients: tensors, `IndexedSlices`, None where there is none.
+            trainable_variables: The variables they belong to; those the optimizer was built with by default.
+
+        Raises:
+            NotScaledError: No `scale_loss` came since the last step.
+            ProtocolError: Every gradient is None.
+
+        Sync: as Keras: one outside of traced code, else none.
+        """
+        self._step(list(grads), None if trainable_variables is None else list(trainable_variables))
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Call `apply` with pairs of gradients and variables; gives `iterations`."""
+        pairs = list(grads_and_vars)
+        self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        return self.iterations
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def ampx_apply_true(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Do what `apply` does with gradients that carry no scale, as `ampx run` gets them. Sync: as `apply`."""
+        self._take_true()
+        self.apply(grads, trainable_variables)
+
+    def stateless_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: optimizers of Keras on TensorFlow have no state as values.
+
+        Raises:
+            UnsupportedByBackendError: Always.
+        """
+        raise UnsupportedByBackendError(
+            "stateless_apply was called, which Keras has on the JAX engine only; accepted: apply and apply_gradients. "
+            "Call one of these."
+        )
+
+    def _check_gradients(self, member: Member, grads: Sequence[Any]) -> None:
+        if all(gradient is None for gradient in grads):
+            raise ProtocolError(
+                f"apply got {len(grads)} gradients, all None: the loss was scaled outside the tape, or does not depend "
+                f"on the variables; accepted: gradients of the scaled loss. Enter scale_loss inside the tape, or call "
+                f"scaled.gradient(tape, variables)."
+            )
+        super()._check_gradients(member, grads)
+
+    def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
+        return replicas.summed(grads) if self._clips else grads  # Keras adds them up, but after clipping
+
+    def _check(self, grads: Sequence[Any]) -> Any:
+        return super()._check(grads if self._clips else replicas.with_headroom(grads))
+
+    def _clip(self, grads: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        grads, norm = super()._clip(grads)
+        return (replicas.shared(grads) if self._clips else grads), norm
+
+    def _build(self, variables: Any) -> None:
+        if self.built:
+            return
+        if variables is None and self.inner_optimizer.built:
+            variables = self.inner_optimizer._trainable_variables
+        if variables is not None:
+            # Natively, variables that are made in a function first called on several replicas break it.
+            with tf.init_scope(), keras.name_scope(self.name, caller=self):
+                self.build(variables)
+
+    def _apply(self, grads: Sequence[Any], variables: Any) -> None:
+        with casting.off():
+            guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=variables)
+
+    def ampx_unwrap(self) -> None:
+        """Leave the raw optimizer as if it had never been wrapped."""
+        guard.leave(self.inner_optimizer)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Do what Keras does at the end of `fit`, and send the events that are still due. Sync: one."""
+        super().finalize_variable_values(var_list)
+        history.look()
+
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what Keras saves to make the optimizer again."""
+        group = self._ledger.contexts.host
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "loss_scale": asdict(group.config),
+            "max_grad_norm": self.max_grad_norm,
+            "max_grad_value": self.max_grad_value,
+            "enabled": group.enabled,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AmpOptimizer:
+        """Return an optimizer made from what `get_config` gave, here or of a LossScaleOptimizer of Keras 2 or 3.
+
+        Raises:
+            InvalidOptionError: It is the configuration of no such optimizer.
+        """
+        config = dict(config)
+        if not isinstance(config.get("inner_optimizer"), dict):
+            raise InvalidOptionError(
+                f"from_config got a configuration with the names {sorted(config)}; accepted: that of an optimizer "
+                f"which scales the loss, with its inner_optimizer. Pass what get_config gave."
+            )
+        inner = dict(config.pop("inner_optimizer"))
+        if isinstance(inner.get("config"), dict):  # Keras 2 says more than the optimizers of Keras 3 take
+            inner["config"] = {name: value for name, value in inner["config"].items() if name not in _ONLY_KERAS_2}
+        if "loss_scale" in config:
+            config["loss_scale"] = LossScale(**config["loss_scale"])
+        else:
+            config["loss_scale"] = read_configuration(
+                config.pop("dynamic", True), config.pop("initial_scale", None), config.pop("dynamic_growth_steps", None)
+            )
+        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
+
+
+def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:
+    """Return the loss scale that the arguments of Keras's LossScaleOptimizer mean.
+
+    Raises:
+        InvalidOptionError: They contradict each other, or are out of range.
+    """
+    if dynamic:
+        return LossScale(
+            init_scale=FORMER_INIT_SCALE if initial_scale is None else initial_scale,
+            growth_interval=2000 if growth_steps is None else growth_steps,
+        )
+    if initial_scale is None or growth_steps is not None:
+        raise InvalidOptionError(
+            f"LossScaleOptimizer(dynamic=False, initial_scale={initial_scale!r}, dynamic_growth_steps="
+            f"{growth_steps!r}); accepted: a static scale has an initial_scale and no dynamic_growth_steps. Pass those."
+        )
+    return LossScale.static(initial_scale)
+
+
+def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
+    """Wrap an optimizer of Keras 3; raise for one that scales the loss itself or keeps low-precision variables."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
+        raise AlreadyWrappedError(
+            f"wrap_optimizer got {type(optimizer).__name__}, which scales the loss itself; its gradients would be "
+            f"unscaled twice. Pass the optimizer inside (inner_optimizer), without loss_scale_factor, and give "
+            f"loss_scale=… to wrap_optimizer."
+        )
+    bounds = [name for name in ("max_grad_norm", "max_grad_value") if options.get(name) is not None]
+    if bounds and optimizer.gradient_accumulation_steps:
+        raise InvalidOptionError(
+            f"wrap_optimizer got {', '.join(bounds)} for an optimizer with gradient_accumulation_steps, of which ampx "
+            f"sees only micro-batches; accepted: one of them. Pass global_clipnorm or clipvalue to the optimizer, "
+            f"which clips what was accumulated."
+        )
+    if member.group.enabled:
+        guard.refuse_low_precision(optimizer._trainable_variables)
+    return AmpOptimizer(
+        optimizer,
+        max_grad_norm=options.get("max_grad_norm"),
+        max_grad_value=options.get("max_grad_value"),
+        member=member,
+    )
