@@ -106,8 +106,8 @@ for epoch in range(10):
     ("name", "arguments"),
     [
         ("image_classification.py", ("--dtype", "amp")),
-        ("gan.py", ("--amp",)),
-        ("word_language_model.py", ("--amp",)),
+        pytest.param("gan.py", ("--amp",), marks=pytest.mark.nightly),
+        pytest.param("word_language_model.py", ("--amp",), marks=pytest.mark.nightly),
     ],
 )
 def test_an_unedited_program_trains_as_in_float32(name, arguments):

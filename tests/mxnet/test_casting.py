@@ -6,6 +6,7 @@ import pytest
 
 import ampx
 from ampx_mxnet.compat import amp as native_amp, mx
+from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import name_of
 
 
@@ -202,10 +203,17 @@ def test_gradients_that_begin_to_add_after_wrapping_are_refused(dense):
         pass
 
 
-@pytest.mark.parametrize("limit", ["AVX2", "SSE41"])
-def test_bfloat16_is_refused_where_onednn_may_not_use_what_it_needs(native, monkeypatch, limit):
-    """MXNet itself fails when somebody waits for the product."""
+@pytest.mark.parametrize("limit", ["SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"])
+def test_a_cpu_whose_instructions_are_limited_computes_no_bfloat16(monkeypatch, limit):
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
+    cpu = describe("cpu")
+    assert not cpu.native | cpu.emulated
+    assert limit in cpu.reason
+
+
+def test_bfloat16_is_refused_where_onednn_may_not_use_what_it_needs(native, monkeypatch):
+    """MXNet itself fails when somebody waits for the product."""
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
     code, _, err = native(
         """
 ones = nd.amp_cast(nd.ones((8, 8)), dtype=np.dtype([("bfloat16", np.uint16)]))

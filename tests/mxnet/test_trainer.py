@@ -150,14 +150,11 @@ def test_overwritten_gradients_are_a_step_skipped_by_hand(amp, dense):
     assert opt.ampx_member.group.steps == 1
 
 
-def test_scales_below_one_that_overflow_on_dividing_are_skipped(dense):
+def test_scales_below_one_that_overflow_on_dividing_are_skipped(dense, backward):
     amp = ampx.init("mxnet", level="O0", loss_scale=ampx.LossScale(init_scale=2.0**-4, min_scale=2.0**-8))
     net = dense()
     opt = amp.wrap_optimizer(_trainer(net))
-    with autograd.record():
-        loss = (net(mx.nd.ones((1, 2))) * 2.0**127).sum() * 4.0
-    with ampx.scale_loss(loss, opt) as scaled:
-        scaled.backward()
+    backward(lambda: (net(mx.nd.ones((1, 2))) * 2.0**127).sum() * 4.0, opt)
     assert net.weight.grad().asnumpy().tolist() == [[2.0**125, 2.0**125]]
     opt.step(1)
     assert not opt.last_step.applied
@@ -339,16 +336,13 @@ def test_an_infinity_written_after_unscale_is_not_applied(amp, dense, look, bad)
 
 @pytest.mark.parametrize("how", ["step", "by hand"])
 @pytest.mark.parametrize("size", [1e25, 3e38])
-def test_a_norm_beyond_float32_clips_rightly(dense, how, size):
+def test_a_norm_beyond_float32_clips_rightly(dense, how, size, backward):
     """By NumPy in float64; Adamax makes NaN of the zeros that a norm of inf would leave on a first step."""
     amp = ampx.init("mxnet", level="O0", loss_scale=1.0)
     net = dense()
     raw = gluon.Trainer(net.collect_params(), "adamax", {"learning_rate": 0.5})
     opt = amp.wrap_optimizer(raw, **({"max_grad_norm": 2.0} if how == "step" else {}))
-    with autograd.record():
-        loss = (net(mx.nd.array([[1.0, 0.5]])) * size).sum()
-    with ampx.scale_loss(loss, opt) as scaled:
-        scaled.backward()
+    backward(lambda: (net(mx.nd.array([[1.0, 0.5]])) * size).sum(), opt)
     true = np.array([1.0, 0.5]) * np.float64(np.float32(size))
     if how == "by hand":
         assert float(ampx.clip_grad_norm(opt, 2.0)) == pytest.approx(np.linalg.norm(true), rel=1e-6)
@@ -432,15 +426,12 @@ def test_adding_gradients_of_a_skipped_step_must_be_cleared(amp, dense, cleared)
     assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
 
 
-def test_adding_to_gradients_of_another_loss_is_refused(amp, dense):
+def test_adding_to_gradients_of_another_loss_is_refused(amp, dense, backward):
     """The discriminator's gradients of the generator's loss carry the generator's scale."""
     net = dense(grad_req="add")
     opt = amp.wrap_optimizer(_trainer(net))
     foreign = amp.wrap_optimizer(_trainer(dense()), loss_scale=4.0)
-    with autograd.record():
-        loss = net(mx.nd.ones((1, 2))).sum()
-    with ampx.scale_loss(loss, foreign) as scaled:
-        scaled.backward()
+    backward(lambda: net(mx.nd.ones((1, 2))).sum(), foreign)
     with pytest.raises(ampx.ProtocolError, match=r"another backward had left .*give scale_loss all trainers"):
         _backward(net, opt)
     opt.zero_grad()
