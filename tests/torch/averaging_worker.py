@@ -48,8 +48,8 @@ def main(rank, folder):
     run = Run("torch", RunSettings(dtype="float16", device="cpu"))
     with default_registry().load("torch").automate(run):
         automated = train(rank)
-    found = {"automated": automated, **run.recorder.to_json()}
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    report = {"automated": automated, **run.recorder.to_json()}
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 

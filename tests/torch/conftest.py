@@ -47,7 +47,9 @@ def same():
 
     def compare(left, right):
         if isinstance(left, torch.Tensor):
-            left, right = (one.to_dense() if one.layout is not torch.strided else one for one in (left, right))
+            left, right = (
+                tensor.to_dense() if tensor.layout is not torch.strided else tensor for tensor in (left, right)
+            )
             return left.dtype == right.dtype and torch.equal(left, right)
         if isinstance(left, dict):
             return left.keys() == right.keys() and all(compare(left[key], right[key]) for key in left)

@@ -278,8 +278,8 @@ def fsdp2_names_the_parameter_in_the_shard(rank):
     # A plain tensor: with a DTensor, the one process that looks would wait for the others.
     norm = ampx.clip_grad_norm(opt, 1.0)
     opt.step()
-    found = [[one.name, one.nonfinite] for one in ampx.debug.nonfinite_parameters(opt, model)]
-    return {"found": found, "norm": [type(norm).__name__, norm.item()]}
+    named = [[entry.name, entry.nonfinite] for entry in ampx.debug.nonfinite_parameters(opt, model)]
+    return {"found": named, "norm": [type(norm).__name__, norm.item()]}
 
 
 @scenario

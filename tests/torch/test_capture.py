@@ -44,7 +44,7 @@ class Recording(TorchDispatchMode):
 def flat(result):
     if isinstance(result, torch.Tensor):
         return [result]
-    return [one for one in result if isinstance(one, torch.Tensor)] if isinstance(result, (list, tuple)) else []
+    return [item for item in result if isinstance(item, torch.Tensor)] if isinstance(result, (list, tuple)) else []
 
 
 class Training:
@@ -52,7 +52,7 @@ class Training:
 
     def __init__(self, config=None, capturable=True, fused=torch.optim.AdamW, members=1, **options):
         self.parameters = [nn.Parameter(torch.ones(3)) for _ in range(members)]
-        self.raws = [fused([one], lr=0.1, fused=True) for one in self.parameters]
+        self.raws = [fused([parameter], lr=0.1, fused=True) for parameter in self.parameters]
         self.opts = ampx.wrap_optimizer(
             self.raws, loss_scale=config or ampx.LossScale(), capturable=capturable, device_scale=True, **options
         )
@@ -60,13 +60,13 @@ class Training:
         self.input = torch.ones(3)
 
     def step(self):
-        for one in self.opts:
-            one.zero_grad()
-        loss = sum((one * self.input).sum() for one in self.parameters)
+        for opt in self.opts:
+            opt.zero_grad()
+        loss = sum((parameter * self.input).sum() for parameter in self.parameters)
         with ampx.scale_loss(loss, self.opts) as scaled:
             scaled.backward()
-        for one in self.opts:
-            one.step()
+        for opt in self.opts:
+            opt.step()
 
     def feed(self, bad):
         self.input.fill_(math.inf if bad else 1.0)
@@ -116,7 +116,7 @@ def test_replayed_steps_are_those_of_an_optimizer_that_ran_them(pattern, reads, 
     assert amp.state_dict(replayed.opts)["groups"] == amp.state_dict(ordinary.opts)["groups"]
     assert replayed.opt.last_step == ordinary.opt.last_step
     remove()
-    assert [vars(one) | {"group": 0} for one in events] == [vars(one) | {"group": 0} for one in expected_events]
+    assert [vars(event) | {"group": 0} for event in events] == [vars(event) | {"group": 0} for event in expected_events]
 
 
 def test_a_group_moves_its_scale_once_a_replay(amp):
@@ -126,7 +126,7 @@ def test_a_group_moves_its_scale_once_a_replay(amp):
     for _ in range(3):
         recording.replay()
     assert training.opt.loss_scale == 2.0**13
-    assert [one.last_step.consecutive_skips for one in training.opts] == [3, 3]
+    assert [opt.last_step.consecutive_skips for opt in training.opts] == [3, 3]
 
 
 def test_a_loaded_scale_reaches_the_steps_that_are_replayed(amp):
@@ -169,7 +169,7 @@ def test_copies_go_on_with_the_scale_in_memory_of_their_own(amp):
 
 @pytest.mark.parametrize("case", ["loss id", "not fused", "contradiction", "value"])
 def test_what_cannot_be_captured_is_refused(case, amp):
-    fused, plain = (torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=one) for one in (True, None))
+    fused, plain = (torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=fused) for fused in (True, None))
     if case == "loss id":
         opt = ampx.wrap_optimizer(fused, capturable=True)
         with pytest.raises(ampx.UnsupportedByBackendError, match="loss_id=1"):
@@ -218,7 +218,7 @@ def test_a_whole_step_is_captured_in_a_cuda_graph(clip):
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     assert opt.loss_scale == 2.0**18  # three steps and five: two growths
-    before = [one.detach().clone() for one in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     x.fill_(math.inf)
     graph.replay()
     assert not opt.last_step.applied

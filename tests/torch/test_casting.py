@@ -303,26 +303,26 @@ def test_cast_keeps_the_shape_of_trees_and_touches_floating_tensors_only():
     integers, low = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.float16)
     tree = {"p": pair(torch.ones(2), integers), "l": [low, "text", None, 3], "o": ordered, "c": torch.ones(1) * 1j}
     amp = ampx.init("torch", dtype="float16", device="cpu")
-    found = amp.backend.cast(tree, "float16")
-    assert isinstance(found["p"], pair)
-    assert found["p"].x.dtype == torch.float16
-    assert found["p"].y is integers
-    assert found["l"][0] is low
-    assert found["l"][1:] == ["text", None, 3]
-    assert type(found["o"]) is collections.OrderedDict
-    assert list(found["o"]) == ["b", "a"]
-    assert found["o"]["b"].dtype == torch.float16
+    result = amp.backend.cast(tree, "float16")
+    assert isinstance(result["p"], pair)
+    assert result["p"].x.dtype == torch.float16
+    assert result["p"].y is integers
+    assert result["l"][0] is low
+    assert result["l"][1:] == ["text", None, 3]
+    assert type(result["o"]) is collections.OrderedDict
+    assert list(result["o"]) == ["b", "a"]
+    assert result["o"]["b"].dtype == torch.float16
     assert ordered["b"].dtype == torch.float32
-    assert found["c"].is_complex()
+    assert result["c"].is_complex()
 
 
 def test_packed_sequences_are_cast():
     packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
     amp = ampx.init("torch", dtype="bfloat16", device="cpu")
-    found = amp.backend.cast(packed, "bfloat16")
-    assert isinstance(found, nn.utils.rnn.PackedSequence)
-    assert found.data.dtype == torch.bfloat16
-    assert torch.equal(found.batch_sizes, packed.batch_sizes)
+    result = amp.backend.cast(packed, "bfloat16")
+    assert isinstance(result, nn.utils.rnn.PackedSequence)
+    assert result.data.dtype == torch.bfloat16
+    assert torch.equal(result.batch_sizes, packed.batch_sizes)
 
 
 @pytest.mark.parametrize(

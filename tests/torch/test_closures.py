@@ -17,6 +17,22 @@ def problem():
     return model, torch.randn(8, 3), torch.randn(8, 1)
 
 
+def closure_of(opt, make_loss, scales=True):
+    """Return a closure as its users write it."""
+
+    def closure():
+        opt.zero_grad()
+        loss = make_loss()
+        if scales:
+            with ampx.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        return loss
+
+    return closure
+
+
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimisation as its users write it: climb, evaluate again, come back and descend."""
 
@@ -47,17 +63,12 @@ def test_lbfgs_takes_the_plain_optimizers_steps_bit_for_bit(search, amp, same):
             opt = ampx.wrap_optimizer(opt)
         losses = []
 
-        def closure():
-            opt.zero_grad()
+        def make_loss():
             loss = ((model(x) - y) ** 2).mean()
-            if wrap:
-                with ampx.scale_loss(loss, opt) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
             losses.append(loss.item())
             return loss
 
+        closure = closure_of(opt, make_loss, wrap)
         returned = [opt.step(closure).item(), opt.step(closure=closure).item(), opt.step(closure).item()]
         return losses, returned, model.state_dict(), opt.state_dict()["state"]
 
@@ -71,15 +82,12 @@ def test_overflow_in_any_lbfgs_evaluation_puts_parameters_and_state_back(evaluat
     opt = ampx.wrap_optimizer(torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, history_size=3))
     bad, count = 0, 0
 
-    def closure():
+    def make_loss():
         nonlocal count
         count += 1
-        opt.zero_grad()
-        loss = ((model(x) - y) ** 2).mean() * (INF if count == bad else 1.0)
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        return loss
+        return ((model(x) - y) ** 2).mean() * (INF if count == bad else 1.0)
 
+    closure = closure_of(opt, make_loss)
     opt.step(closure)
     assert opt.last_step.applied
     before = copy.deepcopy((model.state_dict(), opt.state_dict()))
@@ -101,14 +109,7 @@ def test_lbfgs_recovers_from_a_scale_that_is_too_large(amp):
     weight, x, y = nn.Parameter(torch.zeros(3)), torch.randn(8, 3), torch.randn(8)
     scale = ampx.LossScale(init_scale=2.0**127, max_scale=2.0**127)
     opt = ampx.wrap_optimizer(torch.optim.LBFGS([weight], max_iter=8, line_search_fn="strong_wolfe"), loss_scale=scale)
-
-    def closure():
-        opt.zero_grad()
-        loss = ((x @ weight - y) ** 2).sum()
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        return loss
-
+    closure = closure_of(opt, lambda: ((x @ weight - y) ** 2).sum())
     results = []
     for _ in range(10):
         opt.step(closure)
@@ -168,15 +169,8 @@ def test_a_closure_that_never_scales_its_loss_is_told_so(amp, same):
     model, x, _ = problem()
     opt = ampx.wrap_optimizer(torch.optim.LBFGS(model.parameters(), max_iter=3))
     before = copy.deepcopy(model.state_dict())
-
-    def closure():
-        opt.zero_grad()
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        return loss
-
     with pytest.raises(ampx.NotScaledError):
-        opt.step(closure)
+        opt.step(closure_of(opt, lambda: model(x).pow(2).mean(), scales=False))
     assert same(model.state_dict(), before)
 
 
@@ -295,18 +289,12 @@ def test_first_order_optimizers_evaluate_a_closure_once_and_give_its_loss(how, a
             opt = ampx.wrap_optimizer(opt)
         count = 0
 
-        def closure():
+        def make_loss():
             nonlocal count
             count += 1
-            opt.zero_grad()
-            loss = ((model(x) - y) ** 2).mean()
-            if wrap:
-                with ampx.scale_loss(loss, opt) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
-            return loss
+            return ((model(x) - y) ** 2).mean()
 
+        closure = closure_of(opt, make_loss, wrap)
         with torch.no_grad():  # as in plain torch, the closure computes with gradients all the same
             losses = [opt.step(closure) if how == "positional" else opt.step(closure=closure) for _ in range(2)]
         return count, [loss.item() for loss in losses], model.state_dict()
@@ -318,14 +306,7 @@ def test_a_first_order_closure_that_overflows_is_a_skipped_step(amp, same):
     model, x, _ = problem()
     opt = ampx.wrap_optimizer(torch.optim.Adam(model.parameters()))
     before = copy.deepcopy(model.state_dict())
-
-    def closure():
-        loss = model(x).pow(2).mean() * INF
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        return loss
-
-    assert opt.step(closure) == INF
+    assert opt.step(closure_of(opt, lambda: model(x).pow(2).mean() * INF)) == INF
     assert not opt.last_step.applied
     assert same(model.state_dict(), before)
     opt.zero_grad()
@@ -338,19 +319,14 @@ def test_clipping_applies_to_every_evaluation_as_it_would_by_hand(amp, same):
         opt = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
         if wrap:
             opt = ampx.wrap_optimizer(opt, max_grad_norm=0.1)
+        evaluate = closure_of(opt, lambda: ((model(x) - y) ** 2).mean(), wrap)
 
-        def closure():
-            opt.zero_grad()
-            loss = ((model(x) - y) ** 2).mean()
-            if wrap:
-                with ampx.scale_loss(loss, opt) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        def clipped():
+            loss = evaluate()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             return loss
 
-        opt.step(closure)
+        opt.step(evaluate if wrap else clipped)
         return model.state_dict()
 
     assert same(train(True), train(False))

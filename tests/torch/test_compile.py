@@ -65,7 +65,7 @@ def test_regions_compile_into_one_graph(x, process_wide):
             on = x @ x.T
         return off, on
 
-    assert [one.dtype for one in compiled(function)(x)] == [torch.float32, torch.bfloat16]
+    assert [tensor.dtype for tensor in compiled(function)(x)] == [torch.float32, torch.bfloat16]
     assert torch.is_autocast_enabled("cpu") is process_wide
 
 
@@ -168,8 +168,8 @@ def test_a_float32_island_keeps_its_range_in_compiled_backward(wide):
     amp.shutdown()
     assert options.backward_pass_autocast == before
     assert [gradient[0, 0].item() for gradient in eager] == [2048.0, 8192.0]  # as in float32
-    for one, other in zip(own, eager, strict=True):
-        torch.testing.assert_close(one, other)
+    for tensor, other in zip(own, eager, strict=True):
+        torch.testing.assert_close(tensor, other)
 
 
 def in_a_thread(work):

@@ -74,8 +74,8 @@ def test_without_a_model_names_come_from_the_optimizer(made_from, name):
     backward(model(torch.ones(1, 3)).sum(), opt)
     overflow_in(model[1].weight, INF)
     opt.step()
-    assert [found.name for found in debug.nonfinite_parameters(opt)] == [name]
-    assert [found.name for found in debug.nonfinite_parameters(opt, model)] == ["1.weight"]
+    assert [entry.name for entry in debug.nonfinite_parameters(opt)] == [name]
+    assert [entry.name for entry in debug.nonfinite_parameters(opt, model)] == ["1.weight"]
 
 
 def test_a_tied_weight_has_the_name_it_has_in_named_parameters():
@@ -86,7 +86,7 @@ def test_a_tied_weight_has_the_name_it_has_in_named_parameters():
     backward(model(torch.ones(1, 2)).sum(), opt)
     overflow_in(model[0].weight, INF)
     opt.step()
-    assert [found.name for found in debug.nonfinite_parameters(opt, model)] == ["0.weight"]
+    assert [entry.name for entry in debug.nonfinite_parameters(opt, model)] == ["0.weight"]
 
 
 def test_sparse_gradients_are_counted_by_their_stored_values():
@@ -107,7 +107,7 @@ def test_master_weights_carry_the_names_of_the_models_parameters():
     overflow_in(model[1].weight, INF)
     opt.step()
     assert opt.last_step.applied is False
-    assert [found.name for found in debug.nonfinite_parameters(opt, model)] == ["1.weight"]
+    assert [entry.name for entry in debug.nonfinite_parameters(opt, model)] == ["1.weight"]
 
 
 def test_a_raw_optimizer_is_refused():

@@ -20,7 +20,7 @@ def lbfgs_problem():
 def test_defect_2_a_scaler_updated_between_two_optimizers_unscales_the_second_wrongly(amp):
     def parameters_and_optimizers():
         pair = [nn.Parameter(torch.ones(1)) for _ in range(2)]
-        return pair, [torch.optim.SGD([one], lr=1.0) for one in pair]
+        return pair, [torch.optim.SGD([parameter], lr=1.0) for parameter in pair]
 
     pair, opts = parameters_and_optimizers()
     scaler = GradScaler("cpu", growth_interval=1)
@@ -28,7 +28,7 @@ def test_defect_2_a_scaler_updated_between_two_optimizers_unscales_the_second_wr
     for opt in opts:
         scaler.step(opt)
         scaler.update()
-    assert [one.item() for one in pair] == [0.0, 0.5]  # both gradients are 1
+    assert [parameter.item() for parameter in pair] == [0.0, 0.5]  # both gradients are 1
 
     pair, raws = parameters_and_optimizers()
     opts = [ampx.wrap_optimizer(raw, loss_scale=ampx.LossScale(growth_interval=1)) for raw in raws]
@@ -36,7 +36,7 @@ def test_defect_2_a_scaler_updated_between_two_optimizers_unscales_the_second_wr
         scaled.backward()
     for opt in opts:
         opt.step()
-    assert [one.item() for one in pair] == [0.0, 0.0]
+    assert [parameter.item() for parameter in pair] == [0.0, 0.0]
     assert [opt.loss_scale for opt in opts] == [2.0**17] * 2
 
 

@@ -37,15 +37,15 @@ def records(tmp_path_factory, run_two_ranks):
     run_two_ranks(WORKER, folder)
 
     def read(scenario):
-        found = []
+        results = []
         for rank in (0, 1):
             path = folder / f"{scenario}.{rank}.json"
             if not path.exists():
                 pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")
             record = json.loads(path.read_text())
             assert "error" not in record, f"rank {rank}: {record['error']}"
-            found.append(record)
-        return found
+            results.append(record)
+        return results
 
     return read
 
@@ -192,7 +192,7 @@ def test_fsdp1_with_a_group_agrees_and_clips_true_gradients(records):
 
 @pytest.mark.parametrize("way", ["parallel", "by hand", "loaded"])
 def test_ranks_that_start_with_unequal_weights_train_those_of_rank_0(records, way):
-    first, second = (one[way] for one in records("masters_of_ranks_that_start_unequal"))
+    first, second = (ways[way] for ways in records("masters_of_ranks_that_start_unequal"))
     torch.manual_seed(0)
     start = nn.Linear(4, 2, bias=False).weight.detach().bfloat16().float()
     if way == "loaded":  # exact, because every rank loaded it

@@ -40,17 +40,17 @@ class Trainer:
 
     def loss(self, step, bad=False, size=1.0):
         generator = torch.Generator().manual_seed(step)
-        factors = [torch.randn(one.shape, generator=generator) * size for one in self.parameters]
+        factors = [torch.randn(tensor.shape, generator=generator) * size for tensor in self.parameters]
         if bad:
             factors[-1].view(-1)[0] = math.inf if step % 2 else math.nan
-        return sum((one * factor).sum() for one, factor in zip(self.parameters, factors, strict=True))
+        return sum((tensor * factor).sum() for tensor, factor in zip(self.parameters, factors, strict=True))
 
     def tensors(self):
-        state = [value for one in self.parameters for value in self.raw.state[one].values() if value is not None]
-        return [one.detach().clone() for one in (*self.parameters, *state)]
+        state = [value for tensor in self.parameters for value in self.raw.state[tensor].values() if value is not None]
+        return [tensor.detach().clone() for tensor in (*self.parameters, *state)]
 
     def gradients(self):
-        return [one.grad.clone() for one in self.parameters]
+        return [tensor.grad.clone() for tensor in self.parameters]
 
 
 def native(trainer, scale, clip):
@@ -130,14 +130,14 @@ def test_clipped_gradients_differ_from_the_exact_ones_by_two_roundings(shapes, s
     exact = torch.autograd.grad(loss * torch.tensor(scale), ours.parameters, retain_graph=True)
     result = step(loss)
     # float64 throughout: the norm of the scaled gradients, then one division of each.
-    norm = math.sqrt(sum(one.double().square().sum().item() for one in exact)) / scale
+    norm = math.sqrt(sum(tensor.double().square().sum().item() for tensor in exact)) / scale
     # A sum of n squares by rows of m loses no more than (m + n / m) / 2 roundings at worst, and at random their root.
-    norm_error = math.sqrt(max(one.numel() for one in exact)) / 2 * UNIT
+    norm_error = math.sqrt(max(tensor.numel() for tensor in exact)) / 2 * UNIT
     assert abs(result.grad_norm / norm - 1) <= norm_error + UNIT
-    for found, scaled in zip(ours.gradients(), exact, strict=True):
+    for gradient, scaled in zip(ours.gradients(), exact, strict=True):
         wanted = scaled.double() * (0.5 / (norm + 1e-6) / scale)
         # One rounding of the divisor and one of the quotient, beside the norm's own error.
-        assert ((found.double() - wanted).abs() <= wanted.abs() * (2.01 * UNIT + norm_error)).all()
+        assert ((gradient.double() - wanted).abs() <= wanted.abs() * (2.01 * UNIT + norm_error)).all()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -149,8 +149,8 @@ def test_clipped_steps_are_the_native_ones_but_for_rounding(optimizer, amp):
     result, norm = step(ours.loss(1)), by_hand(theirs.loss(1))
     assert abs(result.grad_norm / norm.item() - 1) <= 2 * UNIT
     # Ours: divisor and quotient. Native: norm + 1e-6, coefficient and product. And 2 for the norm.
-    for found, wanted in zip(ours.gradients(), theirs.gradients(), strict=True):
-        assert ((found - wanted).abs() <= wanted.abs() * 7 * UNIT).all()
+    for gradient, wanted in zip(ours.gradients(), theirs.gradients(), strict=True):
+        assert ((gradient - wanted).abs() <= wanted.abs() * 7 * UNIT).all()
 
 
 def test_without_a_power_of_two_as_scale_the_step_is_still_the_native_one(amp, same):
@@ -171,7 +171,7 @@ def test_finite_gradients_whose_squares_overflow_are_applied(clip, on_device, am
     _, step = through_ampx(ours, 1024.0, clip, device_scale=on_device)
     result = step(ours.loss(1, size=2.0**70))
     assert result.applied
-    assert all(one.isfinite().all() for one in ours.tensors())
+    assert all(tensor.isfinite().all() for tensor in ours.tensors())
     assert clip is not None or not torch.equal(before[0], ours.tensors()[0])
 
 
@@ -189,7 +189,7 @@ def test_one_bad_element_anywhere_skips_the_step_and_gradients_lose_their_scale(
     with ampx.scale_loss(ours.loss(1), opt) as scaled:
         scaled.backward()
     ours.parameters[position].grad.view(-1)[-1] = value
-    wanted = [one / scale for one in ours.gradients()]
+    wanted = [tensor / scale for tensor in ours.gradients()]
     opt.step()
     assert not opt.last_step.applied
     assert same(ours.tensors(), before)
@@ -205,7 +205,7 @@ def test_the_kernel_unscales_where_that_pays(shapes, clip, amp, folded):
     ours = Trainer(SHAPES[shapes], *OPTIMIZERS["adamw"])
     _, step = through_ampx(ours, 1024.0, clip)
     step(ours.loss(1))
-    assert [float(one) for one in folded] == ([1024.0] if clip or shapes == "large" else [])
+    assert [float(tensor) for tensor in folded] == ([1024.0] if clip or shapes == "large" else [])
 
 
 def observed_by(observe, clip=1e9):
@@ -276,8 +276,8 @@ def test_a_scheduler_on_the_raw_optimizer_does_not_keep_the_kernel_from_unscalin
 def test_what_needs_true_gradients_before_the_kernel_gets_them(how, amp, folded):
     ours = Trainer(SHAPES["large"], *OPTIMIZERS["sgd"])
     if how == "float64":
-        for one in ours.parameters:
-            one.data = one.data.double()
+        for tensor in ours.parameters:
+            tensor.data = tensor.data.double()
     if how == "one group not fused":
         ours.raw.add_param_group({"params": [nn.Parameter(torch.ones(2))], "fused": False})
     opt = ampx.wrap_optimizer(
@@ -339,22 +339,22 @@ def test_after_an_error_in_the_raw_step_its_gradients_are_not_used_again(amp):
     with pytest.raises(OSError, match="disk full"):
         step(ours.loss(1))
     handle.remove()
-    weights = [one.detach().clone() for one in ours.parameters]
+    weights = [tensor.detach().clone() for tensor in ours.parameters]
     with pytest.raises(ampx.ProtocolError, match="interrupted"):
         opt.step()
-    assert all(torch.equal(one, other) for one, other in zip(ours.parameters, weights, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(ours.parameters, weights, strict=True))
     opt.zero_grad()
     assert step(ours.loss(2)).applied
 
 
 def test_the_norm_does_not_depend_on_the_number_of_threads(amp):
-    found = set()
+    norms = set()
     for threads in (1, 2):
         torch.set_num_threads(threads)
         ours = Trainer([(512, 512)], *OPTIMIZERS["sgd"])
         _, step = through_ampx(ours, 1024.0, 1.0)
-        found.add(step(ours.loss(1)).grad_norm)
-    assert len(found) == 1
+        norms.add(step(ours.loss(1)).grad_norm)
+    assert len(norms) == 1
 
 
 @pytest.mark.parametrize("clip", [None, 1e9], ids=["", "clip"])
@@ -362,25 +362,27 @@ def test_the_norm_does_not_depend_on_the_number_of_threads(amp):
 def test_master_weights_step_as_a_native_optimizer_of_float32_copies(shapes, clip, folded, same):
     amp = ampx.init("torch", device="cpu", dtype="bfloat16", level="O2", loss_scale=2.0**10)
     model = nn.ParameterList(Trainer(SHAPES[shapes], *OPTIMIZERS["adamw"]).parameters)
-    copies = [nn.Parameter(one.detach().clone()) for one in model]
+    copies = [nn.Parameter(tensor.detach().clone()) for tensor in model]
     raw = torch.optim.AdamW(model, lr=0.1, fused=True)
     _, opt = amp.prepare(model, amp.wrap_optimizer(raw, max_grad_norm=clip))
     native_opt, scaler = torch.optim.AdamW(copies, lr=0.1, fused=True), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for _ in range(3):
         opt.zero_grad()
-        with ampx.scale_loss(sum(one.float().square().sum() for one in model), opt) as scaled:
+        with ampx.scale_loss(sum(tensor.float().square().sum() for tensor in model), opt) as scaled:
             scaled.backward()
         scaler.scale(torch.ones(()))
-        for one, copied in zip(model, copies, strict=True):
-            copied.grad = one.grad.float()
+        for tensor, copied in zip(model, copies, strict=True):
+            copied.grad = tensor.grad.float()
         if clip is not None:
             scaler.unscale_(native_opt)
             nn.utils.clip_grad_norm_(copies, clip)
         scaler.step(native_opt)
         scaler.update()
         opt.step()
-        assert same([one.detach() for one in opt.param_groups[0]["params"]], [one.detach() for one in copies])
-        assert same([one.detach() for one in model], [one.detach().bfloat16() for one in copies])
+        assert same(
+            [tensor.detach() for tensor in opt.param_groups[0]["params"]], [tensor.detach() for tensor in copies]
+        )
+        assert same([tensor.detach() for tensor in model], [tensor.detach().bfloat16() for tensor in copies])
     assert len(folded) == (3 if clip or shapes == "large" else 0)
 
 
@@ -388,13 +390,13 @@ def test_master_weights_step_as_a_native_optimizer_of_float32_copies(shapes, cli
 def test_one_backward_may_serve_scales_on_the_host_and_on_the_device(clip, amp):
     trainers = [Trainer(SHAPES["large"], *OPTIMIZERS["sgd"]) for _ in range(2)]
     opts = [
-        ampx.wrap_optimizer(one.raw, loss_scale=1024.0, max_grad_norm=clip, device_scale=on_device)
-        for one, on_device in zip(trainers, (False, True), strict=True)
+        ampx.wrap_optimizer(trainer.raw, loss_scale=1024.0, max_grad_norm=clip, device_scale=on_device)
+        for trainer, on_device in zip(trainers, (False, True), strict=True)
     ]
-    with ampx.scale_loss(sum(one.loss(1) for one in trainers), opts) as scaled:
+    with ampx.scale_loss(sum(trainer.loss(1) for trainer in trainers), opts) as scaled:
         scaled.backward()
     true = torch.autograd.grad(trainers[0].loss(1), trainers[0].parameters)
-    for one, opt in zip(trainers, opts, strict=True):
+    for trainer, opt in zip(trainers, opts, strict=True):
         opt.step()
         assert opt.last_step.applied
-        assert all(map(torch.equal, one.gradients(), true))
+        assert all(map(torch.equal, trainer.gradients(), true))

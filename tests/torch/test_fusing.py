@@ -20,14 +20,14 @@ def make(optimizer, **options):
     cls, own = OPTIMIZERS[optimizer]
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))]
-    return parameters, cls([{"params": [one]} for one in parameters], lr=0.1, **{**own, **options})
+    return parameters, cls([{"params": [parameter]} for parameter in parameters], lr=0.1, **{**own, **options})
 
 
 def train(parameters, opt, steps, scale=ampx.scale_loss):
     for step in range(steps):
         opt.zero_grad()
         torch.manual_seed(step)
-        with scale(sum((one * torch.randn_like(one)).sum() for one in parameters), opt) as scaled:
+        with scale(sum((parameter * torch.randn_like(parameter)).sum() for parameter in parameters), opt) as scaled:
             scaled.backward()
         opt.step()
 
@@ -37,8 +37,8 @@ def train(parameters, opt, steps, scale=ampx.scale_loss):
 def test_training_goes_on_as_with_a_fused_optimizer_that_took_over_the_state(optimizer, before, amp, same):
     parameters, raw = make(optimizer)
     for step in range(before):
-        for one in parameters:
-            one.grad = torch.full_like(one, 0.5 + step)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.5 + step)
         raw.step()
     others, fused = make(optimizer, fused=True, foreach=None)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_training_goes_on_as_with_a_fused_optimizer_that_took_over_the_state(opt
     opt = ampx.wrap_optimizer(raw, fused="auto")
     train(parameters, opt, 3)
     train(others, ampx.wrap_optimizer(fused), 3)
-    assert same([one.detach() for one in parameters], [one.detach() for one in others])
+    assert same([parameter.detach() for parameter in parameters], [parameter.detach() for parameter in others])
     assert same(raw.state_dict()["state"], fused.state_dict()["state"])
     assert raw._step_supports_amp_scaling
     # It works by hand too, and a group that joins later is fused as the others.
@@ -103,8 +103,8 @@ def test_another_value_is_refused(amp):
 
 def test_a_list_is_fused_as_a_whole_or_not_at_all(amp):
     _, good = make("adam")
-    for one in good.param_groups[0]["params"]:
-        one.grad = torch.ones_like(one)
+    for parameter in good.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
     good.step()
     before = copy.deepcopy(good.state_dict())
     with pytest.raises(ampx.InvalidOptionError):

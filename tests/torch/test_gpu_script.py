@@ -45,13 +45,13 @@ def test_all_checks_run_on_the_cpu_and_end_in_a_table_and_json(tmp_path):
     target = tmp_path / "deep" / "gpu.json"
     done = run_script("--device", "cpu", "--quick", "--out", str(target))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(target.read_text())
-    status = {check["check"]: check["status"] for check in found["checks"]}
+    report = json.loads(target.read_text())
+    status = {check["check"]: check["status"] for check in report["checks"]}
     assert len(status) == 17
-    assert {name for name, one in status.items() if one != "pass"} == {"syncs_per_step_are_not_more"}
-    assert found["machine"]["torch"]["torch"] == torch.__version__
+    assert {name for name, outcome in status.items() if outcome != "pass"} == {"syncs_per_step_are_not_more"}
+    assert report["machine"]["torch"]["torch"] == torch.__version__
     assert all(f" {name} " in done.stdout for name in status)
-    operators = next(check for check in found["checks"] if check["check"] == "kernels_per_step_are_not_more")
+    operators = next(check for check in report["checks"] if check["check"] == "kernels_per_step_are_not_more")
     assert all(ours <= native for ours, native in operators["data"].values())
 
 

@@ -160,8 +160,8 @@ def both(amp):
     """Two optimizers with loss scales of their own, and a loss that reaches the parameters of both."""
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     opts = [
-        ampx.wrap_optimizer(torch.optim.SGD([one], 1.0), loss_scale=scale)
-        for one, scale in ((first, 2.0**16), (second, 4.0))
+        ampx.wrap_optimizer(torch.optim.SGD([parameter], 1.0), loss_scale=scale)
+        for parameter, scale in ((first, 2.0**16), (second, 4.0))
     ]
     return first, second, *opts
 
@@ -218,7 +218,9 @@ def test_gradients_that_only_another_loss_made_join_a_pending_step(amp, backward
 
 def test_equal_scales_add_up_whoever_they_belong_to(amp, backward):
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    opt, other = (ampx.wrap_optimizer(torch.optim.SGD([one], 1.0), loss_scale=8.0) for one in (first, second))
+    opt, other = (
+        ampx.wrap_optimizer(torch.optim.SGD([parameter], 1.0), loss_scale=8.0) for parameter in (first, second)
+    )
     backward(2 * second.sum(), other)
     backward((first + second).sum(), opt)
     backward(second.sum(), other)

@@ -13,13 +13,13 @@ INF = float("inf")
 
 
 def scales(amp, opt):
-    return {one["loss_id"]: one["scale"] for one in amp.state_dict(opt)["groups"][0]["losses"]}
+    return {entry["loss_id"]: entry["scale"] for entry in amp.state_dict(opt)["groups"][0]["losses"]}
 
 
 def set_scale(amp, opt, loss_id, scale):
     state = amp.state_dict(opt)
     losses = state["groups"][0]["losses"]
-    losses[:] = [one for one in losses if one["loss_id"] != loss_id] + [
+    losses[:] = [entry for entry in losses if entry["loss_id"] != loss_id] + [
         {**losses[0], "loss_id": loss_id, "scale": scale}
     ]
     amp.load_state_dict(state, opt)
@@ -106,7 +106,7 @@ def test_clearing_inside_a_later_losss_body_drops_the_earlier_ones_gradients(how
             scaled.backward()
     opt.step()
     assert parameter.tolist() == [0.0, 0.0]
-    counted = {one["loss_id"]: one["growth_tracker"] for one in amp.state_dict(opt)["groups"][0]["losses"]}
+    counted = {entry["loss_id"]: entry["growth_tracker"] for entry in amp.state_dict(opt)["groups"][0]["losses"]}
     assert counted == {0: 0, 1: 1}
     assert scales(amp, opt)[0] == 2.0**16
 
@@ -159,10 +159,10 @@ def test_a_tree_of_losses_comes_back_scaled_in_the_same_shape(build, opt, amp):
     with ampx.scale_loss(losses, opt) as scaled:
         assert type(scaled) is type(losses)
         leaves = [*scaled.values()] if isinstance(scaled, dict) else [*scaled]
-        leaves = [one["c"] if isinstance(one, dict) else one for one in leaves]
-        assert [one.item() for one in leaves] == [4 * 2.0**16, 2 * 2.0**16]
-        for one in leaves:
-            one.backward()
+        leaves = [entry["c"] if isinstance(entry, dict) else entry for entry in leaves]
+        assert [entry.item() for entry in leaves] == [4 * 2.0**16, 2 * 2.0**16]
+        for entry in leaves:
+            entry.backward()
     opt.step()
     assert parameter.tolist() == [-2.0, -2.0]
 
@@ -215,7 +215,7 @@ def test_a_loss_whose_backward_reaches_nothing_is_not_counted(order, opt, amp, b
     for loss_id in order:
         backward((elsewhere if loss_id else parameter).sum(), opt, loss_id=loss_id)
     opt.step()
-    trackers = {one["loss_id"]: one["growth_tracker"] for one in amp.state_dict(opt)["groups"][0]["losses"]}
+    trackers = {entry["loss_id"]: entry["growth_tracker"] for entry in amp.state_dict(opt)["groups"][0]["losses"]}
     assert (trackers[0], trackers.get(1, 0)) == (1, 0)
     assert parameter.tolist() == [0.0, 0.0]
 

@@ -98,8 +98,8 @@ def test_it_trains_with_the_gradients_of_float32(no_primitive):
             scaled.backward()
         ampx.unscale(optimizer)
 
-    for found, expected in zip(gradients(in_low_precision), gradients(in_float32), strict=True):
-        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(torch.float16).eps, atol=1e-4)
+    for gradient, expected in zip(gradients(in_low_precision), gradients(in_float32), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=2 * torch.finfo(torch.float16).eps, atol=1e-4)
 
 
 def test_regions_too_and_torch_s_own_kernel_comes_back(no_primitive):

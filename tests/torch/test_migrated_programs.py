@@ -28,11 +28,11 @@ def migrated(migrate_program):
     """Return a function that writes what a program becomes, with nothing left of the old calls; it tells its path."""
 
     def migrate(program):
-        made = migrate_program(program, codes=(0, 1))
+        migration = migrate_program(program, codes=(0, 1))
         assert not {"GradScaler", "torch.autocast", "amp.initialize", "amp.scale_loss"} & set(
-            re.findall(r"[\w.]+", made.read_text())
+            re.findall(r"[\w.]+", migration.read_text())
         )
-        return made
+        return migration
 
     return migrate
 
@@ -76,8 +76,8 @@ def test_losses_of_apex_are_those_of_the_program_under_the_old_name(
     name, arguments, else_of_apex, migrated, train_program
 ):
     program = FOLDER / "apex" / name
-    made = migrated(program)
-    assert train_program(made, *arguments, install=APEX if else_of_apex else None) == train_program(
+    migration = migrated(program)
+    assert train_program(migration, *arguments, install=APEX if else_of_apex else None) == train_program(
         program, *arguments, install=APEX
     )
 

@@ -43,7 +43,7 @@ def full():
 def test_every_spelling_denies_every_way_to_call_an_operation(entry, low):
     init(deny=[entry])
     calls = [torch.softmax(low, -1), F.softmax(low, -1), low.softmax(-1), nn.Softmax(-1)(low)]
-    assert [one.dtype for one in calls] == [torch.float32] * 4
+    assert [result.dtype for result in calls] == [torch.float32] * 4
     torch.testing.assert_close(calls[0], torch.softmax(low.float(), -1), rtol=0, atol=0)
 
 
@@ -115,8 +115,8 @@ def test_batch_norm_keeps_its_running_statistics_under_a_rule():
 def native_dtypes(low, full):
     with torch.autocast("cpu", LOW):
         return [
-            one.dtype
-            for one in (
+            result.dtype
+            for result in (
                 torch.softmax(low, -1),
                 F.layer_norm(full, [4]),
                 F.linear(full, full),
@@ -171,7 +171,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("function", PYTHON_WRAPPERS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("function", PYTHON_WRAPPERS, ids=lambda result: result.__name__)
 def test_python_functions_that_are_accepted_reach_their_operation(function):
     arguments = ARGUMENTS.get(function, (ROW, ROW) if "loss" in function.__name__ else (ROW,))
     if function in (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, torch.cdist):

@@ -110,8 +110,8 @@ def test_a_copy_of_model_and_optimizer_steps_as_the_original_with_its_scale_and_
     opt.zero_grad()
     copied_model, copied = how((model, opt))
     assert copied.loss_scale == opt.loss_scale == 2.0**15
-    for one, its in ((model, opt), (copied_model, copied)):
-        backward(loss_of(one), its)
+    for trained, its in ((model, opt), (copied_model, copied)):
+        backward(loss_of(trained), its)
         with pytest.raises(ampx.RawStepError):
             its.optimizer.step()
         its.step()
@@ -208,10 +208,10 @@ def test_other_dtypes_than_float32_step_as_in_plain_torch(dtype, amp, backward, 
         torch.manual_seed(5)
         parameters = [nn.Parameter(torch.randn(3, dtype=dtype)), nn.Parameter(torch.randn(3))]
         step(parameters, torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-        return [one.detach() for one in parameters]
+        return [parameter.detach() for parameter in parameters]
 
     def loss_for(parameters):
-        return sum((one.abs() ** 2).sum() for one in parameters)
+        return sum((parameter.abs() ** 2).sum() for parameter in parameters)
 
     def plainly(parameters, opt):
         for _ in range(2):
@@ -225,12 +225,12 @@ def test_other_dtypes_than_float32_step_as_in_plain_torch(dtype, amp, backward, 
             opt.zero_grad()
             backward(loss_for(parameters), opt)
             opt.step()
-        before = [one.detach().clone() for one in parameters]
+        before = [parameter.detach().clone() for parameter in parameters]
         opt.zero_grad()
         backward(loss_for(parameters) * INF, opt)
         opt.step()
         assert not opt.last_step.finite
-        assert same(before, [one.detach() for one in parameters])
+        assert same(before, [parameter.detach() for parameter in parameters])
 
     assert same(run(through_ampx), run(plainly))
 
@@ -302,8 +302,8 @@ def test_distributed_checkpoint_reads_and_sets_the_state_without_counting_a_step
     dcp.set_optimizer_state_dict(other_model, other, saved)
     assert [loss["losses"][0]["growth_tracker"] for loss in amp.state_dict()["groups"]] == [1, 0]
     assert same(other.state_dict()["state"], opt.state_dict()["state"])
-    for one, its in ((model, opt), (other_model, other)):
-        backward(loss_of(one), its)
+    for trained, its in ((model, opt), (other_model, other)):
+        backward(loss_of(trained), its)
         its.step()
     assert same(other_model.state_dict(), model.state_dict())
 
@@ -339,9 +339,9 @@ def test_a_compiled_step_is_the_eager_step(amp, backward, same):
     opt, twin_opt = ampx.wrap_optimizer(raw), ampx.wrap_optimizer(twin_raw)
     compiled = torch.compile(lambda: opt.step(), backend="eager")
     for x in (1.0, INF, 2.0):
-        for one, its, step in ((model, opt, compiled), (twin, twin_opt, twin_opt.step)):
+        for trained, its, step in ((model, opt, compiled), (twin, twin_opt, twin_opt.step)):
             its.zero_grad()
-            backward(loss_of(one, x), its)
+            backward(loss_of(trained, x), its)
             step()
     assert same(model.state_dict(), twin.state_dict())
     assert opt.last_step == twin_opt.last_step

@@ -43,7 +43,7 @@ def test_frozen_and_unused_parameters_stay_and_the_others_step(amp, backward):
     opt = ampx.wrap_optimizer(torch.optim.SGD([unused, frozen, used], lr=1.0, weight_decay=0.5))
     backward((used * frozen).sum(), opt)
     opt.step()
-    assert [one.tolist() for one in (used, unused, frozen)] == [[-0.5, -0.5], [1.0, 1.0], [1.0, 1.0]]
+    assert [parameter.tolist() for parameter in (used, unused, frozen)] == [[-0.5, -0.5], [1.0, 1.0], [1.0, 1.0]]
     frozen.requires_grad_(True)
     opt.zero_grad()
     backward((used * 0 + frozen).sum(), opt)

@@ -64,11 +64,11 @@ def values(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype, name
-        assert torch.equal(one[name], other[name]), name
+def assert_same(state, other):
+    assert state.keys() == other.keys()
+    for name in state:
+        assert state[name].dtype == other[name].dtype, name
+        assert torch.equal(state[name], other[name]), name
 
 
 # -- dtypes ----------------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ def assert_same(one, other):
 def test_o2_lowers_everything_but_norms(dtype):
     amp = init(dtype=dtype)
     model = amp.prepare(Net())
-    found = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    low = {name for name, kind in found.items() if kind == DTYPES[dtype]}
+    kinds = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    low = {name for name, kind in kinds.items() if kind == DTYPES[dtype]}
     assert low == {"first.weight", "first.bias", "last.bias", "frozen", "shift"}
-    assert {kind for name, kind in found.items() if name not in low} == {torch.float32, torch.int64}
+    assert {kind for name, kind in kinds.items() if name not in low} == {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -105,7 +105,7 @@ NORMS = [
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(("norm", "shape"), NORMS, ids=lambda tensor: type(tensor).__name__)
 def test_norms_compute_in_float32_on_low_precision_inputs(norm, shape, dtype):
     amp, low = init(dtype=dtype), DTYPES[dtype]
     norm = copy.deepcopy(norm)
@@ -316,10 +316,10 @@ def test_tied_parameters_have_one_master_and_frozen_ones_none():
     model = Net()
     raw = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.prepare(model, raw)
-    found = masters.of(raw)
+    weights = masters.of(raw)
     assert model.last.weight is model.first.weight
-    assert len(found.pairs) == len({id(own) for own, _ in found.pairs}) == 4
-    assert {id(own) for own in found.model_parameters()} == {
+    assert len(weights.pairs) == len({id(own) for own, _ in weights.pairs}) == 4
+    assert {id(own) for own in weights.model_parameters()} == {
         id(p) for p in (model.first.weight, model.first.bias, model.last.bias, model.frozen)
     }
 
@@ -377,21 +377,21 @@ def test_pulling_gradients_twice_is_pulling_once_and_missing_ones_stay_missing()
     model = nn.Linear(2, 2)
     raw = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.prepare(model, raw)
-    found = masters.of(raw)
+    weights = masters.of(raw)
     model.weight.grad = torch.full((2, 2), 3.0, dtype=torch.bfloat16)
     for _ in range(2):
-        found.pull_gradients()
-        gradients = [master.grad for _, master in found.pairs]
+        weights.pull_gradients()
+        gradients = [master.grad for _, master in weights.pairs]
         assert torch.equal(gradients[0], torch.full((2, 2), 3.0))
         assert gradients[1] is None
     model.weight.grad = None
-    found.pull_gradients()
-    assert found.pairs[0][1].grad is None
+    weights.pull_gradients()
+    assert weights.pairs[0][1].grad is None
     model.weight.grad = torch.ones(2, 2, dtype=torch.bfloat16)
-    found.pull_gradients()
-    found.zero_grad()
-    assert not found.any_gradient()
-    assert all(master.grad is None for _, master in found.pairs)
+    weights.pull_gradients()
+    weights.zero_grad()
+    assert not weights.any_gradient()
+    assert all(master.grad is None for _, master in weights.pairs)
 
 
 def test_memory_of_the_masters_gradients_outlives_zero_grad_on_a_cpu():
@@ -399,16 +399,16 @@ def test_memory_of_the_masters_gradients_outlives_zero_grad_on_a_cpu():
     model = nn.Linear(2, 2)
     model, raw = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     opt = amp.wrap_optimizer(raw)
-    found = masters.of(raw)
+    weights = masters.of(raw)
     places, gradients = [], []
     for factor in (1.0, 2.0, 3.0):
         with amp.scale_loss(factor * model(torch.ones(1, 2)).sum(), opt) as scaled:
             scaled.backward()
         opt.step()
-        places.append([master.grad.data_ptr() for _, master in found.pairs])
-        gradients.append([master.grad.tolist() for _, master in found.pairs])
+        places.append([master.grad.data_ptr() for _, master in weights.pairs])
+        gradients.append([master.grad.tolist() for _, master in weights.pairs])
         opt.zero_grad()
-        assert [master.grad for _, master in found.pairs] == [None, None]
+        assert [master.grad for _, master in weights.pairs] == [None, None]
     assert places[0] == places[1] == places[2]
     assert gradients == [[[[factor] * 2] * 2, [factor] * 2] for factor in (1.0, 2.0, 3.0)]
 
@@ -547,7 +547,7 @@ def test_preparing_the_same_again_changes_nothing(level):
     hooks = len(model._forward_hooks)
     assert amp.prepare(model, raw) == (model, raw)
     assert amp.prepare(model) is model
-    assert all(one is other for one, other in zip(raw.param_groups[0]["params"], parameters, strict=True))
+    assert all(tensor is other for tensor, other in zip(raw.param_groups[0]["params"], parameters, strict=True))
     assert len(model._forward_hooks) == hooks
 
 

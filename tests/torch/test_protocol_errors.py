@@ -1,7 +1,6 @@
-"""Bad input: each with its own error, and weights, optimizer state, gradients and scale as they were."""
+"""Bad input beyond the kit's: weights, optimizer state, gradients and scale stay as they were."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -90,14 +89,6 @@ def test_a_loss_without_gradients_is_refused(model, opt):
 
 
 @pytest.mark.usefixtures("untouched")
-def test_a_loss_scaled_before_is_refused(model, opt):
-    with ampx.scale_loss(scalar(model), opt) as scaled:
-        pass
-    with pytest.raises(ampx.AlreadyScaledError), ampx.scale_loss(scaled, opt):
-        pytest.fail("the body ran")
-
-
-@pytest.mark.usefixtures("untouched")
 def test_an_infinite_loss_is_an_overflow_not_an_error(session, model, backward):
     other = ampx.wrap_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
     parameter = other.param_groups[0]["params"][0]
@@ -105,14 +96,6 @@ def test_an_infinite_loss_is_an_overflow_not_an_error(session, model, backward):
     other.step()
     assert not other.last_step.finite
     del other
-
-
-@pytest.mark.usefixtures("untouched")
-def test_a_step_without_scale_loss_is_refused(model, opt):
-    scalar(model).backward()
-    with pytest.raises(ampx.NotScaledError, match="scale_loss"):
-        opt.step()
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]
 
 
 @pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 1.0)], ids=["unscale", "clip"])
@@ -137,16 +120,6 @@ def test_nested_scale_loss_and_a_step_inside_the_body_are_refused(model, opt):
 
 
 @pytest.mark.usefixtures("untouched")
-def test_scale_loss_after_unscale_is_refused_until_the_gradients_are_gone(model, opt, backward):
-    backward(scalar(model), opt)
-    ampx.unscale(opt)
-    with pytest.raises(ampx.ProtocolError), ampx.scale_loss(scalar(model), opt):
-        pytest.fail("the body ran")
-    model.zero_grad()  # skips the step by hand
-    backward(scalar(model), opt)
-
-
-@pytest.mark.usefixtures("untouched")
 def test_an_exception_in_the_body_leaves_the_protocol_as_it_was(model, opt):
     def body():
         with ampx.scale_loss(scalar(model), opt) as scaled:
@@ -157,16 +130,6 @@ def test_an_exception_in_the_body_leaves_the_protocol_as_it_was(model, opt):
         body()
     with pytest.raises(ampx.NotScaledError):
         opt.step()  # half a backward is nothing to step on
-
-
-def test_an_exception_in_a_second_body_leaves_the_first_ones_gradients_pending(model, opt, backward):
-    before = model.weight.detach().clone()
-    backward(scalar(model), opt)
-    with pytest.raises(KeyError), ampx.scale_loss(scalar(model), opt):
-        raise KeyError
-    opt.step()
-    assert opt.last_step.applied
-    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.usefixtures("untouched")
@@ -184,31 +147,6 @@ def test_the_raw_optimizer_may_step_while_nothing_is_pending(model, opt):
     opt.optimizer.step()
 
 
-@pytest.mark.usefixtures("untouched")
-def test_wrapping_twice_is_refused(session, opt):
-    for again in (opt, opt.optimizer, [opt.optimizer]):
-        with pytest.raises(ampx.AlreadyWrappedError):
-            session.wrap_optimizer(again)
-    raw = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    with pytest.raises(ampx.AlreadyWrappedError):
-        session.wrap_optimizer([raw, raw])
-    assert ampx.wrap_optimizer(raw).optimizer is raw  # the refused call left no trace
-
-
-@pytest.mark.parametrize("thing", [nn.Linear(1, 1), torch.ones(1), "sgd", None, torch.optim.SGD], ids=repr)
-@pytest.mark.usefixtures("untouched")
-def test_wrapping_no_optimizer_is_refused(thing, session):
-    with pytest.raises(ampx.NotAnOptimizerError):
-        session.wrap_optimizer(thing)
-
-
-@pytest.mark.usefixtures("untouched")
-def test_scale_loss_with_an_optimizer_that_is_not_wrapped_is_refused(session, model):
-    raw = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ampx.NotWrappedError), ampx.scale_loss(scalar(model), raw):
-        pytest.fail("the body ran")
-
-
 @pytest.mark.parametrize("option", [{"process_grop": None}, {"device_scale": "yes"}, {"max_grad_norm": -1.0}], ids=str)
 @pytest.mark.usefixtures("untouched")
 def test_an_option_that_is_not_accepted_is_refused_and_the_optimizer_can_be_wrapped_after(option, session):
@@ -218,34 +156,6 @@ def test_an_option_that_is_not_accepted_is_refused_and_the_optimizer_can_be_wrap
     with pytest.raises(ampx.InvalidOptionError, match="fused"):
         session.wrap_optimizer(raw, device_scale=True)
     assert session.wrap_optimizer(raw).optimizer is raw
-
-
-STATES = {
-    "no dict": (7, ampx.UnknownSchemaError),
-    "unknown schema": ({"schema": "ampx.loss_scale/99", "groups": []}, ampx.UnknownSchemaError),
-    "torch scaler's": ({"scale": 2.0, "growth_factor": 2.0}, ampx.UnknownSchemaError),
-    "no groups": ({"schema": "ampx.loss_scale/1"}, ampx.InvalidStateError),
-}
-VALUES = [("scale", bad) for bad in (-1.0, 0.0, INF, NAN, "65536", None)] + [
-    ("growth_tracker", bad) for bad in (-1, 1.5, "3", INF)
-]
-
-
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.usefixtures("untouched")
-def test_a_state_of_another_schema_is_refused(kind, session):
-    state, error = STATES[kind]
-    with pytest.raises(error):
-        session.load_state_dict(state)
-
-
-@pytest.mark.parametrize(("name", "value"), VALUES)
-@pytest.mark.usefixtures("untouched")
-def test_absurd_values_in_a_state_are_refused(name, value, session):
-    state = json.loads(json.dumps(session.state_dict()))
-    state["groups"][0]["losses"][0][name] = value
-    with pytest.raises(ampx.InvalidStateError, match=name):
-        session.load_state_dict(state)
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["positions", "names"])
@@ -261,7 +171,7 @@ def test_float16_parameters_are_refused_with_names_and_remedy(named, session):
 
 def test_a_list_with_float16_parameters_leaves_no_hook_on_the_others(session):
     good, half = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.float16))
-    raw = [torch.optim.SGD([one], lr=1.0) for one in (good, half)]
+    raw = [torch.optim.SGD([parameter], lr=1.0) for parameter in (good, half)]
     with pytest.raises(ampx.LowPrecisionParametersError):
         session.wrap_optimizer(raw)
     assert not raw[0]._optimizer_step_pre_hooks

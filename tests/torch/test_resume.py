@@ -52,22 +52,22 @@ def kill_after(step, seconds, folder, place):
     assert process.returncode == -signal.SIGKILL
 
 
-def assert_identical(one, other, where="result"):
+def assert_identical(left, other, where="result"):
     """Compare nested containers; tensors by their bits."""
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype, where
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_identical(one[key], other[key], f"{where}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for position, (left, right) in enumerate(zip(one, other, strict=True)):
-            assert_identical(left, right, f"{where}[{position}]")
+    assert type(left) is type(other), where
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == other.dtype, where
+        assert torch.equal(left, other), where
+    elif isinstance(left, dict):
+        assert left.keys() == other.keys(), where
+        for key in left:
+            assert_identical(left[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(other), where
+        for position, (first, second) in enumerate(zip(left, other, strict=True)):
+            assert_identical(first, second, f"{where}[{position}]")
     else:
-        assert one == other, where
+        assert left == other, where
 
 
 @pytest.mark.parametrize("place", ["host", "device"])

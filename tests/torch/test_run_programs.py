@@ -91,9 +91,9 @@ def test_an_unedited_program_trains_as_in_float32(name, dtype, tmp_path):
     assert f"ampx run: torch in {dtype} on " in err
     assert f"amp = ampx.init('torch', dtype='{dtype}', level='O1')" in err
     assert report["skipped"] <= (3 if dtype == "float16" else 0)  # while the loss scale finds its level
-    steps = [one["steps"] for one in report["optimizers"]]
+    steps = [entry["steps"] for entry in report["optimizers"]]
     assert steps == [len(run["losses"])] * len(steps)
-    assert any(one["dtype"] == dtype for one in report["ops"])
+    assert any(entry["dtype"] == dtype for entry in report["ops"])
     assert set(report["seconds"]) == {"forward", "backward", "step"}
     for ours, theirs in zip(run.get("norms", ()), plain.get("norms", ()), strict=True):
         assert ours == pytest.approx(theirs, rel=0.5)  # clipped by norms that carry no loss scale of 65536
@@ -109,7 +109,7 @@ def test_a_program_with_mixed_precision_of_its_own_is_carried_out_by_ampx(name, 
     run, _, report = report_of(tmp_path, program, dtype, "--replace-native", arguments=amp)
     assert_same_training(plain, run, dtype)
     assert report["steps"] == len(run["losses"]) * len(report["optimizers"])
-    assert any(one["dtype"] == dtype for one in report["ops"])
+    assert any(entry["dtype"] == dtype for entry in report["ops"])
 
 
 @pytest.mark.filterwarnings("ignore")

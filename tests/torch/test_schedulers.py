@@ -31,13 +31,13 @@ def make():
     return parameter, torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_learning_rates_are_plain_torchs_and_nobody_warns_when_the_first_step_is_skipped(name, made, amp, backward):
+def test_learning_rates_are_plain_torchs_and_nobody_warns_when_the_first_step_is_skipped(name, moment, amp, backward):
     plain_parameter, plain = make()
     plain_scheduler = MAKERS[name](plain)
     parameter, raw = make()
-    early = MAKERS[name](raw) if made == "before" else None
+    early = MAKERS[name](raw) if moment == "before" else None
     opt = ampx.wrap_optimizer(raw)
     scheduler = early or MAKERS[name](opt)
     for step in range(4):
@@ -54,10 +54,10 @@ def test_learning_rates_are_plain_torchs_and_nobody_warns_when_the_first_step_is
     assert torch.isfinite(parameter).all()
 
 
-@pytest.mark.parametrize("made", ["before", "after"])
-def test_a_gated_scheduler_steps_only_when_the_optimizer_did(made, amp, backward):
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_gated_scheduler_steps_only_when_the_optimizer_did(moment, amp, backward):
     parameter, raw = make()
-    early = MAKERS["StepLR"](raw) if made == "before" else None
+    early = MAKERS["StepLR"](raw) if moment == "before" else None
     opt = ampx.wrap_optimizer(raw)
     scheduler = ampx.gate(early or MAKERS["StepLR"](opt), opt)
     rates = []

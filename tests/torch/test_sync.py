@@ -327,11 +327,13 @@ def test_several_losses_and_accumulation_never_wait_with_the_scale_on_the_device
                 scaled.backward()
         opt.step()
         for _ in range(2):
-            with ampx.scale_loss(sum(one.param_groups[0]["params"][0].sum() for one in group), group) as scaled:
+            with ampx.scale_loss(
+                sum(optimizer.param_groups[0]["params"][0].sum() for optimizer in group), group
+            ) as scaled:
                 scaled.backward()
-        for one in group:
-            one.step()
-            one.zero_grad()
+        for optimizer in group:
+            optimizer.step()
+            optimizer.zero_grad()
 
     assert count(step) == 0
 
@@ -341,10 +343,10 @@ def test_gradients_that_nobody_cleared_never_wait_with_the_scale_on_the_device(a
 
     def step():
         other.zero_grad()
-        for loss, one in ((parameter.sum() + reached.sum(), opt), (reached.sum(), other)):
-            with ampx.scale_loss(loss, one) as scaled:
+        for loss, optimizer in ((parameter.sum() + reached.sum(), opt), (reached.sum(), other)):
+            with ampx.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
-            one.step()
+            optimizer.step()
 
     assert count(step) == 0
 

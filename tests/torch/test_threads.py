@@ -22,11 +22,11 @@ def product_dtype():
 
 
 def in_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(function()))
     thread.start()
     thread.join()
-    return found[0]
+    return seen[0]
 
 
 def test_native_autocast_is_off_in_new_threads():
