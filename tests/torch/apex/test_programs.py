@@ -86,7 +86,7 @@ def judge(actual, reference, accuracy=True):
     "options",
     [
         ("O1",),
-        ("O2",),
+        pytest.param(("O2",), marks=pytest.mark.nightly),
         pytest.param(("O2", "--keep-batchnorm-fp32", "True", "--loss-scale", "128.0"), marks=pytest.mark.nightly),
     ],
 )
@@ -106,7 +106,8 @@ def test_gan_with_two_optimizers_and_three_losses(level):
     assert own["metric"] == pytest.approx(reference["metric"], abs=3 * 0.15 * math.sqrt(2 / 64))
 
 
-@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.nightly), "O2"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_language_model_with_accumulation_and_clipping(level):
     reference = result("language_model", "--opt-level", "O0")
     assert statistics.fmean(last_quarter(reference["losses"])) < 0.6 * reference["losses"][0]

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 import ampx
 from ampx.errors import InvalidOptionError, NotWrappedError, ProtocolError
+from ampx.protocol import Member
 from ampx.scaling import check_loss
 from ampx_torch import casting
 from ampx_torch.delegation import DelegatingOptimizer
 
-from . import decorators, registry, sessions, turns
+from . import decorators, registry, sessions
 from ._amp_state import _amp_state
 from .checks import flatten
 from .errors import LossIdError
-from .opt import ApexOptimizer, wrap
+from .opt import ApexOptimizer, make, wrap
 from .scaler import LossScaler, send, settle
-from .turns import LossesInTurn
 
 
 @contextlib.contextmanager
@@ -127,6 +127,51 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
+class LossesInTurn(ApexOptimizer):
+    """An optimizer of the older calls: `number` losses with scales of their own come before each step."""
+
+    own = ApexOptimizer.own | {"number", "turn", "_session"}
+    number: int
+    turn: int
+
+    def start(self, session: Any, number: int) -> None:
+        """Wait for the first loss."""
+        self._session = session
+        self.number = number
+        self.turn = 0
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Scale the next loss; when the block ends, gradients are true.
+
+        Raises:
+            ProtocolError: There were as many losses as `num_loss` says, and no step since.
+
+        Sync: one a device when the block ends.
+        """
+        if self.turn >= self.number:
+            raise ProtocolError(
+                f"optimizer.scale_loss was called {self.turn + 1} times before a step; accepted: "
+                f"num_loss={self.number} times. Call optimizer.step(), or pass a larger num_loss to wrap_optimizer."
+            )
+        self.delays = False
+        with self._session.scale_loss(loss, self, loss_id=self.turn) as scaled:
+            yield scaled
+        events = settle(self, self.turn)
+        self.turn += 1
+        send(events)
+
+    def _clear(self) -> None:
+        """Begin with the first loss again."""
+        super()._clear()
+        self.turn = 0
+
+
+def _wrap_in_turn(optimizer: Any, member: Member, options: Mapping[str, Any]) -> LossesInTurn:
+    """Turn a script's optimizer into one of the older calls, in place."""
+    return make(optimizer, LossesInTurn, member, options)  # type: ignore[return-value]
+
+
 class AmpHandle:
     """What `init` returns, and what `initialize` keeps at O1: the older way to scale losses."""
 
@@ -160,7 +205,9 @@ class AmpHandle:
         if isinstance(num_loss, bool) or not isinstance(num_loss, int) or num_loss < 1:
             raise InvalidOptionError(f"num_loss={num_loss!r} is not accepted; accepted: an integer from 1. Change it.")
         self._wraps = True
-        wrapped: LossesInTurn = self._session.wrap_optimizer(optimizer, loss_scale=self._loss_scale, wrapper=turns.wrap)
+        wrapped: LossesInTurn = self._session.wrap_optimizer(
+            optimizer, loss_scale=self._loss_scale, wrapper=_wrap_in_turn
+        )
         wrapped.start(self._session, num_loss)
         return wrapped
 

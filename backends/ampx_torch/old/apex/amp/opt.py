@@ -25,7 +25,6 @@ from ampx_torch.prepare import masters
 from ampx_torch.prepare.masters import MasterWeights, give
 
 from ._amp_state import _amp_state
-from .model_gradients import mark_pulled, pull_foreign
 from .models import guard_checkpoints, make_masters
 from .scaler import Due, LossScaler, Verdict, send, settle, tell_skipped
 from .stash import Stash
@@ -119,7 +118,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         """Put the gradients aside; tell whether there were some."""
         any_gradient = False
         if self.masters is not None:
-            pull_foreign(self.masters)
+            _pull_foreign(self.masters)
         for parameter in self.gradients.parameters():
             if parameter.grad is not None:
                 # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
@@ -230,7 +229,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self._amp_lazy_init()
         if self.masters is not None and member.stage == "idle":
             member.begin_change()
-            pull_foreign(self.masters)
+            _pull_foreign(self.masters)
             member.end_change()
 
     def _unscale(self) -> None:
@@ -242,7 +241,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         member.begin_change("unscaled")
         if self.masters is not None:
             self.masters.pull_gradients()
-            mark_pulled(self.masters)
+            _mark_pulled(self.masters)
         flags = self.gradients.unscale(self.gradients.collect(), factor, fresh=True)
         self.verdict.finite &= self.gradients.finite(flags)
         self._scales[loss_id] = float(factor)
@@ -372,3 +371,26 @@ def make(optimizer: Any, kind: type[ApexOptimizer], member: Member, options: Map
     take_over(optimizer, kind)
     optimizer.begin(member, None if options["plan"] is None else options["plan"].device)
     return optimizer  # type: ignore[no-any-return]
+
+
+# -- which gradients of a low-precision model its masters have already ------------------------------
+
+# As in apex the model's own gradients stay, scaled, after a block. The next block must not count them again, nor must a
+# step without a block take them for true ones, as it takes those of a backward outside any block.
+_MARK = "_ampx_pulled"
+
+
+def _mark_pulled(masters: MasterWeights) -> None:
+    """Remember that the masters have all gradients that are on the model now."""
+    for own in masters.model_parameters():
+        if own.grad is not None:
+            setattr(own.grad, _MARK, True)
+
+
+def _pull_foreign(masters: MasterWeights) -> None:
+    """Add to the masters' gradients what a backward outside any block left on the model: it is true."""
+    for own, master in masters.pairs:
+        if own.grad is not None and not hasattr(own.grad, _MARK):
+            foreign = own.grad.to(torch.float32, copy=True)
+            master.grad = foreign if master.grad is None else master.grad + foreign
+    _mark_pulled(masters)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 
@@ -11,6 +11,9 @@ from ampx.errors import UnsupportedByBackendError, UnsupportedDtypeError
 from ampx_torch.old.apex.amp_c import in_float32
 
 _LOW: Final = (torch.float16, torch.bfloat16)
+Group: TypeAlias = dict[str, Any]
+State: TypeAlias = dict[str, Any]
+Lists: TypeAlias = list[list[torch.Tensor]]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -20,6 +23,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_grad_none: Whether `zero_grad` drops the gradients rather than filling them with zeros.
     """
 
+    state_names: ClassVar[tuple[str, ...]] = ()  # of the tensors in its state that are like the parameter
     set_grad_none: bool
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -71,14 +75,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _prepare(self, tensors: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
         """Compute what an update needs from the gradients of all groups."""
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> None:
-        """Update float32 or float64 parameters of one group in place; the gradients stay as they are."""
+    def _update(self, group: Group, lists: Lists, states: Sequence[State]) -> None:
+        """Update the parameters of one group in place.
+
+        The lists are gradients, which stay as they are, float32 or float64 parameters, and those of `state_names`.
+        """
         raise NotImplementedError
 
     def _gather(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -96,12 +97,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
         return parameters, [parameter.grad for parameter in parameters]
 
-    def _update_in_float32(
-        self, group: dict[str, Any], parameters: list[torch.Tensor], gradients: list[torch.Tensor]
-    ) -> None:
+    def _update_in_float32(self, group: Group, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         states = [self.state[own] for own in parameters]
         work = self._work(parameters, states)
-        self._update(group, work, [grad.to(own.dtype) for grad, own in zip(gradients, work, strict=True)], states)
+        gradients = [grad.to(own.dtype) for grad, own in zip(gradients, work, strict=True)]
+        self._update(
+            group, [gradients, work, *(state_tensors(states, name, work) for name in self.state_names)], states
+        )
         rounded = [(own, new) for own, new in zip(parameters, work, strict=True) if own is not new]
         if rounded:
             owns, ones = zip(*rounded, strict=True)

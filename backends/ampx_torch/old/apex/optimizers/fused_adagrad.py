@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from ampx_torch.old.apex import amp_c
 
-from .base import FusedOptimizer, state_tensors
+from .base import FusedOptimizer, Group, Lists, State
 
 
 class FusedAdagrad(FusedOptimizer):
     """Adagrad with L2 regularisation, or with decoupled weight decay where `adagrad_w_mode` is set."""
 
+    state_names = ("sum",)
     multi_tensor_adagrad = staticmethod(amp_c.multi_tensor_adagrad)
 
     def __init__(
@@ -29,13 +29,6 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = adagrad_w_mode
         self.set_grad_none = set_grad_none
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> None:
-        sums = state_tensors(states, "sum", parameters)
+    def _update(self, group: Group, lists: Lists, states: Sequence[State]) -> None:
         options = (group["lr"], group["eps"], self.adagrad_w_mode, group["weight_decay"])
-        self.multi_tensor_adagrad(0, None, [gradients, parameters, sums], *options)
+        self.multi_tensor_adagrad(0, None, lists, *options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from ampx.errors import UnsupportedByBackendError
 from ampx_torch.old.apex import amp_c
 
-from .base import FusedOptimizer, refuse_amsgrad, state_tensors
+from .base import FusedOptimizer, Group, Lists, State, refuse_amsgrad
 
 
 class FusedAdam(FusedOptimizer):
@@ -23,6 +23,7 @@ class FusedAdam(FusedOptimizer):
         UnsupportedByBackendError: `amsgrad`, `capturable` or `master_weights` is asked for.
     """
 
+    state_names = ("exp_avg", "exp_avg_sq")
     multi_tensor_adam = staticmethod(amp_c.multi_tensor_adam)
     multi_tensor_adam_capturable = staticmethod(amp_c.multi_tensor_adam_capturable)
     multi_tensor_adam_capturable_master = staticmethod(amp_c.multi_tensor_adam_capturable_master)
@@ -80,23 +81,15 @@ class FusedAdam(FusedOptimizer):
             )
         return super().step(closure)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> None:
-        averages = state_tensors(states, "exp_avg", parameters)
-        squares = state_tensors(states, "exp_avg_sq", parameters)
+    def _update(self, group: Group, lists: Lists, states: Sequence[State]) -> None:
         bound = group.get("max_grad_norm", 0)
         if bound > 0:
-            factor = (bound / (torch.nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
-            gradients = [gradient * factor.to(gradient.device) for gradient in gradients]
+            factor = (bound / (torch.nn.utils.get_total_norm(lists[0]) + 1e-6)).clamp(max=1.0)
+            lists = [[gradient * factor.to(gradient.device) for gradient in lists[0]], *lists[1:]]
         self.multi_tensor_adam(
             0,
             None,
-            [gradients, parameters, averages, squares],
+            lists,
             group["lr"],
             *group["betas"],
             group["eps"],

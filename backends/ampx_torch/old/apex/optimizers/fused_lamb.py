@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ampx_torch.old.apex import amp_c
 from ampx_torch.old.apex.amp_c import in_float32
 
-from .base import FusedOptimizer, refuse_amsgrad, state_tensors
+from .base import FusedOptimizer, Group, Lists, State, refuse_amsgrad
 
 
 class FusedLAMB(FusedOptimizer):
@@ -22,6 +23,7 @@ class FusedLAMB(FusedOptimizer):
         UnsupportedByBackendError: `amsgrad` is asked for.
     """
 
+    state_names = ("exp_avg", "exp_avg_sq")
     multi_tensor_l2norm = staticmethod(amp_c.multi_tensor_l2norm)
     multi_tensor_lamb = staticmethod(amp_c.multi_tensor_lamb)
 
@@ -54,19 +56,11 @@ class FusedLAMB(FusedOptimizer):
         if gradients:
             self._norm = torch.nn.utils.get_total_norm(gradients)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> None:
-        averages = state_tensors(states, "exp_avg", parameters)
-        squares = state_tensors(states, "exp_avg_sq", parameters)
+    def _update(self, group: Group, lists: Lists, states: Sequence[State]) -> None:
         self.multi_tensor_lamb(
             0,
             None,
-            [gradients, parameters, averages, squares],
+            lists,
             group["lr"],
             *group["betas"],
             group["eps"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ampx.errors import InvalidOptionError
 from ampx_torch.old.apex import amp_c
 
-from .base import FusedOptimizer, refuse_amsgrad, state_tensors
+from .base import FusedOptimizer, Group, Lists, State, refuse_amsgrad
 
 _NORMS: Final = {2: 2.0, 0: float("inf")}
 
@@ -25,6 +26,7 @@ class FusedNovoGrad(FusedOptimizer):
         InvalidOptionError: The norm is neither.
     """
 
+    state_names = ("exp_avg",)
     multi_tensor_novograd = staticmethod(amp_c.multi_tensor_novograd)
 
     def __init__(
@@ -67,20 +69,13 @@ class FusedNovoGrad(FusedOptimizer):
                     norm = next(full if own.dtype == torch.float32 else low)
                     self.state[own]["exp_avg_sq"] = norm.to(own.device, copy=True)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> None:
-        averages = state_tensors(states, "exp_avg", parameters)
-        self._start_norms(group, gradients, states)
-        norms = torch.stack([state["exp_avg_sq"].to(parameters[0].device) for state in states])
+    def _update(self, group: Group, lists: Lists, states: Sequence[State]) -> None:
+        self._start_norms(group, lists[0], states)
+        norms = torch.stack([state["exp_avg_sq"].to(lists[1][0].device) for state in states])
         self.multi_tensor_novograd(
             0,
             None,
-            [gradients, parameters, averages],
+            lists,
             norms,
             group["lr"],
             *group["betas"],
@@ -95,7 +90,7 @@ class FusedNovoGrad(FusedOptimizer):
         for state, norm in zip(states, norms.unbind(), strict=True):
             state["exp_avg_sq"] = norm.to(state["exp_avg_sq"].device, copy=True)
 
-    def _start_norms(self, group: dict[str, Any], gradients: list[torch.Tensor], states: list[dict[str, Any]]) -> None:
+    def _start_norms(self, group: Group, gradients: list[torch.Tensor], states: Sequence[State]) -> None:
         """Start the average norms of parameters in their first step."""
         new = [place for place, state in enumerate(states) if "exp_avg_sq" not in state]
         norms = torch._foreach_norm([gradients[place] for place in new], _NORMS[group["norm_type"]]) if new else []

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim.optimizer import required
 
 from ampx.errors import AmpxWarning, InvalidOptionError
 from ampx_torch.old.apex import amp_c
 
-from .base import FusedOptimizer, state_tensors
+from .base import FusedOptimizer, Group, Lists, State, state_tensors
 
 
 class FusedSGD(FusedOptimizer):
@@ -59,13 +59,8 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         self.set_grad_none = set_grad_none
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, Any]],
-    ) -> None:
+    def _update(self, group: Group, lists: Lists, states: Sequence[State]) -> None:
+        gradients, parameters = lists
         # The momentum of all starts together or of none, so parameters that come later are updated apart.
         everything = range(len(parameters))
         new = [index for index in everything if states[index].get("momentum_buffer") is None]
