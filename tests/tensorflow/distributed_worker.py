@@ -52,13 +52,13 @@ class Record:
         weights = self._model.get_weights()
         untouched = all(np.array_equal(old, new) for old, new in zip(self._before, weights, strict=True))
         self._before = weights
-        copies = [float(one) for one in self._strategy.experimental_local_results(self._scale(self._opt))]
+        copies = [float(copy) for copy in self._strategy.experimental_local_results(self._scale(self._opt))]
         result = self._opt.last_step
         self.steps.append([bool(result.applied), result.scale, result.next_scale, untouched, copies])
 
     def to_json(self):
-        finite = all(bool(np.isfinite(one).all()) for one in self._model.get_weights())
-        weights = np.concatenate([one.ravel() for one in self._model.get_weights()]).tolist()
+        finite = all(bool(np.isfinite(weight).all()) for weight in self._model.get_weights())
+        weights = np.concatenate([weight.ravel() for weight in self._model.get_weights()]).tolist()
         return {
             "steps": self.steps,
             "finite": finite,
@@ -80,9 +80,9 @@ def custom_loop(strategy, keras, model, opt, data, record):
 
         strategy.run(replica_step, args=(rows,))
 
-    for one in data:
+    for shares in data:
         rows = strategy.experimental_distribute_values_from_function(
-            lambda context, one=one: tf.constant(one[context.replica_id_in_sync_group][None])
+            lambda context, shares=shares: tf.constant(shares[context.replica_id_in_sync_group][None])
         )
         step(rows)
         record.note()
@@ -142,7 +142,11 @@ def clip_and_embed(strategy):
         )
         local = strategy.experimental_local_results(table)
         seen.append(
-            [bool(opt.last_step.applied), opt.last_step.grad_norm, [one.numpy().ravel().tolist() for one in local]]
+            [
+                bool(opt.last_step.applied),
+                opt.last_step.grad_norm,
+                [variable.numpy().ravel().tolist() for variable in local],
+            ]
         )
     return seen
 
@@ -205,11 +209,11 @@ def main():
     strategy = make_strategy(kind)
     ampx.init("tensorflow", level="O0", loss_scale="dynamic", nan_loss="skip")
     rank = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0)
-    found = {}
+    results = {}
 
     def keep(name, value):
-        found[name] = value
-        (folder / f"{rank}.json").write_text(json.dumps(found))
+        results[name] = value
+        (folder / f"{rank}.json").write_text(json.dumps(results))
 
     for keras_name in ("keras", "tf_keras"):
         for loop in ("custom", "fit"):

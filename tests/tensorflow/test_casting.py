@@ -41,7 +41,7 @@ def test_layers_of_every_kind_follow_the_regions(when):
         with ampx.autocast(dtype="float16"):
             assert model(X).dtype == tf.float16
     assert model(X).dtype == tf.bfloat16
-    assert {one.dtype for one in model.trainable_variables} == {"float32"}
+    assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.cast(model(X), tf.float32) ** 2)
     assert {grad.dtype for grad in tape.gradient(loss, model.trainable_variables)} == {tf.float32}
@@ -99,18 +99,18 @@ def test_the_policy_of_keras_is_restored_exactly():
 def test_models_are_used_in_threads_and_made_in_those_that_enter():
     """Keras keeps its policy by thread; a model that exists computes the same in all of them."""
     amp = ampx.init("tensorflow", dtype="bfloat16")
-    layer, ones, found = keras.layers.Dense(1), tf.ones((1, 2)), {}
+    layer, ones, dtypes = keras.layers.Dense(1), tf.ones((1, 2)), {}
 
     def work():
-        found["used"] = layer(ones).dtype
-        found["made"] = keras.layers.Dense(1)(ones).dtype
+        dtypes["used"] = layer(ones).dtype
+        dtypes["made"] = keras.layers.Dense(1)(ones).dtype
         amp.enter_thread()
-        found["made after entering"] = keras.layers.Dense(1)(ones).dtype
+        dtypes["made after entering"] = keras.layers.Dense(1)(ones).dtype
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == {"used": tf.bfloat16, "made": tf.float32, "made after entering": tf.bfloat16}
+    assert dtypes == {"used": tf.bfloat16, "made": tf.float32, "made after entering": tf.bfloat16}
 
 
 def test_annotated_functions_decide_for_layers_inside():
@@ -172,9 +172,12 @@ def test_bfloat16_is_native_only_where_onednn_computes_it(monkeypatch, onednn, f
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if limit is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    found = devices.describe("cpu")
-    assert ("bfloat16" in found.native, "bfloat16" in found.emulated) == (bfloat16 == "native", bfloat16 == "emulated")
-    assert found.preferred == ("bfloat16" if bfloat16 == "native" else None)
+    device = devices.describe("cpu")
+    assert ("bfloat16" in device.native, "bfloat16" in device.emulated) == (
+        bfloat16 == "native",
+        bfloat16 == "emulated",
+    )
+    assert device.preferred == ("bfloat16" if bfloat16 == "native" else None)
     if bfloat16 == "refused":
         with pytest.raises(ampx.UnsupportedDtypeError, match="float16"):
             ampx.init("tensorflow", dtype="bfloat16", device="cpu")

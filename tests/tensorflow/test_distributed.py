@@ -33,9 +33,9 @@ KINDS = ["keras custom", "keras fit", "tf_keras custom", "tf_keras fit"]
 def free_ports(count):
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def start(folder, kind, configurations):
@@ -58,13 +58,13 @@ def start(folder, kind, configurations):
                 started.wait(max(0.0, deadline - time.monotonic()))
 
     def read(name):
-        found = []
+        results = []
         for rank in range(len(configurations)):
             path = folder / f"{rank}.json"
             seen = json.loads(path.read_text()) if path.exists() else {}
             assert name in seen, f"rank {rank} wrote nothing:\n{(folder / f'log.{rank}').read_text()[-3000:]}"
-            found.append(seen[name])
-        return found
+            results.append(seen[name])
+        return results
 
     return read
 
@@ -97,20 +97,20 @@ def plain():
                 loss = tf.reduce_mean(tf.square(model(rows) - 1.0))
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    return np.concatenate([one.ravel() for one in model.get_weights()])
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
-def judge(found, plain):
-    for one in found:
-        assert [step[2] for step in one["steps"]] == list(REFERENCE_TRACE)
-        assert [step[1] for step in one["steps"]] == [65536.0, *REFERENCE_TRACE[:-1]]
-        assert [step[0] for step in one["steps"]] == [not overflow for overflow in REFERENCE_PATTERN]
-        assert [step[3] for step in one["steps"]] == [bool(overflow) for overflow in REFERENCE_PATTERN]  # untouched
-        assert [set(step[4]) for step in one["steps"]] == [{step[2]} for step in one["steps"]]  # on every replica
-        assert one["iterations"] == REFERENCE_PATTERN.count(0)
-        assert one["finite"]
+def judge(workers, plain):
+    for worker in workers:
+        assert [step[2] for step in worker["steps"]] == list(REFERENCE_TRACE)
+        assert [step[1] for step in worker["steps"]] == [65536.0, *REFERENCE_TRACE[:-1]]
+        assert [step[0] for step in worker["steps"]] == [not overflow for overflow in REFERENCE_PATTERN]
+        assert [step[3] for step in worker["steps"]] == [bool(overflow) for overflow in REFERENCE_PATTERN]  # untouched
+        assert [set(step[4]) for step in worker["steps"]] == [{step[2]} for step in worker["steps"]]  # on every replica
+        assert worker["iterations"] == REFERENCE_PATTERN.count(0)
+        assert worker["finite"]
         # Sums of two rows in another order, eleven steps long.
-        np.testing.assert_allclose(one["weights"], plain, rtol=1e-5)
+        np.testing.assert_allclose(worker["weights"], plain, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

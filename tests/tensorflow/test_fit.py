@@ -37,8 +37,8 @@ def test_fit_equals_plain_fit_where_only_the_scale_is_active(amp, options):
     opt = amp.wrap_optimizer(keras.optimizers.Adam(0.1), loss_scale=ampx.LossScale(growth_interval=3))
     model, plain = make(opt, **options), make(keras.optimizers.Adam(0.1), **options)
     assert model.optimizer is opt
-    for one in (model, plain):
-        one.fit(X, Y, batch_size=2, epochs=2, verbose=0, shuffle=False)
+    for network in (model, plain):
+        network.fit(X, Y, batch_size=2, epochs=2, verbose=0, shuffle=False)
     for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
         if options.get("jit_compile"):
             # XLA orders the sums of the two programs differently: a few roundings of float32 a step, eight steps.
@@ -58,7 +58,7 @@ def test_fit_skips_overflows_and_goes_on(amp, options):
     x = X.copy()
     x[2] = x[7] = np.inf
     model.fit(x, Y, batch_size=2, verbose=0, shuffle=False)
-    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
     assert (int(opt.iterations), opt.loss_scale) == (2, 2.0**14)
     assert opt.last_step == ampx.StepResult(False, False, 2.0**15, 2.0**14, 1)
     assert [event.step for event in seen if isinstance(event, ampx.StepSkipped)] == [2, 4]
@@ -70,7 +70,7 @@ def test_fit_trains_in_low_precision(dtype):
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1))
     model = make(opt)
     assert [layer.compute_dtype for layer in model.layers] == [dtype, "float32"]
-    assert {one.dtype for one in model.trainable_variables} == {"float32"}
+    assert {variable.dtype for variable in model.trainable_variables} == {"float32"}
     history = model.fit(X, Y, epochs=20, verbose=0)
     assert history.history["loss"][-1] < 0.2 * history.history["loss"][0]
     assert opt.loss_scale == (2.0**16 if dtype == "float16" else 1.0)
@@ -103,8 +103,8 @@ def test_a_saved_model_goes_on_where_it_stopped(amp, tmp_path):
     assert type(loaded.optimizer) is type(opt)
     assert amp.state_dict(loaded.optimizer)["groups"] == amp.state_dict(opt)["groups"]
     assert loaded.optimizer.loss_scale == 128.0
-    for one in (model, loaded):
-        one.fit(X, Y, batch_size=2, verbose=0, shuffle=False)
+    for network in (model, loaded):
+        network.fit(X, Y, batch_size=2, verbose=0, shuffle=False)
     for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
     assert amp.state_dict(loaded.optimizer)["groups"] == amp.state_dict(opt)["groups"]
@@ -168,16 +168,16 @@ def test_wrapping_a_built_optimizer_keeps_its_slots(amp):
     raw = keras.optimizers.Adam(0.1)
     model = make(raw)
     model.fit(X, Y, verbose=0)
-    slots = [one.numpy().tolist() for one in raw.variables]
+    slots = [variable.numpy().tolist() for variable in raw.variables]
     opt = amp.wrap_optimizer(raw)
     model.compile(opt, "mse")
-    assert [one.numpy().tolist() for one in raw.variables] == slots
+    assert [variable.numpy().tolist() for variable in raw.variables] == slots
     model.fit(X, Y, verbose=0)
     assert int(opt.iterations) == 2
 
 
 @pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
+    "how", [copy.deepcopy, lambda copied: pickle.loads(pickle.dumps(copied))], ids=["deepcopy", "pickle"]
 )
 def test_copies_have_a_loss_scale_of_their_own(amp, how):
     variable, other = tf.Variable([1.0]), tf.Variable([1.0])

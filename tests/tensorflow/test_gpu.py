@@ -38,7 +38,7 @@ def test_fit_skips_and_cures_a_real_float16_overflow(jit_compile):
     model.fit(np.ones((256, 8), "float32"), np.zeros((256, 1), "float32"), batch_size=8, verbose=0)
     assert opt.loss_scale < 2.0**24
     assert opt.last_step.applied
-    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
 def test_plain_functions_are_rewritten_in_float16():
@@ -69,4 +69,4 @@ def test_an_overflow_on_the_second_gpu_makes_both_skip():
     x[1] = np.inf
     model.fit(x, np.zeros((count, 1), "float32"), batch_size=count, verbose=0, shuffle=False)
     assert opt.loss_scale == 2.0**15
-    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())

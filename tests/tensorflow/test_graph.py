@@ -84,21 +84,21 @@ def test_the_trace_is_the_reference_and_a_skip_changes_nothing(amp, way, optimiz
             assert same == bool(overflow)
         assert session.run(program.step) == REFERENCE_PATTERN.count(0)
     assert trace == list(REFERENCE_TRACE)
-    assert sum(isinstance(one, ampx.StepSkipped) for one in events) == REFERENCE_PATTERN.count(1)
+    assert sum(isinstance(event, ampx.StepSkipped) for event in events) == REFERENCE_PATTERN.count(1)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_are_those_of_the_raw_optimizer(amp, way):
     program = Program(amp, way)
     raw = Program(ampx.init("tensorflow", enabled=False), minimize)
-    found = []
-    for one in (program, raw):
-        with v1.Session(graph=one.graph) as session:
-            session.run(one.start)
+    weights = []
+    for subject in (program, raw):
+        with v1.Session(graph=subject.graph) as session:
+            session.run(subject.start)
             for slope in (0.5, -3.0, 1.0):
-                one.run(session, slope)
-            found.append(session.run(one.variable))
-    assert np.array_equal(*found)  # powers of two change no bit
+                subject.run(session, slope)
+            weights.append(session.run(subject.variable))
+    assert np.array_equal(*weights)  # powers of two change no bit
 
 
 def test_a_float16_loss_is_scaled_in_float32(native, amp):
@@ -213,13 +213,13 @@ def test_checkpoints_hold_the_scale(amp, tmp_path):
 def test_outside_a_session_results_are_tensors_and_states_are_refused(amp):
     program = Program(amp, minimize)
     with program.graph.as_default():
-        told = [program.opt.last_step.applied, program.opt.last_step.consecutive_skips, program.opt.loss_scale]
+        seen = [program.opt.last_step.applied, program.opt.last_step.consecutive_skips, program.opt.loss_scale]
     with pytest.raises(ampx.ProtocolError, match="as_default"):
         amp.state_dict()
     with v1.Session(graph=program.graph) as session:
         session.run(program.start)
         program.run(session, math.inf)
-        assert session.run(told) == [False, 1, 2.0**15]
+        assert session.run(seen) == [False, 1, 2.0**15]
 
 
 def test_eager_code_and_functions_work_too(amp):
@@ -259,7 +259,7 @@ def test_mistakes_are_refused(amp):
                 amp.wrap_optimizer(again)
         with pytest.raises(ampx.UnsupportedByBackendError, match="one by one"):
             amp.wrap_optimizer([v1.train.GradientDescentOptimizer(1.0) for _ in range(2)])
-        for call in (ampx.unscale, lambda one: ampx.clip_grad_norm(one, 1.0)):
+        for call in (ampx.unscale, lambda optimizer: ampx.clip_grad_norm(optimizer, 1.0)):
             with pytest.raises(ampx.UnsupportedByBackendError, match="gradients"):
                 call(opt)
         with pytest.raises(ampx.NotAnOptimizerError):
@@ -271,7 +271,7 @@ def test_a_disabled_session_adds_nothing_to_the_graph():
         with tf.Graph().as_default():
             variable = v1.get_variable("v", initializer=1.0)
             wrap(OPTIMIZERS["adam"]()).minimize(variable * 2.0)
-            return sorted(one.name for one in v1.global_variables())
+            return sorted(variable.name for variable in v1.global_variables())
 
     amp = ampx.init("tensorflow", enabled=False)
     assert variables(amp.wrap_optimizer) == variables(lambda raw: raw)

@@ -102,7 +102,7 @@ def test_several_optimizers_have_scales_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("loss_scale", "expected"),
     [
         ("dynamic", ampx.LossScale(init_scale=2.0**15)),
         (128, ampx.LossScale.static(128.0)),
@@ -114,8 +114,8 @@ def test_several_optimizers_have_scales_of_their_own():
         ),
     ],
 )
-def test_loss_scales_are_read_as_they_used_to_be(given, expected):
-    assert graph_rewrite.read_loss_scale(given() if callable(given) else given) == expected
+def test_loss_scales_are_read_as_they_used_to_be(loss_scale, expected):
+    assert graph_rewrite.read_loss_scale(loss_scale() if callable(loss_scale) else loss_scale) == expected
 
 
 def test_mistakes_change_nothing():

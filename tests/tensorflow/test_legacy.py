@@ -48,7 +48,7 @@ def test_the_trace_is_the_reference_and_a_skip_changes_nothing(amp, optimizers, 
         run = tf.function(run, jit_compile=traced == "xla")
     trace = []
     for overflow in REFERENCE_PATTERN:
-        before = [one.numpy() for one in (variable, opt.iterations)]
+        before = [number.numpy() for number in (variable, opt.iterations)]
         run(tf.constant(math.inf if overflow else 1.0))
         trace.append(opt.loss_scale)
         assert opt.last_step.applied is not bool(overflow)
@@ -57,7 +57,7 @@ def test_the_trace_is_the_reference_and_a_skip_changes_nothing(amp, optimizers, 
         assert same == bool(overflow)
     assert trace == list(REFERENCE_TRACE)
     assert int(opt.iterations) == REFERENCE_PATTERN.count(0)  # natively 14: skipped steps count, and move schedules
-    assert sum(isinstance(one, ampx.StepSkipped) for one in events) == REFERENCE_PATTERN.count(1)
+    assert sum(isinstance(event, ampx.StepSkipped) for event in events) == REFERENCE_PATTERN.count(1)
 
 
 def test_steps_are_those_of_the_raw_optimizer(amp, optimizers):
@@ -160,7 +160,7 @@ def test_two_that_share_a_scale_move_it_once(amp, optimizers):
         pass
     for opt, variable in zip(opts, variables, strict=True):
         opt.apply_gradients([(tape.gradient(scaled, variable), variable)])
-    assert [float(one) for one in variables] == [0.0, 1.0]
+    assert [float(variable) for variable in variables] == [0.0, 1.0]
     assert [opt.loss_scale for opt in opts] == [2.0**15] * 2
 
 

@@ -22,7 +22,7 @@ PROGRAMS = Path(__file__).parents[1] / "programs" / "tensorflow"
 )
 def test_losses_are_those_of_the_program_under_the_old_names(name, arguments, train_program, migrate_program):
     program = PROGRAMS / name
-    made = migrate_program(program)
-    assert not re.search(r"tf\.train\.experimental|LossScaleOptimizer\(", made.read_text())
+    migrated = migrate_program(program)
+    assert not re.search(r"tf\.train\.experimental|LossScaleOptimizer\(", migrated.read_text())
     before = train_program(program, *arguments, install="ampx_tensorflow")
-    assert train_program(made, *arguments) == before
+    assert train_program(migrated, *arguments) == before

@@ -32,8 +32,8 @@ def names():
         importlib.import_module("tensorflow.keras.mixed_precision"),
     ]
     wanted = "enable_mixed_precision_graph_rewrite", "experimental", "LossScaleOptimizer", "mixed_precision"
-    found = [getattr(module, name, None) for module in modules for name in wanted]
-    return found, sorted(name for name in sys.modules if name.endswith("mixed_precision.experimental"))
+    values = [getattr(module, name, None) for module in modules for name in wanted]
+    return values, sorted(name for name in sys.modules if name.endswith("mixed_precision.experimental"))
 
 
 def test_uninstall_leaves_everything_as_it_was():

@@ -69,9 +69,9 @@ def test_an_overflow_in_any_gradient_is_found(amp, bad):
     """Small ones are tested together, large ones and those of other dtypes alone."""
     shapes = [(3,), (2, 2), (5000,), (7,), (1,)]
     dtypes = [tf.float32, tf.float32, tf.float32, tf.float64, tf.float32]
-    variables = [tf.Variable(tf.ones(one, dtype)) for one, dtype in zip(shapes, dtypes, strict=True)]
+    variables = [tf.Variable(tf.ones(shape, dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.1))
-    grads = [tf.ones(one, dtype) for one, dtype in zip(shapes, dtypes, strict=True)]
+    grads = [tf.ones(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     for spoiled in (False, True):
         if spoiled:
             last = tf.reshape(grads[bad], [-1])[:-1]
@@ -100,7 +100,7 @@ def test_every_number_of_the_configuration_reaches_traces(amp, mode):
     backed = [300 * 0.75**n for n in range(1, 7)]
     expected = [96, 288, 288, 300, 300, backed[0], backed[0], backed[0], backed[1], backed[1], backed[2], backed[2]]
     expected += [backed[3], backed[3], backed[4], backed[4], 60, 60, 60]
-    assert trace == [float(np.float32(one)) for one in expected]
+    assert trace == [float(np.float32(scale)) for scale in expected]
 
 
 def test_a_skip_leaves_variables_slots_iterations_and_schedules(amp, mode):
@@ -110,9 +110,9 @@ def test_a_skip_leaves_variables_slots_iterations_and_schedules(amp, mode):
     opt = amp.wrap_optimizer(raw)
     step = trainer(opt, variables, mode)
     step(tf.constant(1.0), tf.constant(1.0))
-    before = [one.numpy().tolist() for one in (*variables, *raw.variables)]
+    before = [variable.numpy().tolist() for variable in (*variables, *raw.variables)]
     step(tf.constant(1.0), tf.constant(math.nan))
-    assert [one.numpy().tolist() for one in (*variables, *raw.variables)] == before
+    assert [variable.numpy().tolist() for variable in (*variables, *raw.variables)] == before
     assert float(raw.learning_rate) == 0.25
     step(tf.constant(1.0), tf.constant(1.0))
     assert float(raw.learning_rate) == 0.125
@@ -141,11 +141,11 @@ def test_results_inside_a_function_are_tensors(amp):
         with tf.GradientTape() as tape, ampx.scale_loss(tf.reduce_sum(variable * slope), opt) as scaled:
             pass
         opt.apply_gradients([(tape.gradient(scaled, variable), variable)])
-        told = opt.last_step
-        return told.applied, told.scale, told.next_scale, told.consecutive_skips, told.grad_norm, opt.loss_scale
+        seen = opt.last_step
+        return seen.applied, seen.scale, seen.next_scale, seen.consecutive_skips, seen.grad_norm, opt.loss_scale
 
-    assert [one.numpy() for one in step(tf.constant(3.0))] == [True, 65536.0, 65536.0, 0, 3.0, 65536.0]
-    assert [one.numpy() for one in step(tf.constant(math.inf))][:4] == [False, 65536.0, 32768.0, 1]
+    assert [number.numpy() for number in step(tf.constant(3.0))] == [True, 65536.0, 65536.0, 0, 3.0, 65536.0]
+    assert [number.numpy() for number in step(tf.constant(math.inf))][:4] == [False, 65536.0, 32768.0, 1]
 
 
 def test_forgetting_scale_loss_is_refused_wherever_it_can_be_seen(amp):
@@ -416,11 +416,11 @@ def test_a_group_in_one_function(amp, mode):
         second.apply(grads[1:], variables[1:])
 
     step(tf.constant([1.0, math.inf]))
-    assert [one.numpy().tolist() for one in variables] == [[-1.0], [0.0]]
+    assert [variable.numpy().tolist() for variable in variables] == [[-1.0], [0.0]]
     assert (first.loss_scale, second.loss_scale) == (2.0**15, 2.0**15)
-    assert [one.last_step.applied for one in (first, second)] == [True, False]
+    assert [optimizer.last_step.applied for optimizer in (first, second)] == [True, False]
     step(tf.constant([1.0, 1.0]))
-    assert [one.numpy().tolist() for one in variables] == [[-2.0], [-1.0]]
+    assert [variable.numpy().tolist() for variable in variables] == [[-2.0], [-1.0]]
     assert len(amp.state_dict()["groups"]) == 1
 
 
@@ -466,7 +466,7 @@ def test_a_disabled_optimizer_clips_as_asked(mode):
     variables = [tf.Variable([0.0]), tf.Variable([0.0])]
     opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), max_grad_norm=1.0)
     trainer(opt, variables, mode)(tf.constant(3.0), tf.constant(4.0))
-    np.testing.assert_allclose([float(one[0]) for one in variables], [-0.6, -0.8], rtol=1e-6)
+    np.testing.assert_allclose([float(variable[0]) for variable in variables], [-0.6, -0.8], rtol=1e-6)
 
 
 def test_optimizers_of_a_list_take_the_loss_scale_that_was_loaded_though_another_is_in_mid_window(amp):

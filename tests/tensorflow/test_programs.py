@@ -33,8 +33,8 @@ def train(name, *arguments):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    return np.array(found["losses"]), found["metric"]
+    numbers = json.loads(done.stdout.splitlines()[-1])
+    return np.array(numbers["losses"]), numbers["metric"]
 
 
 def binomial(count):

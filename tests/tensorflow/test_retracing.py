@@ -70,14 +70,14 @@ def test_functions_that_call_traced_functions_follow_too(casting):
 def test_threads_see_their_own_casting(casting):
     layer = keras.layers.Dense(3)
     run = tf.function(lambda x: layer(x), autograph=False)
-    x, found = tf.ones((2, 3)), []
+    x, dtypes = tf.ones((2, 3)), []
     assert run(x).dtype == tf.bfloat16
     with ampx.autocast(enabled=False):
         assert run(x).dtype == tf.float32
-        other = threading.Thread(target=lambda: found.append(run(x).dtype))
+        other = threading.Thread(target=lambda: dtypes.append(run(x).dtype))
         other.start()
         other.join()
-    assert found == [tf.bfloat16]
+    assert dtypes == [tf.bfloat16]
 
 
 def test_functions_without_layers_are_left_alone(casting):

@@ -25,8 +25,8 @@ def product():
 
 
 def computed_in(function):
-    found = float(function(tf.fill([64, 64], VALUE))[0, 0])
-    return next(dtype for dtype, value in ROUNDED.items() if value == found)
+    rounded = float(function(tf.fill([64, 64], VALUE))[0, 0])
+    return next(dtype for dtype, value in ROUNDED.items() if value == rounded)
 
 
 def prepared(amp, function):

@@ -47,7 +47,7 @@ def test_gradients_are_divided_once(wrapped):
     wrapped.apply_gradients([(scaled_gradient(wrapped, variable), variable)])  # not unscaled by hand: apply does it
     assert variable.numpy().tolist() == [7.0]
     true = wrapped.get_unscaled_gradients([scaled_gradient(wrapped, variable), None])
-    assert [None if one is None else one.numpy().tolist() for one in true] == [[1.0], None]
+    assert [None if gradient is None else gradient.numpy().tolist() for gradient in true] == [[1.0], None]
     with pytest.raises(ampx.ProtocolError, match="twice"):
         wrapped.get_unscaled_gradients(true)
     wrapped.apply_gradients([(true[0], variable)])
