@@ -30,6 +30,7 @@ from .backend import (
     Capabilities as Capabilities,
     CastPlan as CastPlan,
     Device as Device,
+    GenericBackend as GenericBackend,
     LossInfo as LossInfo,
     Unscaled as Unscaled,
 )

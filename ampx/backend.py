@@ -52,7 +52,7 @@ class Capabilities:
             state where those of other backends take the wrapped optimizer.
         names_gradients: The parameters with non-finite gradients can be named.
         traces_overflow: The first module whose output overflows can be named.
-        automates: `ampx run` trains scripts that know nothing of mixed precision: the verb `automate` is there.
+        automates: `ampx run` trains scripts that know nothing of mixed precision: `automate` is there.
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -143,7 +143,11 @@ class Unscaled(NamedTuple):
 
 
 class Backend(abc.ABC):
-    """One framework's verbs. Abstract here, final in plugins; holds no state."""
+    """One framework's verbs. Abstract here, final in plugins; holds no state.
+
+    Those of `GenericBackend` come on top where core itself steps the optimizers. What `ampx run` and `ampx demo` want
+    of a framework stands beside: the methods of `ampx.run.Automates` and `ampx.cli.demo.Demonstrates`.
+    """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
@@ -199,6 +203,105 @@ class Backend(abc.ABC):
             scale: Python float, or a float32 scalar on the device.
         """
 
+    def check_plan(self, plan: CastPlan) -> CastPlan:
+        """Check a plan without side effects; the result is what the other verbs receive.
+
+        Raises:
+            UnsupportedOpError: An entry of allow or deny cannot be honoured.
+            UnsupportedByBackendError: There are entries and op lists are not supported at all.
+        """
+        if plan.allow or plan.deny:
+            self.refuse("op lists (allow and deny)")
+        return plan
+
+    def activate(self, plan: CastPlan) -> None:
+        """Switch casting on for the process (or thread, where the framework keeps it by thread)."""
+        self.refuse("process-wide casting")
+
+    def deactivate(self, plan: CastPlan) -> None:
+        """Undo `activate`, also one that an exception interrupted: leave the framework as it was."""
+        self.refuse("process-wide casting")
+
+    def enter_thread(self, plan: CastPlan) -> None:
+        """Switch casting on in the calling thread, where the framework keeps it by thread."""
+        self.activate(plan)
+
+    def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
+        """Return the widest dtype among the floating leaves of a tree: float32 if any has it.
+
+        Declared as `capabilities.promotes`.
+        """
+        self.refuse("promote_function")
+
+    def smallest(self, scales: Sequence[Scalar]) -> Scalar:
+        """Return the smallest of some scales."""
+        return min(scales)
+
+    @abc.abstractmethod
+    def wrap_optimizer(self, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> Any:
+        """Return the `WrappedOptimizer` that replaces the user's optimizer (or see `state_handle`).
+
+        Args:
+            optimizer: The raw optimizer; never modified by a call that raises.
+            member: Its place in the protocol.
+            options: `plan`, `level`, `session` (the `Amp` that wraps; an optimizer may outlive it),
+                `max_grad_norm`, `max_grad_value`, and what else the user passed.
+
+        Where another optimizer of the same list is refused later, `WrappedOptimizer.ampx_unwrap` is called.
+
+        Raises:
+            InvalidOptionError: An option is not known to this backend.
+            LowPrecisionParametersError: Parameters are float16 or bfloat16 and have no master weights.
+            AlreadyWrappedError: It is wrapped, where that is no `WrappedOptimizer`.
+        """
+
+    def state_handle(self, state: Any, call: str) -> Handle | None:
+        """Return the handle of an optimizer state that holds the loss scale; None where optimizers are objects.
+
+        Required exactly where `capabilities.state_values`. What `wrap_optimizer` returns there is no `WrappedOptimizer`
+        but an optimizer whose states carry what `member.group` has: `config`, `enabled` and `index`.
+
+        Args:
+            state: What the user passed instead of a wrapped optimizer: the state, or anything that holds it.
+            call: The function that it was passed to, for messages; None was passed to `state_dict` and
+                `load_state_dict` where they got no optimizer.
+
+        Raises:
+            NotWrappedError: It holds no loss scale.
+            UnsupportedByBackendError: It holds several, or the call needs a state and got None.
+
+        Sync: one, unless traced.
+        """
+        return None
+
+    def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
+        """Do to a model (and optimizer) what the level needs; in place where the framework can.
+
+        Returns:
+            The model, or the pair (model, optimizer) where an optimizer was given.
+        """
+        self.refuse("prepare (levels O2 and O3)")
+
+    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+        """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
+        self.refuse("naming parameters with non-finite gradients")
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Return a region whose target tells the first module with a non-finite output. Sync: one a module."""
+        self.refuse("tracing overflow by module")
+
+    def refuse(self, capability: str) -> NoReturn:
+        """Raise for a call that needs a capability which is not declared."""
+        declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)
+        raise UnsupportedByBackendError(
+            f"backend {self.name!r} does not support {capability}; it declares: "
+            f"{', '.join(declared) or 'no optional capability'}. Leave the call out, or use another framework."
+        )
+
+
+class GenericBackend(Backend):
+    """The verbs by which core steps an optimizer, where nobody but the user looks at it: see `GenericOptimizer`."""
+
     @abc.abstractmethod
     def unscale(self, grads: Grads, scale: Scalar) -> Unscaled:
         """Divide gradients by the scale and test them for inf and NaN, in one pass.
@@ -239,119 +342,9 @@ class Backend(abc.ABC):
         """
         self.refuse("gradient clipping")
 
-    def check_plan(self, plan: CastPlan) -> CastPlan:
-        """Check a plan without side effects; the result is what the other verbs receive.
-
-        Raises:
-            UnsupportedOpError: An entry of allow or deny cannot be honoured.
-            UnsupportedByBackendError: There are entries and op lists are not supported at all.
-        """
-        if plan.allow or plan.deny:
-            self.refuse("op lists (allow and deny)")
-        return plan
-
-    def activate(self, plan: CastPlan) -> None:
-        """Switch casting on for the process (or thread, where the framework keeps it by thread)."""
-        self.refuse("process-wide casting")
-
-    def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`, also one that an exception interrupted: leave the framework as it was."""
-        self.refuse("process-wide casting")
-
-    def enter_thread(self, plan: CastPlan) -> None:
-        """Switch casting on in the calling thread, where the framework keeps it by thread."""
-        self.activate(plan)
-
-    def widest(self, tree: Tree, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating leaves of a tree: float32 if any has it.
-
-        Declared as `capabilities.promotes`.
-        """
-        self.refuse("promote_function")
-
-    def smallest(self, scales: Sequence[Scalar]) -> Scalar:
-        """Return the smallest of some scales."""
-        return min(scales)
-
     def wrap_optimizer(self, optimizer: Optimizer, member: Member, options: Mapping[str, Any]) -> Any:
-        """Return the `WrappedOptimizer` that replaces the user's optimizer (or see `state_handle`).
-
-        The default returns None, for a `GenericOptimizer`: it suits any optimizer that nobody but the user looks at.
-
-        Args:
-            optimizer: The raw optimizer; never modified by a call that raises.
-            member: Its place in the protocol.
-            options: `plan`, `level`, `session` (the `Amp` that wraps; an optimizer may outlive it),
-                `max_grad_norm`, `max_grad_value`, and what else the user passed.
-
-        Where another optimizer of the same list is refused later, `WrappedOptimizer.ampx_unwrap` is called.
-
-        Raises:
-            InvalidOptionError: An option is not known to this backend.
-            LowPrecisionParametersError: Parameters are float16 or bfloat16 and have no master weights.
-            AlreadyWrappedError: It is wrapped, where that is no `WrappedOptimizer`.
-        """
+        """Return None, for a `GenericOptimizer`, or one derived from it."""
         reject_unknown(self.name, options, ())
-
-    def state_handle(self, state: Any, call: str) -> Handle | None:
-        """Return the handle of an optimizer state that holds the loss scale; None where optimizers are objects.
-
-        Required exactly where `capabilities.state_values`. What `wrap_optimizer` returns there is no `WrappedOptimizer`
-        but an optimizer whose states carry what `member.group` has: `config`, `enabled` and `index`.
-
-        Args:
-            state: What the user passed instead of a wrapped optimizer: the state, or anything that holds it.
-            call: The function that it was passed to, for messages; None was passed to `state_dict` and
-                `load_state_dict` where they got no optimizer.
-
-        Raises:
-            NotWrappedError: It holds no loss scale.
-            UnsupportedByBackendError: It holds several, or the call needs a state and got None.
-
-        Sync: one, unless traced.
-        """
-        return None
-
-    def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
-        """Do to a model (and optimizer) what the level needs; in place where the framework can.
-
-        Returns:
-            The model, or the pair (model, optimizer) where an optimizer was given.
-        """
-        self.refuse("prepare (levels O2 and O3)")
-
-    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
-        """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
-        self.refuse("naming parameters with non-finite gradients")
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a region whose target tells the first module with a non-finite output. Sync: one a module."""
-        self.refuse("tracing overflow by module")
-
-    def demo(self) -> Any:
-        """Return the trainer behind `ampx demo`; see `ampx.cli.demo.Trainer`."""
-        self.refuse("ampx demo")
-
-    def automate(self, run: Any) -> AbstractContextManager[Any]:
-        """Return a region in which a script that knows nothing of ampx trains in mixed precision.
-
-        Args:
-            run: The `ampx.run.Run` that the script is run by.
-
-        Declared as `capabilities.automates`. Here alone a backend patches its framework, because the script is not
-        ours to edit; leaving the region restores everything. `ampx.run` says what has to happen inside.
-
-        Sync: none; inside, as the wrapped optimizers do.
-        """
-        self.refuse("ampx run")
-
-    def refuse(self, capability: str) -> NoReturn:
-        """Raise for a call that needs a capability which is not declared."""
-        declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)
-        raise UnsupportedByBackendError(
-            f"backend {self.name!r} does not support {capability}; it declares: "
-            f"{', '.join(declared) or 'no optional capability'}. Leave the call out, or use another framework."
-        )
 
 
 OPTIONS: frozenset[str] = frozenset({"plan", "level", "session", "max_grad_norm", "max_grad_value"})

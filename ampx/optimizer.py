@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
-from .backend import Backend, CastPlan, Unscaled
+from .backend import Backend, CastPlan, GenericBackend, Unscaled
 from .errors import AmpxError, InvalidOptionError, NotWrappedError, ProtocolError
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup
@@ -95,7 +95,7 @@ class GenericOptimizer(WrappedOptimizer):
     Everything but `step` and `zero_grad` is the raw optimizer's.
     """
 
-    def __init__(self, backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+    def __init__(self, backend: GenericBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
         """Wrap; the raw optimizer is not touched."""
         self.optimizer = optimizer
         self.ampx_member = member

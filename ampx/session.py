@@ -16,13 +16,14 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from . import annotate, callers
-from .backend import Backend, CastPlan, Device
+from .backend import Backend, CastPlan, Device, GenericBackend
 from .errors import (
     AlreadyWrappedError,
     InvalidOptionError,
     NotAnOptimizerError,
     NotInitializedError,
     NotWrappedError,
+    PluginError,
     PrecisionWarning,
     ProtocolError,
     ScaleCollapsedWarning,
@@ -171,7 +172,14 @@ class Amp:
 
     def _wrap(self, opt: Any, member: Member, settings: Mapping[str, Any]) -> Any:
         wrapped = self.backend.wrap_optimizer(opt, member, settings)
-        return GenericOptimizer(self.backend, opt, member, settings) if wrapped is None else wrapped
+        if wrapped is not None:
+            return wrapped
+        if not isinstance(self.backend, GenericBackend):
+            raise PluginError(
+                f"wrap_optimizer of backend {self.framework!r} returned None; accepted: a WrappedOptimizer, or None of "
+                f"an ampx.GenericBackend. Derive the backend from that."
+            )
+        return GenericOptimizer(self.backend, opt, member, settings)
 
     def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
         """Return a region that yields the scaled loss, with casting off inside.

@@ -1,6 +1,6 @@
 """`ampx demo` without any framework: the runs, what a backend's trainer gives, and the report.
 
-A backend takes part by returning a `Trainer` from `Backend.demo()`.
+A backend takes part by a method `demo`, which returns a `Trainer`: see `Demonstrates`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import ampx
 from ampx.backend import Backend
@@ -126,6 +126,25 @@ class Trainer(Protocol):
 
         Sync: only what training itself needs, so that the time is honest.
         """
+
+
+@runtime_checkable
+class Demonstrates(Protocol):
+    """What a backend has beside its verbs to take part in `ampx demo`."""
+
+    def demo(self) -> Trainer:
+        """Return the trainer."""
+
+
+def trainer_of(backend: Backend) -> Trainer:
+    """Return a backend's trainer.
+
+    Raises:
+        UnsupportedByBackendError: It has none.
+    """
+    if not isinstance(backend, Demonstrates):
+        backend.refuse("ampx demo")
+    return backend.demo()
 
 
 def load_digits() -> Digits:

@@ -27,6 +27,7 @@ from .demo import (
     plan_runs,
     report,
     train_all,
+    trainer_of,
     write as write,
 )
 from .frameworks import Framework, find_frameworks, is_installed
@@ -124,7 +125,7 @@ def train(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         opening = progress.add_task(f"importing {framework} …", total=None)
         backend = default_registry().load(framework)
-        trainer = backend.demo()
+        trainer = trainer_of(backend)
         chosen = choose_dtypes(backend, dtypes)
         data = load_digits()
         runs = plan_runs(chosen, seeds, epochs, batch_size, len(data.train_images), scaled=casts_nothing(backend))

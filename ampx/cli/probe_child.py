@@ -86,8 +86,10 @@ def capabilities(name: str) -> dict[str, Any]:
 
 def has_demo(name: str) -> dict[str, Any]:
     """Return whether a backend can be loaded and has a trainer for the demo."""
+    from .demo import trainer_of
+
     try:
-        default_registry().load(name).demo()
+        trainer_of(default_registry().load(name))
     except ampx.AmpxError:
         return {"demo": False}
     return {"demo": True}
@@ -95,10 +97,11 @@ def has_demo(name: str) -> dict[str, Any]:
 
 def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train as `ampx demo --framework` does; give the report and the warnings about precision."""
+    from .demo import trainer_of
     from .demo_command import train
 
     try:
-        default_registry().load(name).demo()
+        trainer_of(default_registry().load(name))
     except ampx.UnsupportedByBackendError as error:
         return {"refused": str(error)}
     except Exception as error:

@@ -1,10 +1,11 @@
 """What the core and a backend share while `ampx run` trains a script that nobody edited.
 
-`ampx run` makes one `Run` for each framework that the script imports, and calls `Backend.automate(run)` as soon as
-the import is complete. What the backend patches there asks the `Run` for the session, tells its `Recorder` what it
-sees, and refuses through it what it cannot do safely. Nothing here imports a framework.
+`ampx run` makes one `Run` for each framework that the script imports, and calls the backend's `automate(run)` as
+soon as the import is complete. What the backend patches there asks the `Run` for the session, tells its `Recorder`
+what it sees, and refuses through it what it cannot do safely. Nothing here imports a framework.
 
-The contract of `Backend.automate(run)`, which a backend declares as `capabilities.automates`:
+The contract of `automate(run)`, which a backend has beside its verbs (`Automates`) and declares as
+`capabilities.automates`:
 
 - `ampx run` enters the region when the script has imported the framework, and leaves it when the script has ended.
   The backend patches its framework there and nowhere else: the script is not ours to edit. Leaving the region restores
@@ -42,4 +43,4 @@ from .manager import (
     asked_by_script as asked_by_script,
 )
 from .recorder import Recorder as Recorder
-from .run import Run as Run, RunSettings as RunSettings
+from .run import Automates as Automates, Run as Run, RunSettings as RunSettings, automation as automation

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, runtime_checkable
 
+from ampx.backend import Backend
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 from ampx.session import sessions
@@ -262,3 +264,25 @@ class Run:
 
 def _kind_of(wrapped: Any) -> str:
     return type(getattr(wrapped, "optimizer", wrapped)).__name__
+
+
+@runtime_checkable
+class Automates(Protocol):
+    """What a backend has beside its verbs to take part in `ampx run`; declared as `capabilities.automates`."""
+
+    def automate(self, run: Run) -> AbstractContextManager[Any]:
+        """Return a region in which a script that knows nothing of ampx trains in mixed precision: see `ampx.run`.
+
+        Sync: none; inside, as the wrapped optimizers do.
+        """
+
+
+def automation(backend: Backend, run: Run) -> AbstractContextManager[Any]:
+    """Return a backend's region for a script.
+
+    Raises:
+        UnsupportedByBackendError: It has none.
+    """
+    if not (backend.capabilities.automates and isinstance(backend, Automates)):
+        backend.refuse("ampx run")
+    return backend.automate(run)

@@ -20,7 +20,7 @@ from .imports import ImportWatch
 from .program import Program, run_program
 from .ranks import process_rank
 from .recorder import Recorder
-from .run import Run, RunSettings
+from .run import Run, RunSettings, automation
 
 _DEVICE: Final = re.compile(r"[a-z]+(:\d+)?")
 
@@ -154,7 +154,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
                 backend = load(name)
                 if not settings.stand_ins_only:
                     _check(run, backend)
-                regions.enter_context(backend.automate(run))
+                regions.enter_context(automation(backend, run))
             except UnsupportedByBackendError:
                 if framework is not None:
                     raise

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, Unscaled, reject_unknown
+from ampx.backend import CastPlan, Device, LossInfo, reject_unknown
 from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
@@ -88,18 +88,6 @@ class JaxBackend(ampx.Backend):
     def scale(self, loss: Any, scale: Any) -> Any:
         """Return the loss in float32 times the scale."""
         return loss.astype(jnp.float32) * scale
-
-    def unscale(self, grads: Any, scale: Any) -> Unscaled:
-        """Divide gradients by the scale and test them."""
-        return Unscaled(*optimizer.unscale(grads, scale))
-
-    def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
-        """Clip true gradients by value, then by global norm."""
-        return optimizer.clip(grads, max_norm, max_value)
-
-    def apply(self, optimizer: Any, grads: Any) -> None:
-        """Refuse: an optax transformation applies nothing, it gives updates and a new state."""
-        self.refuse("stepping an optimizer in place")
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return a transformation whose state carries the loss scale."""

@@ -22,7 +22,7 @@ from .step import AmpOptimizer
 from .wrapping import make_wrapper
 
 
-class PaddleBackend(ampx.Backend):
+class PaddleBackend(ampx.GenericBackend):
     """PaddlePaddle: auto_cast for casting, Paddle's own check-and-unscale kernel for loss scaling."""
 
     name: ClassVar[str] = "paddle"

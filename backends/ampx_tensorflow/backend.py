@@ -11,13 +11,13 @@ import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, Unscaled, reject_unknown
+from ampx.backend import CastPlan, Device, LossInfo, reject_unknown
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, gradients, losses, rewrite, step
+from . import casting, devices, losses, rewrite, step
 from .old import graph_rewrite, tf1
 
 
@@ -105,16 +105,6 @@ class TensorFlowBackend(ampx.Backend):
     def scale(self, loss: Any, scale: Any) -> Any:
         """Return the loss in float32 times the scale, with a `gradient` of its own for use outside the tape."""
         return losses.scale_loss(loss, scale)
-
-    def unscale(self, grads: Any, scale: Any) -> Unscaled:
-        """Divide gradients by the scale and test them."""
-        true = gradients.unscale(grads, scale)
-        return Unscaled(true, gradients.finite(true))
-
-    def apply(self, optimizer: Any, grads: Any) -> None:
-        """Run a raw optimizer that was built, with casting off."""
-        with casting.off():
-            optimizer.apply(grads)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return an optimizer that is accepted wherever the raw one is."""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, Unscaled
+from ampx.backend import CastPlan, Device, LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
@@ -18,7 +18,6 @@ from ampx.protocol import Member
 from ampx.run import Run
 
 from . import casting, debug, devices, prepare
-from .gradients import unscale_
 from .trees import LOW
 from .wrapping import make_wrapper
 
@@ -117,23 +116,6 @@ class TorchBackend(ampx.Backend):
             # A copy to the host must be waited for: nobody else would before the product is taken.
             scale = scale.to(device=loss.device, non_blocking=loss.device.type != "cpu")
         return loss * scale
-
-    def gradients(self, optimizer: Any) -> list[torch.Tensor]:
-        """List the gradients of an optimizer's parameters."""
-        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def zero_gradients(self, optimizer: Any) -> None:
-        """Forget the gradients."""
-        optimizer.zero_grad()
-
-    def unscale(self, grads: Any, scale: Any) -> Unscaled:
-        """Divide gradients by the scale in place and test them, in one pass; in two where quotients may overflow."""
-        overflow = unscale_(grads, scale).item()
-        return Unscaled(grads, not overflow and (scale >= 1.0 or not unscale_(grads, 1.0).item()))
-
-    def apply(self, optimizer: Any, grads: Any) -> None:
-        """Run the raw optimizer."""
-        optimizer.step()
 
     def smallest(self, scales: Sequence[Any]) -> Any:
         """Return the smallest scale; no sync for device scalars."""

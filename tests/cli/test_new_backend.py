@@ -70,7 +70,7 @@ def test_it_writes_where_it_is_told(ampx_command, tmp_path):
 def test_every_verb_and_every_harness_method_that_is_required_has_a_stub(ampx_command, tmp_path):
     ampx_command("new-backend", "mylib")
     for path, contract, extra in (
-        ("src/ampx_mylib/backend.py", ampx.Backend, {"gradients", "zero_gradients"}),
+        ("src/ampx_mylib/backend.py", ampx.GenericBackend, {"gradients", "zero_gradients"}),
         ("tests/test_conformance.py", Harness, set()),
     ):
         tree = ast.parse((tmp_path / "ampx-mylib" / path).read_text())

@@ -41,7 +41,7 @@ class Sgd:
             param.value -= self.lr * (grad or 0.0)
 
 
-class FakeBackend(ampx.Backend):
+class FakeBackend(ampx.GenericBackend):
     name = "alpha"
     framework = None  # a Framework: where casting stands, and what was asked
     capabilities = ampx.Capabilities(

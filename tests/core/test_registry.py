@@ -32,7 +32,7 @@ def module(name, **functions):
 
 
 def backend_of(framework):
-    class Given(ampx.Backend):
+    class Given(ampx.GenericBackend):
         name = framework
         capabilities = ampx.Capabilities()
 

@@ -9,7 +9,7 @@ import ampx
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: F401 -- the new package's tests use them
 
 
-class MiniBackend(ampx.Backend):
+class MiniBackend(ampx.GenericBackend):
     """The verbs of ampx in mini."""
 
     name = "mini"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 import ampx
-from ampx.run import Run, RunSettings
+from ampx.run import Run, RunSettings, automation
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, Bench
 from ampx.testing.harness import Chosen
@@ -45,7 +45,7 @@ class AutomationTests(KitTests):
     def test_leaving_the_automation_restores_the_framework(self) -> None:
         """Casting and session are gone, even after an exception, and a plain loop trains as if nothing had been."""
         run, _ = self._automate([FINITE])
-        with pytest.raises(ZeroDivisionError), self.backend.automate(self._fresh_run()):
+        with pytest.raises(ZeroDivisionError), automation(self.backend, self._fresh_run()):
             raise ZeroDivisionError
         assert self.subject.casting() == self.outside
         with pytest.raises(ampx.NotInitializedError):
@@ -64,7 +64,7 @@ class AutomationTests(KitTests):
         run = self._fresh_run()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* emulated", ampx.PrecisionWarning)  # slow hardware is no defect
-            with self.backend.automate(run):
+            with automation(self.backend, run):
                 bench = self.plain()
                 for slopes in pattern:
                     bench.train_plainly(slopes)

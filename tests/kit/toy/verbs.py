@@ -23,7 +23,7 @@ def casting_of(plan: CastPlan, enabled: bool) -> CastingState:
     return CastingState(plan.dtype, own.allow - deny | allow, own.deny - allow | deny)
 
 
-class ToyVerbs(ampx.Backend):
+class ToyVerbs(ampx.GenericBackend):
     """The verbs of ampx in the toy framework."""
 
     def device(self, name: str) -> Device:

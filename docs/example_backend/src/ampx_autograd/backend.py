@@ -14,7 +14,7 @@ import ampx
 from .optimizer import SGD
 
 
-class AutogradBackend(ampx.Backend):
+class AutogradBackend(ampx.GenericBackend):
     """autograd differentiates NumPy functions; gradients are values, and nothing casts by itself."""
 
     name = "autograd"
