@@ -42,9 +42,10 @@ def __getattr__(name: str) -> Any:
         from importlib import metadata
 
         try:
-            return metadata.version("ampx")
+            version = metadata.version("ampx")
         except metadata.PackageNotFoundError:  # a source tree on the path
-            return "0+unknown"
+            version = "0+unknown"
+        return globals().setdefault(name, version)
     if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_homes()[name]}", __name__)

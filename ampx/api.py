@@ -156,8 +156,8 @@ def shutdown(framework: str | None = None) -> None:
 def backends() -> dict[str, str]:
     """List every framework with its state: `"registered"`, or why its plugin is broken. Imports no framework."""
     registry = default_registry()
-    known = dict.fromkeys(registry.names(), "registered")
-    return {**{name: f"broken: {error}" for name, error in registry.broken.items()}, **known}
+    registered = dict.fromkeys(registry.names(), "registered")
+    return {**{name: f"broken: {error}" for name, error in registry.broken.items()}, **registered}
 
 
 def register_plugin(plugin: Any, name: str | None = None) -> None:

@@ -356,10 +356,10 @@ def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]
     Raises:
         InvalidOptionError: There is one.
     """
-    known = OPTIONS | set(accepted)
-    unknown = sorted(set(options) - known)
+    choices = OPTIONS | set(accepted)
+    unknown = sorted(set(options) - choices)
     if unknown:
         raise InvalidOptionError(
             f"wrap_optimizer got {', '.join(unknown)}, which backend {backend!r} does not know; accepted: "
-            f"loss_scale, {', '.join(sorted(known - {'plan', 'level', 'session'}))}. Remove or correct it."
+            f"loss_scale, {', '.join(sorted(choices - {'plan', 'level', 'session'}))}. Remove or correct it."
         )

@@ -53,4 +53,4 @@ def nonfinite_parameters(opt: Any, model: Any = None) -> list[NonFiniteParameter
             f"optimizer. Pass the result of ampx.wrap_optimizer(opt)."
         )
     backend = sessions.find("nonfinite_parameters", opt).backend
-    return [NonFiniteParameter(*found) for found in backend.nonfinite_parameters(opt, model)]
+    return [NonFiniteParameter(*row) for row in backend.nonfinite_parameters(opt, model)]

@@ -45,14 +45,14 @@ def import_state(data: object) -> dict[str, Any]:
         if has_schema(data):
             framework = data.get("framework")
             return dump_state(framework if isinstance(framework, str) else None, parse_state(data))
-        found = _find(data)
+        match = _find(data)
     except StateError:
         raise
     except Exception as error:
         raise _unknown(f"a {type(data).__name__}, reading which raises {type(error).__name__}") from error
-    if found is None:
+    if match is None:
         raise _unknown(_outline(data))
-    name, fields, read = found
+    name, fields, read = match
     try:
         state = dump_state(name, [read(fields)])
         parse_state(state)
@@ -162,9 +162,9 @@ def _make(scale: Any, tracker: Any, hysteresis_left: Any = None, **config: Any) 
     # The bounds are widened where the library let the scale leave ours, so that the trace can go on from there.
     default = LossScale()
     bounds = {"min_scale": min(default.min_scale, value), "max_scale": max(default.max_scale, value)}
-    made = LossScale(**{**bounds, **config})
-    left = made.hysteresis if hysteresis_left is None else _whole(hysteresis_left)
-    return made, {0: LossScaleState(value, _whole(tracker), left, 0)}
+    loss_scale = LossScale(**{**bounds, **config})
+    left = loss_scale.hysteresis if hysteresis_left is None else _whole(hysteresis_left)
+    return loss_scale, {0: LossScaleState(value, _whole(tracker), left, 0)}
 
 
 def _read_apex(data: Fields) -> GroupState:
@@ -174,7 +174,7 @@ def _read_apex(data: Fields) -> GroupState:
         config, state = _make(entry["loss_scale"], entry["unskipped"])
         configs.append(config)
         states[int(key[len("loss_scaler") :])] = state[0]
-    lowest, highest = min(one.min_scale for one in configs), max(one.max_scale for one in configs)
+    lowest, highest = min(each.min_scale for each in configs), max(each.max_scale for each in configs)
     return LossScale(min_scale=lowest, max_scale=highest), states
 
 

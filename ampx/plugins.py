@@ -116,7 +116,7 @@ def implemented_hooks(plugin: Any) -> list[str]:
     return [name for name in functions if hasattr(getattr(plugin, name), marker)]
 
 
-def load_backend(found: Registration) -> Backend:
+def load_backend(registration: Registration) -> Backend:
     """Load a framework's backend.
 
     Raises:
@@ -125,24 +125,25 @@ def load_backend(found: Registration) -> Backend:
         AmpxError: The plugin itself refuses what it found, and says why.
     """
     try:
-        backend = found.load()
+        backend = registration.load()
     except AmpxError:
         raise
     except ImportError as error:
-        if error.name is not None and error.name in found.roots and not _is_present(error.name):
+        if error.name is not None and error.name in registration.roots and not _is_present(error.name):
             raise FrameworkNotInstalledError(
-                f"framework={found.name!r} needs {found.requires}, which is not importable: {error}. Install it with "
-                f"`pip install '{found.requires}'`, or as the framework's own instructions say for your GPU.",
+                f"framework={registration.name!r} needs {registration.requires}, which is not importable: {error}. "
+                f"Install it with `pip install '{registration.requires}'`, or as the framework's own instructions say for "
+                f"your GPU.",
                 name=error.name,
             ) from error
-        raise _load_error(found, error) from error
+        raise _load_error(registration, error) from error
     except (Exception, SystemExit) as error:
-        raise _load_error(found, error) from error
+        raise _load_error(registration, error) from error
     declared = isinstance(getattr(backend, "capabilities", None), Capabilities)
-    if not isinstance(backend, Backend) or not declared or getattr(backend, "name", None) != found.name:
+    if not isinstance(backend, Backend) or not declared or getattr(backend, "name", None) != registration.name:
         raise BackendLoadError(
-            f"plugin {found.plugin!r} gave {backend!r} for framework {found.name!r}; accepted: an instance of "
-            f"ampx.Backend with name={found.name!r} and capabilities. Correct the plugin."
+            f"plugin {registration.plugin!r} gave {backend!r} for framework {registration.name!r}; accepted: an "
+            f"instance of ampx.Backend with name={registration.name!r} and capabilities. Correct the plugin."
         )
     return backend
 
@@ -154,10 +155,10 @@ def _is_present(root: str) -> bool:
     return importlib.util.find_spec(root) is not None
 
 
-def _load_error(found: Registration, error: BaseException) -> BackendLoadError:
+def _load_error(registration: Registration, error: BaseException) -> BackendLoadError:
     return BackendLoadError(
-        f"framework={found.name!r} is installed, but loading it failed: {error!r}. It needs {found.requires}; repair "
-        f"or reinstall it (`ampx doctor` tells more)."
+        f"framework={registration.name!r} is installed, but loading it failed: {error!r}. It needs "
+        f"{registration.requires}; repair or reinstall it (`ampx doctor` tells more)."
     )
 
 
@@ -212,12 +213,12 @@ class Registry:
         manager = self.manager
         label = name or str(getattr(plugin, "__name__", repr(plugin)))
         module = str(getattr(plugin, "__name__", type(plugin).__module__))
-        known = {hook for hook in globals() if hook.startswith("ampx_")}
-        misspelt = sorted(hook for hook in implemented_hooks(plugin) if hook not in known)
+        hooks = {hook for hook in globals() if hook.startswith("ampx_")}
+        misspelt = sorted(hook for hook in implemented_hooks(plugin) if hook not in hooks)
         if misspelt:
             raise PluginError(
                 f"plugin {label!r} (module {module}) implements {', '.join(misspelt)}, which is no hook of ampx; "
-                f"accepted: {', '.join(sorted(known))}. Correct the name in the plugin."
+                f"accepted: {', '.join(sorted(hooks))}. Correct the name in the plugin."
             )
         if manager.has_plugin(label) or manager.is_registered(plugin):
             raise PluginError(
@@ -244,7 +245,7 @@ class Registry:
             stands_in_for: Sequence[str] = (),
         ) -> None:
             check_registration(name, load, roots, requires)
-            other = next((one for one in (*claimed, *self._registrations.values()) if one.name == name), None)
+            other = next((entry for entry in (*claimed, *self._registrations.values()) if entry.name == name), None)
             if other is not None:
                 raise DuplicateBackendError(
                     f"framework {name!r} is claimed by plugin {label!r} (module {module}) and by plugin "
@@ -308,9 +309,9 @@ class Registry:
             UnknownFrameworkError: No plugin has it.
         """
         self._ensure()
-        found = self._registrations.get(name) if isinstance(name, str) else None
-        if found is not None:
-            return found
+        registration = self._registrations.get(name) if isinstance(name, str) else None
+        if registration is not None:
+            return registration
         if isinstance(name, str) and name in self.broken:
             raise self.broken[name]
         hint = f" (broken plugins: {', '.join(sorted(self.broken))})" if self.broken else ""
@@ -327,10 +328,10 @@ class Registry:
             FrameworkNotInstalledError: The framework is not importable.
             BackendLoadError: It is there, but loading it failed; the cause is chained.
         """
-        found = self.registration(name)
+        registration = self.registration(name)
         backend = self._backends.get(name)
         if backend is None:
-            backend = self._backends[name] = load_backend(found)
+            backend = self._backends[name] = load_backend(registration)
         return backend
 
     def imported(self) -> list[str]:
@@ -342,8 +343,12 @@ class Registry:
         self._ensure()
         return [
             name
-            for name, found in sorted(self._registrations.items())
-            if any(sys.modules.get(root) is not None for root in found.roots if root != found.module.partition(".")[0])
+            for name, registration in sorted(self._registrations.items())
+            if any(
+                sys.modules.get(root) is not None
+                for root in registration.roots
+                if root != registration.module.partition(".")[0]
+            )
         ]
 
     def guess(self) -> str:

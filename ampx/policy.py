@@ -45,13 +45,13 @@ def normalise_dtype(dtype: object) -> Dtype:
         UnsupportedDtypeError: It is none of these.
     """
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
-    found = _ALIASES.get(str(name).rsplit(".", 1)[-1].strip().lower())
-    if found is None:
+    normal = _ALIASES.get(str(name).rsplit(".", 1)[-1].strip().lower())
+    if normal is None:
         raise UnsupportedDtypeError(
             f"dtype={dtype!r} is not a dtype of mixed precision; accepted: 'float16', 'bfloat16', 'float32' "
             f"(also 'fp16', 'half', 'bf16', 'fp32'), or 'auto' where a choice is offered. Pass one of these."
         )
-    return found
+    return normal
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,14 @@ def find_level(level: object) -> Level:
     Raises:
         UnsupportedLevelError: There is no such level.
     """
-    found = LEVELS.get(level) if isinstance(level, str) else None
-    if found is None:
+    entry = LEVELS.get(level) if isinstance(level, str) else None
+    if entry is None:
         raise UnsupportedLevelError(
             f"level={level!r} is not an opt level; accepted: 'O0' (float32), 'O1' (casting by op lists), 'O2' "
             f"(low-precision parameters, float32 norms and master weights), 'O3' (all low precision). "
             f"Pass one of these; 'O1' suits most training."
         )
-    return found
+    return entry
 
 
 @dataclass(frozen=True)

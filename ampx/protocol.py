@@ -170,9 +170,9 @@ class ScaleGroup:
         """
         for outcome in reversed(self.window):
             if outcome.member is member and outcome.latest:
-                found = self.ledger.read(outcome)
-                finite = all(found.values())
-                state = self.state_of(min(found))
+                finite_by_loss = self.ledger.read(outcome)
+                finite = all(finite_by_loss.values())
+                state = self.state_of(min(finite_by_loss))
                 skips = 0 if finite else state.consecutive_skips + 1
                 norm = outcome.grad_norm if finite else None
                 return StepResult(finite, finite, float(outcome.scale), state.scale, skips, norm)
@@ -201,8 +201,8 @@ class ScaleGroup:
             window: The steps of the members since the scale last moved; `finite` holds bools.
         """
         self.steps += 1
-        found = window[0].finite if len(window) == 1 else _merged(window)
-        for loss_id, finite in found.items():
+        finite_by_loss = window[0].finite if len(window) == 1 else _merged(window)
+        for loss_id, finite in finite_by_loss.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
             if not finite or after.scale != before.scale:
@@ -215,8 +215,8 @@ class ScaleGroup:
                 skips = max([self.states[loss_id].consecutive_skips for loss_id in outcome.finite])
             norm = outcome.grad_norm if finite else None
             if outcome.latest:
-                told = (finite, finite, float(outcome.scale), first.scale, skips, norm)
-                outcome.member._result = told  # a StepResult once somebody looks: here every step would wait for it
+                result = (finite, finite, float(outcome.scale), first.scale, skips, norm)
+                outcome.member._result = result  # a StepResult once somebody looks: here every step would wait for it
 
     def send_events(self) -> None:
         """Send the events of moves that were not told yet. Sync: none, unless a listener does.
@@ -238,16 +238,18 @@ class ScaleGroup:
             self.emit(self.framework, event)
 
     def events_of(
-        self, told: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
+        self, labels: tuple[str, int, int, int], before: LossScaleState, after: LossScaleState, finite: bool
     ) -> Iterator[Event]:
-        """Return the events of one move; `told` is framework, group, loss id and step."""
+        """Return the events of one move; `labels` is framework, group, loss id and step."""
         numbers = (before.scale, after.scale, after.consecutive_skips)
         if not finite:
-            yield StepSkipped(*told, *numbers)
+            yield StepSkipped(*labels, *numbers)
         if after.scale != before.scale:
-            yield ScaleChanged(*told, *numbers)
+            yield ScaleChanged(*labels, *numbers)
         if after.consecutive_skips == self.config.max_consecutive_skips and not finite:
-            yield ScaleCollapsed(*told, *numbers, tuple(name for member in self.members for name in member.culprits()))
+            yield ScaleCollapsed(
+                *labels, *numbers, tuple(name for member in self.members for name in member.culprits())
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""
@@ -257,11 +259,11 @@ class ScaleGroup:
 
 def _merged(window: Sequence[Outcome]) -> dict[int, bool]:
     """Return by loss id whether all members that used it found finite gradients."""
-    found: dict[int, bool] = {}
+    finite_by_loss: dict[int, bool] = {}
     for outcome in window:
         for loss_id, finite in outcome.finite.items():
-            found[loss_id] = finite and found.get(loss_id, True)
-    return found
+            finite_by_loss[loss_id] = finite and finite_by_loss.get(loss_id, True)
+    return finite_by_loss
 
 
 class Handle(abc.ABC):

@@ -73,8 +73,8 @@ class ScaleLoss:
             )
         members: list[Member] = []
         off = not optimizers and self._scale is None  # the state comes from a disabled session
-        for one in optimizers:
-            member = one.ampx_member
+        for optimizer in optimizers:
+            member = optimizer.ampx_member
             members.append(member)
             if not member.group.enabled:
                 off = True
@@ -101,13 +101,15 @@ class ScaleLoss:
         scale = self._choose_scale()
         prepared = 0
         try:
-            for one in optimizers:
-                one.ampx_before_backward(loss_id, scale)
+            for optimizer in optimizers:
+                optimizer.ampx_before_backward(loss_id, scale)
                 prepared += 1
             if amp.wrapped_optimizers > len(optimizers):
                 self._scale = scale
                 self._watched = [
-                    (one, before) for one in amp.others(optimizers) if (before := one.ampx_watch(scale)) is not None
+                    (optimizer, before)
+                    for optimizer in amp.others(optimizers)
+                    if (before := optimizer.ampx_watch(scale)) is not None
                 ]
             plan = amp.casting
             if plan is not None:
@@ -117,7 +119,7 @@ class ScaleLoss:
             held = members[0].held if members else []
             held.clear()  # while gradients accumulate, at most one graph is kept alive
             if several:
-                scaled = _each(loss, lambda one: _mark(amp.scaled, amp.backend.scale(one, scale), held))
+                scaled = _each(loss, lambda leaf: _mark(amp.scaled, amp.backend.scale(leaf, scale), held))
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
             self._loss = _ENTERED  # the region must not keep the graph alive
@@ -129,9 +131,9 @@ class ScaleLoss:
                 member.leave(region, False)
             if self._casting is not None:
                 self._casting.__exit__(type(error), error, error.__traceback__)
-            for one in optimizers[:prepared]:
-                one.ampx_abandon_backward(loss_id)
-                one.ampx_member.end_change()
+            for optimizer in optimizers[:prepared]:
+                optimizer.ampx_abandon_backward(loss_id)
+                optimizer.ampx_member.end_change()
             raise
 
     def __exit__(
@@ -143,12 +145,12 @@ class ScaleLoss:
             if self._casting is not None:
                 self._casting.__exit__(kind, error, trace)
         finally:
-            for one, member, region in self._entered:
+            for optimizer, member, region in self._entered:
                 counts = member.leave(region, completed)
                 if counts:
-                    one.ampx_after_backward(self._loss_id)
+                    optimizer.ampx_after_backward(self._loss_id)
                 elif counts is not None:
-                    one.ampx_abandon_backward(self._loss_id)
+                    optimizer.ampx_abandon_backward(self._loss_id)
                 member.end_change()
             for other, before in self._watched:
                 other.ampx_notice_foreign(before, self._scale)
@@ -162,7 +164,7 @@ class ScaleLoss:
             member = self._optimizers[0].ampx_member
             pending = member.factors.get(loss_id)
             return member.group.ledger.factor(member.group, loss_id) if pending is None else pending
-        members = [one.ampx_member for one in self._optimizers]
+        members = [optimizer.ampx_member for optimizer in self._optimizers]
         frozen = [member.factors[loss_id] for member in members if loss_id in member.factors]
         if not frozen:
             scales = [member.group.ledger.factor(member.group, loss_id) for member in members]
@@ -202,8 +204,8 @@ class ScaleLoss:
             )
 
     def _check_loss(self, loss: Loss) -> None:
-        known = self._amp.scaled.get(id(loss))
-        if known is not None and known() is loss:
+        reference = self._amp.scaled.get(id(loss))
+        if reference is not None and reference() is loss:
             raise AlreadyScaledError(
                 "scale_loss got a loss that came out of scale_loss; its gradients would be scaled twice. Pass the "
                 "loss that your loss function returned."

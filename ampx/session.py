@@ -129,8 +129,8 @@ class Amp:
             raise NotAnOptimizerError(
                 "wrap_optimizer got an empty list; accepted: an optimizer or a list of some. Pass yours."
             )
-        for position, one in enumerate(optimizers):
-            self._check_raw(one, optimizers[:position])
+        for position, raw in enumerate(optimizers):
+            self._check_raw(raw, optimizers[:position])
         for name, bound in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
             check_bound(name, bound)
         if max_grad_norm is not None or max_grad_value is not None:
@@ -492,7 +492,7 @@ class Amp:
         self._listeners.append(entry)
 
         def remove() -> None:
-            self._listeners[:] = [one for one in self._listeners if one is not entry]
+            self._listeners[:] = [listening for listening in self._listeners if listening is not entry]
 
         return remove
 
@@ -691,9 +691,9 @@ def check_settings(backend: Backend, dtype: str, level: str, device: str) -> Non
     _check_level(backend, found_level)
     wanted = None if dtype == "auto" else normalise_dtype(dtype)
     if device != "auto":
-        found = backend.device(device)
+        target = backend.device(device)
         if wanted is not None and wanted != "float32" and found_level.name != "O0":
-            _check_dtype(backend, found, wanted)
+            _check_dtype(backend, target, wanted)
 
 
 def _check_level(backend: Backend, level: Level) -> None:
@@ -798,7 +798,7 @@ class Sessions:
         self._watchers.append(entry)
 
         def end() -> None:
-            self._watchers[:] = [one for one in self._watchers if one is not entry]
+            self._watchers[:] = [watching for watching in self._watchers if watching is not entry]
 
         return end
 
@@ -837,12 +837,12 @@ class Sessions:
         Raises:
             NotInitializedError: There is none, or several.
         """
-        found = self._active.get(framework) if framework is not None else None
+        session = self._active.get(framework) if framework is not None else None
         if framework is None and len(self._active) == 1:
-            found = next(iter(self._active.values()))
-        if found is None:
+            session = next(iter(self._active.values()))
+        if session is None:
             raise self._not_initialized(call)
-        return found
+        return session
 
     def find(self, call: str, *objects: Any) -> Amp:
         """Return the session of the framework that these objects belong to, importing nothing.
@@ -850,17 +850,17 @@ class Sessions:
         Raises:
             NotInitializedError: No session is active for it.
         """
-        found: Amp | None
+        session: Amp | None
         member = getattr(objects[0], "ampx_member", None)
         if member is not None:
-            found = self._active.get(member.group.framework)
+            session = self._active.get(member.group.framework)
         elif len(self._active) == 1:
-            found = next(iter(self._active.values()))
+            session = next(iter(self._active.values()))
         else:
-            found = self.search(objects)
-        if found is None:
+            session = self.search(objects)
+        if session is None:
             raise self._not_initialized(call)
-        return found
+        return session
 
     def search(self, objects: Iterable[Any]) -> Amp | None:
         """Return the session whose framework owns the first recognised object, looking into containers."""
@@ -868,15 +868,15 @@ class Sessions:
             member = getattr(item, "ampx_member", None)
             if member is not None:
                 return self._active.get(member.group.framework)
-            found = self._owner(
+            session = self._owner(
                 item
             )  # first: a named tuple such as optax's has an owner, and functions inside that have none
-            if found is None and isinstance(item, (list, tuple)):
-                found = self.search(item)
-            elif found is None and isinstance(item, dict):
-                found = self.search(item.values())
-            if found is not None:
-                return found
+            if session is None and isinstance(item, (list, tuple)):
+                session = self.search(item)
+            elif session is None and isinstance(item, dict):
+                session = self.search(item.values())
+            if session is not None:
+                return session
         return None
 
     def _owner(self, item: Any) -> Amp | None:

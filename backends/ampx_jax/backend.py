@@ -78,8 +78,8 @@ class JaxBackend(ampx.Backend):
             raise ampx.LossDtypeError(
                 f"scale_loss got {type(loss).__name__}; accepted: a JAX array. Pass what the loss function returned."
             )
-        known = not isinstance(loss, jax.core.Tracer)
-        look = known and loss.size == 1 and jnp.issubdtype(loss.dtype, jnp.floating)
+        concrete = not isinstance(loss, jax.core.Tracer)
+        look = concrete and loss.size == 1 and jnp.issubdtype(loss.dtype, jnp.floating)
         if check_nan is None:
             look = look and all(device.platform == "cpu" for device in jnp.asarray(loss).devices())
         nan = bool(jnp.isnan(loss).all()) if look and check_nan is not False else None

@@ -40,8 +40,8 @@ def region(plan: JaxPlan, enabled: bool) -> Iterator[None]:
 
 def mark_of(name_stack: object) -> str | None:
     """Read the innermost region that an operation was traced in: `"off"`, a dtype, or None."""
-    found = _MARK.findall(str(name_stack))
-    return found[-1] if found else None
+    marks = _MARK.findall(str(name_stack))
+    return marks[-1] if marks else None
 
 
 def is_array(leaf: Any) -> bool:

@@ -48,7 +48,7 @@ def _cuda(first: jax.Device) -> Device:
 
 
 def _unsupported(name: str) -> ampx.UnsupportedDeviceError:
-    present = sorted({"cuda" if one.platform == "gpu" else one.platform for one in jax.devices()} | {"cpu"})
+    present = sorted({"cuda" if device.platform == "gpu" else device.platform for device in jax.devices()} | {"cpu"})
     return ampx.UnsupportedDeviceError(
         f"device={name!r} is not a device of JAX that ampx knows here; accepted: 'auto', "
         f"{', '.join(map(repr, present))}. Pass one of these. To lower or export for a device that is absent, pass "

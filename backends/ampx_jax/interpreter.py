@@ -52,17 +52,17 @@ def _all_to(values: Sequence[Any], avals: Sequence[Any], dtype: Any) -> list[Any
 
 
 def _run(plan: JaxPlan | None, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    known: dict[Any, Any] = {}
+    computed: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else known[atom]
+        return atom.val if isinstance(atom, core.Literal) else computed[atom]
 
     for variable, value in (*zip(jaxpr.constvars, consts, strict=True), *zip(jaxpr.invars, inputs, strict=True)):
-        known[variable] = value
+        computed[variable] = value
     for equation in jaxpr.eqns:
         values = [read(atom) for atom in equation.invars]
         results = _equation(plan, equation, values)
-        known.update(zip(equation.outvars, results, strict=True))
+        computed.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -121,8 +121,8 @@ def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
 
 
 def _bind(equation: Any, values: Sequence[Any], params: Any) -> list[Any]:
-    found = equation.primitive.get_bind_params(params)
-    functions, params = found if isinstance(found, tuple) else ((), found)  # a pair up to some JAX version
+    bound = equation.primitive.get_bind_params(params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # a pair up to some JAX version
     if watch is not None and values and is_narrow(values[0]):
         watch(equation.primitive.name, str(values[0].dtype))
     with equation.ctx.manager:
@@ -205,11 +205,11 @@ def _while(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
 def _scan(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
     params = equation.params
     consts, carried = params["num_consts"], params["num_carry"]
-    given, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
+    constants, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
     start = like(start, equation_avals(equation)[consts : consts + carried])
 
     def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = evaluate(plan, params["jaxpr"], [*given, *carry, *row])
+        results = evaluate(plan, params["jaxpr"], [*constants, *carry, *row])
         return results[:carried], results[carried:]
 
     last, stacked = jax.lax.scan(
@@ -250,8 +250,8 @@ def _custom_vjp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[
 
     def forward(*args: Any) -> tuple[list[Any], list[Any]]:
         def both(*inner: Any) -> list[Any]:
-            closed_over, given = inner[:count], inner[count:]  # JAX differentiates only the latter
-            results, pullback = jax.vjp(lambda *a: _bind(equation, [*closed_over, *a], equation.params), *given)
+            closed_over, inputs = inner[:count], inner[count:]  # JAX differentiates only the latter
+            results, pullback = jax.vjp(lambda *a: _bind(equation, [*closed_over, *a], equation.params), *inputs)
             leaves, tree = jax.tree.flatten(pullback)
             structure[:] = [len(results), tree]
             return [*results, *leaves]

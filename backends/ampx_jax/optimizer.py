@@ -92,9 +92,9 @@ def wrap(
         def apply() -> tuple[Any, Any]:
             return inner.update(grads, state.inner, params, **extra)  # type: ignore[no-any-return]
 
-        given, after = apply_or_skip(finite, apply, state.inner)
+        returned, after = apply_or_skip(finite, apply, state.inner)
         moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
-        return given, AmpState(
+        return returned, AmpState(
             scale=jnp.asarray(moved.scale, jnp.float32),
             growth_tracker=jnp.asarray(moved.growth_tracker, jnp.int32),
             hysteresis_tracker=jnp.asarray(moved.hysteresis_tracker, jnp.int32),

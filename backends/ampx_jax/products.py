@@ -122,15 +122,15 @@ def _batched(factors: Any, axes: Any, *, dtype: Any, result: Any, **params: Any)
 def _replayed(native: Callable[..., Any], arrays: Sequence[Any], dtype: Any, result: Any) -> Any:
     """Run JAX's own rule for `dot_general` with arrays of other dtypes, and with our product in its place."""
     jaxpr = jax.make_jaxpr(native)(*(to_dtype(array, dtype) for array in arrays)).jaxpr
-    known = dict(zip(jaxpr.invars, arrays, strict=True))
+    values_of = dict(zip(jaxpr.invars, arrays, strict=True))
     for equation in jaxpr.eqns:
-        values = [atom.val if isinstance(atom, core.Literal) else known[atom] for atom in equation.invars]
+        values = [atom.val if isinstance(atom, core.Literal) else values_of[atom] for atom in equation.invars]
         primitive, params = equation.primitive, dict(equation.params)
         if primitive is _DOT:
             primitive, params = _product_p, {**params, "dtype": dtype, "result": result}
             del params["preferred_element_type"]
-        known[equation.outvars[0]] = primitive.bind(*values, **params)
-    return known[jaxpr.outvars[0]]
+        values_of[equation.outvars[0]] = primitive.bind(*values, **params)
+    return values_of[jaxpr.outvars[0]]
 
 
 _product_p.def_impl(lambda *factors, **options: _compiled(frozenset(options.items()))(*factors))

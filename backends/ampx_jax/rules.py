@@ -94,5 +94,5 @@ def _is_compiled(candidate: Any) -> bool:
 @functools.cache
 def primitives() -> frozenset[str]:
     """Return the names of the primitives of jax.lax."""
-    found = {getattr(jax.lax, name).name for name in dir(jax.lax) if name.endswith("_p")}
-    return frozenset(found) | LOW | FULL | FOLLOW
+    names = {getattr(jax.lax, name).name for name in dir(jax.lax) if name.endswith("_p")}
+    return frozenset(names) | LOW | FULL | FOLLOW

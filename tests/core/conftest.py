@@ -153,8 +153,8 @@ class Framework:
         self.plans = []
         for cls in (Param, Loss, Sgd):
             setattr(self, cls.__name__, type(cls.__name__, (cls,), {"__module__": f"{name}.core"}))
-        given = {**vars(FakeBackend.capabilities), **capabilities}
-        members = {"name": name, "framework": self, "capabilities": ampx.Capabilities(**given)}
+        abilities = {**vars(FakeBackend.capabilities), **capabilities}
+        members = {"name": name, "framework": self, "capabilities": ampx.Capabilities(**abilities)}
         self.Backend = type("Backend", (FakeBackend,), members)
         self.plugin = types.ModuleType(f"ampx_{name}")
 

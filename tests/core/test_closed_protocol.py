@@ -51,7 +51,7 @@ def writes(source):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             by_name = name in ("setattr", "__setattr__", "delattr", "__delattr__")
-            if by_name and any(getattr(one, "value", None) in CLOSED for one in node.args):
+            if by_name and any(getattr(argument, "value", None) in CLOSED for argument in node.args):
                 lines.append(node.lineno)
             if name in CHANGING and isinstance(node.func, ast.Attribute) and is_closed(node.func.value):
                 lines.append(node.lineno)
@@ -103,12 +103,12 @@ def test_the_search_finds_no_more(source):
 
 
 def test_nobody_but_the_protocol_writes_stage_factors_or_result():
-    found = {}
+    culprits = {}
     for folder in ("ampx", "backends"):
         for path in (ROOT / folder).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()
             lines = writes(path.read_text())
             if lines and name != PROTOCOL:
-                found[name] = lines
+                culprits[name] = lines
     assert writes((ROOT / PROTOCOL).read_text()), "the protocol itself does"
-    assert not found, "call a verb of Member instead"
+    assert not culprits, "call a verb of Member instead"

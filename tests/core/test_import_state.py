@@ -246,8 +246,8 @@ def test_keras_optimizer_variables(saved):
 def test_apex_keeps_every_loss_and_widens_the_bounds_for_all():
     saved = {f"loss_scaler{key}": {"loss_scale": 2.0**key, "unskipped": key} for key in (26, 2, 10)}
     ((config, states),) = parse_state(ampx.import_state(saved))
-    found = {key: (state.scale, state.growth_tracker) for key, state in states.items()}
-    assert found == {2: (4.0, 2), 10: (1024.0, 10), 26: (2.0**26, 26)}
+    numbers = {key: (state.scale, state.growth_tracker) for key, state in states.items()}
+    assert numbers == {2: (4.0, 2), 10: (1024.0, 10), 26: (2.0**26, 26)}
     assert config.max_scale == 2.0**26
 
 
@@ -452,12 +452,12 @@ def paths_in(value, before=()):
 
 
 def replaced(saved, path, value):
-    made = copy.deepcopy(saved)
-    place = made
+    copied = copy.deepcopy(saved)
+    place = copied
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = value
-    return made
+    return copied
 
 
 def check_import(data):

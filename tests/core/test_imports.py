@@ -73,16 +73,16 @@ def test_unknown_names_are_refused_as_python_does():
 
 def imports(path):
     """Return the modules that a file imports, in functions and under `if TYPE_CHECKING` too; "." is core."""
-    found = []
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
+            names.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if node.level:
-                found.extend([f".{node.module}"] if node.module else [f".{alias.name}" for alias in node.names])
+                names.extend([f".{node.module}"] if node.module else [f".{alias.name}" for alias in node.names])
             else:
-                found.append(node.module)
-    return found
+                names.append(node.module)
+    return names
 
 
 def test_no_module_of_core_imports_itself_by_way_of_others():

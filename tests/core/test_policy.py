@@ -54,7 +54,7 @@ class Spelled:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("dtype", "expected"),
     [
         ("fp16", "float16"),
         ("half", "float16"),
@@ -68,17 +68,17 @@ class Spelled:
         (type("bfloat16", (), {}), "bfloat16"),  # jnp.bfloat16 is a class
     ],
 )
-def test_dtypes_are_normalised(given, expected):
-    assert normalise_dtype(given) == expected
+def test_dtypes_are_normalised(dtype, expected):
+    assert normalise_dtype(dtype) == expected
 
 
-@pytest.mark.parametrize("given", ["float64", "int8", "", "auto", None, 16, float, Spelled("torch.int32")])
-def test_other_dtypes_are_refused(given):
-    if given is float:  # Python's float names float32's alias; it is 64 bits wide and still means "full precision"
-        assert normalise_dtype(given) == "float32"
+@pytest.mark.parametrize("dtype", ["float64", "int8", "", "auto", None, 16, float, Spelled("torch.int32")])
+def test_other_dtypes_are_refused(dtype):
+    if dtype is float:  # Python's float names float32's alias; it is 64 bits wide and still means "full precision"
+        assert normalise_dtype(dtype) == "float32"
         return
     with pytest.raises(UnsupportedDtypeError, match="accepted"):
-        normalise_dtype(given)
+        normalise_dtype(dtype)
 
 
 @pytest.mark.parametrize(

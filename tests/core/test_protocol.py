@@ -289,7 +289,7 @@ def test_a_scaled_loss_without_weak_references_is_known_until_the_step(amp, trai
             trainer.param.grad = 1.0
         with pytest.raises(ampx.AlreadyScaledError), ampx.scale_loss(scaled, trainer.opt):
             pytest.fail("the body ran")
-    assert [known.loss for known in trainer.opt.ampx_member.held] == [scaled], "one graph at a time is kept alive"
+    assert [held.loss for held in trainer.opt.ampx_member.held] == [scaled], "one graph at a time is kept alive"
     trainer.opt.step()
     assert trainer.opt.ampx_member.held == []
     assert [reference() for reference in amp.scaled.values() if reference() is not None] == []
@@ -395,8 +395,8 @@ def test_preparation_that_fails_for_one_optimizer_is_undone_for_the_others(amp, 
         calls.append("before")
 
     hooks = {"ampx_before_backward": prepare, "ampx_abandon_backward": lambda self, loss_id: calls.append("abandon")}
-    for one in (first, second):
-        one.opt.__class__ = type("Watched", (type(one.opt),), hooks)
+    for trainer in (first, second):
+        trainer.opt.__class__ = type("Watched", (type(trainer.opt),), hooks)
     with pytest.raises(RuntimeError, match="not me"):
         ampx.scale_loss(alpha.Loss(), [first.opt, second.opt]).__enter__()
     assert calls == ["before", "abandon"]
@@ -443,8 +443,8 @@ class Pair:
         self.first, self.second = ampx.wrap_optimizer([alpha.Sgd(param) for param in self.params])
         self.both = [self.first, self.second]
 
-    def backward(self, one, other, opts=None):
-        terms = list(zip(self.params, (one, other), strict=True))
+    def backward(self, first, other, opts=None):
+        terms = list(zip(self.params, (first, other), strict=True))
         with ampx.scale_loss(self.alpha.Loss(*terms), opts or self.both) as scaled:
             scaled.backward()
 
@@ -730,13 +730,13 @@ def test_threads_train_their_own_optimizers(amp, alpha, make_trainer):
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=train, args=(one, 2.0**-place)) for place, one in enumerate(trainers)]
+    threads = [threading.Thread(target=train, args=(each, 2.0**-place)) for place, each in enumerate(trainers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
-    assert [one.param.value for one in trainers] == [-50.0, -25.0, -12.5, -6.25]
+    assert [each.param.value for each in trainers] == [-50.0, -25.0, -12.5, -6.25]
 
 
 # -- disabled and explicit ----------------------------------------------------------------------------

@@ -25,10 +25,10 @@ class Dist:
 
 
 def module(name, **functions):
-    made = types.ModuleType(name)
+    plugin_module = types.ModuleType(name)
     for key, function in functions.items():
-        setattr(made, key, function)
-    return made
+        setattr(plugin_module, key, function)
+    return plugin_module
 
 
 def backend_of(framework):
@@ -209,10 +209,10 @@ def test_two_distributions_may_use_one_entry_point_name():
 
 def test_registering_a_plugin_twice_is_refused():
     registry = Registry([])
-    made = plugin("one")
-    registry.register_plugin(made)
+    first = plugin("one")
+    registry.register_plugin(first)
     with pytest.raises(ampx.AmpxError, match="already"):
-        registry.register_plugin(made)
+        registry.register_plugin(first)
     assert registry.load("one").name == "one"
 
 
@@ -232,9 +232,9 @@ def test_a_lazy_module_inside_a_plugin_is_not_triggered():
         def __getattr__(self, name):
             raise RuntimeError("imported for nothing")
 
-    made = plugin("good")
-    made.heavy = Lazy()
-    registry = Registry([Dist("good", lambda: made)])
+    good = plugin("good")
+    good.heavy = Lazy()
+    registry = Registry([Dist("good", lambda: good)])
     assert registry.names() == ["good"]
 
 

@@ -48,23 +48,23 @@ def test_time_before_the_first_optimizer_and_after_the_last_phase_is_nobodys():
 def test_events_become_skipped_steps_and_the_way_of_the_scale():
     seen = Recorder()
     group = seen.add_optimizer("SGD", 8.0)
-    told = ("toy", group, 0)
+    labels = ("toy", group, 0)
     for event in (
-        StepSkipped(*told, 2, 8.0, 4.0, 1),
-        ScaleChanged(*told, 2, 8.0, 4.0, 1),
-        ScaleChanged(*told, 9, 4.0, 8.0, 0),
+        StepSkipped(*labels, 2, 8.0, 4.0, 1),
+        ScaleChanged(*labels, 2, 8.0, 4.0, 1),
+        ScaleChanged(*labels, 9, 4.0, 8.0, 0),
     ):
         seen.hear(event)
     seen.stepped(group, 9)
-    (one,) = seen.optimizers.values()
-    assert (one.skipped, one.trace()) == ([2], "8 → 4 (step 2) → 8 (step 9)")
+    (record,) = seen.optimizers.values()
+    assert (record.skipped, record.trace()) == ([2], "8 → 4 (step 2) → 8 (step 9)")
     assert seen.to_json()["skipped"] == 1
 
 
 def test_a_long_way_of_the_scale_is_told_in_one_line():
-    one = recorder.OptimizerRecord("SGD", 1024.0, scales=[(step, 2.0**step) for step in range(1, 21)])
-    assert one.trace().startswith("1024 → 2 (step 1) → 4 (step 2) → 8 (step 3) → … 14 more … → ")
-    assert one.trace().endswith(f"→ {2.0**20:g} (step 20)")
+    record = recorder.OptimizerRecord("SGD", 1024.0, scales=[(step, 2.0**step) for step in range(1, 21)])
+    assert record.trace().startswith("1024 → 2 (step 1) → 4 (step 2) → 8 (step 3) → … 14 more … → ")
+    assert record.trace().endswith(f"→ {2.0**20:g} (step 20)")
 
 
 def test_operations_are_sampled_in_the_first_steps_only():
@@ -138,8 +138,8 @@ def test_a_session_that_the_script_starts_itself_is_recorded(toy):
         optimizer.step()
         optimizer.zero_grad()
     run.close()
-    (one,) = run.recorder.optimizers.values()
-    assert (one.kind, one.initial_scale, one.steps) == ("Optimizer", 8.0, 2)
+    (record,) = run.recorder.optimizers.values()
+    assert (record.kind, record.initial_scale, record.steps) == ("Optimizer", 8.0, 2)
     assert ["an old recipe" in note for note in run.recorder.notes] == [True]
     assert ampx.current("toy") is amp
     ampx.init("toy")

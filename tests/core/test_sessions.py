@@ -271,9 +271,9 @@ def test_dead_optimizers_leave_the_state_and_the_positions_of_the_others_fit(alp
 
 def test_two_frameworks_train_side_by_side_by_the_same_functions(alpha, beta, make_trainer):
     there, here = ampx.init("alpha", loss_scale=8), ampx.init("beta", loss_scale=16)
-    one, other = make_trainer(alpha), make_trainer(beta)
-    assert (one.step(2.0).scale, other.step(3.0).scale) == (8.0, 16.0)
-    assert (one.param.value, other.param.value) == (-2.0, -3.0)
+    first, other = make_trainer(alpha), make_trainer(beta)
+    assert (first.step(2.0).scale, other.step(3.0).scale) == (8.0, 16.0)
+    assert (first.param.value, other.param.value) == (-2.0, -3.0)
     assert ampx.state_dict(other.opt)["framework"] == "beta"
     assert ampx.wrap_optimizer([beta.Sgd()])[0].ampx_member.group.framework == "beta"
     with pytest.raises(ampx.NotInitializedError, match="alpha, beta"):
@@ -286,11 +286,11 @@ def test_two_frameworks_train_side_by_side_by_the_same_functions(alpha, beta, ma
 
 def test_the_only_session_is_not_taken_for_another_frameworks(alpha, beta, make_trainer):
     ampx.init("alpha")
-    one = make_trainer(alpha)
+    trainer = make_trainer(alpha)
     ampx.shutdown()
     ampx.init("beta")
     with pytest.raises(ampx.NotInitializedError, match="active sessions: beta"):
-        one.backward()
+        trainer.backward()
     with pytest.raises(ampx.NotInitializedError):
         ampx.current("alpha")
 
@@ -479,12 +479,12 @@ def test_regions_left_in_another_order_leave_what_they_entered():
         def __exit__(self, *_):
             log.append(f"-{self.name}")
 
-    one, other = Region(lambda: Watched("one")), Region(lambda: Watched("other"))
-    one.__enter__()
+    first, other = Region(lambda: Watched("one")), Region(lambda: Watched("other"))
+    first.__enter__()
     other.__enter__()
-    one.__enter__()
-    one.__exit__(None, None, None)
-    one.__exit__(None, None, None)
+    first.__enter__()
+    first.__exit__(None, None, None)
+    first.__exit__(None, None, None)
     other.__exit__(None, None, None)
     assert log == ["+one", "+other", "+one", "-one", "-one", "-other"]
 

@@ -128,7 +128,7 @@ def test_a_stand_in_is_asked_of_its_framework(world, tmp_path):
     (tmp_path / "elsewhere" / "oldframe.py").write_text("provided = True\n")
 
     @contextlib.contextmanager
-    def automate(one):
+    def automate(name):
         seen.append("enter")
         sys.path.append(str(tmp_path / "elsewhere"))
         yield

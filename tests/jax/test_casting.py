@@ -153,8 +153,8 @@ def test_products_have_derivatives_of_every_kind(name, dtype):
 
     exact = DERIVATIVES[name](function, a)
     start(dtype=dtype)
-    found = DERIVATIVES[name](ampx_jax.autocast(function), a)
-    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+    derivative = DERIVATIVES[name](ampx_jax.autocast(function), a)
+    for leaf, other in zip(jax.tree.leaves(derivative), jax.tree.leaves(exact), strict=True):
         assert leaf.dtype == jnp.float32
         np.testing.assert_array_equal(leaf, other)
 
@@ -176,10 +176,10 @@ def test_without_a_session_nothing_is_cast():
 
 def test_softmax_sums_in_float32_and_comparisons_follow():
     start()
-    found = dtypes_of(ampx_jax.autocast(lambda a, b: jax.nn.softmax(jnp.maximum(a @ b, 0.0))), A, B)
-    assert ("exp", "float32") in found
-    assert ("reduce_sum", "float32") in found
-    assert ("max", "bfloat16") in found
+    dtypes = dtypes_of(ampx_jax.autocast(lambda a, b: jax.nn.softmax(jnp.maximum(a @ b, 0.0))), A, B)
+    assert ("exp", "float32") in dtypes
+    assert ("reduce_sum", "float32") in dtypes
+    assert ("max", "bfloat16") in dtypes
 
 
 def test_a_number_that_float16_cannot_hold_stays_float32():
@@ -212,9 +212,9 @@ def test_nested_functions_are_cast_and_close_to_float32(name):
     cast = ampx_jax.autocast(function)
     assert ("dot_general", "bfloat16") in dtypes_of(cast, A, B)
     assert ("dot_general", "float32") not in dtypes_of(cast, A, B)
-    for found in (cast(A, B), jax.jit(cast)(A, B), ampx_jax.autocast(jax.jit(function))(A, B)):
-        assert found.dtype == exact.dtype
-        np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.05)
+    for result in (cast(A, B), jax.jit(cast)(A, B), ampx_jax.autocast(jax.jit(function))(A, B)):
+        assert result.dtype == exact.dtype
+        np.testing.assert_allclose(result, exact, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("name", [name for name in NESTED if name not in ("fori_loop", "grad")])
@@ -225,9 +225,9 @@ def test_gradients_flow_in_float32_and_batch(name):
     exact = jax.grad(loss(NESTED[name]))(A)
     start()
     cast = loss(ampx_jax.autocast(NESTED[name]))
-    for found in (jax.grad(cast)(A), jax.jit(jax.grad(jax.checkpoint(cast)))(A), jax.vmap(jax.grad(cast))(A[None])[0]):
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, exact, rtol=0.1, atol=0.1)
+    for result in (jax.grad(cast)(A), jax.jit(jax.grad(jax.checkpoint(cast)))(A), jax.vmap(jax.grad(cast))(A[None])[0]):
+        assert result.dtype == jnp.float32
+        np.testing.assert_allclose(result, exact, rtol=0.1, atol=0.1)
 
 
 @jax.custom_vjp
@@ -306,9 +306,9 @@ def test_denied_and_allowed_names():
     start(deny=["dot_general"])
     assert np.array_equal(ampx_jax.autocast(jnp.matmul)(A, B), A @ B)
     start(deny=[jax.nn.relu], allow=["exp"])
-    found = dtypes_of(ampx_jax.autocast(lambda a, b: jnp.exp(jax.nn.relu(a @ b))), A, B)
-    assert ("exp", "bfloat16") in found
-    assert ("max", "float32") in found
+    dtypes = dtypes_of(ampx_jax.autocast(lambda a, b: jnp.exp(jax.nn.relu(a @ b))), A, B)
+    assert ("exp", "bfloat16") in dtypes
+    assert ("max", "float32") in dtypes
     with pytest.raises(ampx.UnsupportedOpError, match="'mat_mull'"):
         start(deny=["mat_mull"])
     with pytest.raises(ampx.UnsupportedOpError, match=r"under jax\.jit"):
@@ -350,19 +350,19 @@ def test_float_functions_inside_the_function_compute_in_float32():
 
 def test_unknown_primitives_run_in_the_dtypes_of_their_trace():
     start()
-    found = ampx_jax.autocast(lambda a, b: jnp.linalg.cholesky(a @ a.T + 4 * jnp.eye(4)))(A, B)
-    assert found.dtype == jnp.float32
-    assert np.isfinite(found).all()
+    result = ampx_jax.autocast(lambda a, b: jnp.linalg.cholesky(a @ a.T + 4 * jnp.eye(4)))(A, B)
+    assert result.dtype == jnp.float32
+    assert np.isfinite(result).all()
 
 
 def test_integers_strings_and_other_leaves_pass_through():
     start()
-    found = ampx_jax.autocast(lambda tree, scale, name: {"sum": tree["a"] + tree["n"], "name": name, "scale": scale})(
+    result = ampx_jax.autocast(lambda tree, scale, name: {"sum": tree["a"] + tree["n"], "name": name, "scale": scale})(
         {"a": A, "n": jnp.arange(3)}, 2, name="text"
     )
-    assert found["name"] == "text"
-    assert found["scale"] == 2
-    assert np.array_equal(found["sum"], A + jnp.arange(3))
+    assert result["name"] == "text"
+    assert result["scale"] == 2
+    assert np.array_equal(result["sum"], A + jnp.arange(3))
 
 
 def test_convolutions_compute_in_low_precision():
@@ -381,9 +381,9 @@ def test_flax_modules_need_no_change():
     variables = model.init(jax.random.key(0), A)
     exact = model.apply(variables, A)
     start()
-    found = ampx_jax.autocast(model.apply)(variables, A)
+    result = ampx_jax.autocast(model.apply)(variables, A)
     assert ("dot_general", "float32") not in dtypes_of(ampx_jax.autocast(model.apply), variables, A)
-    np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.05)
+    np.testing.assert_allclose(result, exact, rtol=0.05, atol=0.05)
 
 
 def test_equinox_modules_need_no_change():
@@ -391,7 +391,7 @@ def test_equinox_modules_need_no_change():
     model = equinox.nn.MLP(3, 2, 8, 2, key=jax.random.key(0))
     exact = jax.vmap(model)(A)
     start()
-    found = ampx_jax.autocast(lambda model, rows: jax.vmap(model)(rows))(model, A)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, exact, rtol=0.05, atol=0.05)
-    assert not np.array_equal(found, exact)
+    result = ampx_jax.autocast(lambda model, rows: jax.vmap(model)(rows))(model, A)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result, exact, rtol=0.05, atol=0.05)
+    assert not np.array_equal(result, exact)

@@ -30,10 +30,10 @@ def test_products_are_low_precision_and_accumulate_in_float32(dtype):
     ampx.init("jax", dtype=dtype)
     a = jax.random.normal(jax.random.key(0), (256, 4096))
     b = jax.random.normal(jax.random.key(1), (4096, 256))
-    found = jax.jit(ampx_jax.autocast(jnp.matmul))(a, b)
-    rounded = [np.asarray(one.astype(dtype), np.float64) for one in (a, b)]
-    np.testing.assert_allclose(found, rounded[0] @ rounded[1], rtol=2**-7, atol=0.5)
-    assert not np.array_equal(found, a @ b)
+    product = jax.jit(ampx_jax.autocast(jnp.matmul))(a, b)
+    rounded = [np.asarray(factor.astype(dtype), np.float64) for factor in (a, b)]
+    np.testing.assert_allclose(product, rounded[0] @ rounded[1], rtol=2**-7, atol=0.5)
+    assert not np.array_equal(product, a @ b)
 
 
 def test_a_float16_overflow_is_skipped_and_cured():

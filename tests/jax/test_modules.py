@@ -126,13 +126,13 @@ def test_results_are_the_objects_that_were_passed_and_new_variables_stay(nnx):
         module.seen = nnx.Intermediate(x)
         return module, module.linear, jax.random.normal(rngs.noise(), (2,)), "text", nnx.Param(x)
 
-    same, linear, noise, text, made = ampx_jax.autocast(function)(module, rngs, X)
+    same, linear, noise, text, drawn = ampx_jax.autocast(function)(module, rngs, X)
     assert same is module
     assert linear is module.linear
     assert np.array_equal(noise, jax.random.normal(nnx.Rngs(3).noise(), (2,)))
     assert rngs.noise.count[...] == 1
     assert text == "text"
-    assert np.array_equal(made[...], X)
+    assert np.array_equal(drawn[...], X)
     assert np.array_equal(module.seen[...], X)
 
 
@@ -176,12 +176,12 @@ def test_an_optimizer_object_carries_the_loss_scale(nnx):
     optimizer = nnx.Optimizer(module, ampx.wrap_optimizer(optax.sgd(0.1)), wrt=nnx.Param)
     step = train_step(nnx)
     assert ampx.loss_scale(optimizer) == ampx.loss_scale(optimizer.opt_state) == 2.0**10
-    told, kernels = [], []
+    seen, kernels = [], []
     for factor in (1.0, np.inf, 1.0, 1.0, 1.0):
-        told.append(step(module, optimizer, X, factor)[1])
+        seen.append(step(module, optimizer, X, factor)[1])
         kernels.append(np.asarray(module.linear.kernel[...]))
-    assert [bool(result.applied) for result in told] == [True, False, True, True, True]
-    assert [float(result.next_scale) for result in told] == [2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**10]
+    assert [bool(result.applied) for result in seen] == [True, False, True, True, True]
+    assert [float(result.next_scale) for result in seen] == [2.0**10, 2.0**9, 2.0**9, 2.0**9, 2.0**10]
     assert np.array_equal(kernels[0], kernels[1])
     assert not np.array_equal(kernels[1], kernels[2])
     assert ampx.observe(optimizer) == ampx.last_step(optimizer.opt_state)

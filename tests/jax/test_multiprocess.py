@@ -34,9 +34,9 @@ def plain(rows):
 
 @pytest.mark.slow
 def test_an_overflow_in_one_of_two_processes_is_skipped_by_both(tmp_path, covers):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     environment.update(JAX_PLATFORMS="cpu", JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo", GLOO_SOCKET_IFNAME="lo")
     with contextlib.ExitStack() as stack:

@@ -452,7 +452,7 @@ def test_a_list_of_optimizers_is_refused_with_advice(session):
 
 def test_a_state_with_two_scales_is_refused(session):
     tx = [ampx.wrap_optimizer(optax.sgd(0.1)) for _ in range(2)]
-    state = [one.init(jnp.zeros(1)) for one in tx]
+    state = [transformation.init(jnp.zeros(1)) for transformation in tx]
     with pytest.raises(ampx.UnsupportedByBackendError, match="holds 2 loss scales"):
         ampx.scale_loss(jnp.ones(()), state)
 
