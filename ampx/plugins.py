@@ -132,8 +132,8 @@ def load_backend(registration: Registration) -> Backend:
         if error.name is not None and error.name in registration.roots and not _is_present(error.name):
             raise FrameworkNotInstalledError(
                 f"framework={registration.name!r} needs {registration.requires}, which is not importable: {error}. "
-                f"Install it with `pip install '{registration.requires}'`, or as the framework's own instructions say for "
-                f"your GPU.",
+                f"Install it with `pip install '{registration.requires}'`, or as the framework's own instructions say "
+                f"for your GPU.",
                 name=error.name,
             ) from error
         raise _load_error(registration, error) from error

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo
+from ampx.backend import CastPlan, Device, LossInfo, Unscaled
 from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
@@ -19,7 +19,7 @@ from .step import AmpTrainer
 from .wrapping import make_wrapper
 
 
-class MXNetBackend(ampx.Backend):
+class MXNetBackend(ampx.GenericBackend):
     """MXNet 1.9.1: its own amp for casting, its gluon trainer and finiteness kernel for loss scaling."""
 
     name: ClassVar[str] = "mxnet"
@@ -80,6 +80,22 @@ class MXNetBackend(ampx.Backend):
     def scale(self, loss: Any, scale: Any) -> Any:
         """Return the loss in float32 times the scale."""
         return scale_loss(loss, scale)
+
+    def gradients(self, optimizer: Any) -> Any:
+        """List the gradients that a backward wrote since the last step, by context and dtype."""
+        return gradients.collect(optimizer, True)
+
+    def zero_gradients(self, optimizer: Any) -> None:
+        """Set gradients to zero."""
+        gradients.clear(optimizer)
+
+    def unscale(self, grads: Any, scale: Any) -> Unscaled:
+        """Divide gradients by the scale in place and test them."""
+        return Unscaled(grads, gradients.unscale(grads, scale))
+
+    def apply(self, optimizer: Any, grads: Any) -> None:
+        """Update with what hangs on the parameters; a batch size of 1 leaves the gradients as they are."""
+        optimizer.update(1, ignore_stale_grad=True)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return a gluon trainer that delegates to the raw one."""
