@@ -18,8 +18,9 @@ from ampx.protocol import Member
 from ampx.saved_state import dump_session, load_session
 from ampx.scale_state import FLOAT32_MAX
 
-from . import casting, gradients, switch
+from . import casting, gradients
 from .accumulation import Accumulation, check_adds
+from .casting import switch
 from .compat import mx
 from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook

@@ -9,7 +9,8 @@ from typing import Any
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.policy import Dtype, normalise_dtype
-from ampx_mxnet import devices, oplists
+from ampx_mxnet import devices
+from ampx_mxnet.casting import oplists
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 

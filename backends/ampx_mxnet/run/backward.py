@@ -8,7 +8,8 @@ from typing import Any
 from unittest import mock
 
 from ampx.errors import AmpxError
-from ampx_mxnet import gradients, switch
+from ampx_mxnet import gradients
+from ampx_mxnet.casting import switch
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import is_floating
 from ampx_mxnet.losses import scale_loss

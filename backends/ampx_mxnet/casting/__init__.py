@@ -20,10 +20,11 @@ import ampx
 from ampx.backend import CastPlan
 from ampx.errors import NotInitializedError, ProtocolError, UnsupportedByBackendError
 from ampx.protocol import ScaleGroup
+from ampx_mxnet import accumulation
+from ampx_mxnet.compat import amp, mx
+from ampx_mxnet.dtypes import DTYPES
 
-from . import accumulation, hybrid, oplists, switch
-from .compat import amp, mx
-from .dtypes import DTYPES
+from . import hybrid, oplists, switch
 
 _amp = amp.amp
 _FLAGS: Final = ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler")

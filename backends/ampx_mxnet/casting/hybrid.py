@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from .compat import mx
+from ampx_mxnet.compat import mx
+
 from .switch import current
 
 # What casts a block's graph was traced with; a block that is not here was traced before casting was switched on.

@@ -9,9 +9,8 @@ from typing import Any
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
-
-from .compat import amp, mx
-from .dtypes import DTYPES
+from ampx_mxnet.compat import amp, mx
+from ampx_mxnet.dtypes import DTYPES
 
 
 @dataclass(frozen=True)
