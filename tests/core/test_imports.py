@@ -140,3 +140,24 @@ def test_every_package_says_that_it_is_typed():
     packages = [checkout / "ampx", *sorted((checkout / "backends").glob("ampx_*"))]
     assert len(packages) == 6
     assert [package.name for package in packages if not (package / "py.typed").is_file()] == []
+
+
+def reaches_for_the_sessions(source):
+    """Whether code takes the table of sessions, by an import or as an attribute of its module."""
+    return any(
+        (isinstance(node, ast.ImportFrom) and node.module == "ampx.session" and "sessions" in names_of(node))
+        or (isinstance(node, ast.Attribute) and node.attr == "sessions" and ast.unparse(node.value).endswith("session"))
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def names_of(node):
+    return [alias.name for alias in node.names]
+
+
+def test_a_backend_is_handed_its_session_and_does_not_look_it_up():
+    assert reaches_for_the_sessions("def f():\n    from ampx.session import sessions as table")
+    assert reaches_for_the_sessions("ampx.session.sessions.get('torch')")
+    backends = sorted((ROOT.parent / "backends").rglob("*.py"))
+    assert backends
+    assert [path.as_posix() for path in backends if reaches_for_the_sessions(path.read_text())] == []
