@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -19,32 +21,69 @@ class AutomationTests(KitTests):
 
     @requires("automates")
     def test_a_plain_loop_trains_and_is_recorded(self) -> None:
-        """The update is the one of float32, and the recorder saw an optimizer and its steps."""
-        run, bench = self._automate([FINITE, FINITE])
-        plain = self.plain()
-        for slopes in (FINITE, FINITE):
-            plain.train_plainly(slopes)
-        assert bench.values() == plain.values()
+        """The update is the one of float32, with momentum, and the recorder saw an optimizer, its steps and phases."""
+        run, bench = self._automate([[FINITE], [FINITE], [FINITE]], momentum=True)
+        assert bench.snapshot() == self._trained([[FINITE], [FINITE], [FINITE]], momentum=True)
+        assert run.recorder.steps == 3
+        (record,) = run.recorder.optimizers.values()
+        assert (record.steps, record.skipped, record.scales) == (3, [], [])
+        assert {"backward", "step"} <= set(run.recorder.seconds) or "train" in run.recorder.seconds
+
+    @requires("automates")
+    def test_gradients_of_a_plain_loop_accumulate(self) -> None:
+        """Two backwards and one step are one step of the sum."""
+        run, bench = self._automate([[FINITE, FINITE], [FINITE]])
+        assert bench.snapshot() == self._trained([[FINITE, FINITE], [FINITE]])
         assert run.recorder.steps == 2
-        assert len(run.recorder.optimizers) == 1
+
+    @requires("automates")
+    def test_two_optimizers_of_a_plain_loop_train_each_by_itself(self) -> None:
+        """Each gets the updates of float32, and is recorded, by itself where each has a loss scale of its own."""
+        run = self._fresh_run()
+        with self._inside(run):
+            benches = self.plain(), self.plain(momentum=True)
+            for slopes in (FINITE, FINITE):
+                for bench in benches:
+                    bench.train_plainly(slopes)
+        for bench, momentum in zip(benches, (False, True), strict=True):
+            assert bench.snapshot() == self._trained([[FINITE], [FINITE]], momentum)
+        steps = [record.steps for record in run.recorder.optimizers.values()]
+        assert steps == ([2, 2] if self.declares("optimizer objects") else [4])
 
     @requires("automates")
     def test_a_plain_loop_skips_a_step_that_overflows(self) -> None:
-        """Parameters stay as they are, the loss scale backs off, and the recorder saw it."""
+        """Parameters and momentum stay as they are, the loss scale backs off, and the recorder saw it."""
         if self.declares("explicit gradients"):
             pytest.skip("gradients are values: what the loop does with them is the script's own business")
-        run, bench = self._automate([FINITE, OVERFLOW])
-        plain = self.plain()
-        plain.train_plainly(FINITE)
-        assert bench.values() == plain.values()
-        (seen,) = run.recorder.optimizers.values()
-        assert seen.skipped == [2]
-        assert run.settings.dtype != "float16" or seen.scales == [(2, seen.initial_scale / 2)]
+        run, bench = self._automate([[FINITE], [OVERFLOW]], momentum=True)
+        assert bench.snapshot() == self._trained([[FINITE]], momentum=True)
+        (record,) = run.recorder.optimizers.values()
+        assert record.skipped == [2]
+        assert run.settings.dtype != "float16" or record.scales == [(2, record.initial_scale / 2)]
+
+    @requires("automates")
+    def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:
+        """It trains as without `ampx run`, and the report tells its steps, skips and scales."""
+        if not self.declares("optimizer objects"):
+            pytest.skip("state is a value: nobody but the script knows which loss scales there are")
+        run = self._fresh_run()
+        with self._inside(run):
+            amp = self.start(ampx.LossScale(init_scale=1024.0))
+            bench = self.bench(amp)
+            for slopes in (FINITE, OVERFLOW, FINITE):
+                bench.train(slopes)
+        assert bench.values() == self._trained([[FINITE], [FINITE]])[0]
+        assert run.amp is amp
+        (record,) = run.recorder.optimizers.values()
+        assert (record.steps, record.skipped, record.initial_scale) == (3, [2], 1024.0)
+        assert record.scales == [(2, 512.0)]
+        assert "by itself, with ampx;" in run.recorder.notes[-1]
+        assert run.explain() == ("the script has it by hand: its own calls decide",)
 
     @requires("automates")
     def test_leaving_the_automation_restores_the_framework(self) -> None:
         """Casting and session are gone, even after an exception, and a plain loop trains as if nothing had been."""
-        run, _ = self._automate([FINITE])
+        run, _ = self._automate([[FINITE]])
         with pytest.raises(ZeroDivisionError), automation(self.backend, self._fresh_run()):
             raise ZeroDivisionError
         assert self.subject.casting() == self.outside
@@ -60,12 +99,25 @@ class AutomationTests(KitTests):
         settings = RunSettings(dtype, "O1" if self.declares("casting") else "O0", self.subject.device)
         return Run(self.backend.name, settings)
 
-    def _automate(self, pattern: Sequence[Chosen]) -> tuple[Run, Bench]:
-        run = self._fresh_run()
+    @contextmanager
+    def _inside(self, run: Run) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* emulated", ampx.PrecisionWarning)  # slow hardware is no defect
             with automation(self.backend, run):
-                bench = self.plain()
-                for slopes in pattern:
-                    bench.train_plainly(slopes)
+                yield
+
+    def _automate(self, pattern: Sequence[Sequence[Chosen]], momentum: bool = False) -> tuple[Run, Bench]:
+        """Train a loop that knows nothing of ampx; each entry is a step, of one or several backwards."""
+        run = self._fresh_run()
+        with self._inside(run):
+            bench = self.plain(momentum)
+            for backwards in pattern:
+                bench.train_plainly(*backwards)
         return run, bench
+
+    def _trained(self, pattern: Sequence[Sequence[Chosen]], momentum: bool = False) -> tuple[Any, Any]:
+        """Return what the same loop leaves without `ampx run`."""
+        bench = self.plain(momentum)
+        for backwards in pattern:
+            bench.train_plainly(*backwards)
+        return bench.snapshot()

@@ -7,60 +7,65 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.run import Run
+from ampx.optimizer import GenericOptimizer
+from ampx.run import Managed, Manager, Run
 from toy.framework import Optimizer, Tensor
 
-
-class Managed:
-    """An optimizer of the script, what `wrap_optimizer` made of it, and its place in the recorder."""
-
-    def __init__(self, run: Run, raw: Optimizer) -> None:
-        self.raw = raw
-        self.wrapped = run.session().wrap_optimizer(raw)
-        self.group = run.recorder.add_optimizer(type(raw).__name__, self.wrapped.loss_scale)
-        self.stepping = False
+ToyManager = Manager[Managed]
 
 
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
     """Manage every optimizer that is made inside."""
-    make, step, backward = Optimizer.__init__, Optimizer.step, Tensor.backward
-    optimizers: list[Managed] = []
+    with ToyManager(run).region(optimizers_managed, backward_scaled):
+        yield
+
+
+@contextmanager
+def optimizers_managed(manager: ToyManager) -> Iterator[None]:
+    """Patch how optimizers are made and step."""
+    make, step = Optimizer.__init__, Optimizer.step
 
     def make_managed(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        optimizers.append(Managed(run, self))
-
-    def scaled_backward(self: Tensor) -> None:
-        if run.amp is None:
-            backward(self)
-            return
-        with (
-            run.recorder.phase("backward"),
-            run.amp.scale_loss(self, [managed.wrapped for managed in optimizers]) as scaled,
-        ):
-            backward(scaled)
+        if not manager.stood_down:
+            manager.run.session()
+            manager.keep(Managed(self))
 
     def managed_step(self: Optimizer) -> None:
-        managed = next((managed for managed in optimizers if managed.raw is self), None)
-        if managed is None or managed.stepping:  # made before, or called by the wrapper: gradients are true
+        managed = manager.find(self)
+        if managed is None or managed.busy or manager.stood_down:
             step(self)
             return
-        managed.stepping = True
-        try:
-            with run.recorder.phase("step"):
-                managed.wrapped.step()
-        finally:
-            managed.stepping = False
-        run.recorder.stepped(managed.group)
+        manager.all()
+        with manager.run.recorder.phase("step"), manager.working(managed):
+            managed.wrapped.step()
+        manager.run.recorder.stepped(managed.group)
 
-    patches = (
+    with (
         mock.patch.object(Optimizer, "__init__", make_managed),
         mock.patch.object(Optimizer, "step", managed_step),
-        mock.patch.object(Tensor, "backward", scaled_backward),
-    )
-    try:
-        with patches[0], patches[1], patches[2]:
-            yield
-    finally:
-        run.close()
+        mock.patch.object(GenericOptimizer, "step", manager.recorded(GenericOptimizer.step)),
+    ):
+        yield
+
+
+@contextmanager
+def backward_scaled(manager: ToyManager) -> Iterator[None]:
+    """Patch how the framework runs backward: the loss is scaled for all optimizers."""
+    backward = Tensor.backward
+
+    def scaled_backward(self: Tensor) -> None:
+        if manager.stood_down:
+            with manager.records_only("backward"):
+                backward(self)
+            return
+        wrapped = [managed.wrapped for managed in manager.all()]
+        if not wrapped:
+            backward(self)
+            return
+        with manager.run.recorder.phase("backward"), manager.run.session().scale_loss(self, wrapped) as scaled:
+            backward(scaled)
+
+    with mock.patch.object(Tensor, "backward", scaled_backward):
+        yield
