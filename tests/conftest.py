@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 KIT = str(ROOT / "tests" / "kit")
 sys.path.insert(0, KIT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), KIT]))
+
+import processes  # noqa: E402 -- after the path on which it is
+
 # `make weakest` lets oneDNN pretend to have a weaker CPU. TensorFlow asks the real one, and ends the process where
 # oneDNN then has no kernel; on a CPU that is so weak it does without oneDNN, as it is told here before it is imported.
 if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"):
@@ -64,20 +66,11 @@ def gpu_script_on_cpu(tmp_path):
 
     def run(framework):
         report = tmp_path / "gpu.json"
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--quick", "--out", str(report)],
-            capture_output=True,
-            text=True,
-            timeout=280,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}",
-                "TF_CPP_MIN_LOG_LEVEL": "3",
-            },
-            check=False,
+        arguments = ("--device", "cpu", "--quick", "--out", report)
+        path = f"{ROOT}{os.pathsep}{ROOT / 'backends'}"
+        done = processes.run_python(
+            ROOT / "benchmarks" / "gpu.py", *arguments, timeout=280, check=True, PYTHONPATH=path
         )
-        assert done.returncode == 0, done.stdout + done.stderr
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{framework} ")]
         return json.loads(report.read_text()), [words[1] for words in lines]
 
@@ -97,17 +90,8 @@ def train_program():
     """Run a program in a Python of its own, under the old names that a module installs; give its last line's JSON."""
 
     def train(program, *arguments, install=None):
-        start = [sys.executable] if install is None else [sys.executable, "-c", UNDER_OLD_NAMES, install]
-        done = subprocess.run(
-            [*start, str(program), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        start = [] if install is None else ["-c", UNDER_OLD_NAMES, install]
+        return processes.last_json(*start, program, *arguments)
 
     return train
 
@@ -120,8 +104,7 @@ def migrate_program(tmp_path):
         migrated = tmp_path / "migrated" / program.name
         migrated.parent.mkdir(exist_ok=True)
         migrated.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "ampx.cli", "migrate", "--write", str(migrated)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        done = processes.run_python("-m", "ampx.cli", "migrate", "--write", migrated)
         assert done.returncode in codes, done.stderr
         assert "import ampx" in migrated.read_text()
         return migrated

@@ -2,10 +2,10 @@
 
 import functools
 import importlib.util
-import subprocess
-import sys
 
 import pytest
+
+import processes
 
 if importlib.util.find_spec("mxnet") is None:
     pytest.skip("MXNet is not installed", allow_module_level=True)
@@ -84,14 +84,7 @@ def backward():
 def native():
     """Run a script of plain MXNet in a process of its own: what it does to itself stays there."""
 
-    def run(script, *, timeout=120):
-        head = (
-            "import warnings\nwarnings.simplefilter('ignore')\nimport numpy as np\nfrom ampx_mxnet.compat import mx\n"
-            "from mxnet import autograd, gluon, nd\nfrom mxnet.contrib import amp\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", head + script], capture_output=True, text=True, check=False, timeout=timeout
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+    return processes.native(
+        "import warnings\nwarnings.simplefilter('ignore')\nimport numpy as np\nfrom ampx_mxnet.compat import mx\n"
+        "from mxnet import autograd, gluon, nd\nfrom mxnet.contrib import amp\n"
+    )

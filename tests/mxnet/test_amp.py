@@ -1,12 +1,9 @@
 """`ampx_mxnet.amp`: scripts written for MXNet's own amp, unedited."""
 
 import copy
-import json
-import os
 import pathlib
 import pickle
 import statistics
-import subprocess
 import sys
 
 import numpy as np
@@ -17,6 +14,7 @@ import ampx_mxnet.amp
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 from ampx_mxnet import compat
 from ampx_mxnet.compat import mx
+from processes import last_json
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs" / "mxnet"
 RUN = (
@@ -41,16 +39,7 @@ def scaled_backward(compute, trainer):
 
 
 def trained(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(PROGRAMS / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json("-c", RUN, PROGRAMS / name, *arguments)
 
 
 # -- the recipe ------------------------------------------------------------------------------------------------

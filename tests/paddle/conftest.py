@@ -2,11 +2,11 @@
 
 import functools
 import importlib
-import subprocess
-import sys
 import warnings
 
 import pytest
+
+import processes
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle says so on import
@@ -56,14 +56,7 @@ def weights():
 def native():
     """Run a script of plain Paddle in a process of its own: what it does to itself stays there."""
 
-    def run(script, *, timeout=120):
-        head = "import warnings\nwarnings.simplefilter('ignore')\nimport numpy as np\nimport paddle\n"
-        done = subprocess.run(
-            [sys.executable, "-c", head + script], capture_output=True, text=True, check=False, timeout=timeout
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+    return processes.native("import warnings\nwarnings.simplefilter('ignore')\nimport numpy as np\nimport paddle\n")
 
 
 @functools.cache

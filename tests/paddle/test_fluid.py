@@ -3,12 +3,9 @@
 import importlib
 import importlib.util
 import itertools
-import json
 import math
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
 
 import numpy as np
@@ -18,6 +15,7 @@ import pytest
 import ampx
 import ampx_paddle.fluid
 from ampx_paddle.fluid.layers.learning_rate import Schedule
+from processes import last_json
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs" / "fluid"
 RUN = (
@@ -42,16 +40,7 @@ def casts(fluid):
 
 
 def trained(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(PROGRAMS / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json("-c", RUN, PROGRAMS / name, *arguments)
 
 
 # -- the recipe ------------------------------------------------------------------------------------------------

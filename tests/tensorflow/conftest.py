@@ -1,10 +1,10 @@
 """Every test starts without a session and leaves none."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+import processes
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -31,16 +31,4 @@ def amp():
 def native():
     """Run a script of plain TensorFlow in a process of its own: what it does to itself stays there."""
 
-    def run(script, *, timeout=120):
-        head = "import numpy as np\nimport tensorflow as tf\nimport keras\n"
-        done = subprocess.run(
-            [sys.executable, "-c", head + script],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+    return processes.native("import numpy as np\nimport tensorflow as tf\nimport keras\n")
