@@ -37,8 +37,6 @@ def collect(time_limit: float = TIME_LIMIT) -> tuple[list[Declared], dict[str, s
 
     Returns:
         The backends (the known frameworks first), and the broken plugins with their errors.
-
-    Sync: none in this process.
     """
     scan = probe("plugins", time_limit=time_limit)
     broken = dict(scan.get("broken", {}))

@@ -180,8 +180,6 @@ def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callabl
 
     Raises:
         FrameworkNotInstalledError: Nothing could be trained and nothing was found.
-
-    Sync: none in this process.
     """
     scan = probe("plugins")
     broken = {**scan.get("broken", {}), **({"(plugins)": scan["error"]} if "error" in scan else {})}

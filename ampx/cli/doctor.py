@@ -72,8 +72,6 @@ def examine_framework(
     Returns:
         What `Framework` holds, and `state` (`"ready"`, `"no backend"`, `"broken"`, `"not installed"`), `problem`,
         `devices`, `absent_devices`, `init`, and `mixed_precision`: `"native"`, `"emulated"` or `"none"`.
-
-    Sync: none in this process.
     """
     facts: dict[str, Any] = {**asdict(framework), "version": framework.version}
     answer: dict[str, Any] = {}

@@ -34,8 +34,6 @@ def probe(question: str, *arguments: Any, time_limit: float = TIME_LIMIT, what: 
 
     Returns:
         What the function gave, or `{"error": why there is no answer}`.
-
-    Sync: none in this process.
     """
     with tempfile.TemporaryDirectory(prefix="ampx-") as folder:
         answer, noise = Path(folder, "answer.json"), Path(folder, "stderr.txt")

@@ -70,11 +70,7 @@ class ApexAmp:
         return self._plan.flow
 
     def rewrite(self) -> None:
-        """Plan everything.
-
-        Raises:
-            NeedsHumanError: Something is not fully understood.
-        """
+        """Plan everything."""
         regions: dict[ast.AST, ast.expr] = {}
         masters: list[ast.Call] = []
         initialized: list[ast.Call] = []
@@ -154,11 +150,7 @@ class ApexAmp:
     # -- initialize --------------------------------------------------------------------------------------
 
     def _check_once(self, call: ast.Call, others: list[ast.Call]) -> None:
-        """Refuse a second call beside a first, which begins a second session.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse a second call beside a first, which begins a second session."""
         branches = self._program.branches(call)
         for other in others:
             here = self._program.branches(other)
@@ -258,11 +250,7 @@ class ApexAmp:
     # -- who else has the optimizer: apex changed the object itself, ampx returns another ---------------------
 
     def _check_holders(self, call: ast.Call, optimizers: ast.expr, target: ast.expr) -> None:
-        """Refuse where something goes on with an optimizer that is not the wrapped one.
-
-        Raises:
-            NeedsHumanError: So it is, or seems to be.
-        """
+        """Refuse where something goes on with an optimizer that is not the wrapped one."""
         program, flow = self._program, self._flow
         home = program.function(call)
         targets = {flow.place(element) for element in _elements_of(target)}
@@ -294,11 +282,7 @@ class ApexAmp:
                 self._check_makers(home, raw, targets)
 
     def _check_made_here(self, raw: ast.expr, target: ast.expr) -> None:
-        """Refuse optimizers that are taken out of something, which goes on with those that are not wrapped.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse optimizers that are taken out of something, which goes on with those that are not wrapped."""
         code = self._program.code(raw).strip()
         makes = isinstance(raw, ast.Call) and (self._program.qualified(raw.func) or self._flow.place(raw.func))
         if not makes and ast.unparse(raw) not in [ast.unparse(element) for element in _elements_of(target)]:
@@ -307,11 +291,7 @@ class ApexAmp:
             )
 
     def _check_makers(self, home: Function | ast.Module, raw: ast.expr, targets: Set[Place | None]) -> None:
-        """Refuse where the function that made the optimizer steps it itself, and another one wraps it.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse where the function that made the optimizer steps it itself, and another one wraps it."""
         program, flow = self._program, self._flow
         for origin in flow.origins(raw) or ():
             place = flow.place(origin.node)
@@ -328,11 +308,7 @@ class ApexAmp:
                     )
 
     def _check_left(self, call: ast.Call, home: Function, place: Place) -> None:
-        """Refuse where the callers of a function go on with the optimizer that they passed.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse where the callers of a function go on with the optimizer that they passed."""
         program, flow = self._program, self._flow
         if any(
             program.function(node) is home for node in program.under(home, ast.Return) if self._mentions(node, place)
@@ -362,11 +338,7 @@ class ApexAmp:
         return any(self._flow.place(name) == place for name in names)
 
     def _check_callers(self, function: Function) -> None:
-        """Refuse where a caller does not use what a function returns: it has the optimizer that is not wrapped.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse where a caller does not use what a function returns: it has the optimizer that is not wrapped."""
         for caller in self._flow.calls_of(function):
             if isinstance(self._program.parent(caller), ast.Expr):
                 raise NeedsHumanError(

@@ -154,9 +154,6 @@ class GradientReaders:
 
         Args:
             masters: The calls of `master_params`.
-
-        Raises:
-            NeedsHumanError: Gradients are read, and it cannot be shown how they are made true.
         """
         clips = {clip for call in masters if (clip := self._clip_of(call)) is not None}
         inserted = self._insertions(clips, set(masters))
@@ -287,11 +284,7 @@ class GradientReaders:
         )
 
     def _check_all_followed(self) -> None:
-        """Refuse looks at gradients in functions that are used, and of which it is not seen when they are called.
-
-        Raises:
-            NeedsHumanError: There is one: a property, a wrapper that a decorator makes, the end of a generator.
-        """
+        """Refuse looks at gradients in functions that are used, and of which it is not seen when they are called."""
         functions: list[Function] = [*self.program.every(ast.FunctionDef), *self.program.every(ast.AsyncFunctionDef)]
         for function in functions:
             place = self.program.scope(function), function.name
@@ -401,11 +394,7 @@ class _Walk:
     # -- deciding --------------------------------------------------------------------------------------------
 
     def settle(self, root: ast.AST, inserted: set[Unscale]) -> bool:
-        """Add what this optimizer needs; return False where a clip is reached without a block before it.
-
-        Raises:
-            NeedsHumanError: It cannot be told what it needs.
-        """
+        """Add what this optimizer needs; return False where a clip is reached without a block before it."""
         first = findings = self._look(root, inserted)
         needed = set(inserted)
         while fresh := [statement for statement in findings.exposed if not self._has(needed, statement)]:
@@ -467,11 +456,7 @@ class _Walk:
     # -- going -----------------------------------------------------------------------------------------------
 
     def _look(self, root: ast.AST, unscales: set[Unscale]) -> Findings:
-        """Go through a root as often as it changes something: nobody knows how often it is called.
-
-        Raises:
-            NeedsHumanError: It leaves scaled gradients to a caller who is not seen, and who may read them.
-        """
+        """Go through a root as often as it changes something: nobody knows how often it is called."""
         self._findings = Findings()
         self._unscales = {}
         for unscale in unscales:
@@ -671,11 +656,7 @@ class _Walk:
         return frame.branched or self._program.is_branched(call)
 
     def _check_scaled(self, step: ast.Call) -> None:
-        """Refuse a step on gradients of a plain backward, once the optimizer is wrapped.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse a step on gradients of a plain backward, once the optimizer is wrapped."""
         program = self._program
         for call in self._readers.initialized:
             if program.function(call) is program.function(step) and program.order(step) < program.order(call):
@@ -740,11 +721,7 @@ class _Walk:
         return is_other and self._program.code(statement).startswith("elif")
 
     def _named(self, node: ast.AST, anchor: ast.stmt, frame: Frame) -> Place:
-        """Return what the optimizer is called at a statement, as a place.
-
-        Raises:
-            NeedsHumanError: It has no name there.
-        """
+        """Return what the optimizer is called at a statement, as a place."""
         for parameter, place in frame.names:
             if place == self._optimizer:
                 return parameter

@@ -34,11 +34,7 @@ _MODULE: Final = "ampx_paddle.fluid"
 
 
 def rewrite(plan: Plan) -> None:
-    """Plan everything.
-
-    Raises:
-        NeedsHumanError: There is no import of fluid to put the installation before.
-    """
+    """Plan everything."""
     for source in plan.program.sources:
         _rewrite_file(plan, source.tree)
 

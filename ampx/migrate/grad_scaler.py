@@ -91,11 +91,7 @@ class ScalerRewriter:
         return self._plan.flow
 
     def rewrite(self) -> Scaler | None:
-        """Plan everything; return the scaler, if there is one.
-
-        Raises:
-            NeedsHumanError: Something about it is not fully understood.
-        """
+        """Plan everything; return the scaler, if there is one."""
         types: list[Reference] = []
         calls: list[ast.Call] = []
         for node, name in self._program.references():
@@ -175,11 +171,7 @@ class ScalerRewriter:
         return scaler
 
     def _check_made_once(self, call: ast.Call) -> None:
-        """Refuse a scaler of objects of which there are several.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse a scaler of objects of which there are several."""
         home = self._program.function(call)
         if isinstance(home, FUNCTIONS) and home.name == "__init__" and len(self._flow.calls_of(home)) > 1:
             raise self._block(
@@ -253,11 +245,7 @@ class ScalerRewriter:
         return isinstance(value, ast.IfExp) and scaler.call in (value.body, value.orelse)
 
     def _check_holders(self, scaler: Scaler) -> None:
-        """Refuse where something that is not followed may hold the scaler under the same name.
-
-        Raises:
-            NeedsHumanError: So it is, as with `trainer.scaler` outside the class.
-        """
+        """Refuse where something that is not followed may hold the scaler under the same name."""
         for place in scaler.places:
             owner, _, name = place[1].rpartition(".")
             for node in self._flow.attributes.get(name, []) if owner or self._is_module(place) else ():
@@ -437,11 +425,7 @@ class ScalerRewriter:
     # -- the optimizers --------------------------------------------------------------------------------
 
     def _wrap(self, scaler: Scaler) -> list[ast.stmt]:
-        """Plan the wrapping of the optimizers that share the loss scale; return the lines after which it stands.
-
-        Raises:
-            NeedsHumanError: Where they are made cannot be told, or comes in no order with the session.
-        """
+        """Plan the wrapping of the optimizers that share the loss scale; return the lines after which it stands."""
         program = self._program
         groups: list[tuple[str, list[Binding]]] = []
         for optimizer in scaler.optimizers:
@@ -532,11 +516,7 @@ class ScalerRewriter:
         raise self._block(binding.node, f"it cannot be told whether `{name}` is made after the session begins", _WRAP)
 
     def _check_not_replaced(self, binding: Binding, others: list[Binding]) -> None:
-        """Refuse an optimizer that takes another's place: the scaler goes on, a wrapped optimizer's scale begins anew.
-
-        Raises:
-            NeedsHumanError: So it is.
-        """
+        """Refuse an optimizer that takes another's place: the scaler goes on, its own scale would begin anew."""
         program = self._program
         home = program.function(binding.node)
         calls = self._flow.calls_of(home) if isinstance(home, FUNCTIONS) else []
@@ -555,11 +535,7 @@ class ScalerRewriter:
             )
 
     def _check_not_held(self, binding: Binding, points: list[ast.stmt]) -> None:
-        """Refuse where something got the raw optimizer to keep, before it is wrapped.
-
-        Raises:
-            NeedsHumanError: It would step the raw optimizer.
-        """
+        """Refuse where something got the raw optimizer to keep, before it is wrapped."""
         program = self._program
         place = self._flow.place(binding.node)
         home = program.function(binding.node)
@@ -582,11 +558,7 @@ class ScalerRewriter:
     # -- the backward calls ----------------------------------------------------------------------------
 
     def _backward(self, scaler: Scaler, call: ast.Call, name: str) -> None:
-        """Put the backward of a scaled loss into a `scale_loss` block for the optimizers it makes gradients for.
-
-        Raises:
-            NeedsHumanError: It is not followed by its backward, or it is not clear whose gradients are made.
-        """
+        """Put the backward of a scaled loss into a `scale_loss` block for the optimizers it makes gradients for."""
         program, edits = self._program, self._edits(call)
         optimizers = ", ".join(self._stepped_after(scaler, call))
         if ", " in optimizers:
@@ -689,9 +661,6 @@ class ScalerRewriter:
         """Refuse to tell the scale where the script's has not moved yet, and that of ampx has.
 
         Scripts compare it with the scale after `update`, to hold their scheduler back when a step was skipped.
-
-        Raises:
-            NeedsHumanError: The call stands between a step and its update.
         """
         program = self._program
         home, here = program.function(call), program.order(call)

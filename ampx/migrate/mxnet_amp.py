@@ -24,11 +24,7 @@ class MXNetAmp:
         self._program = plan.program
 
     def rewrite(self) -> None:
-        """Plan everything.
-
-        Raises:
-            NeedsHumanError: Something is not fully understood.
-        """
+        """Plan everything."""
         for node, name in self._program.references():
             root = next((root for root in ROOTS if f"{name}.".startswith(f"{root}.")), None)
             if root is None:

@@ -27,11 +27,7 @@ _KEPT: Final = "It is Paddle's own and works beside ampx: nothing has to be done
 
 
 def rewrite(plan: Plan) -> None:
-    """Plan everything.
-
-    Raises:
-        NeedsHumanError: Something is not fully understood.
-    """
+    """Plan everything."""
     ScalerRewriter(plan, "Paddle", SCALERS, lambda call: _init(plan, call)).rewrite()
     for node, name in plan.program.references():
         edits = plan.of(node)

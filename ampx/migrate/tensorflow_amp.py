@@ -35,11 +35,7 @@ class TensorFlowAmp:
         self._optimizers: list[ast.Call] = []
 
     def rewrite(self) -> None:
-        """Plan everything.
-
-        Raises:
-            NeedsHumanError: Something is not fully understood.
-        """
+        """Plan everything."""
         for node, name in self._program.references():
             parts = name.split(".")
             if parts[0] not in ROOTS:

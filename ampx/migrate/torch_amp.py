@@ -64,11 +64,7 @@ class TorchAmp:
         self._dtype: str | None = None
 
     def rewrite(self) -> None:
-        """Plan everything.
-
-        Raises:
-            NeedsHumanError: Something is not fully understood.
-        """
+        """Plan everything."""
         scaler = ScalerRewriter(self._plan, "PyTorch", SCALERS, self._init).rewrite()
         if scaler is not None:
             self._rewrite_regions(scaler)

@@ -473,14 +473,7 @@ class Training(RuleBasedStateMachine):
             trainee.doubtful = reference.scale.enabled
 
     def _tamed(self, trainee: Trainee, wish: Gradients, loss_id: int, factor: float | None) -> Gradients:
-        """Return the gradients wished for, or smaller ones where more would not be exact or is not promised.
-
-        Args:
-            trainee: Whose gradients they will be.
-            wish: What was drawn.
-            loss_id: Of which loss.
-            factor: The scale that they will carry; None where the optimizer's `scale_loss` has no part in them.
-        """
+        """Return the gradients wished for, or smaller ones where more would not be exact or is not promised."""
         reference = trainee.reference
         plain = factor is None or trainee.doubtful
         if not is_finite(wish):
