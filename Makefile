@@ -20,6 +20,7 @@ weakest: .venv-tox/bin/tox
 	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs" tests/conformance/test_torch.py tests/torch
 	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e tensorflow -- -m "not gpu and not slow" -k "float16 or Tape" tests/conformance/test_tensorflow.py tests/tensorflow
 	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e paddle -- -m "not gpu and not slow" -k "float16 or recipe or static_programs" tests/conformance/test_paddle.py tests/paddle
+	DNNL_MAX_CPU_ISA=$(WEAKEST) ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e mxnet -- -m "not gpu and not slow" -k "not Fuzz and not interruption" tests/conformance/test_mxnet.py tests/mxnet
 evidence: .venv-tox/bin/tox ; for name in $$(echo $(FRAMEWORK) | tr , ' '); do AMPX_TEST_ALL=1 $(TOX) -e $$name -- --regenerate tests/conformance tests/$$name || exit 1; done
 table: .venv-tox/bin/tox ; $(TOX) -e table
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
