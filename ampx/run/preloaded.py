@@ -17,10 +17,10 @@ atexit.register(_entered.close)  # before Python takes its modules apart
 
 def _enter(message: str) -> None:
     """Automate the frameworks that this process imports from now on, as its parent says."""
-    told = json.loads(message)
-    finished = Finished(folder=told["folder"])
+    settings = json.loads(message)
+    finished = Finished(folder=settings["folder"])
     _entered.enter_context(children.handed_on(finished, message))
-    _entered.enter_context(automated(finished, RunSettings(**told["settings"]), told["framework"]))
+    _entered.enter_context(automated(finished, RunSettings(**settings["settings"]), settings["framework"]))
 
 
 if children.VARIABLE in os.environ:

@@ -150,14 +150,14 @@ def _hide_own_frames(error: BaseException) -> None:
     seen: set[int] = set()
     chain: Sequence[BaseException | None] = [error]
     while chain:
-        found = []
-        for one in chain:
-            if one is None or id(one) in seen:
+        causes = []
+        for raised in chain:
+            if raised is None or id(raised) in seen:
                 continue
-            seen.add(id(one))
-            one.__traceback__ = _without_ampx(one.__traceback__)
-            found += [one.__cause__, one.__context__]
-        chain = found
+            seen.add(id(raised))
+            raised.__traceback__ = _without_ampx(raised.__traceback__)
+            causes += [raised.__cause__, raised.__context__]
+        chain = causes
 
 
 def _without_ampx(trace: TracebackType | None) -> TracebackType | None:
@@ -168,6 +168,6 @@ def _without_ampx(trace: TracebackType | None) -> TracebackType | None:
             kept.append(trace)
         trace = trace.tb_next
     result = None
-    for one in reversed(kept):
-        result = TracebackType(result, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for frame in reversed(kept):
+        result = TracebackType(result, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return result

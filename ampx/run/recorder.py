@@ -109,9 +109,9 @@ class Recorder:
         """
         if group is None:
             group = len(self.optimizers)
-        known = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale, place))
-        if kind not in known.kind.split(", "):
-            known.kind += f", {kind}"
+        record = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale, place))
+        if kind not in record.kind.split(", "):
+            record.kind += f", {kind}"
         if self._mark is None:
             self._mark = time.perf_counter()
         return group
@@ -123,17 +123,17 @@ class Recorder:
     @property
     def steps(self) -> int:
         """Steps of all optimizers."""
-        return sum(one.steps for one in self.optimizers.values())
+        return sum(record.steps for record in self.optimizers.values())
 
     def hear(self, event: Event) -> None:
         """Take an event of the session; `Run.session` has made this a listener."""
-        one = self.optimizers.get(event.group)
-        if one is None:
+        record = self.optimizers.get(event.group)
+        if record is None:
             return
         if isinstance(event, StepSkipped):
-            one.skipped.append(event.step)
+            record.skipped.append(event.step)
         elif isinstance(event, ScaleChanged):
-            one.scales.append((event.step, event.next_scale))
+            record.scales.append((event.step, event.next_scale))
 
     # -- operations --------------------------------------------------------------------------------
 
@@ -189,10 +189,10 @@ class Recorder:
         Args:
             name: `"backward"`, `"step"`, or `"train"`.
         """
-        known = self._phases.get(name)
-        if known is None:
-            known = self._phases[name] = _Phase(self, name)
-        return known
+        phase = self._phases.get(name)
+        if phase is None:
+            phase = self._phases[name] = _Phase(self, name)
+        return phase
 
     def _begin(self, name: str) -> None:
         if threading.get_ident() != self._thread:
@@ -219,8 +219,8 @@ class Recorder:
         return {
             "schema": SCHEMA,
             "steps": self.steps,
-            "skipped": sum(len(one.skipped) for one in self.optimizers.values()),
-            "optimizers": [{**asdict(one), "group": group} for group, one in sorted(self.optimizers.items())],
+            "skipped": sum(len(record.skipped) for record in self.optimizers.values()),
+            "optimizers": [{**asdict(record), "group": group} for group, record in sorted(self.optimizers.items())],
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
             "sampled_steps": self.steps_sampled,
             "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],

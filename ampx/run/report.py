@@ -58,10 +58,10 @@ def headline(report: dict[str, Any]) -> str:
 
 def names_of(optimizers: Sequence[dict[str, Any]]) -> list[str]:
     """Return a name for each optimizer: its class, and where that is not enough the line that made it, or a number."""
-    kinds = [one["kind"] for one in optimizers]
+    kinds = [optimizer["kind"] for optimizer in optimizers]
     names = []
-    for position, one in enumerate(optimizers):
-        kind, place = one["kind"], one["place"]
+    for position, optimizer in enumerate(optimizers):
+        kind, place = optimizer["kind"], optimizer["place"]
         if kinds.count(kind) > 1:
             same = [other for other in optimizers if (other["kind"], other["place"]) == (kind, place)]
             number = "" if place and len(same) == 1 else f" {1 + kinds[:position].count(kind)}"
@@ -71,8 +71,8 @@ def names_of(optimizers: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _optimizers(optimizers: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for name, one in zip(names_of(optimizers), optimizers, strict=True):
-        record = OptimizerRecord(**{key: value for key, value in one.items() if key != "group"})
+    for name, optimizer in zip(names_of(optimizers), optimizers, strict=True):
+        record = OptimizerRecord(**{key: value for key, value in optimizer.items() if key != "group"})
         steps = f"{_count(record.steps, 'step')}, {len(record.skipped)} skipped"
         yield f"{name:<11} {steps}; loss scale {record.trace()}"
 
@@ -84,8 +84,8 @@ def _details(report: dict[str, Any]) -> Iterator[str]:
         yield f"  {'time':<11} {spent} (on the host)"
     if report["ops"] and report["sampled_steps"]:
         yield f"  {'operations':<11} of the first {_count(report['sampled_steps'], 'step')}, the most frequent:"
-        for one in report["ops"][:TOP]:
-            yield f"  {'':<11} {one['op']:<32} {one['dtype']:<9} {one['count']:>6} ×"
+        for operation in report["ops"][:TOP]:
+            yield f"  {'':<11} {operation['op']:<32} {operation['dtype']:<9} {operation['count']:>6} ×"
     if report["lines"]:
         yield f"  {'by hand':<11} {report['lines'][0]}"
         yield from (f"  {'':<11} {line}" for line in report["lines"][1:])
@@ -105,30 +105,30 @@ pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 1
 """
 
 
-def page(found: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> str:
     """Return the whole page.
 
     Args:
-        found: The report as `--report out.json` writes it.
+        report: The report as `--report out.json` writes it.
     """
-    title = f"ampx run: {found['script']}"
-    parts = [f"<h1>{html.escape(title)}</h1>", _facts(found)]
-    pictures = {"Time": _draw_time(found), "Loss scale": _draw_scales(found), "Operations": _draw_ops(found)}
+    title = f"ampx run: {report['script']}"
+    parts = [f"<h1>{html.escape(title)}</h1>", _facts(report)]
+    pictures = {"Time": _draw_time(report), "Loss scale": _draw_scales(report), "Operations": _draw_ops(report)}
     for heading, drawn in pictures.items():
         if drawn is not None:
             parts.append(f"<h2>{heading}</h2>{drawn}")
-    if found["ops"]:
-        rows = [(one["op"], one["dtype"], one["count"]) for one in found["ops"][:10]]
-        parts.append(_table(("operation", "dtype", f"times in {found['sampled_steps']} steps"), rows))
-    if found["lines"]:
-        parts.append(f"<h2>The same by hand</h2><pre>{html.escape(chr(10).join(found['lines']))}</pre>")
-    if found["processes"]:
+    if report["ops"]:
+        rows = [(operation["op"], operation["dtype"], operation["count"]) for operation in report["ops"][:10]]
+        parts.append(_table(("operation", "dtype", f"times in {report['sampled_steps']} steps"), rows))
+    if report["lines"]:
+        parts.append(f"<h2>The same by hand</h2><pre>{html.escape(chr(10).join(report['lines']))}</pre>")
+    if report["processes"]:
         trained = [
-            (child["process"], headline(child), child["steps"], child["skipped"]) for child in found["processes"]
+            (child["process"], headline(child), child["steps"], child["skipped"]) for child in report["processes"]
         ]
         parts.append("<h2>Processes that the script started</h2>")
         parts.append(_table(("process", "computed", "steps", "skipped"), trained))
-    parts += [f"<p>{html.escape(note)}</p>" for note in found["notes"]]
+    parts += [f"<p>{html.escape(note)}</p>" for note in report["notes"]]
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -136,19 +136,19 @@ def page(found: dict[str, Any]) -> str:
     )
 
 
-def _facts(found: dict[str, Any]) -> str:
+def _facts(report: dict[str, Any]) -> str:
     rows: list[tuple[Any, ...]] = [
-        ("framework", found["framework"] or "none: the script made no optimizer"),
-        ("dtype", f"{found['dtype']} on {found['device']}, level {found['level']}: {found['reason']}"),
-        ("steps", f"{found['steps']}, of which {found['skipped']} skipped"),
+        ("framework", report["framework"] or "none: the script made no optimizer"),
+        ("dtype", f"{report['dtype']} on {report['device']}, level {report['level']}: {report['reason']}"),
+        ("steps", f"{report['steps']}, of which {report['skipped']} skipped"),
     ]
-    if found["device"] is None:  # the script's own, without a session
-        rows = [*rows[:1], ("computed", headline(found))] if found["framework"] else rows[:1]
+    if report["device"] is None:  # the script's own, without a session
+        rows = [*rows[:1], ("computed", headline(report))] if report["framework"] else rows[:1]
     return _table((), rows)
 
 
 def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(one)}</th>" for one in heading)
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heading)
     body = "".join(
         "<tr>"
         + "".join(
@@ -161,8 +161,8 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _draw_time(found: dict[str, Any]) -> str | None:
-    seconds = found["seconds"]
+def _draw_time(report: dict[str, Any]) -> str | None:
+    seconds = report["seconds"]
     if not seconds:
         return None
     figure, axes = _figure(1.6)
@@ -176,16 +176,16 @@ def _draw_time(found: dict[str, Any]) -> str | None:
     return _svg(figure)
 
 
-def _draw_scales(found: dict[str, Any]) -> str | None:
-    moving = [one for one in found["optimizers"] if one["scales"] or one["skipped"]]
+def _draw_scales(report: dict[str, Any]) -> str | None:
+    moving = [optimizer for optimizer in report["optimizers"] if optimizer["scales"] or optimizer["skipped"]]
     if not moving:
         return None
     figure, axes = _figure(3.0)
-    for name, one in zip(names_of(moving), moving, strict=True):
-        steps = [0, *(step for step, _ in one["scales"]), one["steps"]]
-        scales = [one["initial_scale"], *(scale for _, scale in one["scales"])]
+    for name, optimizer in zip(names_of(moving), moving, strict=True):
+        steps = [0, *(step for step, _ in optimizer["scales"]), optimizer["steps"]]
+        scales = [optimizer["initial_scale"], *(scale for _, scale in optimizer["scales"])]
         axes.step(steps, [*scales, scales[-1]], where="post", label=name)
-        for step in one["skipped"]:
+        for step in optimizer["skipped"]:
             axes.axvline(step, color=_ALARM, linewidth=0.8, linestyle=":")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step; a dotted line is a skipped one")
@@ -193,24 +193,26 @@ def _draw_scales(found: dict[str, Any]) -> str | None:
     return _svg(figure)
 
 
-def _draw_ops(found: dict[str, Any]) -> str | None:
-    names = list(dict.fromkeys(one["op"] for one in found["ops"]))[:10]
+def _draw_ops(report: dict[str, Any]) -> str | None:
+    names = list(dict.fromkeys(operation["op"] for operation in report["ops"]))[:10]
     if not names:
         return None
     figure, axes = _figure(0.8 + 0.35 * len(names))
     left = dict.fromkeys(names, 0)
     labelled: set[str] = set()
-    for one in found["ops"]:
-        if one["op"] not in left:
+    for operation in report["ops"]:
+        if operation["op"] not in left:
             continue
-        label = None if one["dtype"] in labelled else one["dtype"]
-        labelled.add(one["dtype"])
-        colour = _COLOURS.get(one["dtype"], "#cc79a7")
-        axes.barh([names.index(one["op"])], [one["count"]], left=left[one["op"]], color=colour, label=label)
-        left[one["op"]] += one["count"]
+        label = None if operation["dtype"] in labelled else operation["dtype"]
+        labelled.add(operation["dtype"])
+        colour = _COLOURS.get(operation["dtype"], "#cc79a7")
+        axes.barh(
+            [names.index(operation["op"])], [operation["count"]], left=left[operation["op"]], color=colour, label=label
+        )
+        left[operation["op"]] += operation["count"]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"times in the first {found['sampled_steps']} steps")
+    axes.set_xlabel(f"times in the first {report['sampled_steps']} steps")
     axes.legend(frameon=False)
     return _svg(figure)
 

@@ -39,9 +39,9 @@ class Following:
 
     def look(self) -> None:
         """Meet the loss scales that the session has by now, and count the steps that the host knows of."""
-        known = {id(group) for group in self._groups.values()}
+        met = {id(group) for group in self._groups.values()}
         for group in self.amp.live_groups():
-            if id(group) not in known and group.members:
+            if id(group) not in met and group.members:
                 position = len(self._recorder.optimizers)
                 for wrapped in self.amp.optimizers_of(group):
                     self._recorder.add_optimizer(self._kind_of(wrapped), float(group.states[0].scale), position)
@@ -68,8 +68,8 @@ class Following:
 
     def _hear(self, event: Event) -> None:
         # The last one met: positions move up when an optimizer goes, and those of the dead stay.
-        found = [position for position, group in self._groups.items() if group.index == event.group][-1:]
-        for position in found:
+        positions = [position for position, group in self._groups.items() if group.index == event.group][-1:]
+        for position in positions:
             skipped = isinstance(event, StepSkipped)
             if skipped and event.step in self._recorder.optimizers[position].skipped:
                 continue  # several losses of one step

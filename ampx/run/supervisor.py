@@ -141,7 +141,9 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
     names = registry.names() if framework is None else [framework]
     registrations = {name: registry.registration(name) for name in names}
     if settings.stand_ins_only:
-        registrations = {name: one for name, one in registrations.items() if one.stands_in_for}
+        registrations = {
+            name: registration for name, registration in registrations.items() if registration.stands_in_for
+        }
     load = registry.load
     with ExitStack() as regions:
         if process_rank()[0]:
@@ -168,9 +170,13 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
                 run.refuse(f"the script imports {name}, which cannot be automated: {error}".rstrip("."))
 
         watch = ImportWatch(
-            {root: name for name, one in registrations.items() for root in one.roots},
+            {root: name for name, registration in registrations.items() for root in registration.roots},
             automate,
-            {module: one.roots[0] for one in registrations.values() for module in one.stands_in_for},
+            {
+                module: registration.roots[0]
+                for registration in registrations.values()
+                for module in registration.stands_in_for
+            },
         )
 
         def load_completely(name: str) -> Any:

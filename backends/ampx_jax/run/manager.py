@@ -154,8 +154,8 @@ class Automation:
             self.outcomes.mix()
             jax.debug.callback(self.stepped, finite)
 
-    def _tell(self, found: list[bool]) -> None:
-        for finite in found:
+    def _tell(self, flags: list[bool]) -> None:
+        for finite in flags:
             self.stepped(finite)
 
     def stepped(self, finite: Any) -> None:
@@ -219,12 +219,12 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
         if this.casts:
             this.refuse_own_scaling()
         plain = native(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        function = given.pop("fun", None)
+        options = signature.bind(*args, **kwargs).arguments
+        function = options.pop("fun", None)
         if not callable(function):
             return plain
-        cast, aux = autocast(function), given.get("has_aux", False)
-        cast_derivative = native(cast, **given)
+        cast, aux = autocast(function), options.get("has_aux", False)
+        cast_derivative = native(cast, **options)
 
         @functools.wraps(plain)
         def derivative(*inputs: Any, **named: Any) -> Any:
@@ -232,7 +232,7 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
                 return plain(*inputs, **named)
             this.differentiated = True
             with _explained(this, inputs, named):
-                if not this.scales or given.get("holomorphic"):
+                if not this.scales or options.get("holomorphic"):
                     return cast_derivative(*inputs, **named)
                 return scaled_derivative(*inputs, **named)
 
@@ -240,15 +240,15 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
             scale = this.read_scale()
 
             def scaled(*inputs: Any, **named: Any) -> Any:
-                found = cast(*inputs, **named)
-                loss = found[0] if aux else found
-                return loss.astype(jnp.float32) * scale, found
+                outputs = cast(*inputs, **named)
+                loss = outputs[0] if aux else outputs
+                return loss.astype(jnp.float32) * scale, outputs
 
-            (_, found), grads = value_and_grad(scaled, **{**given, "has_aux": True})(*inputs, **named)
+            (_, outputs), grads = value_and_grad(scaled, **{**options, "has_aux": True})(*inputs, **named)
             grads, _ = optimizer.unscale(grads, scale)
             if values:
-                return found, grads
-            return (grads, found[1]) if aux else grads
+                return outputs, grads
+            return (grads, outputs[1]) if aux else grads
 
         return derivative
 

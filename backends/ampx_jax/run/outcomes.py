@@ -143,11 +143,11 @@ class Outcomes:
 
     def look(self, left: int) -> None:
         """Report the kept steps, but for the last `left` calls. Sync: with these steps."""
-        found = [self._kept.popleft() for _ in range(len(self._kept) - left)]
-        if found:
+        steps = [self._kept.popleft() for _ in range(len(self._kept) - left)]
+        if steps:
             if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
-                found = jax.device_get(found)
-            self._tell([bool(np.asarray(flag)) for flags in found for flag in flags])
+                steps = jax.device_get(steps)
+            self._tell([bool(np.asarray(flag)) for flags in steps for flag in flags])
 
 
 def _trace() -> Any:
