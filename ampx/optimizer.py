@@ -69,8 +69,11 @@ class WrappedOptimizer(Handle):
     def ampx_notice_cleared(self) -> None:
         """Forget pending gradients that were cleared behind the wrapper's back, by the model say."""
 
+    def ampx_check_backward(self, loss_id: int) -> None:
+        """Raise where `ampx_before_backward` would; all of a list are asked before one of them is prepared."""
+
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
-        """Prepare for a `scale_loss` body with a loss scale; called before its stage is entered."""
+        """Prepare for a `scale_loss` body with a loss scale, or raise; called before its stage is entered."""
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Tidy up after a `scale_loss` body that ended without an exception."""
@@ -228,6 +231,12 @@ class GenericOptimizer(WrappedOptimizer):
         """End a step that found no gradients: it counts for nothing."""
         self._unscaled = self._norm = None
         self.ampx_member.finish_empty()
+
+    def ampx_check_backward(self, loss_id: int) -> None:
+        """Raise where the backend refuses to divide gradients that are there before a window."""
+        grads = self._backend.gradients(self.optimizer) if self._implicit and self.ampx_member.stage == "idle" else None
+        if not _is_empty(grads):
+            self._backend.unscale(grads, 1.0)
 
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
         """Bring gradients that are there before a window to its scale: the step before left them true."""

@@ -99,6 +99,9 @@ class ScaleLoss:
         else:
             self._check_loss(loss)
         scale = self._choose_scale()
+        if len(optimizers) > 1:
+            for optimizer in optimizers:
+                optimizer.ampx_check_backward(loss_id)
         prepared = 0
         try:
             for optimizer in optimizers:

@@ -321,6 +321,22 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             gradients.mark_stale(self.trainer)
             self._drop()
 
+    def ampx_check_backward(self, loss_id: int) -> None:
+        """Raise where parameters that add have gradients which cannot be added to.
+
+        Sync: none; after a skipped step that left gradients which add, some.
+        """
+        self._check_backward()
+
+    def _check_backward(self) -> tuple[list[Any], bool] | None:
+        """Check as `ampx_check_backward`; before the first backward of a step, return what `_take_up` goes by."""
+        session = casting.running_session()
+        if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
+            check_adds(self.trainer._params)
+        if self._reduced:
+            self._check_reduced()
+        return self._check_left() if self.ampx_member.stage == "idle" else None
+
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.
 
@@ -329,13 +345,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: none; after a skipped step that left gradients which add, some.
         """
-        if self.ampx_member.stage == "idle":
-            self._take_up(float(scale))
-        session = casting.running_session()
-        if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
-            check_adds(self.trainer._params)
-        if self._reduced:
-            self._check_reduced()
+        left = self._check_backward()
+        if left is not None:
+            self._take_up(*left, float(scale))
+        self._reduced = False
         self._accumulation.begin()
 
     def ampx_after_backward(self, loss_id: int) -> None:
@@ -351,12 +364,12 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         adding = [parameter for parameter in gradients.parameters(self.trainer) if parameter._grad_req == "add"]
         return [*adding, *(parameter for parameter in self._accumulation.parameters if parameter._grad is not None)]
 
-    def _take_up(self, scale: float) -> None:
-        """See to gradients that are there before the first backward of a step."""
+    def _check_left(self) -> tuple[list[Any], bool]:
+        """Return which parameters add, and whether a backward has written; raise where nobody can tell what is left."""
         self._accumulation.reset()
-        adding, fresh, left = self._adding(), gradients.any_fresh(self.trainer), self._left
-        if adding and (fresh or left == math.inf):
-            # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
+        adding, fresh = self._adding(), gradients.any_fresh(self.trainer)
+        # Of a loss of another trainer, or of none, or of a skipped step: nobody can tell what they carry.
+        if adding and (fresh or self._left == math.inf):
             if gradients.any_nonzero(adding):
                 names = ", ".join(parameter.name for parameter in adding[:5])
                 raise ProtocolError(
@@ -365,10 +378,16 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                     f"accepted: cleared gradients. Call trainer.zero_grad() first, or "
                     f"give scale_loss all trainers that a loss has parameters of."
                 )
-        elif left is not None and left != scale:
+            self._left = None
+        return adding, fresh
+
+    def _take_up(self, adding: list[Any], fresh: bool, scale: float) -> None:
+        """Bring gradients that are there before the first backward of a step to its scale."""
+        left = self._left
+        if left is not None and left != scale:
             self._left = math.inf
             gradients.rescale(adding, scale / left)
-        self._left = None
+        self._left = scale  # they carry it as well where the body raises before its backward
         if fresh:
             # This loss overwrites the others where it reaches, and where it does not, MXNet tells of a stale gradient.
             gradients.mark_stale(self.trainer, kept=adding)
@@ -380,7 +399,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 "scale_loss was called after allreduce_grads and before the step, with grad_req='add'; the contexts' "
                 "sum would be added up again. Call allreduce_grads after the last backward."
             )
-        self._reduced = False
 
     # -- life ----------------------------------------------------------------------------------------
 

@@ -236,6 +236,21 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if not any_nonzero(collect(self.optimizer)):
             self.clear_grad()
 
+    def ampx_check_backward(self, loss_id: int) -> None:
+        """Raise where others wrote to gradients, or those of several loss ids cannot be kept apart.
+
+        Sync: with a second loss id, and where a step was skipped, one a gradient.
+        """
+        gradients = collect(self.optimizer)
+        if self.ampx_member.stage == "idle":
+            self._writes.check_left(gradients)
+            return
+        self._writes.check()
+        factors = self.ampx_member.factors
+        another = self._mixer.loss_id is not None or (factors and loss_id not in factors)
+        if another and any_nonzero(gradients):
+            refuse_unmixable(self.optimizer)
+
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring what is there to this scale, and put gradients of other loss ids aside.
 

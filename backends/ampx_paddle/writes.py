@@ -107,21 +107,27 @@ class Writes:
     def take_up(self, owners: list[Any], scale: float) -> None:
         """Bring the gradients of these parameters, there before the first backward of a step, to its scale.
 
+        Sync: as `check_left`, which comes first.
+        """
+        self.check_left(owners)
+        if not self._carried:
+            return
+        (factor,) = self._carried
+        if factor != scale and owners:
+            self._member.begin_change()  # entering the body ends it, or leaving it
+            rescale(owners, scale / factor)
+        self._carried = {scale}
+
+    def check_left(self, owners: list[Any]) -> None:
+        """Raise where gradients there before the first backward of a step cannot be brought to its scale.
+
         Raises:
             ProtocolError: They carry several scales, or one that nobody knows, and are more than zeros.
 
         Sync: none; some where they carry several scales, or were left by a skipped step.
         """
         _attribute()
-        carried = self._carried
-        if not carried:
-            return
-        if len(carried) == 1 and UNKNOWN not in carried:
-            (factor,) = carried
-            if factor != scale and owners:
-                self._member.begin_change()  # entering the body ends it, or leaving it
-                rescale(owners, scale / factor)
-            self._carried = {scale}
+        if not self._carried or (len(self._carried) == 1 and UNKNOWN not in self._carried):
             return
         if any_nonzero(owners):
             names = ", ".join(parameter.name for parameter in owners[:5])

@@ -39,6 +39,11 @@ class LossMixer:
         """Note that the closure is about to run: its gradients have nothing to do with earlier ones."""
         self._new_evaluation = True
 
+    def check(self, owner: AmpOptimizer) -> None:
+        """Raise where an evaluation begins and gradients of the former one are left."""
+        if self._new_evaluation:
+            _expect_no_gradients(owner)
+
     def before(self, owner: AmpOptimizer, loss_id: int) -> None:
         """Put true gradients aside where the coming ones would not go with them."""
         member = owner.ampx_member

@@ -475,6 +475,18 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not self.gradients.collect():
             self.forget()
 
+    def ampx_check_backward(self, loss_id: int) -> None:
+        """Raise where gradients are left that nobody can tell the scale of, or parameters were not prepared.
+
+        Sync: none; one for each gradient of which nobody can tell.
+        """
+        if self._must_be_prepared:
+            self._check_prepared()
+        if self.mixer.evaluating:
+            self.mixer.check(self)
+        elif self.leftovers.notes:
+            self.leftovers.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
+
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Put gradients of other losses aside, and have those that are left from before carry the scale."""
         if self._must_be_prepared:

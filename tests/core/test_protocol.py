@@ -403,6 +403,29 @@ def test_preparation_that_fails_for_one_optimizer_is_undone_for_the_others(amp, 
     assert first.opt.ampx_member.stage == second.opt.ampx_member.stage == "idle"
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_list_refused_for_one_optimizer_leaves_the_gradients_of_all(amp, alpha, make_trainer, monkeypatch, refused):
+    """Those that a step left: no float64 holds the scale times the largest."""
+    trainers = [make_trainer(alpha, loss_scale=4.0) for _ in range(2)]
+    for trainer in trainers:
+        trainer.backward(0.1)
+        trainer.opt.step()
+        trainer.param.grad = 2.0**1023
+    unscale = alpha.Backend.unscale
+
+    def refuse(backend, grads, scale):
+        if trainers[refused].param in grads:
+            raise ampx.LowPrecisionParametersError("parameters were made float16 since")
+        return unscale(backend, grads, scale)
+
+    monkeypatch.setattr(alpha.Backend, "unscale", refuse)
+    before = [stand(trainer) for trainer in trainers]
+    with pytest.raises(ampx.LowPrecisionParametersError):
+        ampx.scale_loss(alpha.Loss(), [trainer.opt for trainer in trainers]).__enter__()
+    assert [trainer.param.grad for trainer in trainers] == [2.0**1023] * 2
+    assert [stand(trainer) for trainer in trainers] == before
+
+
 def test_an_optimizer_listed_twice_is_refused(trainer, alpha):
     before = stand(trainer)
     with pytest.raises(ampx.InvalidOptionError, match="twice"):

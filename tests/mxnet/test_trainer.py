@@ -440,6 +440,60 @@ def test_adding_to_gradients_of_another_loss_is_refused(amp, dense, backward):
     assert net.weight.data().asnumpy().tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["fine first", "skipped first"])
+def test_a_list_refused_for_one_trainer_leaves_the_gradients_of_all(amp, weights, backward, order):
+    fine, skipped = weights(1.0, grad_req="add"), weights(1.0, name="other", grad_req="add")
+    opts = [
+        amp.wrap_optimizer(gluon.Trainer([parameter], "sgd", {"learning_rate": 0.5})) for parameter in (fine, skipped)
+    ]
+    backward(lambda: (fine.data() * 0.1).sum(), opts[0])
+    opts[0].step(1)
+    backward(lambda: (skipped.data() * math.inf).sum(), opts[1])
+    opts[1].step(1)
+    assert [opt.last_step.applied for opt in opts] == [True, False]
+
+    def stand():
+        return [parameter.grad().asnumpy().tobytes() for parameter in (fine, skipped)], amp.state_dict()
+
+    before = stand()
+    with pytest.raises(ampx.ProtocolError, match="a skipped step had left"):
+        backward(lambda: fine.data().sum() + skipped.data().sum(), [opts[place] for place in order])
+    assert stand() == before
+
+
+def test_scale_loss_refused_after_allreduce_grads_leaves_gradients_that_add(weights, backward):
+    amp = ampx.init("mxnet", level="O0", loss_scale=8.0)
+    weight = weights(1.0, grad_req="add", ctx=[mx.cpu(0), mx.cpu(1)])
+    opt = amp.wrap_optimizer(gluon.Trainer([weight], "sgd", {"learning_rate": 0.5}), max_grad_value=1e6)
+    backward(lambda: [data.sum() for data in weight.list_data()], opt)
+    opt.step(1)
+    opt.allreduce_grads()
+    before = [gradient.asnumpy().tolist() for gradient in weight.list_grad()]
+    with pytest.raises(ampx.ProtocolError, match="after allreduce_grads"):
+        backward(lambda: [data.sum() for data in weight.list_data()], opt)
+    assert [gradient.asnumpy().tolist() for gradient in weight.list_grad()] == before
+
+
+def test_gradients_that_a_body_which_raised_left_add_up_as_in_plain_mxnet(weights, backward):
+    """They carry its scale, which is not that of the next."""
+    amp = ampx.init("mxnet", level="O0")
+    weight, other = weights(1.0, grad_req="add"), weights(1.0, name="other", grad_req="add")
+    opt, second = (
+        amp.wrap_optimizer(gluon.Trainer([parameter], "sgd", {"learning_rate": 0.5}), loss_scale=scale)
+        for parameter, scale in ((weight, 8.0), (other, 4.0))
+    )
+    backward(lambda: weight.data().sum() * 2, opt)
+    opt.step(1)
+
+    with autograd.record():
+        loss = weight.data() + other.data()
+    with pytest.raises(KeyError, match="mine"), ampx.scale_loss(loss, [opt, second]):
+        raise KeyError("mine")
+    backward(lambda: weight.data().sum(), opt)
+    opt.step(1)
+    assert weight.data().asscalar() == 1.0 - 0.5 * 2 - 0.5 * 3
+
+
 @pytest.mark.parametrize("verb", ["step", "unscale"])
 @pytest.mark.parametrize("kernel", ["multi_all_finite", "asnumpy"])
 def test_a_step_after_a_kernel_had_failed_divides_once_or_is_refused(dense, monkeypatch, verb, kernel):

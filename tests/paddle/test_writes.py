@@ -324,3 +324,38 @@ def test_gradients_that_were_left_add_up_over_loss_scales_that_are_far_apart(bef
         scaled.backward()
     opt.step()
     assert parameter.numpy().tolist() == [-2.0, -2.0]
+
+
+# -- several optimizers ----------------------------------------------------------------------------------------------
+
+
+def bits(*parameters):
+    return [parameter.grad.numpy().tobytes() for parameter in parameters]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["fine first", "skipped first"])
+@pytest.mark.parametrize("pending", [False, True], ids=["left by a step", "of another loss id"])
+def test_a_list_refused_for_one_optimizer_leaves_the_gradients_of_all(amp, weights, backward, order, pending):
+    fine, skipped = weights(1.0), weights(1.0)
+    opts = [amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[own])) for own in (fine, skipped)]
+    backward((fine * 0.1).sum(), opts[0])
+    if not pending:
+        opts[0].step()
+    backward((skipped * math.inf).sum(), opts[1])
+    opts[1].step()
+    before = bits(fine, skipped), amp.state_dict()
+    with pytest.raises(ampx.ProtocolError, match="skipped step"):
+        backward(fine.sum() + skipped.sum(), [opts[place] for place in order], loss_id=1)
+    assert (bits(fine, skipped), amp.state_dict()) == before
+
+
+def test_a_list_refused_because_gradients_cannot_be_kept_apart_leaves_the_gradients_of_all(amp, weights, backward):
+    fine, table = weights(1.0), paddle.nn.Embedding(4, 2, sparse=True)
+    opts = [amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=own)) for own in ([fine], table.parameters())]
+    backward(fine.sum() * 3 + table(paddle.to_tensor([1])).sum(), opts)
+    before = bits(fine)
+    with pytest.raises(ampx.UnsupportedByBackendError, match="several loss ids"):
+        backward(fine.sum(), opts, loss_id=1)
+    assert bits(fine) == before
+    opts[0].step()
+    assert fine.item() == 1.0 - 0.5 * 3

@@ -301,3 +301,43 @@ def test_a_body_inside_anothers_belongs_to_its_own_optimizer(both, backward):
     opt.step()
     other.step()
     assert (first.tolist(), second.tolist()) == ([-1.0] * 2, [-2.0] * 2)
+
+
+# -- several optimizers ----------------------------------------------------------------------------------------------
+
+
+def bits(*parameters):
+    return [parameter.grad.numpy().tobytes() for parameter in parameters]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["fine first", "skipped first"])
+@pytest.mark.parametrize("pending", [False, True], ids=["left by a step", "of another loss id"])
+def test_a_list_refused_for_one_optimizer_leaves_the_gradients_of_all(pending, order, amp, backward):
+    fine, skipped = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    opts = [amp.wrap_optimizer(torch.optim.SGD([own], 0.5), loss_scale="dynamic") for own in (fine, skipped)]
+    backward((fine * 0.1).sum(), opts[0])
+    if not pending:
+        opts[0].step()
+    backward((skipped * torch.inf).sum(), opts[1])
+    opts[1].step()
+    before = bits(fine, skipped), amp.state_dict()
+    with pytest.raises(ampx.ProtocolError, match="skipped step"):
+        backward(fine.sum() + skipped.sum(), [opts[place] for place in order], loss_id=1)
+    assert (bits(fine, skipped), amp.state_dict()) == before
+
+
+def test_a_closure_refused_for_one_optimizer_leaves_the_gradients_of_all(amp, backward):
+    fine, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    sgd = amp.wrap_optimizer(torch.optim.SGD([fine], 0.5), loss_scale=8.0)
+    lbfgs = amp.wrap_optimizer(torch.optim.LBFGS([other]), loss_scale=8.0)
+    fine.grad = torch.full((1,), 2.0**126)
+    other.grad = torch.ones(1)
+
+    def closure():
+        loss = fine.sum() + other.sum()
+        backward(loss, [sgd, lbfgs])
+        return loss
+
+    with pytest.raises(ampx.ProtocolError, match="without clearing the gradients"):
+        lbfgs.step(closure)
+    assert fine.grad.item() == 2.0**126
