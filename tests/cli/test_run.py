@@ -130,8 +130,8 @@ def test_one_process_of_a_job_prints_and_each_writes_a_report_of_its_own(tmp_pat
     assert ("ampx run" in done.stderr) == (rank == "0")
     written = {"0": "out.json", "1": "out.rank1.json"}[rank]
     assert [path.name for path in tmp_path.glob("*.json")] == [written]
-    found = json.loads((tmp_path / written).read_text())
-    assert (found["rank"], found["world_size"]) == (int(rank), 2)
+    facts = json.loads((tmp_path / written).read_text())
+    assert (facts["rank"], facts["world_size"]) == (int(rank), 2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another matter there")
@@ -233,9 +233,9 @@ def test_options_after_the_script_are_not_those_of_ampx(tmp_path, outcome):
 def test_the_report_is_written_even_if_the_script_fails(tmp_path, outcome):
     (tmp_path / "script.py").write_text("1 / 0")
     assert outcome(AMPX, "run", "--report", "out.json", "script.py", "-x").returncode == 1
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["schema"], found["steps"], found["framework"]) == ("ampx.run/1", 0, None)
-    assert (found["script"], found["arguments"]) == ("script.py", ["-x"])
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert (facts["schema"], facts["steps"], facts["framework"]) == ("ampx.run/1", 0, None)
+    assert (facts["script"], facts["arguments"]) == ("script.py", ["-x"])
 
 
 def test_python_programs_that_the_script_starts_are_named(tmp_path, outcome):

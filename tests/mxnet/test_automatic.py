@@ -50,7 +50,7 @@ def network(grad_req="write"):
 
 
 def weights(net):
-    return [one.data().asnumpy().tolist() for one in net.collect_params().values()]
+    return [parameter.data().asnumpy().tolist() for parameter in net.collect_params().values()]
 
 
 def batches(count, overflow=()):
@@ -87,20 +87,22 @@ def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path):
     plain = subprocess.run([sys.executable, "-W", "ignore", "-c", head], capture_output=True, text=True, check=True)
     plain = json.loads(plain.stdout.splitlines()[-1])
     report = tmp_path / "out.json"
-    found = command("run", "--framework", "mxnet", "--report", str(report), str(script))
+    done = command("run", "--framework", "mxnet", "--report", str(report), str(script))
     assert plain["metric"] > 0.95
-    assert abs(found["metric"] - plain["metric"]) < 0.019
-    told = json.loads(report.read_text())
-    assert told["steps"] == len(found["losses"]) == len(plain["losses"])
-    if told["dtype"] == "bfloat16":
-        assert {one["dtype"] for one in told["ops"] if one["op"] in ("Convolution", "FullyConnected")} == {"bfloat16"}
+    assert abs(done["metric"] - plain["metric"]) < 0.019
+    facts = json.loads(report.read_text())
+    assert facts["steps"] == len(done["losses"]) == len(plain["losses"])
+    if facts["dtype"] == "bfloat16":
+        assert {
+            operation["dtype"] for operation in facts["ops"] if operation["op"] in ("Convolution", "FullyConnected")
+        } == {"bfloat16"}
 
 
 def test_a_script_that_uses_mxnets_amp_runs_on_ampx(tmp_path):
     pytest.importorskip("typer", reason="the command line is not installed")
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    found = command("run", "--framework", "mxnet", str(PROGRAMS / "mxnet" / "gan.py"), "--amp", "--epochs", "1")
-    assert len(found["losses"]) == 28
+    done = command("run", "--framework", "mxnet", str(PROGRAMS / "mxnet" / "gan.py"), "--amp", "--epochs", "1")
+    assert len(done["losses"]) == 28
 
 
 # -- loops, exactly -------------------------------------------------------------------------------------------------
@@ -118,8 +120,8 @@ def simple():
 
 
 def test_a_plain_loop_gives_the_weights_of_float32(run):
-    (expected, _), (found, trainer) = both_ways(run, simple)
-    assert found == expected
+    (expected, _), (trained, trainer) = both_ways(run, simple)
+    assert trained == expected
     assert isinstance(trainer, ManagedTrainer)
     assert run.recorder.steps == 8
     (record,) = run.recorder.optimizers.values()
@@ -138,7 +140,7 @@ def accumulated(read=False):
             loss = (net(x) ** 2).mean()
         autograd.backward([loss])
         if read or position % 2:
-            gradients = [one.grad() for one in net.collect_params().values()]
+            gradients = [parameter.grad() for parameter in net.collect_params().values()]
             norms.append(gluon.utils.clip_global_norm(gradients, 0.25))
         if position % 2:
             trainer.step(1)
@@ -159,16 +161,16 @@ def never_cleared():
 
 
 def test_gradients_that_are_never_cleared_add_up_as_in_float32(run):
-    expected, found = both_ways(run, never_cleared)
-    assert found == expected
+    expected, trained = both_ways(run, never_cleared)
+    assert trained == expected
     assert run.recorder.steps == 8
 
 
 @pytest.mark.parametrize("read", [False, True])
 def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_them(run, read):
-    expected, found = both_ways(run, lambda: accumulated(read))
+    expected, trained = both_ways(run, lambda: accumulated(read))
     assert run.recorder.steps == 4
-    assert found == expected
+    assert trained == expected
 
 
 def adversarial():
@@ -188,9 +190,9 @@ def adversarial():
 
 
 def test_two_trainers_get_the_weights_of_float32_each(run):
-    expected, found = both_ways(run, adversarial)
-    assert [one.steps for one in run.recorder.optimizers.values()] == [8, 8]
-    assert found == expected
+    expected, trained = both_ways(run, adversarial)
+    assert [optimizer.steps for optimizer in run.recorder.optimizers.values()] == [8, 8]
+    assert trained == expected
 
 
 def test_gradients_read_through_an_array_are_true(scaling):
@@ -223,13 +225,13 @@ def averaged_by_hand(bad=()):
 
 
 def test_gradients_averaged_by_hand_are_checked_after_that(run):
-    expected, found = both_ways(run, averaged_by_hand)
-    assert found == expected
+    expected, trained = both_ways(run, averaged_by_hand)
+    assert trained == expected
 
 
 def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
-    found = averaged_by_hand(bad=(2,))
-    assert all(np.isfinite(one).all() for one in found)
+    trained = averaged_by_hand(bad=(2,))
+    assert all(np.isfinite(weights).all() for weights in trained)
     (record,) = scaling.recorder.optimizers.values()
     assert record.skipped == [3]
     assert record.scales[0] == (3, 2.0**9)
@@ -263,11 +265,11 @@ def test_what_a_script_does_with_mxnets_amp_is_told(run):
     (record,) = run.recorder.optimizers.values()
     assert (record.kind, record.initial_scale, record.steps, record.skipped) == ("Adam", 65536.0, 5, [2])
     assert record.scales == [(2, 32768.0)]
-    found = run.recorder.to_json()
-    assert found["sampled_steps"] == 3
+    facts = run.recorder.to_json()
+    assert facts["sampled_steps"] == 3
     assert run.recorder.ops["Dense", "bfloat16"] == 3  # the other layer ends in an activation, which is float32
-    assert set(found["seconds"]) == {"forward", "backward", "step"}
-    assert "by itself, with mxnet.contrib.amp;" in found["notes"][0]
+    assert set(facts["seconds"]) == {"forward", "backward", "step"}
+    assert "by itself, with mxnet.contrib.amp;" in facts["notes"][0]
     assert run.explain() == ("the script has it by hand: its own calls decide",)
 
 

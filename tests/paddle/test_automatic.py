@@ -47,7 +47,7 @@ def network():
 
 
 def weights(net):
-    return [one.tolist() for one in net.parameters()]
+    return [parameter.tolist() for parameter in net.parameters()]
 
 
 def batches(count, overflow=()):
@@ -84,22 +84,24 @@ def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path, name):
     pytest.importorskip("typer", reason="the command line is not installed")
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     script, report = str(PROGRAMS / "plain" / name), tmp_path / "out.json"
-    plain, found = metric(script), metric("-m", "ampx", "run", "--report", str(report), script)
+    plain, mixed = metric(script), metric("-m", "ampx", "run", "--report", str(report), script)
     assert plain["metric"] > 0.95
-    assert abs(found["metric"] - plain["metric"]) < 0.023
-    told = json.loads(report.read_text())
-    assert (found["losses"] == plain["losses"]) is (told["dtype"] == "float32")
-    assert told["steps"] >= len(found["losses"])
-    products = {one["dtype"] for one in told["ops"] if one["op"] in ("matmul", "matmul_v2", "conv2d")}
-    assert products == {told["dtype"]}
+    assert abs(mixed["metric"] - plain["metric"]) < 0.023
+    facts = json.loads(report.read_text())
+    assert (mixed["losses"] == plain["losses"]) is (facts["dtype"] == "float32")
+    assert facts["steps"] >= len(mixed["losses"])
+    products = {
+        operation["dtype"] for operation in facts["ops"] if operation["op"] in ("matmul", "matmul_v2", "conv2d")
+    }
+    assert products == {facts["dtype"]}
 
 
 def test_scripts_for_fluid_run_whether_they_ask_for_mixed_precision_or_not():
     pytest.importorskip("typer", reason="the command line is not installed")
     script = str(PROGRAMS / "fluid" / "word2vec.py")
     for arguments in ((), ("--use_amp",)):
-        found = metric("-m", "ampx", "run", script, "--steps", "30", *arguments)
-        assert found["losses"][-1] < found["losses"][0] - 0.5
+        accuracy = metric("-m", "ampx", "run", script, "--steps", "30", *arguments)
+        assert accuracy["losses"][-1] < accuracy["losses"][0] - 0.5
 
 
 STATIC = """
@@ -129,16 +131,16 @@ def test_steps_skips_and_scales_of_static_programs_are_told(tmp_path, arguments)
     script, report = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(STATIC)
     metric("-m", "ampx", "run", "--report", str(report), str(script), *arguments)
-    told = json.loads(report.read_text())
-    (record,) = told["optimizers"]
+    facts = json.loads(report.read_text())
+    (record,) = facts["optimizers"]
     assert (record["kind"], record["steps"], record["skipped"]) == ("AdamOptimizer", 5, [2, 5])
     if arguments:
         assert (record["initial_scale"], record["scales"]) == (1024.0, [[2, 512.0], [5, 256.0]])
-        assert "by itself, with paddle.fluid.contrib.mixed_precision.decorate;" in told["notes"][-1]
-        assert told["lines"] == ["the script has it by hand: its own calls decide"]
-    assert told["sampled_steps"] == 3
-    products = {one["dtype"]: one["count"] for one in told["ops"] if one["op"] == "matmul"}
-    assert products == {told["dtype"]: 3 * 2}
+        assert "by itself, with paddle.fluid.contrib.mixed_precision.decorate;" in facts["notes"][-1]
+        assert facts["lines"] == ["the script has it by hand: its own calls decide"]
+    assert facts["sampled_steps"] == 3
+    products = {operation["dtype"]: operation["count"] for operation in facts["ops"] if operation["op"] == "matmul"}
+    assert products == {facts["dtype"]: 3 * 2}
 
 
 def test_what_the_scripts_own_session_did_is_told(run):
@@ -154,11 +156,11 @@ def test_what_the_scripts_own_session_did_is_told(run):
     (record,) = run.recorder.optimizers.values()
     assert (record.kind, record.initial_scale, record.steps, record.skipped) == ("Adam", 65536.0, 5, [2])
     assert record.scales == [(2, 32768.0)]
-    found = run.recorder.to_json()
-    assert found["sampled_steps"] == 3
+    facts = run.recorder.to_json()
+    assert facts["sampled_steps"] == 3
     assert run.recorder.ops["matmul_v2", "float32"] == 3 * 2
-    assert set(found["seconds"]) == {"forward", "backward", "step"}
-    assert "by itself, with ampx;" in found["notes"][0]
+    assert set(facts["seconds"]) == {"forward", "backward", "step"}
+    assert "by itself, with ampx;" in facts["notes"][0]
     assert (run.amp.effective.dtype, run.explain()) == (None, ("the script has it by hand: its own calls decide",))
 
 
@@ -178,8 +180,8 @@ def simple(kind=paddle.optimizer.Momentum):
 
 @pytest.mark.parametrize("kind", [paddle.optimizer.Momentum, paddle.optimizer.AdamW, paddle.optimizer.Lamb])
 def test_a_plain_loop_gives_the_weights_of_float32(run, kind):
-    expected, found = both_ways(run, lambda: simple(kind=kind))
-    assert found == expected
+    expected, trained = both_ways(run, lambda: simple(kind=kind))
+    assert trained == expected
     assert run.recorder.steps == 8
     (record,) = run.recorder.optimizers.values()
     assert (record.kind, record.initial_scale) == (kind.__name__, 2.0**10)
@@ -195,10 +197,10 @@ def accumulated(read=False):
     for position, x in enumerate(batches(8)):
         paddle.autograd.backward([net(x).square().mean()])
         if read or position % 2:
-            norm = sum(float((one.grad**2).sum()) for one in net.parameters()) ** 0.5
+            norm = sum(float((parameter.grad**2).sum()) for parameter in net.parameters()) ** 0.5
             norms.append(norm)
-            for one in net.parameters():
-                one.grad = one.grad * min(1.0, 0.25 / norm)
+            for parameter in net.parameters():
+                parameter.grad = parameter.grad * min(1.0, 0.25 / norm)
         if position % 2:
             optimizer.step()
             optimizer.clear_grad()
@@ -207,9 +209,9 @@ def accumulated(read=False):
 
 @pytest.mark.parametrize("read", [False, True])
 def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_them(run, read):
-    expected, found = both_ways(run, lambda: accumulated(read))
+    expected, trained = both_ways(run, lambda: accumulated(read))
     assert run.recorder.steps == 4
-    assert found == expected
+    assert trained == expected
 
 
 def averaged_by_hand(bad=()):
@@ -227,13 +229,13 @@ def averaged_by_hand(bad=()):
 
 
 def test_gradients_averaged_by_hand_are_checked_after_that(run):
-    expected, found = both_ways(run, averaged_by_hand)
-    assert found == expected
+    expected, trained = both_ways(run, averaged_by_hand)
+    assert trained == expected
 
 
 def test_an_overflow_that_comes_after_the_script_looked_is_skipped(scaling):
-    found = averaged_by_hand(bad=(2,))
-    assert all(np.isfinite(one).all() for one in found)
+    trained = averaged_by_hand(bad=(2,))
+    assert all(np.isfinite(weights).all() for weights in trained)
     (record,) = scaling.recorder.optimizers.values()
     assert record.skipped == [3]
     assert record.scales[0] == (3, 2.0**9)
@@ -272,8 +274,8 @@ def adversarial():
         loss = (first(x) - second(x)).square().mean()
         loss.backward()
         optimizers[1].minimize(loss)
-        for one in optimizers:
-            one.clear_gradients()
+        for optimizer in optimizers:
+            optimizer.clear_gradients()
     return weights(first), weights(second)
 
 
@@ -306,9 +308,9 @@ def high_level():
     ("train", "steps"), [(never_cleared, [6]), (adversarial, [8, 8]), (with_closure, [3]), (high_level, [4])]
 )
 def test_other_ways_to_train_give_the_weights_of_float32(run, train, steps):
-    expected, found = both_ways(run, train)
-    assert found == expected
-    assert [one.steps for one in run.recorder.optimizers.values()] == steps
+    expected, trained = both_ways(run, train)
+    assert trained == expected
+    assert [optimizer.steps for optimizer in run.recorder.optimizers.values()] == steps
 
 
 def test_the_scripts_optimizer_keeps_its_class(scaling):
@@ -419,13 +421,13 @@ def patched():
 def test_leaving_restores_every_patch_and_every_optimizer(run):
     before, finders = patched(), list(sys.meta_path)
     net = network()
-    made = []
+    optimizers = []
 
     def script():
-        made.append(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+        optimizers.append(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
         net(next(batches(1))).mean().backward()
-        made[0].step()
-        made[0].clear_grad()
+        optimizers[0].step()
+        optimizers[0].clear_grad()
         assert all(now is not then for now, then in zip(patched(), before, strict=True))
         raise ZeroDivisionError
 
@@ -433,9 +435,9 @@ def test_leaving_restores_every_patch_and_every_optimizer(run):
         script()
     assert patched() == before
     assert sys.meta_path == finders
-    assert not {"step", "minimize", "clear_grad", "_ampx_managed"} & set(vars(made[0]))
+    assert not {"step", "minimize", "clear_grad", "_ampx_managed"} & set(vars(optimizers[0]))
     weight = net[0].weight.tolist()
     net(next(batches(1))).mean().backward()
-    made[0].step()
+    optimizers[0].step()
     assert net[0].weight.tolist() != weight
     assert paddle.get_flags("FLAGS_low_precision_op_list") == {"FLAGS_low_precision_op_list": 0}

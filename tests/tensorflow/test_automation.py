@@ -127,14 +127,14 @@ def test_a_step_of_fit_has_the_operations_of_one_edited_by_hand(start):
     with region:
         unedited = model()
         unedited.compile(optimizer=keras.optimizers.Adam(), loss="mse")
-        found = operations(unedited)
+        dtypes = operations(unedited)
     with ampx.init("tensorflow", dtype="bfloat16", device="cpu") as amp:
         edited = model(dtype="float32")
         edited.compile(optimizer=amp.wrap_optimizer(keras.optimizers.Adam()), loss="mse")
-        assert found == operations(edited)
+        assert dtypes == operations(edited)
     plain = model()
     plain.compile(optimizer=keras.optimizers.Adam(), loss="mse")
-    assert found != operations(plain)
+    assert dtypes != operations(plain)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", {"class_name": "SGD", "config": {"learning_rate": 0.01}}])
@@ -146,7 +146,7 @@ def test_a_step_of_fit_that_overflows_is_skipped_and_recorded(start, optimizer):
         ours = model()
         ours.compile(optimizer=optimizer, loss="mse")
         ours.fit(x, np.zeros((6, 1), "float32"), batch_size=1, shuffle=False, verbose=0)
-    assert all(np.isfinite(one).all() for one in ours.get_weights())
+    assert all(np.isfinite(weights).all() for weights in ours.get_weights())
     (seen,) = run.recorder.optimizers.values()
     assert 3 in seen.skipped
     assert seen.steps == 6
@@ -179,10 +179,10 @@ def test_a_model_with_its_own_training_step_is_cast_as_a_graph(start):
     with region:
         ours = SelfTrained()
         ours.compile(optimizer=keras.optimizers.SGD(0.0))
-        found = ours.fit(x, np.zeros((4, 1), "float32"), batch_size=4, epochs=2, verbose=0)
+        history = ours.fit(x, np.zeros((4, 1), "float32"), batch_size=4, epochs=2, verbose=0)
         assert ours.dense.compute_dtype == "float32"
         assert ours.predict(x, verbose=0)[0, 0] == 64.0
-    assert found.history["error"][0] == 64.0**2
+    assert history.history["error"][0] == 64.0**2
     assert run.recorder.steps == 2
 
 
@@ -304,8 +304,8 @@ def test_gradients_that_belong_to_no_loss_are_left_alone(start):
         assert slope.numpy().tolist() == [12.0]
         optimizer.build([variable])
         assert outer.gradient(penalty, variable).numpy().tolist() == [2 * 12.0 * 4.0]
-        given = outer.gradient(penalty, [variable], output_gradients=tf.constant(0.5))
-        assert given[0].numpy().tolist() == [12.0 * 4.0]
+        scaled = outer.gradient(penalty, [variable], output_gradients=tf.constant(0.5))
+        assert scaled[0].numpy().tolist() == [12.0 * 4.0]
 
 
 def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start):
@@ -320,8 +320,8 @@ def test_a_graph_of_tensorflow_1_is_cast_scaled_and_recorded(start):
         with v1.Session(config=v1.ConfigProto(allow_soft_placement=True)) as session:
             session.run(v1.global_variables_initializer())
             assert session.run(product, {values: np.full((64, 64), VALUE)})[0, 0] == ROUNDED["float16"]
-            for one in (1.0, 2.0, math.inf):
-                session.run(train, {factor: one})
+            for value in (1.0, 2.0, math.inf):
+                session.run(train, {factor: value})
             assert session.run(variable).tolist() == [5.0]
     (seen,) = run.recorder.optimizers.values()
     assert (seen.kind, seen.steps, seen.skipped) == ("GradientDescentOptimizer", 3, [3])
@@ -493,7 +493,7 @@ if sys.argv[1] == "loop":
     ("way", "code", "told"),
     [("fit", 0, "2 steps, 1 skipped"), ("loop", 3, "refused: the script applies gradients itself on several replicas")],
 )
-def test_fit_goes_on_several_replicas_and_a_loop_is_refused(start, tmp_path, way, code, told):
+def test_fit_goes_on_several_replicas_and_a_loop_is_refused(start, tmp_path, way, code, message):
     start()  # skips where bfloat16 cannot be tried
     script = tmp_path / "replicas.py"
     script.write_text(REPLICAS)
@@ -505,7 +505,7 @@ def test_fit_goes_on_several_replicas_and_a_loop_is_refused(start, tmp_path, way
         check=False,
         timeout=120,
     )
-    assert told in done.stderr
+    assert message in done.stderr
     assert done.returncode == code
 
 
@@ -519,8 +519,8 @@ def train(command, name):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    return np.array(found["losses"]), found["metric"], done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    return np.array(facts["losses"]), facts["metric"], done.stderr
 
 
 @pytest.mark.slow
@@ -530,8 +530,8 @@ def train(command, name):
 def test_an_unedited_program_is_as_accurate_as_in_float32(start, name, steps):
     start()  # skips where bfloat16 cannot be tried
     exact, exact_accuracy, _ = train([], name)
-    mixed, accuracy, told = train(["-m", "ampx", "run", "--dtype", "bfloat16"], name)
-    assert f"{steps} steps, 0 skipped" in told
+    mixed, accuracy, output = train(["-m", "ampx", "run", "--dtype", "bfloat16"], name)
+    assert f"{steps} steps, 0 skipped" in output
     # Both operands and the result of a product are rounded by up to 2**-9: less than 2**-7 of the first loss.
     assert 0 < abs(mixed[0] - exact[0]) <= 2.0**-7 * exact[0]
     assert exact_accuracy > 0.92

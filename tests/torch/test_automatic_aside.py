@@ -51,9 +51,14 @@ def test_the_steps_and_the_scale_of_apex_amp_are_told(automated):
         train(model, optimizer, amp.scale_loss, [1.0, float("inf"), 1.0, float("inf")])
 
     run = automated(script)
-    (one,) = run.recorder.to_json()["optimizers"]
-    assert (one["kind"], one["initial_scale"], one["steps"], one["skipped"]) == ("SGD", 65536.0, 4, [2, 4])
-    assert one["scales"] == [(2, 32768.0), (4, 16384.0)]
+    (optimizer,) = run.recorder.to_json()["optimizers"]
+    assert (optimizer["kind"], optimizer["initial_scale"], optimizer["steps"], optimizer["skipped"]) == (
+        "SGD",
+        65536.0,
+        4,
+        [2, 4],
+    )
+    assert optimizer["scales"] == [(2, 32768.0), (4, 16384.0)]
     assert (run.amp.effective.dtype, run.amp.effective.level) == ("float16", "O1")
     assert "by itself, with apex.amp;" in run.recorder.notes[0]
 
@@ -69,11 +74,11 @@ def test_operations_and_time_of_apex_amp_are_told(automated):
         train(model, optimizer, amp.scale_loss, [1.0] * 5)
 
     run = automated(script)
-    found = run.recorder.to_json()
-    assert found["sampled_steps"] == 3
-    assert {one["dtype"] for one in found["ops"] if one["op"] in ("addmm", "mm")} == {"float16"}
+    facts = run.recorder.to_json()
+    assert facts["sampled_steps"] == 3
+    assert {operation["dtype"] for operation in facts["ops"] if operation["op"] in ("addmm", "mm")} == {"float16"}
     assert run.recorder.ops["addmm", "float16"] == 3
-    assert set(found["seconds"]) == {"forward", "backward", "step"}
+    assert set(facts["seconds"]) == {"forward", "backward", "step"}
 
 
 def test_operations_of_a_session_of_ampx_itself_are_told(automated):
@@ -185,8 +190,8 @@ def test_several_blocks_of_apex_amp_before_a_step_are_one_step(automated):
             optimizer.step()
             optimizer.zero_grad()
 
-    (one,) = automated(script).recorder.to_json()["optimizers"]
-    assert (one["steps"], one["skipped"], one["scales"]) == (3, [2], [(2, 32768.0)])
+    (optimizer,) = automated(script).recorder.to_json()["optimizers"]
+    assert (optimizer["steps"], optimizer["skipped"], optimizer["scales"]) == (3, [2], [(2, 32768.0)])
 
 
 @pytest.mark.parametrize("first", ["session", "optimizer"])
@@ -203,8 +208,13 @@ def test_a_script_that_is_written_for_ampx_keeps_its_own_session(first, automate
         assert ampx.current("torch").effective.dtype == "float16"
 
     run = automated(script)
-    (one,) = run.recorder.to_json()["optimizers"]
-    assert (one["kind"], one["initial_scale"], one["steps"], one["skipped"]) == ("Adam", 1024.0, 3, [3])
+    (optimizer,) = run.recorder.to_json()["optimizers"]
+    assert (optimizer["kind"], optimizer["initial_scale"], optimizer["steps"], optimizer["skipped"]) == (
+        "Adam",
+        1024.0,
+        3,
+        [3],
+    )
     assert ampx.current("torch").effective.dtype == "float16"  # as without ampx run, the script's session stays
 
 
@@ -216,7 +226,7 @@ def test_a_second_session_of_the_script_is_told_beside_the_first(automated):
             optimizer = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             train(model, optimizer, ampx.scale_loss, [1.0] * steps)
 
-    assert [one.steps for one in automated(script).recorder.optimizers.values()] == [2, 3]
+    assert [optimizer.steps for optimizer in automated(script).recorder.optimizers.values()] == [2, 3]
 
 
 def test_fp16_optimizer_trains_as_without_the_run(automated):

@@ -54,28 +54,28 @@ def training(low, first):
 
     def loop():
         w = torch.nn.Parameter(torch.tensor([2.0]))
-        made = {}
+        namespace = {}
         makers = {
             "optimizer": lambda: torch.optim.SGD([w], lr=0.25),
             "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2),
             "region": lambda: torch.autocast("cpu", dtype=getattr(torch, low)),
         }
         for name in sorted(makers, key=lambda name: name != first):
-            made[name] = makers[name]()
-        optimizer, scaler = made["optimizer"], made["scaler"]
-        seen, told = [], [scaler.get_scale()]
+            namespace[name] = makers[name]()
+        optimizer, scaler = namespace["optimizer"], namespace["scaler"]
+        seen, values = [], [scaler.get_scale()]
         for slope in (1.0, 1.0, float("inf"), 1.0):
             optimizer.zero_grad()
-            with made["region"]:
-                told.append(str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
+            with namespace["region"]:
+                values.append(str((torch.ones(2, 2) @ torch.ones(2, 2)).dtype))
                 loss = (Spy.apply(w, seen) * slope).sum()
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            told.append(torch.nn.utils.clip_grad_norm_([w], 0.5).item())
+            values.append(torch.nn.utils.clip_grad_norm_([w], 0.5).item())
             scaler.step(optimizer)
             scaler.update()
-            told += [scaler.get_scale(), w.item()]
-        return seen, told, scaler.state_dict()
+            values += [scaler.get_scale(), w.item()]
+        return seen, values, scaler.state_dict()
 
     return loop
 
@@ -86,8 +86,8 @@ def test_the_scaler_scales_whatever_dtype_the_regions_compute_in(low, first):
     run = same(training(low, first))
     assert run.amp.effective.dtype == low
     assert low in run.amp.effective.reason
-    (one,) = run.recorder.optimizers.values()
-    assert (one.steps, one.skipped, one.initial_scale) == (4, [3], 512.0)
+    (optimizer,) = run.recorder.optimizers.values()
+    assert (optimizer.steps, optimizer.skipped, optimizer.initial_scale) == (4, [3], 512.0)
 
 
 def test_a_region_made_before_the_optimizer_leaves_gradients_true():
@@ -161,7 +161,7 @@ def test_the_scale_drops_with_update_and_not_with_step():
         optimizer = torch.optim.SGD([w], lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        told = []
+        scales = []
         for slope in (1.0, float("inf"), 1.0, 1.0):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
@@ -169,12 +169,12 @@ def test_the_scale_drops_with_update_and_not_with_step():
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scale = scaler.get_scale()
-            told.append(scaler.state_dict())
+            scales.append(scaler.state_dict())
             scaler.update()
             if scale <= scaler.get_scale():
                 scheduler.step()
-            told += [scale, scaler.get_scale(), scheduler.get_last_lr()]
-        return told
+            scales += [scale, scaler.get_scale(), scheduler.get_last_lr()]
+        return scales
 
     same(loop)
 

@@ -63,13 +63,13 @@ def test_children_train_as_the_parent_would_and_are_reported(how, tmp_path):
     done = outcome(tmp_path, *run)
     assert done.returncode == plain.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == sorted(plain.stdout.replace("float32", "bfloat16").split("\n"))
-    found = json.loads((tmp_path / "out.json").read_text())
-    children = found["processes"]
+    facts = json.loads((tmp_path / "out.json").read_text())
+    children = facts["processes"]
     assert [child["optimizers"][0]["steps"] for child in children] == [3, 4]
     for child in children:
         assert (child["framework"], child["dtype"], child["refusal"]) == ("torch", "bfloat16", "")
-        assert {one["dtype"] for one in child["ops"] if one["op"] == "addmm"} == {"bfloat16"}
-    assert found["framework"] is None
+        assert {operation["dtype"] for operation in child["ops"] if operation["op"] == "addmm"} == {"bfloat16"}
+    assert facts["framework"] is None
     assert "ampx run: torch in bfloat16 on cpu" in done.stderr
     assert "2 that the script started by multiprocessing trained" in done.stderr
     assert "nothing to automate" not in done.stderr
@@ -105,8 +105,8 @@ def test_data_loaders_with_workers_are_no_processes_that_train(tmp_path):
     )
     done = outcome(tmp_path, sys.executable, "-m", "ampx", "run", "--report", "out.json", "train.py")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["processes"], found["steps"]) == ([], 2)
+    facts = json.loads((tmp_path / "out.json").read_text())
+    assert (facts["processes"], facts["steps"]) == ([], 2)
 
 
 def test_options_that_this_machine_cannot_honour_stop_a_script_with_a_session_of_its_own_too(tmp_path):

@@ -29,8 +29,8 @@ def same(loop, dtype="auto"):
     expected = loop()
     run = Run("torch", RunSettings(dtype=dtype, device="cpu", replace_native=True))
     with automated(run):
-        found = loop()
-    assert found == expected
+        trained = loop()
+    assert trained == expected
     return run
 
 
@@ -58,9 +58,9 @@ def gradient_penalty(net, optimizer, scaler, x):
         loss = net(x).float().pow(2).mean()
     scaled = torch.autograd.grad(scaler.scale(loss), net.parameters(), create_graph=True)
     inverse = 1.0 / scaler.get_scale()
-    gradients = [one * inverse for one in scaled]
+    gradients = [gradient * inverse for gradient in scaled]
     with region():
-        norm = sum(one.pow(2).sum() for one in gradients).sqrt()
+        norm = sum(gradient.pow(2).sum() for gradient in gradients).sqrt()
         loss = loss + norm
     scaler.scale(loss).backward()
     return norm.item()
@@ -363,7 +363,7 @@ def outcome(call):
             result = call()
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:
             result = (type(error), str(error))
-    return result, [(one.category, str(one.message)) for one in caught]
+    return result, [(warning.category, str(warning.message)) for warning in caught]
 
 
 def test_errors_of_autocast_are_pytorch_s():
