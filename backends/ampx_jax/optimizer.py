@@ -18,11 +18,19 @@ from .accumulation import let_multi_steps_recover
 from .state import AmpState, Settings
 
 
-class _Update:
-    """The update function of a wrapped transformation: a type of its own, so that it is recognised."""
+class Update:
+    """The update function of a wrapped transformation: a type of its own, so that it is recognised.
 
-    def __init__(self, update: Callable[..., Any]) -> None:
+    Attributes:
+        inner: What was wrapped.
+        group: As in `wrap`.
+    """
+
+    def __init__(self, update: Callable[..., Any], inner: optax.GradientTransformation, group: ScaleGroup) -> None:
+        """Stand for `update`."""
         self._update = update
+        self.inner = inner
+        self.group = group
 
     def __call__(self, updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         """Turn scaled gradients into updates."""
@@ -44,7 +52,7 @@ def wrap(
         AlreadyWrappedError: `inner` is wrapped.
         UnsupportedByBackendError: It is one of a list.
     """
-    if isinstance(inner.update, _Update):
+    if isinstance(inner.update, Update):
         raise ampx.AlreadyWrappedError(
             "wrap_optimizer got a transformation that is wrapped already; its gradients would be unscaled twice. Use "
             "the object that the first call returned."
@@ -109,7 +117,7 @@ def wrap(
             inner=after,
         )
 
-    return optax.GradientTransformationExtraArgs(init, _Update(update))
+    return optax.GradientTransformationExtraArgs(init, Update(update, inner, group))
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:

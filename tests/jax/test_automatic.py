@@ -17,6 +17,7 @@ import ampx
 import ampx_jax
 from ampx.run import Run, RunSettings
 from ampx_jax import casting
+from processes import run_python
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "plain" / "jax_plain.py"
 A = jnp.asarray(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3))
@@ -247,6 +248,95 @@ def test_functions_that_look_at_values_are_refused_and_errors_of_the_script_are_
             jax.grad(looking)(B)
         with pytest.raises(jax.errors.TracerBoolConversionError):
             jax.jit(jax.grad(looking))(B)
+
+
+OWN = """
+import jax, jax.numpy as jnp, optax, ampx, ampx_jax
+
+def train(compiled, first="session"):
+    weights, scales = jnp.ones((4, 4)), []
+    tx = optax.sgd(2.0**-6)
+    if first == "optimizer":
+        tx.init(weights)
+    amp = ampx.init("jax", dtype="bfloat16", device="cpu", loss_scale="dynamic")
+    tx = ampx.wrap_optimizer(tx)
+    state = tx.init(weights)
+
+    def loss_of(weights, state, factor):
+        with ampx.scale_loss(jnp.sum(weights @ weights) * factor, state) as scaled:
+            return scaled
+
+    def step(weights, state, factor):
+        grads = jax.grad(ampx_jax.autocast(loss_of))(weights, state, factor)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1)) if compiled else step
+    for factor in (1.0, float("inf"), 1.0):
+        weights, state = step(weights, state, factor)
+        scales.append(float(amp.loss_scale(state)))
+    return weights.tolist(), scales, amp
+
+if __name__ == "__main__":
+    print(*train(compiled=True)[:2], sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("first", ["session", "optimizer"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_script_that_is_written_for_ampx_keeps_its_own_session(first, compiled):
+    """All numbers of the script are exact in bfloat16, so that its weights are the same to the bit."""
+    script = {"__name__": "script"}
+    exec(OWN, script)
+    weights, scales, _ = script["train"](compiled)
+    assert scales == [65536.0, 32768.0, 32768.0]
+    run, region = automate("float16")
+    with region:
+        under_run, scales, amp = script["train"](compiled, first)
+        assert ampx.current("jax") is amp
+    assert under_run == weights
+    assert weights[0][0] == 1 - 15 / 64, "two steps of slopes 8 and 7, by arithmetic"
+    assert scales == [65536.0, 32768.0, 32768.0]
+    assert run.amp is amp
+    record = list(run.recorder.optimizers.values())[-1]
+    assert (record.kind, record.initial_scale, record.steps, record.skipped) == ("chain", 65536.0, 3, [2])
+    assert record.scales == [(2, 32768.0)]
+    assert run.recorder.steps == 3
+    assert run.recorder.ops["dot_general", "bfloat16"] > 0
+    assert "by itself, with ampx;" in run.recorder.notes[-1]
+    assert run.explain() == ("the script has it by hand: its own calls decide",)
+
+
+def test_the_summary_tells_what_the_session_of_the_script_did(tmp_path):
+    pytest.importorskip("typer", reason="the command line is not installed")
+    program = tmp_path / "own.py"
+    program.write_text(OWN)
+    plain = run_python(program, check=True)
+    under = run_python("-m", "ampx", "run", "--dtype", "float16", program, check=True)
+    assert under.stdout == plain.stdout
+    assert "ampx run: jax in bfloat16 on cpu, level O1" in under.stderr
+    assert "3 steps, 1 skipped; loss scale 65536 → 32768 (step 2)" in under.stderr
+
+
+def test_steps_before_a_session_of_the_script_and_a_scale_that_it_loads_are_told():
+    run, region = automate("float16")
+    with region:
+        train([1.0, float("inf"), 1.0])
+        amp = ampx.init("jax", dtype="float16", device="cpu")
+        heard = []
+        amp.on_event(heard.append)
+        tx = ampx.wrap_optimizer(optax.sgd(0.5))
+        state = tx.init(B)
+        saved = amp.state_dict(state)
+        saved["groups"][0]["losses"][0]["scale"] = 256.0
+        state = amp.load_state_dict(saved, state)
+        update = jax.jit(tx.update)
+        for slope in (1.0, float("inf")):
+            _, state = update(jnp.full_like(B, slope), state)
+    before, own = run.recorder.optimizers.values()
+    assert (before.steps, before.skipped, before.scales) == (3, [2], [(2, 32768.0)])
+    assert (own.initial_scale, own.steps, own.skipped, own.scales) == (256.0, 2, [2], [(2, 128.0)])
+    assert heard == [], "the script did not call observe"
 
 
 def metric(*command):

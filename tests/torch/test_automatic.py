@@ -81,6 +81,23 @@ class Spy(torch.autograd.Function):
         return upstream, None
 
 
+@BOTH
+def test_a_plain_loop_gives_the_same_weights(dtype):
+    def loop():
+        w = weights(1.0, -2.0, 0.5)
+        optimizer = torch.optim.Adam([w], lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            (w * w * (step + 1)).sum().backward()
+            optimizer.step()
+        return w.tolist()
+
+    run = same(loop, dtype)
+    assert run.recorder.steps == 5
+    (record,) = run.recorder.optimizers.values()
+    assert (record.kind, record.initial_scale) == ("Adam", 65536.0 if dtype == "float16" else 1.0)
+
+
 def test_gradients_do_carry_the_scale_inside_backward():
     """The proof that the other tests prove anything: a custom backward sees the scaled gradient."""
     seen = []
@@ -108,6 +125,23 @@ def test_a_loss_carries_the_scale_of_the_optimizers_it_reaches():
             first.zero_grad()
             second.zero_grad()
     assert seen == [65536.0, 32768.0, 32768.0]
+
+
+@BOTH
+def test_a_step_that_overflows_is_skipped(dtype):
+    w = weights(1.0, 2.0)
+    run = run_of(dtype)
+    with automated(run):
+        optimizer = torch.optim.SGD([w], lr=0.5, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        (w * torch.tensor([float("inf"), 1.0])).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert w.tolist() == [1.0, 2.0]
+        assert not optimizer.state
+    (record,) = run.recorder.optimizers.values()
+    assert (record.steps, record.skipped) == (1, [1])
+    assert record.scales == ([(1, 32768.0)] if dtype == "float16" else [])
 
 
 @BOTH

@@ -64,8 +64,6 @@ class AutomationTests(KitTests):
     @requires("automates")
     def test_a_session_of_the_script_s_own_is_recorded_and_not_touched(self) -> None:
         """It trains as without `ampx run`, and the report tells its steps, skips and scales."""
-        if not self.declares("optimizer objects"):
-            pytest.skip("state is a value: nobody but the script knows which loss scales there are")
         run = self._fresh_run()
         with self._inside(run):
             amp = self.start(ampx.LossScale(init_scale=1024.0))

@@ -4,6 +4,8 @@ Functions that the script hands to `jax.grad` and `jax.value_and_grad` are cast 
 scaled, the scale is read at run time, multiplied in before the derivative and divided out after it, so that the script
 sees true gradients. Every optax transformation that the script calls skips what is not finite; the state that the
 script carries has the structure that the script expects.
+
+Where the script starts a session by itself, all this ends: wrapped transformations are recorded, and nothing else.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ampx.protocol import Member
+from ampx.events import ScaleChanged, StepSkipped
+from ampx.protocol import Member, ScaleGroup
 from ampx.run import Run
-from ampx.session import new_group
-from ampx_jax import casting, devices, interpreter, optimizer
+from ampx.session import Amp, new_group
+from ampx_jax import casting, devices, interpreter, optimizer, state as states
 from ampx_jax.transform import autocast
 
 from . import outcomes
@@ -61,16 +64,24 @@ class Automation:
         self.run = run
         self.calls = _Calls()
         self.live = True
+        self.follows = False
         self.differentiated = False
         self.member: Member | None = None
         self.outcomes: outcomes.Outcomes | None = None
         self.regions = ExitStack()
         self._lock = threading.Lock()
+        self._positions: dict[ScaleGroup, int] = {}
+        run.record_own_sessions(self.follow)
+
+    @property
+    def automates(self) -> bool:
+        """Whether the script has no session of its own."""
+        return self.live and not self.follows
 
     @property
     def casts(self) -> bool:
-        """Whether functions are cast now."""
-        return self.live and self.run.amp is not None and casting.active.value is not None
+        """Whether the run casts functions now."""
+        return self.automates and self.run.amp is not None and casting.active.value is not None
 
     @property
     def scales(self) -> bool:
@@ -88,13 +99,11 @@ class Automation:
         self.refuse_own_scaling()
         if self.run.amp is None:
             amp = self.run.session(**self._preferred())
-            self.regions.enter_context(self.run.recorder.phase("train"))
-            if amp.casting is not None:
-                self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
+            self._record(amp)
             group = new_group("jax", amp.effective.loss_scale, amp.enabled)
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
-                self.outcomes = outcomes.Outcomes(group.config, self._tell)
+                self.outcomes = outcomes.Outcomes(group.config, self.stepped)
             self.run.lines = _lines(amp.effective.dtype, self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
         if low:
@@ -104,6 +113,11 @@ class Automation:
             )
         assert self.member is not None
         self.run.recorder.add_optimizer(kind, float(self.member.group.states[0].scale), 0)
+
+    def _record(self, amp: Amp) -> None:
+        self.regions.enter_context(self.run.recorder.phase("train"))
+        if amp.casting is not None:
+            self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
 
     def refuse_own_scaling(self) -> None:
         """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply.
@@ -147,25 +161,77 @@ class Automation:
         with self._lock:
             return np.float32(self.member.group.states[0].scale)
 
-    def report(self, finite: Any) -> None:
-        """Have an update's finiteness reach `stepped`."""
-        assert self.outcomes is not None
-        if not self.outcomes.take(finite):
-            self.outcomes.mix()
-            jax.debug.callback(self.stepped, finite)
+    def look(self) -> None:
+        """Have all that was computed up to now told. Sync: with that."""
+        jax.effects_barrier()
+        if self.outcomes is not None:
+            self.outcomes.look(0)
 
-    def _tell(self, flags: list[bool]) -> None:
-        for finite in flags:
-            self.stepped(finite)
+    def report(self, outcome: Any, tell: Callable[[Any], None]) -> None:
+        """Have what came of an update reach `tell`, which is that of the outcomes."""
+        assert self.outcomes is not None
+        if not self.outcomes.take(outcome):
+            self.outcomes.mix()
+            jax.debug.callback(tell, outcome)
 
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
-        if not self.live or self.member is None:  # a step that was compiled inside runs on outside
+        if not self.automates or self.member is None:  # a step that was compiled inside runs on outside
             return
         with self._lock:
             self.member.note_scaled(self.member.group.states[0].scale)
             self.run.recorder.stepped(0)
             self.member.finish({0: bool(finite)})
+
+    # -- a session of the script's own -------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Only record from now on: the script has started a session by itself."""
+        amp, recorder = self.run.amp, self.run.recorder
+        assert amp is not None
+        remove = amp.on_event(recorder.hear)  # the events of earlier steps that are told only now
+        self.look()
+        remove()
+        recorder.restart_sampling()
+        self.regions.close()
+        self.follows = True
+        self.outcomes = outcomes.Outcomes(None, self.followed)
+        self._record(amp)
+
+    def meet(self, update: optimizer.Update) -> None:
+        """Note what the script has wrapped."""
+        if update.group not in self._positions:
+            scale = float(update.group.states[0].scale)
+            self._positions[update.group] = self.run.recorder.add_optimizer(_kind_of(update.inner.init), scale)
+
+    def follow_step(self, group: ScaleGroup, state: states.AmpState) -> None:
+        """Have the step that led to a state reach `followed`."""
+        if self.live and group in self._positions:
+            numbers = (self._positions[group], state.finite, state.step_scale, state.scale)
+            # An array of its own: the script may donate those of its state.
+            self.report(jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers]), self.followed)
+
+    def followed(self, numbers: Any) -> None:
+        """Take one step of the script's own session: count it. Called at run time."""
+        if not self.live:
+            return
+        position, finite, scale, next_scale = (float(number) for number in numbers)
+        group = int(position)
+        with self._lock:
+            recorder = self.run.recorder
+            record = recorder.optimizers[group]
+            if not record.steps:  # the script may have loaded a scale
+                record.initial_scale = scale
+            recorder.stepped(group)
+            labels = ("jax", group, 0, record.steps, scale, next_scale, 0)
+            if not finite:
+                recorder.hear(StepSkipped(*labels))
+            if scale != next_scale:
+                recorder.hear(ScaleChanged(*labels))
+
+
+def _kind_of(init: Callable[..., Any]) -> str:
+    return str(getattr(init, "__qualname__", "optimizer")).partition(".")[0]
 
 
 def _lines(dtype: str | None, scales: bool) -> tuple[str, ...]:
@@ -188,15 +254,16 @@ def automate(run: Run) -> Iterator[None]:
         mock.patch.object(jax, "grad", _differentiating(this, jax.grad, False)),
         mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
         mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),
+        mock.patch.object(optimizer.Update, "__call__", _followed(this, optimizer.Update.__call__)),
     )
     try:
-        with patches[0], patches[1], patches[2], patches[3]:
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
             yield
     finally:
         try:
-            jax.effects_barrier()  # what was computed is told
-            if this.outcomes is not None:
-                this.outcomes.look(0)
+            this.look()
         finally:
             if this.casts and not this.differentiated:
                 run.recorder.notes.append(NO_GRADIENTS)
@@ -275,10 +342,25 @@ def _explained(this: Automation, inputs: Any, named: Any) -> Iterator[None]:
 def _making(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
     def make(cls: Any, init: Any, update: Any) -> Any:
-        kind = str(getattr(init, "__qualname__", "optimizer")).partition(".")[0]
-        return native(cls, _initialising(this, init, kind), _updating(this, update))
+        if isinstance(update, optimizer.Update):
+            this.meet(update)
+            return native(cls, init, update)
+        return native(cls, _initialising(this, init, _kind_of(init)), _updating(this, update))
 
     return make
+
+
+def _followed(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the update of wrapped transformations that is recorded."""
+
+    @functools.wraps(native)
+    def update(wrapped: optimizer.Update, updates: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = native(wrapped, updates, state, *args, **kwargs)
+        if wrapped.group.enabled and jax.tree.leaves(updates):
+            this.follow_step(wrapped.group, returned[1])
+        return returned
+
+    return update
 
 
 @contextmanager
@@ -290,7 +372,7 @@ def _inside(this: Automation) -> Iterator[bool]:
         return
     try:
         calls.outermost = weakref.ref(call)
-        yield this.live
+        yield this.automates
     finally:
         calls.outermost = None
 
@@ -315,7 +397,7 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
                 return native(updates, state, params, **extra)
             this.refuse_own_scaling()
             _, finite = optimizer.unscale(updates, jnp.float32(1.0))
-            this.report(finite)
+            this.report(finite, this.stepped)
             return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), state)
 
     return update

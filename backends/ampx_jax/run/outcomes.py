@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 import types
 import weakref
@@ -33,7 +34,7 @@ _KNOWN_OPTIONS: Final = {"static_argnums", "static_argnames", "donate_argnums", 
 # Younger than the oldest JAX that is supported, perhaps: without it all is told by callbacks.
 _present_trace: Final = getattr(jax.extend.core, "get_opaque_trace_state", None)
 _SCALE: Final = "ampx_loss_scale"
-_Numbers = tuple[Any, Any, Any, Any]
+_Numbers = tuple[Any, ...] | None
 
 
 @dataclass
@@ -42,13 +43,13 @@ class _Frame:
 
     Attributes:
         trace: Stands for the trace: an update belongs to it where the present trace equals it.
-        state: The loss scale for what is traced next.
-        flags: Whether gradients were finite, of the updates up to now.
+        state: The loss scale for what is traced next; None where the script scales by itself.
+        flags: What came of the updates up to now.
         used: The scale was read, or an update was taken.
     """
 
     trace: Any
-    state: LossScaleState
+    state: LossScaleState | None
     flags: tuple[Any, ...] = ()
     used: bool = False
 
@@ -60,16 +61,17 @@ class Outcomes:
         mixed: An update tells by a callback, or the scale is read by one.
     """
 
-    def __init__(self, config: LossScale, tell: Callable[[list[bool]], None]) -> None:
-        """Start with the scale that `config` gives; `tell` takes the steps in order."""
+    def __init__(self, config: LossScale | None, tell: Callable[[Any], None]) -> None:
+        """Start with the scale that `config` gives, or none; `tell` takes the outcomes in order."""
         self.mixed = _present_trace is None or jax.process_count() > 1
-        self._config = config
+        self._moving = config if config is not None and config.dynamic else None
         self._tell = tell
         self._thread = threading.get_ident()
         self._outside = _trace()
         self._frame: _Frame | None = None
         self._kept: deque[Any] = deque()
-        self._numbers: _Numbers = tuple(states.as_arrays(config.initial_state()).values())  # type: ignore[assignment]
+        # None is another structure: what was compiled with a scale is compiled anew.
+        self._numbers: _Numbers = None if config is None else tuple(states.as_arrays(config.initial_state()).values())
 
     # -- while a function is traced ----------------------------------------------------------------
 
@@ -83,16 +85,20 @@ class Outcomes:
     def scale(self) -> Any:
         """Return the loss scale as a traced number; None: read it by a callback."""
         frame = self._direct()
-        return None if frame is None else frame.state.scale
+        return None if frame is None or frame.state is None else frame.state.scale
 
-    def take(self, finite: Any) -> bool:
-        """Take the finiteness of an update for a hidden output; False: tell it by a callback."""
+    def take(self, outcome: Any) -> bool:
+        """Take what came of an update for a hidden output; False: tell it by a callback.
+
+        Args:
+            outcome: One array; where there is a scale, whether the gradients were finite.
+        """
         frame = self._direct()
         if frame is None:
             return False
-        frame.flags = (*frame.flags, finite)
-        if self._config.dynamic:
-            frame.state = next_state(self._config, frame.state, finite, where=jnp.where)
+        frame.flags = (*frame.flags, outcome)
+        if self._moving is not None and frame.state is not None:
+            frame.state = next_state(self._moving, frame.state, outcome, where=jnp.where)
         return True
 
     def mix(self) -> None:
@@ -115,7 +121,8 @@ class Outcomes:
         """Trace a function; gives its result, the flags of its updates, and the loss scale after them."""
         before = self._frame
         trace = _trace()
-        self._frame = frame = _Frame(trace, LossScaleState(*numbers)) if trace != self._outside else None
+        state = None if numbers is None else LossScaleState(*numbers)
+        self._frame = frame = _Frame(trace, state) if trace != self._outside else None
         try:
             result = call()
         finally:
@@ -123,8 +130,9 @@ class Outcomes:
         if frame is None or not frame.used:
             return result, (), None
         body.used = True
-        moved = tuple(states.as_arrays(frame.state).values()) if frame.flags and self._config.dynamic else None
-        return result, frame.flags, moved
+        if not frame.flags or self._moving is None or frame.state is None:
+            return result, frame.flags, None
+        return result, frame.flags, tuple(states.as_arrays(frame.state).values())
 
     def call(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a compiled function and keep what it hides."""
@@ -147,7 +155,8 @@ class Outcomes:
         if steps:
             if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
                 steps = jax.device_get(steps)
-            self._tell([bool(np.asarray(flag)) for flags in steps for flag in flags])
+            for outcome in itertools.chain.from_iterable(steps):
+                self._tell(np.asarray(outcome))
 
 
 def _trace() -> Any:
