@@ -66,8 +66,12 @@ class WrappedOptimizer(Handle):
         Reading `ampx_member` notes nothing: a question changes nothing.
         """
 
+    def ampx_is_cleared(self) -> bool:
+        """Return whether true gradients were cleared behind the wrapper's back, by the model say."""
+        return False
+
     def ampx_notice_cleared(self) -> None:
-        """Forget pending gradients that were cleared behind the wrapper's back, by the model say."""
+        """Forget true gradients that are cleared."""
 
     def ampx_check_backward(self, loss_id: int) -> None:
         """Raise where `ampx_before_backward` would; all of a list are asked before one of them is prepared."""

@@ -84,13 +84,15 @@ class ScaleLoss:
             return self._loss
         if loss_id != 0 or type(loss_id) is not int:
             self._check_loss_id()
+        cleared: list[int] = []
         for position, member in enumerate(members):
             if member.stage == "idle":
                 continue
             optimizers[position].ampx_catch_up()
-            if member.stage == "unscaled":
-                optimizers[position].ampx_notice_cleared()
-            member.check_enter()
+            if member.stage == "unscaled" and optimizers[position].ampx_is_cleared():
+                cleared.append(position)
+            else:
+                member.check_enter()
         loss = self._loss
         several = isinstance(loss, (list, tuple, dict))
         if several:
@@ -98,10 +100,11 @@ class ScaleLoss:
             _each(loss, self._check_loss)
         else:
             self._check_loss(loss)
-        scale = self._choose_scale()
         if len(optimizers) > 1:
-            for optimizer in optimizers:
-                optimizer.ampx_check_backward(loss_id)
+            self._check_together([place for place in range(len(members)) if place not in cleared])
+        for position in cleared:
+            optimizers[position].ampx_notice_cleared()
+        scale = self._choose_scale()
         prepared = 0
         try:
             for optimizer in optimizers:
@@ -168,16 +171,23 @@ class ScaleLoss:
             pending = member.factors.get(loss_id)
             return member.group.ledger.factor(member.group, loss_id) if pending is None else pending
         members = [optimizer.ampx_member for optimizer in self._optimizers]
+        for member in members:
+            if loss_id in member.factors:
+                return member.factors[loss_id]
+        return self._amp.backend.smallest([member.group.ledger.factor(member.group, loss_id) for member in members])
+
+    def _check_together(self, positions: Sequence[int]) -> None:
+        """Raise where one backward cannot add to the gradients of all of these optimizers."""
+        loss_id, optimizers = self._loss_id, [self._optimizers[position] for position in positions]
+        members = [optimizer.ampx_member for optimizer in optimizers]
         frozen = [member.factors[loss_id] for member in members if loss_id in member.factors]
-        if not frozen:
-            scales = [member.group.ledger.factor(member.group, loss_id) for member in members]
-            return scales[0] if len(scales) == 1 else self._amp.backend.smallest(scales)
         if any(scale is not frozen[0] and scale != frozen[0] for scale in frozen):
             raise ProtocolError(
                 f"scale_loss got optimizers whose pending gradients carry different loss scales ({frozen}); one "
                 f"backward cannot add to both. Step them first, or wrap them as one list so that they share a scale."
             )
-        return frozen[0]
+        for optimizer in optimizers:
+            optimizer.ampx_check_backward(loss_id)
 
     def _check_nothing_scaled(self, members: Sequence[Member]) -> None:
         """Raise where gradients of the loss as it is would be divided by a loss scale."""

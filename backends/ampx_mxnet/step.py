@@ -315,11 +315,14 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Accumulate here where parameters have `grad_req='add'` and MXNet would not."""
         self._accumulation.adopt(self.trainer._params)
 
+    def ampx_is_cleared(self) -> bool:
+        """Return whether the next backward overwrites true gradients."""
+        return not self._adding()
+
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that the next backward overwrites: a step skipped by hand."""
-        if not self._adding():
-            gradients.mark_stale(self.trainer)
-            self._drop()
+        """Forget them: a step skipped by hand."""
+        gradients.mark_stale(self.trainer)
+        self._drop()
 
     def ampx_check_backward(self, loss_id: int) -> None:
         """Raise where parameters that add have gradients which cannot be added to.

@@ -231,10 +231,13 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     # -- what core asks --------------------------------------------------------------------------------
 
+    def ampx_is_cleared(self) -> bool:
+        """Return whether model.clear_gradients() dropped true gradients. Sync: one a gradient."""
+        return not any_nonzero(collect(self.optimizer))
+
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that model.clear_gradients() dropped: a step skipped by hand. Sync: one a gradient."""
-        if not any_nonzero(collect(self.optimizer)):
-            self.clear_grad()
+        """Forget them: a step skipped by hand."""
+        self.clear_grad()
 
     def ampx_check_backward(self, loss_id: int) -> None:
         """Raise where others wrote to gradients, or those of several loss ids cannot be kept apart.

@@ -470,10 +470,13 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if self._undo_fused is not None:
             self._undo_fused()
 
+    def ampx_is_cleared(self) -> bool:
+        """Return whether model.zero_grad() dropped true gradients."""
+        return not self.gradients.collect()
+
     def ampx_notice_cleared(self) -> None:
-        """Forget true gradients that model.zero_grad() dropped: a step skipped by hand."""
-        if not self.gradients.collect():
-            self.forget()
+        """Forget them: a step skipped by hand."""
+        self.forget()
 
     def ampx_check_backward(self, loss_id: int) -> None:
         """Raise where gradients are left that nobody can tell the scale of, or parameters were not prepared.

@@ -461,6 +461,24 @@ def test_a_list_refused_for_one_trainer_leaves_the_gradients_of_all(amp, weights
     assert stand() == before
 
 
+def test_a_refused_loss_forgets_nothing_of_true_gradients_that_the_next_backward_overwrites(amp, weights, backward):
+    """The scale that is shared with a trainer whose step was skipped still waits for the step."""
+    parameters = weights(1.0), weights(1.0, name="other")
+    raws = [gluon.Trainer([parameter], "sgd", {"learning_rate": 0.5}) for parameter in parameters]
+    opts = amp.wrap_optimizer(raws)
+    for parameter, opt, slope in zip(parameters, opts, (1.0, math.inf), strict=True):
+        backward(lambda parameter=parameter, slope=slope: parameter.data().sum() * slope, opt)
+    opts[1].step(1)
+    ampx.unscale(opts[0])
+    before = amp.state_dict()
+    with pytest.raises(ampx.LossDtypeError):
+        ampx.scale_loss(mx.nd.ones(1, dtype="int32"), opts[0]).__enter__()
+    assert amp.state_dict() == before
+    opts[0].step(1)
+    assert opts[0].last_step.applied
+    assert parameters[0].data().asscalar() == 0.5
+
+
 def test_scale_loss_refused_after_allreduce_grads_leaves_gradients_that_add(weights, backward):
     amp = ampx.init("mxnet", level="O0", loss_scale=8.0)
     weight = weights(1.0, grad_req="add", ctx=[mx.cpu(0), mx.cpu(1)])

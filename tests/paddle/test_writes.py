@@ -359,3 +359,23 @@ def test_a_list_refused_because_gradients_cannot_be_kept_apart_leaves_the_gradie
     assert bits(fine) == before
     opts[0].step()
     assert fine.item() == 1.0 - 0.5 * 3
+
+
+@pytest.mark.parametrize("refusal", ["the loss", "another optimizer"])
+def test_a_refused_call_forgets_nothing_of_gradients_that_were_cleared_behind_the_wrapper(amp, weights, refusal):
+    """Those of a loss that overflowed: its step is still to be skipped."""
+    cleared, other = weights(1.0), weights(1.0)
+    opts = [amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[own])) for own in (cleared, other)]
+    with ampx.scale_loss((cleared * math.inf).sum() + other.sum(), opts) as scaled:
+        scaled.backward()
+    for opt in opts:
+        ampx.unscale(opt)
+    cleared.clear_gradient()
+    if refusal == "the loss":
+        with pytest.raises(ampx.DetachedLossError):
+            ampx.scale_loss(cleared.sum().detach(), opts[0]).__enter__()
+    else:
+        with pytest.raises(ampx.ProtocolError, match="after unscale"):
+            ampx.scale_loss(cleared.sum(), opts).__enter__()
+    opts[0].step()
+    assert opts[0].last_step == ampx.StepResult(False, False, 2.0**16, 2.0**15, 1, None)

@@ -341,3 +341,27 @@ def test_a_closure_refused_for_one_optimizer_leaves_the_gradients_of_all(amp, ba
     with pytest.raises(ampx.ProtocolError, match="without clearing the gradients"):
         lbfgs.step(closure)
     assert fine.grad.item() == 2.0**126
+
+
+@pytest.mark.parametrize("refusal", ["the loss", "another optimizer"])
+def test_a_refused_call_forgets_nothing_of_gradients_that_were_cleared_behind_the_wrapper(refusal, amp, backward):
+    """The scale that it shares with an optimizer whose step was skipped still waits for its step."""
+    cleared, skipped, other = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    raws = [torch.optim.SGD([own], 0.5) for own in (cleared, skipped)]
+    opts = [*amp.wrap_optimizer(raws, loss_scale="dynamic"), amp.wrap_optimizer(torch.optim.SGD([other], 0.5))]
+    backward(cleared.sum() + (skipped * torch.inf).sum(), opts[:2])
+    opts[1].step()
+    backward(other.sum(), opts[2])
+    ampx.unscale(opts[0])
+    ampx.unscale(opts[2])
+    cleared.grad = None
+    before = amp.state_dict()
+    if refusal == "the loss":
+        with pytest.raises(ampx.DetachedLossError):
+            ampx.scale_loss(cleared.sum().detach(), opts[0]).__enter__()
+    else:
+        with pytest.raises(ampx.ProtocolError, match="after unscale"):
+            ampx.scale_loss(cleared.sum(), [opts[0], opts[2]]).__enter__()
+    assert amp.state_dict() == before
+    backward(cleared.sum(), opts[0])  # this forgets them
+    assert amp.loss_scale(opts[0]) == 2.0**15

@@ -80,7 +80,7 @@ def _choose_factor(manager: TrainerManager, trainers: list[ManagedTrainer]) -> f
     """Return the scale that waiting gradients carry, or else the smallest; true ones that wait are scaled again."""
     members = [trainer.ampx_member for trainer in trainers]
     for trainer in trainers:
-        if trainer.ampx_member.stage == "unscaled":
+        if trainer.ampx_member.stage == "unscaled" and trainer.ampx_is_cleared():
             trainer.ampx_notice_cleared()
     carried = {float(member.factor) for member in members if member.stage == "scaled"}
     if len(carried) > 1:
