@@ -347,7 +347,7 @@ def metric(*command):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
 def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path, dtype):
     """397 images: the standard error of a share of 0.98 is 0.007, that of a difference of two 0.01; twice that."""
     pytest.importorskip("typer", reason="the command line is not installed")
