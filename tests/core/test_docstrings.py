@@ -31,7 +31,7 @@ def variables(source):
             yield node.arg
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "docs/example_backend/tests"])
+@pytest.mark.parametrize("folder", [*FOLDERS, "docs/example_backend/tests", "tests"])
 def test_a_variable_says_what_it_holds(folder):
     assert SAY_NOTHING & set(variables("lambda one: [found for found in (told := one)]")) == {"one", "found", "told"}
     wrong = {

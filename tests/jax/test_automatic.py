@@ -109,10 +109,10 @@ def test_options_of_the_derivative_are_kept():
             (value, (aux, text)), (for_a, for_b) = jax.value_and_grad(pair, argnums=(0, 1), has_aux=True)(
                 A, B, factor=0.25
             )
-            alone, told = jax.grad(pair, 1, True)(A, B, factor=0.25)
+            alone, whole = jax.grad(pair, 1, True)(A, B, factor=0.25)
         np.testing.assert_allclose(value, jnp.sum(A @ B) / 4, rtol=0.02, atol=0.02)
         assert np.array_equal(aux, A + 1)
-        assert text == told[1] == "text"
+        assert text == whole[1] == "text"
         np.testing.assert_allclose(for_a, jnp.ones((4, 4)) @ B.T / 4, rtol=0.02)
         np.testing.assert_array_equal(alone, for_b)
 
@@ -354,10 +354,10 @@ def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path, dtype):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     report = tmp_path / "out.json"
     plain = metric(str(PROGRAM))
-    found = metric("-m", "ampx", "run", "--dtype", dtype, "--report", str(report), str(PROGRAM))
+    mixed = metric("-m", "ampx", "run", "--dtype", dtype, "--report", str(report), str(PROGRAM))
     assert plain["metric"] > 0.95
-    assert abs(found["metric"] - plain["metric"]) < 0.02
-    assert found["losses"] != plain["losses"]
-    told = json.loads(report.read_text())
-    assert (told["steps"], told["skipped"]) == (len(found["losses"]), 0)
-    assert {one["dtype"] for one in told["ops"] if one["op"] == "dot_general"} == {dtype}
+    assert abs(mixed["metric"] - plain["metric"]) < 0.02
+    assert mixed["losses"] != plain["losses"]
+    facts = json.loads(report.read_text())
+    assert (facts["steps"], facts["skipped"]) == (len(mixed["losses"]), 0)
+    assert {operation["dtype"] for operation in facts["ops"] if operation["op"] == "dot_general"} == {dtype}

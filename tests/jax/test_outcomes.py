@@ -63,13 +63,13 @@ def callbacks(step, *args):
 
 
 def record(run):
-    (one,) = run.recorder.optimizers.values()
-    return one.steps, one.skipped, one.scales
+    (record,) = run.recorder.optimizers.values()
+    return record.steps, record.skipped, record.scales
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_steps_skips_and_the_scale_are_those_that_callbacks_tell(dtype, monkeypatch):
-    told, values = [], []
+    reported, values = [], []
     for by_callback in (False, True):
         run, region = automate(dtype)
         with region, monkeypatch.context() as patched:
@@ -84,14 +84,16 @@ def test_steps_skips_and_the_scale_are_those_that_callbacks_tell(dtype, monkeypa
                     jax.effects_barrier()
             else:
                 weights, state = train(step, weights, state, PATTERN)
-        told.append(record(run))
+        reported.append(record(run))
         values.append((weights, state))
-    assert told[0] == told[1]
-    assert told[0][:2] == (100, [21, 51, 52, 100])
-    assert told[0][2] == ([(21, 2.0**15), (51, 2.0**14), (52, 2.0**13), (100, 2.0**12)] if dtype == "float16" else [])
-    for one, other in zip(*map(jax.tree.leaves, values), strict=True):
+    assert reported[0] == reported[1]
+    assert reported[0][:2] == (100, [21, 51, 52, 100])
+    assert reported[0][2] == (
+        [(21, 2.0**15), (51, 2.0**14), (52, 2.0**13), (100, 2.0**12)] if dtype == "float16" else []
+    )
+    for own, other in zip(*map(jax.tree.leaves, values), strict=True):
         # Compiled apart: weights below one, each of 100 updates rounded once to the spacing of 2**-24.
-        np.testing.assert_allclose(one, other, rtol=0, atol=100 * 2.0**-24)
+        np.testing.assert_allclose(own, other, rtol=0, atol=100 * 2.0**-24)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -178,7 +180,7 @@ def test_updates_in_one_function_are_told_in_order():
     run, region = automate("float16")
     with region:
         step, weights, state = make()
-        jax.jit(lambda *given: train(step, *given, [1.0, INFINITE, 1.0, INFINITE]))(weights, state)
+        jax.jit(lambda *arguments: train(step, *arguments, [1.0, INFINITE, 1.0, INFINITE]))(weights, state)
     assert record(run) == (4, [2, 4], [(2, 2.0**15), (4, 2.0**14)])
 
 
@@ -197,7 +199,7 @@ def test_what_is_traced_elsewhere_is_told_by_callbacks(way, dtype):
 
             return jax.lax.scan(body, (weights, state), factors)[0]
 
-        one = {
+        calls = {
             "scan": jax.jit(lambda w, s, factor: loop(w, s, factor[None])),
             "cond": jax.jit(lambda w, s, factor: jax.lax.cond(w[0, 0] < 99, step, step, w, s, factor)),
             "inner": jax.jit(lambda w, s, factor: direct(w, s, factor)),
@@ -205,11 +207,11 @@ def test_what_is_traced_elsewhere_is_told_by_callbacks(way, dtype):
                 lambda leaf: leaf[0], jax.vmap(direct, (None, None, 0))(w, s, factor[None])
             ),
             "eager": step,
-            "lowered": lambda *given: direct.lower(*given).compile()(*given),
+            "lowered": lambda *arguments: direct.lower(*arguments).compile()(*arguments),
             "shardings": jax.jit(step, out_shardings=None),
         }[way]
         for factor in (INFINITE, 1.0):
-            weights, state = one(weights, state, jnp.float32(factor))[:2]
+            weights, state = calls(weights, state, jnp.float32(factor))[:2]
             jax.effects_barrier()
         for factor in (1.0, 1.0, INFINITE):
             weights, state = train(direct, weights, state, [factor])

@@ -58,8 +58,8 @@ def same(loop, dtype="float16", **settings):
     expected = loop()
     run = run_of(dtype, **settings)
     with automated(run):
-        found = loop()
-    assert found == expected
+        trained = loop()
+    assert trained == expected
     return run
 
 
@@ -209,8 +209,8 @@ def test_one_loss_that_reaches_two_optimizers(dtype):
         return critic.w.item(), generator.w.item()
 
     run = same(loop, dtype)
-    assert [one.steps for one in run.recorder.optimizers.values()] == [4, 4]
-    assert all(not one.skipped for one in run.recorder.optimizers.values())
+    assert [record.steps for record in run.recorder.optimizers.values()] == [4, 4]
+    assert all(not record.skipped for record in run.recorder.optimizers.values())
 
 
 def test_pending_gradients_of_different_scales_are_brought_together():
@@ -228,7 +228,7 @@ def test_pending_gradients_of_different_scales_are_brought_together():
         return a.item(), b.item()
 
     run = same(loop)
-    assert [one.scales for one in run.recorder.optimizers.values()] == [[(1, 32768.0)], []]
+    assert [record.scales for record in run.recorder.optimizers.values()] == [[(1, 32768.0)], []]
 
 
 @BOTH
@@ -332,8 +332,8 @@ def test_gradients_averaged_by_hand_over_processes_are_skipped_in_all_of_them(ru
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first["automated"] == second["automated"]
     assert all(math.isfinite(value) for values in first["automated"] for value in values)
-    for found in (first, second):
-        (optimizer,) = found["optimizers"]
+    for trained in (first, second):
+        (optimizer,) = trained["optimizers"]
         assert 1 in optimizer["skipped"]  # what overflowed on one rank only
         assert optimizer["steps"] == 24
     assert len(optimizer["skipped"]) < 24
@@ -428,9 +428,9 @@ def test_optimizers_that_outlive_the_run_are_plain_again():
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         other = torch.optim.SGD([w], lr=0.5)
     assert "step" not in vars(other)
-    for one in (optimizer, other):
+    for each in (optimizer, other):
         w.grad = torch.tensor([float("inf")])
-        one.step()
+        each.step()
     scheduler.step()
     assert w.item() == float("-inf")
 
@@ -608,8 +608,8 @@ def test_a_script_for_cuda_amp_runs_on_the_cpu():
         "growth_interval": 1,
         "_growth_tracker": 0,
     }
-    (one,) = run.recorder.optimizers.values()
-    assert (one.steps, one.skipped, one.initial_scale) == (3, [2], 1024.0)
+    (record,) = run.recorder.optimizers.values()
+    assert (record.steps, record.skipped, record.initial_scale) == (3, [2], 1024.0)
 
 
 def test_a_saved_scaler_goes_on():
