@@ -114,6 +114,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     former = arguments.former.resolve()
+    if not (former / "ampx" / "__init__.py").is_file():
+        parser.error(f"{former} is no checkout of ampx")
     if arguments.worker:
         work(arguments.worker, str(former))
         return
