@@ -490,7 +490,7 @@ if sys.argv[1] == "loop":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "code", "told"),
+    ("way", "code", "message"),
     [("fit", 0, "2 steps, 1 skipped"), ("loop", 3, "refused: the script applies gradients itself on several replicas")],
 )
 def test_fit_goes_on_several_replicas_and_a_loop_is_refused(start, tmp_path, way, code, message):
