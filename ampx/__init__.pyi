@@ -32,7 +32,12 @@ from .backend import (
     Device as Device,
     GenericBackend as GenericBackend,
     LossInfo as LossInfo,
+    Reading as Reading,
+    Replayed as Replayed,
+    Stats as Stats,
     Unscaled as Unscaled,
+    Watch as Watch,
+    Watching as Watching,
 )
 from .errors import (
     AlreadyScaledError as AlreadyScaledError,

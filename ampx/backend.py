@@ -8,10 +8,10 @@ beyond the abstract verbs it declares in `Capabilities`; what it does not declar
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from .errors import InvalidOptionError, UnsupportedByBackendError
 from .policy import Dtype, OptLevel
@@ -23,6 +23,12 @@ Tree: TypeAlias = Any
 Loss: TypeAlias = Any
 Grads: TypeAlias = Any
 Optimizer: TypeAlias = Any
+
+# Computes the loss of one batch: a scalar tensor of the framework, not scaled, from the model that it is passed.
+Step: TypeAlias = Callable[[Any], Any]
+Direction: TypeAlias = Literal["forward", "backward"]
+# A float32 array of NumPy, which every framework brings along and core never imports.
+Array: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ class Capabilities:
         names_gradients: The parameters with non-finite gradients can be named.
         traces_overflow: The first module whose output overflows can be named.
         automates: `ampx run` trains scripts that know nothing of mixed precision: `automate` is there.
+        watches: The values of named modules can be read: the verb `watch`.
+        forces: Named modules can be computed in a dtype of their own: the verb `force`, and entries `"module:name"`
+            of `allow` and `deny`.
+        replays: A batch can be computed again, with the same random numbers and without a step: the verb `replay`.
+        simulates: Dtypes that this device need not have, to which `force` can round values: `"float8_e4m3"`, ….
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -75,6 +86,10 @@ class Capabilities:
     names_gradients: bool = False
     traces_overflow: bool = False
     automates: bool = False
+    watches: bool = False
+    forces: bool = False
+    replays: bool = False
+    simulates: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -140,6 +155,110 @@ class Unscaled(NamedTuple):
 
     grads: Grads
     finite: Scalar
+
+
+@dataclass(frozen=True)
+class Watching:
+    """What to look at.
+
+    Attributes:
+        dtype: The dtype that `Stats.flushed` and `Stats.overflowed` are about, of `ampx.numerics.formats.FORMATS`.
+        modules: Patterns (`fnmatch`) of the names of modules; empty for all.
+        operations: Read every operation, too, not only modules.
+        samples: Keep up to so many elements of every value: those at multiples of `ceil(elements / samples)` in
+            row-major order, which are the same elements in every replay.
+        times: Measure how long the forward pass of each module takes.
+    """
+
+    dtype: str = "float16"
+    modules: tuple[str, ...] = ()
+    operations: bool = False
+    samples: int = 0
+    times: bool = False
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The floating elements of one or several tensors, reduced on their device.
+
+    Attributes:
+        elements: How many there are.
+        nonfinite: How many are inf or NaN.
+        nan: How many are NaN.
+        zeros: How many are zero.
+        largest: Largest finite magnitude; 0.0 where there is none.
+        smallest: Smallest non-zero finite magnitude; 0.0 where there is none.
+        lowest: Smallest finite value; 0.0 where there is none.
+        flushed: How many finite elements other than zero the watched dtype rounds to zero (round to nearest even).
+        overflowed: How many finite elements it rounds to infinity, or to NaN where it has none.
+    """
+
+    elements: int = 0
+    nonfinite: int = 0
+    nan: int = 0
+    zeros: int = 0
+    largest: float = 0.0
+    smallest: float = 0.0
+    lowest: float = 0.0
+    flushed: int = 0
+    overflowed: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value of one call: the output of a module or an operation, or the gradient of that output.
+
+    Attributes:
+        module: Name of the module, with dots, as the framework names it within the model; "" for the model itself.
+            Of an operation: the innermost module that it ran in.
+        kind: Class of the module.
+        operation: Name of the operation as the framework has it; "" for a module.
+        direction: `"forward"`: the output. `"backward"`: for a module the gradient of its output; for an operation
+            what an operation of the backward pass returned.
+        call: How many calls of the same module (and operation) came before in this direction.
+        dtype: Of the value.
+        value: The value itself.
+        inputs: What the module or operation received: floating tensors, parameters included for operations only.
+            In direction backward empty for a module.
+        sample: Elements of the value as float32, one-dimensional; None where none were asked for.
+        seconds: Time of the call of a module, waiting for its device included; None where it was not asked for.
+        place: The line of the user's code that called the operation, as `"file:line"`, where that is known.
+    """
+
+    module: str
+    kind: str
+    operation: str
+    direction: Direction
+    call: int
+    dtype: str
+    value: Stats
+    inputs: Stats = field(default_factory=Stats)
+    sample: Array | None = None
+    seconds: float | None = None
+    place: str = ""
+
+
+class Watch(Protocol):
+    """What a region of `Backend.watch` yields."""
+
+    def readings(self) -> list[Reading]:
+        """Return what was seen so far, in order of execution. Sync: one a device."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One batch, computed and differentiated without a step.
+
+    Attributes:
+        loss: The loss, not scaled, as float32.
+        gradients: By name of the parameter, its true gradient: divided by the scale in float32. A parameter that the
+            loss does not reach is missing.
+        parameters: By name, the values of every parameter that the optimizer would train.
+    """
+
+    loss: float
+    gradients: Mapping[str, Array]
+    parameters: Mapping[str, Stats]
 
 
 class Backend(abc.ABC):
@@ -289,6 +408,62 @@ class Backend(abc.ABC):
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
         """Return a region whose target tells the first module with a non-finite output. Sync: one a module."""
         self.refuse("tracing overflow by module")
+
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
+        """Return a region that reads the outputs of modules and the gradients of these outputs.
+
+        It changes no value, no dtype and no random number, and compiled parts of the model are seen, too (run
+        uncompiled, if need be). Regions nest.
+
+        Args:
+            model: The model, or the parameters where these are a value (JAX); None for every model that this process
+                calls inside the region, named from the outermost module that is called. From the second such module
+                on, names begin with its class and a colon.
+            watching: What to look at.
+
+        Raises:
+            UnsupportedOpError: A pattern matches no module.
+
+        Sync: not here; `Watch.readings` does.
+        """
+        self.refuse("watching modules")
+
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
+        """Return a region in which named modules compute in a dtype of their own, forward and backward.
+
+        Their floating inputs are cast to it, and casting is off inside where it is float32, on where it is low. A
+        module inside another obeys its own entry; what such a module returns has the dtype that it computed. In a
+        dtype of `capabilities.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and
+        kept in the one they have.
+
+        Args:
+            model: As for `watch`.
+            dtypes: By pattern (`fnmatch`) of names of modules, the dtype; the last pattern that matches holds.
+
+        Raises:
+            UnsupportedOpError: A pattern matches no module; known at once where the model is passed, else not at all.
+            UnsupportedDtypeError: It can neither compute in a dtype nor simulate it.
+        """
+        self.refuse("forcing modules into a dtype")
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        """Compute the loss of a batch and its gradients, and leave everything as it was.
+
+        Random numbers, weights, buffers (such as running statistics) and pending gradients are put back afterwards, so
+        that the next replay draws the same masks and sees the same weights.
+
+        Args:
+            model: As for `watch`, but not None.
+            step: Returns the loss of one batch, without a backward.
+            plan: How to cast; None computes in float32, whatever a session has switched on.
+            scale: What the loss is multiplied by before the backward.
+
+        Raises:
+            LossError: What `step` returned is no loss.
+
+        Sync: several.
+        """
+        self.refuse("replaying a batch")
 
     def refuse(self, capability: str) -> NoReturn:
         """Raise for a call that needs a capability which is not declared."""

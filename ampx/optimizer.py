@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 from .backend import Backend, CastPlan, GenericBackend, Unscaled
-from .errors import AmpxError, InvalidOptionError, NotWrappedError
+from .errors import AmpxError, InvalidOptionError, NotWrappedError, ProtocolError
 from .events import UNCHECKED, StepResult
-from .protocol import Handle, Member, ScaleGroup, refuse_values
+from .protocol import Handle, Member, ScaleGroup
 from .scale_state import Scalar
 
 
@@ -116,6 +116,7 @@ class GenericOptimizer(WrappedOptimizer):
         self._brought: Scalar = None  # the scale that gradients which were there already were brought to
 
     def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the raw optimizer."""
         if name.startswith("__") or "optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -277,11 +278,14 @@ class GenericOptimizer(WrappedOptimizer):
 
     def zero_grad(self) -> None:
         """Forget the gradients, pending ones included."""
-        self.ampx_member.begin_clear()
+        member = self.ampx_member
+        if member.stage not in ("idle", "inside"):
+            member.begin_change()
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
         self._unscaled = self._norm = None
-        self.ampx_member.end_clear()
+        if member.stage != "idle":
+            member.forget()
 
     def ampx_unscale(self) -> None:
         """Make the pending gradients true, in place on the parameters."""
@@ -313,7 +317,10 @@ class GenericOptimizer(WrappedOptimizer):
 
     def _needs_implicit(self, call: str) -> None:
         if not self._implicit:
-            refuse_values(call, self._backend.name, "step")
+            raise ProtocolError(
+                f"{call} was called, but backend {self._backend.name!r} has gradients as values, which only step "
+                f"sees; accepted: wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+            )
 
 
 def _is_empty(grads: Any) -> bool:

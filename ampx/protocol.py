@@ -15,7 +15,7 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NoReturn, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
@@ -134,6 +134,7 @@ class ScaleGroup:
     _due: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Start the state of loss id 0."""
         self.states.setdefault(0, self.config.initial_state())
 
     def add_member(self) -> Member:
@@ -319,20 +320,6 @@ class Handle(abc.ABC):
         return self
 
 
-def refuse_values(call: str, backend: str, sees: str) -> NoReturn:
-    """Raise for a call that has nothing to work on, since gradients are values.
-
-    Args:
-        call: Its name, `unscale` or `clip_grad_norm`.
-        backend: The backend's name.
-        sees: The one call that is handed the gradients.
-    """
-    raise ProtocolError(
-        f"{call} was called, but backend {backend!r} has gradients as values, which only {sees} sees; accepted: "
-        f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
-    )
-
-
 class Member:
     """One optimizer's place in the protocol of its group.
 
@@ -345,6 +332,7 @@ class Member:
     """
 
     def __init__(self, group: ScaleGroup) -> None:
+        """Start idle."""
         self.group = group
         self.stage: Stage = "idle"
         self.factors: dict[int, Scalar] = {}
@@ -498,16 +486,6 @@ class Member:
         """Go to the stage that `begin_change` noted: nothing was changed, or all is tidied up."""
         if self.stage == "interrupted":
             self.stage = self._after
-
-    def begin_clear(self) -> None:
-        """Note that the gradients are about to be cleared, which is a change where a step waits for them."""
-        if self.stage not in ("idle", "inside"):
-            self.begin_change()
-
-    def end_clear(self) -> None:
-        """Note that they are cleared: what was pending is forgotten."""
-        if self.stage != "idle":
-            self.forget()
 
     def note_scaled(self, factor: Scalar, loss_id: int = 0) -> None:
         """Note that all gradients carry this scale, whatever they carried before."""

@@ -33,14 +33,21 @@ class Edit:
 
 
 class Edits:
-    """What a migration wants done to one file."""
+    """What a migration wants done to one file.
+
+    Attributes:
+        findings: What to tell.
+        claimed: References that an edit takes care of.
+        imports: Modules that the new code needs beside ampx, with a comment for the line.
+    """
 
     def __init__(self, program: Program, source: Source) -> None:
+        """Start with nothing to do."""
         self.program = program
         self.source = source
         self.findings: list[Finding] = []
-        self.claimed: set[ast.AST] = set()  # references that an edit takes care of
-        self.imports: dict[str, str] = {}  # modules that the new code needs beside ampx, with a comment for the line
+        self.claimed: set[ast.AST] = set()
+        self.imports: dict[str, str] = {}
         self._edits: dict[ast.AST, Edit] = {}
         self._before: dict[ast.stmt, list[str]] = {}
         self._after: dict[ast.stmt, list[str]] = {}
@@ -259,6 +266,7 @@ class Plan:
     """The edits of every file of a program."""
 
     def __init__(self, program: Program) -> None:
+        """Start with nothing to do."""
         self.program = program
         self._edits: dict[Source, Edits] = {}
         self._flow: Flow | None = None

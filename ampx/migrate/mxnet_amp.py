@@ -19,6 +19,7 @@ class MXNetAmp:
     """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
+        """Take the program."""
         self._plan = plan
         self._program = plan.program
 

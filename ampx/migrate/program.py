@@ -26,10 +26,15 @@ _IMPORTS: Final = re.compile(
 
 @dataclass(frozen=True)
 class Definition:
-    """What gives a name its value."""
+    """What gives a name its value.
 
-    node: ast.AST  # the name, parameter, function, class or import
-    imported: str | None = None  # for an import, the full name of what is imported
+    Attributes:
+        node: The name, parameter, function, class or import.
+        imported: For an import, the full name of what is imported.
+    """
+
+    node: ast.AST
+    imported: str | None = None
 
 
 @dataclass(eq=False)
@@ -65,6 +70,7 @@ class Modules:
     """The files of a tree, and which of them an import means."""
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
+        """Take the files that there are."""
         self._paths = {os.path.abspath(path): path for path in paths}
         self._known: dict[tuple[str, str], tuple[Path, list[str]] | None] = {}
 
@@ -119,7 +125,12 @@ def imported_names(data: bytes) -> Iterator[tuple[str, str]]:
 
 
 def import_graph(data: Mapping[Path, bytes], modules: Modules) -> dict[Path, list[Path]]:
-    """Return which files of a tree each file imports from; a name that is passed on is of the file that has it."""
+    """Return which files of a tree each file imports something of; a name that is passed on is of the file that has it.
+
+    Args:
+        data: The bytes of all files of the tree.
+        modules: Knows them.
+    """
     names = {path: list(imported_names(content)) for path, content in data.items()}
 
     def home(name: str, importer: Path, depth: int) -> Iterator[Path]:
@@ -157,7 +168,11 @@ def beside(importer: Path, data: bytes) -> Iterator[Path]:
 
 
 class Program:
-    """Parsed files and the questions that dialects ask about them."""
+    """Parsed files and the questions that dialects ask about them.
+
+    Attributes:
+        sources: The files, in the order in which they were added.
+    """
 
     def __init__(
         self,
@@ -172,7 +187,7 @@ class Program:
             load: Parses a further file that is asked for; None where it cannot be had.
             importers: Gives what the files that import a file hold, but for those of the program.
         """
-        self.sources: list[Source] = []  # the files, in the order in which they were added
+        self.sources: list[Source] = []
         self._modules = modules or Modules()
         self._load = load
         self._importers = importers

@@ -15,30 +15,47 @@ Status: TypeAlias = Literal["unchanged", "changed", "blocked", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One place in a file."""
+    """One place in a file.
 
-    line: int  # line of the file as it was, from 1
-    kind: Kind  # whether a human must act
+    Attributes:
+        line: Line of the file as it was, from 1.
+        kind: Whether a human must act.
+        what: What stands there.
+        advice: What to do.
+    """
+
+    line: int
+    kind: Kind
     what: str
     advice: str
 
 
 @dataclass
 class FileReport:
-    """What became of one file."""
+    """What became of one file.
+
+    Attributes:
+        path: The file.
+        status: What happened.
+        findings: Sorted by line.
+        before: Its bytes.
+        after: What it would be, or is now; the same bytes where nothing changed.
+        encoding: How the bytes are read.
+    """
 
     path: Path
     status: Status
     findings: list[Finding] = field(default_factory=list)
     before: bytes = b""
-    after: bytes = b""  # what it would be, or is now; the same bytes where nothing changed
-    encoding: str = "utf-8"  # how the bytes are read
+    after: bytes = b""
+    encoding: str = "utf-8"
 
 
 class NeedsHumanError(Exception):
     """Raised by a dialect at what it does not fully understand; the program is then left alone."""
 
     def __init__(self, node: ast.AST, what: str, advice: str) -> None:
+        """Say where, what, and what to do."""
         super().__init__(f"line {node.lineno}: {what}")  # type: ignore[attr-defined]
         self.node = node
         self.finding = Finding(node.lineno, "todo", what, advice)  # type: ignore[attr-defined]

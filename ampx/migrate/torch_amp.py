@@ -35,19 +35,28 @@ _KEPT: Final = "It is PyTorch's own and works beside ampx: nothing has to be don
 
 @dataclass(frozen=True)
 class Region:
-    """One autocast region."""
+    """One autocast region.
 
-    node: Reference  # the reference to the class
+    Attributes:
+        node: The reference to the class.
+        call: The constructor call.
+        device: Code of the device type; the words cuda and cpu in double quotes.
+        dtype: Code of the dtype, in double quotes where it is known; None for the device's own.
+        enabled: Code of the switch; None where the region is always on.
+    """
+
+    node: Reference
     call: ast.Call
-    device: str  # code of the device type; the words cuda and cpu in double quotes
-    dtype: str | None  # code of the dtype, in double quotes where it is known; None for the device's own
-    enabled: str | None  # code of the switch; None where the region is always on
+    device: str
+    dtype: str | None
+    enabled: str | None
 
 
 class TorchAmp:
     """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
+        """Read the regions of the program."""
         self._plan = plan
         self._program = plan.program
         self._regions = self._find_regions()

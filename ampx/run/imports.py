@@ -96,10 +96,12 @@ class _Watched(importlib.abc.Loader):
     """A loader that tells when it is done; the module gets the true one."""
 
     def __init__(self, loader: Any, watch: ImportWatch) -> None:
+        """Remember the true loader."""
         self._loader = loader
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the true loader."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
@@ -118,7 +120,11 @@ class _Watched(importlib.abc.Loader):
 
 
 class ImportAlias(importlib.abc.MetaPathFinder):
-    """Installs modules under names of others, when the script first asks for one of these."""
+    """Installs modules under names of others, when the script first asks for one of these.
+
+    Attributes:
+        asked: The script did.
+    """
 
     def __init__(self, names: Sequence[str], install: Callable[[str], bool], uninstall: Callable[[], None]) -> None:
         """Remember how.
@@ -128,7 +134,7 @@ class ImportAlias(importlib.abc.MetaPathFinder):
             install: Called with the name that was asked for; puts all of them into `sys.modules`, or returns False.
             uninstall: Called at the end, where the script asked.
         """
-        self.asked = False  # the script asked for one of the names
+        self.asked = False
         self._names = names
         self._install = install
         self._uninstall = uninstall

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from ampx.events import Event, ScaleChanged, StepSkipped
 
@@ -22,6 +23,7 @@ class _Phase:
     __slots__ = ("_name", "_recorder")
 
     def __init__(self, recorder: Recorder, name: str) -> None:
+        """Remember where to write."""
         self._recorder = recorder
         self._name = name
 
@@ -30,6 +32,7 @@ class _Phase:
         self._recorder._begin(self._name)
 
     def __exit__(self, *error: object) -> None:
+        """Stop it."""
         self._recorder._end()
 
 
@@ -61,6 +64,20 @@ class OptimizerRecord:
         return " → ".join(stations)
 
 
+class Observer(Protocol):
+    """Who looks at a run while it goes on: see `ampx.numerics`."""
+
+    def loss(self, read: Callable[[], float]) -> None:
+        """Note the loss of a backward, not scaled.
+
+        Args:
+            read: Returns it; not called before the step is over, because it may sync.
+        """
+
+    def stepped(self, steps: int) -> None:
+        """Note that so many steps are over, skipped ones included."""
+
+
 class Recorder:
     """Takes down what the summary of a run tells. Reads clocks of the host only: it never waits for a device.
 
@@ -76,14 +93,18 @@ class Recorder:
         ops: How often an operation ran in a dtype while sampling: `(name, dtype)`.
         notes: Sentences for the end of the summary.
         sampled_steps: How many steps are sampled.
+        observer: Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls
+            `observer.loss`.
     """
 
     def __init__(self, sampled_steps: int = SAMPLED_STEPS) -> None:
+        """Start with nothing seen."""
         self.optimizers: dict[int, OptimizerRecord] = {}
         self.seconds: dict[str, float] = {}
         self.ops: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []
         self.sampled_steps = sampled_steps
+        self.observer: Observer | None = None
         self._sampled_from = 0
         self._phases: dict[str, _Phase] = {}
         self._stack: list[str] = []
@@ -116,6 +137,8 @@ class Recorder:
     def stepped(self, group: int, count: int = 1) -> None:
         """Note that an optimizer stepped (or skipped), after gradients that counted."""
         self.optimizers[group].steps += count
+        if self.observer is not None:
+            self.observer.stepped(self.steps)
 
     @property
     def steps(self) -> int:

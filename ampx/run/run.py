@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol, runtime_checkable
 
 from ampx.backend import Backend
 from ampx.callers import script_line
@@ -33,6 +33,11 @@ class RunSettings:
         device: As in `ampx.init`.
         replace_native: The script's own mixed precision is carried out by ampx; without it such a script is refused.
         stand_ins_only: Nothing is automated; the script finds the modules that backends provide where they are missing.
+        allow: As in `ampx.init`; `"module:name"` needs no `prepare` here.
+        deny: As in `ampx.init`; `"module:name"` needs no `prepare` here.
+        loss_scale: As in `ampx.init`; None for the default.
+        watched: `Backend.watch(None, …)` will be entered between steps: a backend that compiles runs uncompiled, or
+            compiles anew then.
     """
 
     dtype: str = "auto"
@@ -40,6 +45,10 @@ class RunSettings:
     device: str = "auto"
     replace_native: bool = False
     stand_ins_only: bool = False
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    loss_scale: float | Literal["dynamic"] | None = None
+    watched: bool = False
 
 
 @dataclass(eq=False)
@@ -78,6 +87,7 @@ class Run:
     _end_watch: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        """Join the peers."""
         self.peers.append(self)
 
     def session(self, **options: Any) -> Amp:
@@ -104,7 +114,16 @@ class Run:
         import ampx
 
         settings = self.settings
-        chosen = {"dtype": settings.dtype, "level": settings.level, "device": settings.device, "nan_loss": "skip"}
+        chosen: dict[str, Any] = {
+            "dtype": settings.dtype,
+            "level": settings.level,
+            "device": settings.device,
+            "nan_loss": "skip",
+            "allow": settings.allow,
+            "deny": settings.deny,
+        }
+        if settings.loss_scale is not None:
+            chosen["loss_scale"] = settings.loss_scale
         self._starting = True
         try:
             self.amp = ampx.init(self.framework, **{**chosen, **options})

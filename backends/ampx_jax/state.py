@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.protocol import Handle, ScaleGroup, refuse_values
+from ampx.protocol import Handle, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState
 from ampx.session import new_group
 
@@ -25,10 +25,15 @@ jax.tree_util.register_dataclass(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Settings:
-    """What is known when a function is traced: part of the state's structure, not one of its arrays."""
+    """What is known when a function is traced: part of the state's structure, not one of its arrays.
+
+    Attributes:
+        config: The loss scale's configuration.
+        enabled: False: the transformation is transparent.
+    """
 
     config: LossScale
-    enabled: bool  # False: the transformation is transparent
+    enabled: bool
 
 
 class AmpState(NamedTuple):
@@ -178,6 +183,11 @@ class StateHandle(Handle):
     def __init__(self, tree: Any, call: str) -> None:
         """Find it.
 
+        Raises:
+            NotWrappedError: There is none.
+            UnsupportedByBackendError: There are several, or something around the wrapped transformation is unsound; or
+                a call that needs the state was given None.
+
         Sync: one, unless traced.
         """
         if tree is None and call.endswith("state_dict"):
@@ -263,13 +273,19 @@ class StateHandle(Handle):
             group.send(event)
         return result
 
-    def ampx_unscale(self) -> NoReturn:
-        """Refuse: only `update` sees the gradients."""
-        refuse_values("unscale", "jax", "update")
+    def ampx_unscale(self) -> None:
+        """Refuse."""
+        self._refuse("unscale")
 
-    def ampx_clip_grad_norm(self, max_norm: float) -> NoReturn:
-        """Refuse: only `update` sees the gradients."""
-        refuse_values("clip_grad_norm", "jax", "update")
+    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
+        """Refuse."""
+        self._refuse("clip_grad_norm")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ampx.ProtocolError(
+            f"{call} was called, but backend 'jax' has gradients as values, which only update sees; accepted: "
+            f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+        )
 
     def ampx_reloaded(self) -> Any:
         """Return the same tree with the group's loss scale in it; arrays stay where they were."""

@@ -31,6 +31,7 @@ class Accumulation:
     """Parameters that MXNet thinks it overwrites, and the gradients they had before the running body."""
 
     def __init__(self) -> None:
+        """Start with none."""
         self.parameters: list[Any] = []
         self._before: list[tuple[Any, Any, bool, Any]] = []
         self._began = False
@@ -101,7 +102,11 @@ class Accumulation:
 
 
 def check_adds(parameters: Iterable[Any]) -> None:
-    """Raise for parameters that began to add after they were wrapped."""
+    """Raise for parameters that began to add after they were wrapped.
+
+    Raises:
+        ProtocolError: There are some.
+    """
     adding = [parameter.name for parameter in parameters if parameter._grad_req == "add"]
     if adding:
         raise ProtocolError(

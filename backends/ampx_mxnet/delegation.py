@@ -11,6 +11,7 @@ class Delegated:
     """A name of gluon's trainer that is looked up, and set, on the raw trainer instead."""
 
     def __init__(self, name: str) -> None:
+        """Remember the name."""
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
@@ -18,6 +19,7 @@ class Delegated:
         return getattr(mx.gluon.Trainer if instance is None else instance.trainer, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
+        """Set the raw trainer's."""
         setattr(instance.trainer, self._name, value)
 
 
@@ -25,6 +27,9 @@ class DelegatingTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """Looks to MXNet like the raw trainer it holds: parameters, state and learning rate are that one's.
 
     The base class's `__init__` is never called: it would take the parameters away from the raw trainer.
+
+    Attributes:
+        trainer: The raw trainer.
     """
 
     trainer: Any

@@ -64,6 +64,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _true: bool
 
     def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Made by `ampx.wrap_optimizer`."""
         self.trainer = trainer
         self.ampx_member = member
         self._backend = backend
@@ -93,11 +94,13 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             self._hook.watch(self.trainer)
 
     def __getattr__(self, name: str) -> Any:
+        """Look the rest up on the raw trainer."""
         if name.startswith("__") or "trainer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the raw trainer what is not the wrapper's own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
         elif name == "_amp_loss_scaler" and hasattr(value, "_next_loss_scale") and self.ampx_member.group.enabled:
@@ -257,7 +260,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""
-        self.ampx_member.begin_clear()
+        self._begin_drop()
         self._restore_scale()
         self._accumulation.reset()
         self._backend.zero_gradients(self.trainer)
@@ -265,9 +268,14 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._drop()
 
     def _drop(self) -> None:
-        self.ampx_member.begin_clear()
+        self._begin_drop()
         self._forget_pending()
-        self.ampx_member.end_clear()
+        if self.ampx_member.stage != "idle":
+            self.ampx_member.forget()
+
+    def _begin_drop(self) -> None:
+        if self.ampx_member.stage not in ("idle", "inside"):
+            self.ampx_member.begin_change()
 
     # -- true gradients ------------------------------------------------------------------------------
 
@@ -449,4 +457,5 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._drop()
 
     def __repr__(self) -> str:
+        """Return the raw trainer."""
         return f"AmpTrainer({self.trainer!r})"

@@ -18,6 +18,7 @@ class Delegated:
         return getattr(paddle.optimizer.Optimizer if instance is None else instance.optimizer, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
+        """Set the raw optimizer's."""
         setattr(instance.optimizer, self._name, value)
 
 
@@ -25,6 +26,9 @@ class DelegatingOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     """Looks to Paddle like the raw optimizer it holds: parameters, state and learning rate are that one's.
 
     The base class's `__init__` is never called: it would make a second set of accumulators.
+
+    Attributes:
+        optimizer: The raw optimizer.
     """
 
     optimizer: Any

@@ -46,6 +46,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     """
 
     def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
+        """Made by `ampx.wrap_optimizer`."""
         super().__init__(backend, optimizer, member, options)
         self._attach()
 
@@ -69,6 +70,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._guard.leave(self.optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the raw optimizer what is not the wrapper's own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
@@ -194,7 +196,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Forget all gradients, pending ones included; Paddle leaves zeros unless told otherwise."""
         member = self.ampx_member
         inside = member.stage == "inside"
-        member.begin_clear()
+        self._begin_drop()
         self.optimizer.clear_grad(set_to_zero)
         self._writes.note_cleared(inside)
         self._unscaled = self._norm = None
@@ -202,7 +204,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
             self._mixer.drop_aside()
         else:
             self._forget_losses()
-        member.end_clear()
+        if member.stage != "idle":
+            member.forget()
 
     clear_gradients = clear_grad
 
@@ -212,10 +215,15 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def drop_pending(self) -> None:
         """Forget pending gradients without counting a step."""
-        self.ampx_member.begin_clear()
+        self._begin_drop()
         self._unscaled = self._norm = None
         self._forget_losses()
-        self.ampx_member.end_clear()
+        if self.ampx_member.stage != "idle":
+            self.ampx_member.forget()
+
+    def _begin_drop(self) -> None:
+        if self.ampx_member.stage not in ("idle", "inside"):
+            self.ampx_member.begin_change()
 
     def _forget_losses(self) -> None:
         self._mixer.reset()
@@ -342,7 +350,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         kept = {key: value for key, value in self.__dict__.items() if key not in _MADE_ANEW}
         new.__dict__.update(copy.deepcopy(kept, memo), optimizer=raw, _unscaled=None, _norm=None)
         new._attach()
-        new.ampx_member.end_clear()
+        if new.ampx_member.stage != "idle":
+            new.ampx_member.forget()
         return new
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

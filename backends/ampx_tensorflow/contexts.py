@@ -26,6 +26,7 @@ class Contexts:
     """
 
     def __init__(self, group: ScaleGroup) -> None:
+        """Remember the group of the host."""
         self.host = group
         self._others: weakref.WeakKeyDictionary[Any, dict[Any, ScaleGroup]] = weakref.WeakKeyDictionary()
 

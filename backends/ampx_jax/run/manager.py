@@ -60,6 +60,7 @@ class Automation:
     """One run: its session, and the loss scale that lives on the host."""
 
     def __init__(self, run: Run) -> None:
+        """Start without a session."""
         self.run = run
         self.calls = _Calls()
         self.live = True
@@ -89,7 +90,12 @@ class Automation:
         return config is not None and (config.dynamic or config.init_scale != 1.0)
 
     def begin(self, kind: str, params: Any) -> None:
-        """Start the session with the script's first optimizer, and note this one."""
+        """Start the session with the script's first optimizer, and note this one.
+
+        Raises:
+            RunRefusedError: The script has mixed precision of its own.
+            InvalidOptionError: The settings cannot be honoured.
+        """
         self.refuse_own_scaling()
         if self.run.amp is None:
             amp = self.run.session(**self._preferred())
@@ -114,7 +120,11 @@ class Automation:
             self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
 
     def refuse_own_scaling(self) -> None:
-        """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply."""
+        """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply.
+
+        Raises:
+            RunRefusedError: It has.
+        """
         for name in _OWN_SCALING:
             if name in sys.modules:
                 self.run.refuse(

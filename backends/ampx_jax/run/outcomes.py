@@ -39,12 +39,19 @@ _Numbers = tuple[Any, ...] | None
 
 @dataclass
 class _Frame:
-    """One trace of one compiled function."""
+    """One trace of one compiled function.
 
-    trace: Any  # stands for the trace: an update belongs to it where the present trace equals it
-    state: LossScaleState | None  # the loss scale for what is traced next; None where the script scales by itself
-    flags: tuple[Any, ...] = ()  # what came of the updates up to now
-    used: bool = False  # the scale was read, or an update was taken
+    Attributes:
+        trace: Stands for the trace: an update belongs to it where the present trace equals it.
+        state: The loss scale for what is traced next; None where the script scales by itself.
+        flags: What came of the updates up to now.
+        used: The scale was read, or an update was taken.
+    """
+
+    trace: Any
+    state: LossScaleState | None
+    flags: tuple[Any, ...] = ()
+    used: bool = False
 
 
 class Outcomes:
@@ -81,7 +88,11 @@ class Outcomes:
         return None if frame is None or frame.state is None else frame.state.scale
 
     def take(self, outcome: Any) -> bool:
-        """Take what came of an update for a hidden output; False: tell it by a callback."""
+        """Take what came of an update for a hidden output; False: tell it by a callback.
+
+        Args:
+            outcome: One array; where there is a scale, whether the gradients were finite.
+        """
         frame = self._direct()
         if frame is None:
             return False
@@ -153,11 +164,15 @@ def _trace() -> Any:
 
 
 class _Body:
-    """What is compiled in a function's place."""
+    """What is compiled in a function's place.
+
+    Attributes:
+        used: It reads the loss scale, or an update is in it.
+    """
 
     def __init__(self, find: Callable[[], Outcomes | None], function: Callable[[], Any], like: Any) -> None:
         """Take what gives the function: a weak reference, where this lives as long as the function."""
-        self.used = False  # it reads the loss scale, or an update is in it
+        self.used = False
         self._find = find
         self._function = function
         self.__name__ = getattr(like, "__name__", type(like).__name__)
@@ -171,7 +186,12 @@ class _Body:
 
 
 def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Callable[..., Any]:
-    """Return `jax.jit` whose functions tell without callbacks."""
+    """Return `jax.jit` whose functions tell without callbacks.
+
+    Args:
+        native: `jax.jit`.
+        find: Gives the outcomes; None while functions are to be as the script made them.
+    """
     # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
     bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
 

@@ -85,7 +85,11 @@ def running_session() -> ampx.Amp | None:
 
 
 def activate(plan: CastPlan) -> None:
-    """Switch casting on in all threads until `deactivate`."""
+    """Switch casting on in all threads until `deactivate`.
+
+    Raises:
+        ProtocolError: The script called MXNet's own `amp.init`, which cannot be undone.
+    """
     with _lock:
         _State.session = plan
         _settle()
@@ -101,7 +105,11 @@ def deactivate() -> None:
 
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
-    """Return a region with casting on or off in the calling thread."""
+    """Return a region with casting on or off in the calling thread.
+
+    Raises:
+        ProtocolError: As `activate`.
+    """
     return _On(plan) if enabled else switch.Region(None)
 
 

@@ -21,6 +21,7 @@ class TrainerManager(Manager[Managed]):
     """
 
     def __init__(self, run: Run) -> None:
+        """Start with nothing managed."""
         self.attached = self.multiplied = False
         self._waiting = False
         self._trainers: list[ManagedTrainer] = []
@@ -108,7 +109,11 @@ class TrainerManager(Manager[Managed]):
 
 
 class ManagedTrainer(AmpTrainer):
-    """What a script's trainer becomes."""
+    """What a script's trainer becomes.
+
+    Attributes:
+        ampx_manager: Who manages it.
+    """
 
     ampx_manager: TrainerManager
 

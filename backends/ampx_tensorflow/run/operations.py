@@ -61,6 +61,7 @@ class Operations(Sampler):
     """Casts products outside of graphs from `start` on, and counts products there and in graphs."""
 
     def __init__(self, recorder: Recorder) -> None:
+        """Start switched off."""
         super().__init__(recorder)
         self._on = self._casts = False
         self._collecting = False
@@ -68,7 +69,11 @@ class Operations(Sampler):
         self._only_graphs = True
 
     def start(self, casts: bool = True) -> None:
-        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says."""
+        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says.
+
+        Args:
+            casts: False: only count, because the script casts by itself.
+        """
         self._casts = casts
         if self._on:
             return

@@ -45,7 +45,11 @@ _thread = _Thread()
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Resolve the op lists of a plan."""
+    """Resolve the op lists of a plan.
+
+    Raises:
+        UnsupportedOpError: An entry cannot be honoured.
+    """
     return oplists.resolve(plan)
 
 

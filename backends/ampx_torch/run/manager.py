@@ -24,16 +24,23 @@ from .operations import TorchSampler
 
 
 class TorchManaged(Managed):
-    """One optimizer of the script; its `step` is shadowed on the instance, where schedulers shadow it, too."""
+    """One optimizer of the script; its `step` is shadowed on the instance, where schedulers shadow it, too.
+
+    Attributes:
+        skips: Steps in a row that the script's own GradScaler skipped.
+        call: What the script gave to `step` beyond a closure.
+        returned: What the raw `step` returned.
+    """
 
     raw: torch.optim.Optimizer
     wrapped: AmpOptimizer
 
     def __init__(self, raw: torch.optim.Optimizer, place: str) -> None:
+        """Remember the optimizer."""
         super().__init__(raw, place)
-        self.skips = 0  # steps in a row that the script's own GradScaler skipped
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # what the script gave to `step` beyond a closure
-        self.returned: Any = None  # what the raw `step` returned
+        self.skips = 0
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.returned: Any = None
 
     @property
     def carries_scale(self) -> bool:
@@ -73,6 +80,7 @@ class Owners:
     """Which optimizer a parameter belongs to: the one made last that holds it."""
 
     def __init__(self) -> None:
+        """Start with none."""
         # weak, so that optimizers go when the script drops them
         self._owners: dict[int, weakref.ref[TorchManaged]] = {}
         self._counted = 0
@@ -112,6 +120,7 @@ class TorchManager(Manager[TorchManaged]):
     """
 
     def __init__(self, run: Run) -> None:
+        """Start with nothing managed."""
         self.inside = False
         self.factor: Any = 1.0
         self.pending = False

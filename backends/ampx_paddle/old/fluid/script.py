@@ -33,6 +33,9 @@ class _Looked:
 def check_callers() -> None:
     """Look through the script and the modules beside it, each once.
 
+    Raises:
+        FluidNameError: The script will come to a name that is not in the alias.
+
     Warns:
         AmpxWarning: There is such a name on a way that depends on a condition.
     """
@@ -65,12 +68,19 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """One place in a script."""
+    """One place in a script.
+
+    Attributes:
+        file: Its file.
+        line: Its line.
+        name: The name, such as `"fluid.io.no_such"`.
+        certain: The script comes there whatever its conditions say.
+    """
 
     file: str
     line: int
-    name: str  # the name, such as `"fluid.io.no_such"`
-    certain: bool  # the script comes there whatever its conditions say
+    name: str
+    certain: bool
 
 
 def missing_names(files: list[Path]) -> list[Use]:

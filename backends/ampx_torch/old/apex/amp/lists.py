@@ -133,7 +133,11 @@ def bans() -> bool:
 
 
 def edits() -> dict[tuple[Any, str], Kind]:
-    """Return what a script added to the lists, as if it had registered it."""
+    """Return what a script added to the lists, as if it had registered it.
+
+    Raises:
+        UnsupportedOpError: It took a function from a list and put it on no other.
+    """
     added: dict[tuple[Any, str], Kind] = {}
     for overrides, published in zip(_OVERRIDES, _PUBLISHED, strict=True):
         listed: set[str] = set()

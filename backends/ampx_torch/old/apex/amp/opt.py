@@ -357,6 +357,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             casting.forget_weights()
 
     def __repr__(self) -> str:
+        """Show the raw optimizer."""
         return repr(self.optimizer)
 
 

@@ -1,0 +1,36 @@
+"""Floating dtypes: what they can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating dtype: what it can hold.
+
+    Attributes:
+        largest: Largest finite magnitude.
+        smallest_normal: Smallest positive number with full precision.
+        smallest: Smallest positive number.
+        bits: Bits of the significand, the hidden one included; two numbers that are rounded differ by up to
+            `2**-bits` of their magnitude.
+        infinite: It has infinities; without them what is too large becomes NaN.
+    """
+
+    largest: float
+    smallest_normal: float
+    smallest: float
+    bits: int
+    infinite: bool = True
+
+
+# IEEE 754 binary16 and binary32; bfloat16; OCP 8-bit floating point 1.0 (2023), table 1.
+FORMATS: Final[dict[str, Format]] = {
+    "float32": Format((2 - 2**-23) * 2.0**127, 2.0**-126, 2.0**-149, 24),
+    "bfloat16": Format((2 - 2**-7) * 2.0**127, 2.0**-126, 2.0**-133, 8),
+    "float16": Format(65504.0, 2.0**-14, 2.0**-24, 11),
+    "float8_e5m2": Format(57344.0, 2.0**-14, 2.0**-16, 3),
+    "float8_e4m3": Format(448.0, 2.0**-6, 2.0**-9, 4, infinite=False),
+}
