@@ -278,14 +278,11 @@ class GenericOptimizer(WrappedOptimizer):
 
     def zero_grad(self) -> None:
         """Forget the gradients, pending ones included."""
-        member = self.ampx_member
-        if member.stage not in ("idle", "inside"):
-            member.begin_change()
+        self.ampx_member.begin_clear()
         if self._implicit:
             self._backend.zero_gradients(self.optimizer)
         self._unscaled = self._norm = None
-        if member.stage != "idle":
-            member.forget()
+        self.ampx_member.end_clear()
 
     def ampx_unscale(self) -> None:
         """Make the pending gradients true, in place on the parameters."""

@@ -487,6 +487,16 @@ class Member:
         if self.stage == "interrupted":
             self.stage = self._after
 
+    def begin_clear(self) -> None:
+        """Note that the gradients are about to be cleared, which is a change where a step waits for them."""
+        if self.stage not in ("idle", "inside"):
+            self.begin_change()
+
+    def end_clear(self) -> None:
+        """Note that they are cleared: what was pending is forgotten."""
+        if self.stage != "idle":
+            self.forget()
+
     def note_scaled(self, factor: Scalar, loss_id: int = 0) -> None:
         """Note that all gradients carry this scale, whatever they carried before."""
         self.factors = {loss_id: factor}

@@ -260,7 +260,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def zero_grad(self) -> None:
         """Set all gradients to zero, pending ones included; with `grad_req='add'` after every step."""
-        self._begin_drop()
+        self.ampx_member.begin_clear()
         self._restore_scale()
         self._accumulation.reset()
         self._backend.zero_gradients(self.trainer)
@@ -268,14 +268,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._drop()
 
     def _drop(self) -> None:
-        self._begin_drop()
+        self.ampx_member.begin_clear()
         self._forget_pending()
-        if self.ampx_member.stage != "idle":
-            self.ampx_member.forget()
-
-    def _begin_drop(self) -> None:
-        if self.ampx_member.stage not in ("idle", "inside"):
-            self.ampx_member.begin_change()
+        self.ampx_member.end_clear()
 
     # -- true gradients ------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Forget all gradients, pending ones included; Paddle leaves zeros unless told otherwise."""
         member = self.ampx_member
         inside = member.stage == "inside"
-        self._begin_drop()
+        member.begin_clear()
         self.optimizer.clear_grad(set_to_zero)
         self._writes.note_cleared(inside)
         self._unscaled = self._norm = None
@@ -204,8 +204,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
             self._mixer.drop_aside()
         else:
             self._forget_losses()
-        if member.stage != "idle":
-            member.forget()
+        member.end_clear()
 
     clear_gradients = clear_grad
 
@@ -215,15 +214,10 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def drop_pending(self) -> None:
         """Forget pending gradients without counting a step."""
-        self._begin_drop()
+        self.ampx_member.begin_clear()
         self._unscaled = self._norm = None
         self._forget_losses()
-        if self.ampx_member.stage != "idle":
-            self.ampx_member.forget()
-
-    def _begin_drop(self) -> None:
-        if self.ampx_member.stage not in ("idle", "inside"):
-            self.ampx_member.begin_change()
+        self.ampx_member.end_clear()
 
     def _forget_losses(self) -> None:
         self._mixer.reset()
@@ -350,8 +344,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         kept = {key: value for key, value in self.__dict__.items() if key not in _MADE_ANEW}
         new.__dict__.update(copy.deepcopy(kept, memo), optimizer=raw, _unscaled=None, _norm=None)
         new._attach()
-        if new.ampx_member.stage != "idle":
-            new.ampx_member.forget()
+        new.ampx_member.end_clear()
         return new
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
