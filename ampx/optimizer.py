@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, cast
 
 from .backend import Backend, CastPlan, GenericBackend, Unscaled
-from .errors import AmpxError, InvalidOptionError, NotWrappedError, ProtocolError
+from .errors import AmpxError, InvalidOptionError, NotWrappedError
 from .events import UNCHECKED, StepResult
-from .protocol import Handle, Member, ScaleGroup
+from .protocol import Handle, Member, ScaleGroup, refuse_values
 from .scale_state import Scalar
 
 
@@ -314,10 +314,7 @@ class GenericOptimizer(WrappedOptimizer):
 
     def _needs_implicit(self, call: str) -> None:
         if not self._implicit:
-            raise ProtocolError(
-                f"{call} was called, but backend {self._backend.name!r} has gradients as values, which only step "
-                f"sees; accepted: wrap_optimizer(opt, max_grad_norm=…). Pass it there."
-            )
+            refuse_values(call, self._backend.name, "step")
 
 
 def _is_empty(grads: Any) -> bool:

@@ -15,7 +15,7 @@ import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
@@ -318,6 +318,20 @@ class Handle(abc.ABC):
     def ampx_reloaded(self) -> Any:
         """Return what stands for this after `ampx_group` was loaded."""
         return self
+
+
+def refuse_values(call: str, backend: str, sees: str) -> NoReturn:
+    """Raise for a call that has nothing to work on, since gradients are values.
+
+    Args:
+        call: Its name, `unscale` or `clip_grad_norm`.
+        backend: The backend's name.
+        sees: The one call that is handed the gradients.
+    """
+    raise ProtocolError(
+        f"{call} was called, but backend {backend!r} has gradients as values, which only {sees} sees; accepted: "
+        f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
+    )
 
 
 class Member:

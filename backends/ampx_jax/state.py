@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.protocol import Handle, ScaleGroup
+from ampx.protocol import Handle, ScaleGroup, refuse_values
 from ampx.scale_state import LossScale, LossScaleState
 from ampx.session import new_group
 
@@ -273,19 +273,13 @@ class StateHandle(Handle):
             group.send(event)
         return result
 
-    def ampx_unscale(self) -> None:
-        """Refuse."""
-        self._refuse("unscale")
+    def ampx_unscale(self) -> NoReturn:
+        """Refuse: only `update` sees the gradients."""
+        refuse_values("unscale", "jax", "update")
 
-    def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Refuse."""
-        self._refuse("clip_grad_norm")
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise ampx.ProtocolError(
-            f"{call} was called, but backend 'jax' has gradients as values, which only update sees; accepted: "
-            f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
-        )
+    def ampx_clip_grad_norm(self, max_norm: float) -> NoReturn:
+        """Refuse: only `update` sees the gradients."""
+        refuse_values("clip_grad_norm", "jax", "update")
 
     def ampx_reloaded(self) -> Any:
         """Return the same tree with the group's loss scale in it; arrays stay where they were."""

@@ -18,7 +18,7 @@ from ampx.errors import (
 )
 from ampx.events import UNCHECKED, StepResult
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Member
+from ampx.protocol import Member, refuse_values
 from ampx.scale_state import LossScale
 from ampx.session import new_group
 
@@ -309,17 +309,11 @@ class LedgerOptimizer(WrappedOptimizer):
 
     def ampx_unscale(self) -> NoReturn:
         """Refuse: only `apply` sees the gradients."""
-        self._refuse("unscale")
+        refuse_values("unscale", "tensorflow", "apply")
 
     def ampx_clip_grad_norm(self, max_norm: float) -> NoReturn:
         """Refuse: only `apply` sees the gradients."""
-        self._refuse("clip_grad_norm")
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise ProtocolError(
-            f"{call} was called, but backend 'tensorflow' has gradients as values, which only apply sees; accepted: "
-            f"wrap_optimizer(opt, max_grad_norm=…). Pass it there."
-        )
+        refuse_values("clip_grad_norm", "tensorflow", "apply")
 
     # -- checks ---------------------------------------------------------------------------------------
 
