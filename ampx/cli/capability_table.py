@@ -15,29 +15,17 @@ HEADINGS = ("framework", "devices", "dtypes", "levels", "gradients", "casting", 
 
 @dataclass(frozen=True)
 class Declared:
-    """One registered framework.
-
-    Attributes:
-        framework: Its name.
-        requires: The requirement to install.
-        plugin: The plugin that registers it.
-        capabilities: What the backend declares, by field; None where it cannot be loaded.
-        problem: Why it cannot.
-    """
+    """One registered framework."""
 
     framework: str
     requires: str
-    plugin: str
-    capabilities: dict[str, Any] | None
-    problem: str | None = None
+    plugin: str  # the plugin that registers it
+    capabilities: dict[str, Any] | None  # what the backend declares, by field; None where it cannot be loaded
+    problem: str | None = None  # why it cannot
 
 
 def collect(time_limit: float = TIME_LIMIT) -> tuple[list[Declared], dict[str, str]]:
-    """Load every registered backend, each in a process of its own.
-
-    Returns:
-        The backends (the known frameworks first), and the broken plugins with their errors.
-    """
+    """Load every registered backend, each in a process of its own."""
     scan = probe("plugins", time_limit=time_limit)
     broken = dict(scan.get("broken", {}))
     if "error" in scan:

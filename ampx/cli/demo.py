@@ -137,11 +137,7 @@ class Demonstrates(Protocol):
 
 
 def trainer_of(backend: Backend) -> Trainer:
-    """Return a backend's trainer.
-
-    Raises:
-        UnsupportedByBackendError: It has none.
-    """
+    """Return a backend's trainer."""
     if not isinstance(backend, Demonstrates):
         backend.refuse("ampx demo")
     return backend.demo()
@@ -161,15 +157,7 @@ def load_digits() -> Digits:
 
 
 def choose_dtypes(backend: Backend, asked: Sequence[str] = ()) -> list[Dtype]:
-    """List the dtypes to train in, float32 first.
-
-    Args:
-        backend: The backend.
-        asked: Low-precision dtypes; empty for all that its best device computes, natively or emulated.
-
-    Raises:
-        UnsupportedDtypeError: An asked one cannot be computed here.
-    """
+    """List the dtypes to train in, float32 first."""
     device = backend.device("auto")
     can = device.native | device.emulated
     chosen = dict.fromkeys(normalise_dtype(dtype) for dtype in asked)
@@ -235,15 +223,6 @@ def train_all(
     trainer: Trainer, data: Digits, runs: Iterable[Run], on_start: Callable[[Run], Callable[[], None]]
 ) -> Iterator[tuple[RunResult, list[str]]]:
     """Train one run after the other.
-
-    Args:
-        trainer: The backend's.
-        data: The digits.
-        runs: What to train.
-        on_start: Called before each run; gives what to call after each of its steps.
-
-    Yields:
-        Each result, and the warnings about its precision.
 
     Sync: as the trainer.
     """

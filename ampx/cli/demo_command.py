@@ -35,13 +35,7 @@ from .probe import probe
 
 
 def find_framework(name: str | None) -> str:
-    """Return the framework to use: the one named, or the only one installed whose backend has a demo.
-
-    Raises:
-        UnknownFrameworkError: No plugin registers the one named.
-        FrameworkNotInstalledError: None is installed.
-        AmbiguousFrameworkError: More than one is.
-    """
+    """Return the framework to use: the one named, or the only one installed whose backend has a demo."""
     registry = default_registry()
     if name is not None:
         return registry.registration(name).name
@@ -63,11 +57,7 @@ def find_framework(name: str | None) -> str:
 
 
 def refuse_both(framework: str | None) -> None:
-    """Check that `--all` did not come with a framework.
-
-    Raises:
-        InvalidOptionError: It did.
-    """
+    """Check that `--all` did not come with a framework."""
     if framework is not None:
         raise InvalidOptionError(
             f"--all and --framework {framework} were both given; accepted: one of them. Leave one out."
@@ -75,11 +65,7 @@ def refuse_both(framework: str | None) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder for the results, before anything is computed for it.
-
-    Raises:
-        InvalidOptionError: That is not possible.
-    """
+    """Make the folder for the results, before anything is computed for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,11 +76,7 @@ def make_folder(folder: Path) -> None:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Read `--seeds`.
-
-    Raises:
-        InvalidOptionError: It is no list of whole numbers.
-    """
+    """Read `--seeds`."""
     try:
         seeds = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -111,12 +93,6 @@ def train(
     framework: str, dtypes: Sequence[str], seeds: Sequence[int], epochs: int, batch_size: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Train every run under a progress bar.
-
-    Returns:
-        The report, and the warnings about precision.
-
-    Raises:
-        AmpxError: The framework cannot be used, or an option cannot be honoured.
 
     Sync: as the backend's trainer.
     """
@@ -171,16 +147,7 @@ class Outcome:
 
 
 def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callable[[str], object]) -> list[Outcome]:
-    """Train with every framework that is installed, one after the other; look up the others in the folder.
-
-    Args:
-        folder: Where results go, a folder for each framework, and where those of earlier runs may be.
-        options: `dtypes`, `seeds`, `epochs` and `batch_size`.
-        on_start: Called with the name of each framework before it is trained.
-
-    Raises:
-        FrameworkNotInstalledError: Nothing could be trained and nothing was found.
-    """
+    """Train with every framework that is installed, one after the other; look up the others in the folder."""
     scan = probe("plugins")
     broken = {**scan.get("broken", {}), **({"(plugins)": scan["error"]} if "error" in scan else {})}
     outcomes = [Outcome(name, "failed", detail=f"its plugin is broken: {error}") for name, error in broken.items()]

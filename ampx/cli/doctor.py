@@ -23,16 +23,6 @@ SCHEMA = "ampx.doctor/1"
 def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str, Any]:
     """Examine the machine, the plugins and the frameworks.
 
-    Args:
-        only: Name of the one framework to look at; None for all.
-        time_limit: Seconds until the import of a framework counts as broken.
-
-    Returns:
-        The report, of plain JSON types.
-
-    Raises:
-        UnknownFrameworkError: `only` is neither known nor registered.
-
     Sync: as the frameworks' own questions about their devices.
     """
     scan = probe("plugins", time_limit=time_limit)

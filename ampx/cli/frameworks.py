@@ -20,23 +20,14 @@ KNOWN: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Framework:
-    """One framework as far as it can be known without importing it.
+    """One framework as far as it can be known without importing it."""
 
-    Attributes:
-        name: What `ampx.init(framework=…)` takes.
-        module: The module to import.
-        installed: The module can be found.
-        versions: Version by distribution, companions (Keras, optax) included.
-        plugin: The plugin that registers a backend for it; None where no backend is installed.
-        requires: What the backend needs.
-    """
-
-    name: str
+    name: str  # what `ampx.init(framework=…)` takes
     module: str
-    installed: bool
-    versions: dict[str, str]
-    plugin: str | None = None
-    requires: str | None = None
+    installed: bool  # the module can be found
+    versions: dict[str, str]  # version by distribution, companions (Keras, optax) included
+    plugin: str | None = None  # the plugin that registers a backend for it; None where no backend is installed
+    requires: str | None = None  # what the backend needs
 
     @property
     def version(self) -> str | None:
@@ -45,11 +36,7 @@ class Framework:
 
 
 def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framework]:
-    """List the known frameworks and those of plugins, each with what is installed of it.
-
-    Args:
-        registrations: What plugins registered: `name`, `roots`, `plugin`, `requires`.
-    """
+    """List the known frameworks and those of plugins, each with what is installed of it."""
     registered = {str(registration["name"]): registration for registration in registrations}
     distributions = importlib.metadata.packages_distributions()
     frameworks = []

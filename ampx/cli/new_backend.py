@@ -18,15 +18,10 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Written:
-    """One file of the new package.
+    """One file of the new package."""
 
-    Attributes:
-        path: Where it is.
-        purpose: What it is for, and what is left to do in it.
-    """
-
-    path: Path
-    purpose: str
+    path: Path  # where it is
+    purpose: str  # what it is for, and what is left to do in it
 
 
 # By template: where the file goes inside the package, and what it is for.
@@ -40,18 +35,7 @@ _FILES: Final = {
 
 
 def write_package(name: str, parent: Path) -> tuple[Path, list[Written]]:
-    """Write the package for a framework.
-
-    Args:
-        name: The framework's name, which is also its module's.
-        parent: Folder in which the package's folder is made.
-
-    Returns:
-        The package's folder and its files.
-
-    Raises:
-        InvalidOptionError: The name will not do, the folder is there already, or it cannot be written.
-    """
+    """Write the package for a framework."""
     words = _check_name(name)
     distribution = "-".join(("ampx", *words))
     folder = parent / distribution

@@ -22,12 +22,7 @@ _STYLES = {
 
 
 def draw(results: dict[str, Any], target: Path) -> None:
-    """Draw the loss curves of all runs and the loss scale with its skipped steps.
-
-    Args:
-        results: The report of `demo.report`.
-        target: The PNG to write.
-    """
+    """Draw the loss curves of all runs and the loss scale with its skipped steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
     from matplotlib.figure import Figure
 
@@ -139,12 +134,7 @@ HEIGHT, WIDTH = 6.2, 3.7  # inches; the width is one framework's
 
 
 def draw_all(reports: Sequence[dict[str, Any]], target: Path) -> None:
-    """Draw a column for each framework: the loss curves above, the loss scale below, on common axes.
-
-    Args:
-        reports: The reports of `demo.report`, one for each framework.
-        target: The PNG to write.
-    """
+    """Draw a column for each framework: the loss curves above, the loss scale below, on common axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
     from matplotlib.figure import Figure
 

@@ -15,14 +15,7 @@ RESULTS: Final = Path("benchmarks", "results")
 
 
 def render(root: Path) -> dict[Path, str]:
-    """Return the text of every file with a generated table, as it should be.
-
-    Args:
-        root: The checkout.
-
-    Raises:
-        InvalidOptionError: It is none, or a file has lost the marks between which its table stands.
-    """
+    """Return the text of every file with a generated table, as it should be."""
     evidence, gpu = read_all(root / EVIDENCE), read_gpu(root / RESULTS)
     if not evidence:
         raise InvalidOptionError(

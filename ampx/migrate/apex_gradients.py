@@ -48,15 +48,10 @@ _DEPTH: Final = 6  # calls within calls that are followed
 
 @dataclass(frozen=True)
 class World:
-    """One way in which a place can be reached.
+    """One way in which a place can be reached."""
 
-    Attributes:
-        state: What the optimizer's gradients are then.
-        facts: Tests that were decided on the way.
-    """
-
-    state: State
-    facts: frozenset[Fact] = frozenset()
+    state: State  # what the optimizer's gradients are then
+    facts: frozenset[Fact] = frozenset()  # tests that were decided on the way
 
 
 Worlds: TypeAlias = frozenset[World]
@@ -89,21 +84,13 @@ class Frame:
 
 @dataclass(frozen=True)
 class Unscale:
-    """A call of `ampx.unscale` to be inserted.
+    """A call of `ampx.unscale` to be inserted."""
 
-    Attributes:
-        statement: The statement before which it stands.
-        optimizer: What the optimizer is called there.
-        place: The same as a place.
-        guard: A test that must hold; None where it always does.
-        after: It stands behind the statement, which is a `scale_loss` block.
-    """
-
-    statement: ast.stmt
-    optimizer: str
-    place: Place
-    guard: Fact | None = None
-    after: bool = False
+    statement: ast.stmt  # the statement before which it stands
+    optimizer: str  # what the optimizer is called there
+    place: Place  # the same as a place
+    guard: Fact | None = None  # a test that must hold; None where it always does
+    after: bool = False  # it stands behind the statement, which is a `scale_loss` block
 
 
 @dataclass
@@ -150,11 +137,7 @@ class GradientReaders:
         }
 
     def rewrite(self, masters: list[ast.Call]) -> None:
-        """Plan the edits.
-
-        Args:
-            masters: The calls of `master_params`.
-        """
+        """Plan the edits."""
         clips = {clip for call in masters if (clip := self._clip_of(call)) is not None}
         inserted = self._insertions(clips, set(masters))
         if inserted is None and clips:

@@ -33,21 +33,15 @@ class Edit:
 
 
 class Edits:
-    """What a migration wants done to one file.
-
-    Attributes:
-        findings: What to tell.
-        claimed: References that an edit takes care of.
-        imports: Modules that the new code needs beside ampx, with a comment for the line.
-    """
+    """What a migration wants done to one file."""
 
     def __init__(self, program: Program, source: Source) -> None:
         """Start with nothing to do."""
         self.program = program
         self.source = source
         self.findings: list[Finding] = []
-        self.claimed: set[ast.AST] = set()
-        self.imports: dict[str, str] = {}
+        self.claimed: set[ast.AST] = set()  # references that an edit takes care of
+        self.imports: dict[str, str] = {}  # modules that the new code needs beside ampx, with a comment for the line
         self._edits: dict[ast.AST, Edit] = {}
         self._before: dict[ast.stmt, list[str]] = {}
         self._after: dict[ast.stmt, list[str]] = {}

@@ -86,17 +86,11 @@ def is_hinted(data: bytes) -> bool:
 
 @dataclass
 class Outline:
-    """What a file is, as far as it can be told by itself.
-
-    Attributes:
-        path: The file.
-        frameworks: Those whose old API it uses in a way that would change it.
-        error: Why it cannot be read; None where it can.
-    """
+    """What a file is, as far as it can be told by itself."""
 
     path: Path
-    frameworks: frozenset[str] = frozenset()
-    error: Finding | None = None
+    frameworks: frozenset[str] = frozenset()  # those whose old API it uses in a way that would change it
+    error: Finding | None = None  # why it cannot be read; None where it can
 
 
 def outline(path: Path, data: bytes) -> Outline:
@@ -133,11 +127,6 @@ def programs(
     """Return the files that have to be looked at, those of one program together.
 
     Two files are of one program where one imports the other, or a third imports both, directly or through others.
-
-    Args:
-        outlines: Of the files that may use an old name.
-        data: The bytes of all files of the tree.
-        imports: Which of them each imports.
     """
     by_path = {outline.path: outline for outline in outlines}
     groups = _Groups()
@@ -238,17 +227,11 @@ class _Groups:
 
 @dataclass
 class Surroundings:
-    """What else is in the tree that a program is of.
+    """What else is in the tree that a program is of."""
 
-    Attributes:
-        modules: Knows which file an import means.
-        importers: The files that import a file.
-        foreign: Files that were not named, and may not be changed.
-    """
-
-    modules: Modules = field(default_factory=Modules)
-    importers: Mapping[Path, Sequence[Path]] = field(default_factory=dict)
-    foreign: frozenset[Path] = frozenset()
+    modules: Modules = field(default_factory=Modules)  # knows which file an import means
+    importers: Mapping[Path, Sequence[Path]] = field(default_factory=dict)  # the files that import a file
+    foreign: frozenset[Path] = frozenset()  # files that were not named, and may not be changed
 
 
 def migrate(path: Path, data: bytes) -> FileReport:

@@ -36,9 +36,6 @@ def find(paths: Iterable[Path]) -> Iterator[Path]:
 
     Symbolic links are not followed, neither files nor folders; hidden folders and those of environments and builds
     are passed over. A file that is named is taken whatever its ending.
-
-    Raises:
-        InvalidOptionError: A path is not there, or is a symbolic link.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -67,12 +64,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[FileReport]:
-    """Return what files would become. Never raises for what is in them.
-
-    Args:
-        paths: The files.
-        progress: Is told how far it is.
-    """
+    """Return what files would become. Never raises for what is in them."""
     reports: dict[Path, FileReport] = {}
     data: dict[Path, bytes] = {}
     for path in paths:

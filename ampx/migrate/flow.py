@@ -15,17 +15,11 @@ Place: TypeAlias = tuple[object, str]
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """Where a place gets a value.
+    """Where a place gets a value."""
 
-    Attributes:
-        node: The target, or the parameter.
-        statement: The assignment; None for a parameter and for what is bound in another way.
-        value: What is assigned, where it is one expression.
-    """
-
-    node: ast.AST
-    statement: ast.stmt | None
-    value: ast.expr | None
+    node: ast.AST  # the target, or the parameter
+    statement: ast.stmt | None  # the assignment; None for a parameter and for what is bound in another way
+    value: ast.expr | None  # what is assigned, where it is one expression
 
 
 class Flow:

@@ -26,17 +26,11 @@ _TESTS: Final = (ast.Compare, ast.If, ast.IfExp, ast.BoolOp, ast.UnaryOp, ast.Wh
 
 @dataclass(frozen=True)
 class Start:
-    """Where a session begins.
+    """Where a session begins."""
 
-    Attributes:
-        statement: The line after which it is there.
-        name: What holds the session in that line.
-        maybe_none: Whether what holds it may be None instead.
-    """
-
-    statement: ast.stmt
-    name: str
-    maybe_none: bool
+    statement: ast.stmt  # the line after which it is there
+    name: str  # what holds the session in that line
+    maybe_none: bool  # whether what holds it may be None instead
 
 
 @dataclass(eq=False)

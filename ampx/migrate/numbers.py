@@ -45,11 +45,7 @@ def as_bool(code: str) -> str:
 
 
 def loss_scale(settings: Mapping[str, str]) -> str:
-    """Write `ampx.LossScale(...)` for settings as they stand in the code; bounds are widened where the scale needs it.
-
-    Args:
-        settings: Code by field of `ampx.LossScale`.
-    """
+    """Write `ampx.LossScale(...)` for settings by field, as code; bounds are widened where the scale needs it."""
     settings = dict(settings)
     first = number(settings.get("init_scale", "")) if "init_scale" in settings else None
     if first is not None and first > HIGHEST:

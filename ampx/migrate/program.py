@@ -26,15 +26,10 @@ _IMPORTS: Final = re.compile(
 
 @dataclass(frozen=True)
 class Definition:
-    """What gives a name its value.
+    """What gives a name its value."""
 
-    Attributes:
-        node: The name, parameter, function, class or import.
-        imported: For an import, the full name of what is imported.
-    """
-
-    node: ast.AST
-    imported: str | None = None
+    node: ast.AST  # the name, parameter, function, class or import
+    imported: str | None = None  # for an import, the full name of what is imported
 
 
 @dataclass(eq=False)
@@ -125,12 +120,7 @@ def imported_names(data: bytes) -> Iterator[tuple[str, str]]:
 
 
 def import_graph(data: Mapping[Path, bytes], modules: Modules) -> dict[Path, list[Path]]:
-    """Return which files of a tree each file imports something of; a name that is passed on is of the file that has it.
-
-    Args:
-        data: The bytes of all files of the tree.
-        modules: Knows them.
-    """
+    """Return which files of a tree each file imports from; a name that is passed on is of the file that has it."""
     names = {path: list(imported_names(content)) for path, content in data.items()}
 
     def home(name: str, importer: Path, depth: int) -> Iterator[Path]:
@@ -168,11 +158,7 @@ def beside(importer: Path, data: bytes) -> Iterator[Path]:
 
 
 class Program:
-    """Parsed files and the questions that dialects ask about them.
-
-    Attributes:
-        sources: The files, in the order in which they were added.
-    """
+    """Parsed files and the questions that dialects ask about them."""
 
     def __init__(
         self,
@@ -187,7 +173,7 @@ class Program:
             load: Parses a further file that is asked for; None where it cannot be had.
             importers: Gives what the files that import a file hold, but for those of the program.
         """
-        self.sources: list[Source] = []
+        self.sources: list[Source] = []  # the files, in the order in which they were added
         self._modules = modules or Modules()
         self._load = load
         self._importers = importers

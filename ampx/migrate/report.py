@@ -15,40 +15,24 @@ Status: TypeAlias = Literal["unchanged", "changed", "blocked", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One place in a file.
+    """One place in a file."""
 
-    Attributes:
-        line: Line of the file as it was, from 1.
-        kind: Whether a human must act.
-        what: What stands there.
-        advice: What to do.
-    """
-
-    line: int
-    kind: Kind
+    line: int  # line of the file as it was, from 1
+    kind: Kind  # whether a human must act
     what: str
     advice: str
 
 
 @dataclass
 class FileReport:
-    """What became of one file.
-
-    Attributes:
-        path: The file.
-        status: What happened.
-        findings: Sorted by line.
-        before: Its bytes.
-        after: What it would be, or is now; the same bytes where nothing changed.
-        encoding: How the bytes are read.
-    """
+    """What became of one file."""
 
     path: Path
     status: Status
     findings: list[Finding] = field(default_factory=list)
     before: bytes = b""
-    after: bytes = b""
-    encoding: str = "utf-8"
+    after: bytes = b""  # what it would be, or is now; the same bytes where nothing changed
+    encoding: str = "utf-8"  # how the bytes are read
 
 
 class NeedsHumanError(Exception):

@@ -35,21 +35,13 @@ _KEPT: Final = "It is PyTorch's own and works beside ampx: nothing has to be don
 
 @dataclass(frozen=True)
 class Region:
-    """One autocast region.
+    """One autocast region."""
 
-    Attributes:
-        node: The reference to the class.
-        call: The constructor call.
-        device: Code of the device type; the words cuda and cpu in double quotes.
-        dtype: Code of the dtype, in double quotes where it is known; None for the device's own.
-        enabled: Code of the switch; None where the region is always on.
-    """
-
-    node: Reference
+    node: Reference  # the reference to the class
     call: ast.Call
-    device: str
-    dtype: str | None
-    enabled: str | None
+    device: str  # code of the device type; the words cuda and cpu in double quotes
+    dtype: str | None  # code of the dtype, in double quotes where it is known; None for the device's own
+    enabled: str | None  # code of the switch; None where the region is always on
 
 
 class TorchAmp:

@@ -29,21 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The options of `ampx run`.
-
-    Attributes:
-        program: What to run.
-        settings: How.
-        framework: The only framework to automate, or None.
-        report: Where to write a report, or None.
-        unchanged_if_refused: Run the script without ampx where it is refused.
-    """
+    """The options of `ampx run`."""
 
     program: Program
     settings: RunSettings
-    framework: str | None = None
-    report: Path | None = None
-    unchanged_if_refused: bool = False
+    framework: str | None = None  # the only framework to automate, or None
+    report: Path | None = None  # where to write a report, or None
+    unchanged_if_refused: bool = False  # run the script without ampx where it is refused
 
 
 class StartProgram(BaseException):
@@ -58,11 +50,7 @@ REFUSED = 3
 
 
 def check_report(report: Path | None) -> None:
-    """Check the target of `--report`, before the script has trained for hours.
-
-    Raises:
-        InvalidOptionError: It is of no kind that can be written, or cannot be written.
-    """
+    """Check the target of `--report`, before the script has trained for hours."""
     if report is None:
         return
     if report.suffix not in (".json", ".html"):
@@ -80,14 +68,6 @@ def check_report(report: Path | None) -> None:
 
 def run_to_the_end(request: RunRequest) -> int:
     """Run a script, print the summary, and end as the script ended.
-
-    Returns:
-        The exit code, where the script did not end by an exception of its own.
-
-    Raises:
-        SystemExit, KeyboardInterrupt: As the script.
-        AmpxError: There is no such script, an option cannot be honoured, or the framework that was named cannot be
-            automated.
 
     Sync: none of its own.
     """

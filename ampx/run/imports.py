@@ -120,11 +120,7 @@ class _Watched(importlib.abc.Loader):
 
 
 class ImportAlias(importlib.abc.MetaPathFinder):
-    """Installs modules under names of others, when the script first asks for one of these.
-
-    Attributes:
-        asked: The script did.
-    """
+    """Installs modules under names of others, when the script first asks for one of these."""
 
     def __init__(self, names: Sequence[str], install: Callable[[str], bool], uninstall: Callable[[], None]) -> None:
         """Remember how.
@@ -134,7 +130,7 @@ class ImportAlias(importlib.abc.MetaPathFinder):
             install: Called with the name that was asked for; puts all of them into `sys.modules`, or returns False.
             uninstall: Called at the end, where the script asked.
         """
-        self.asked = False
+        self.asked = False  # the script asked for one of the names
         self._names = names
         self._install = install
         self._uninstall = uninstall

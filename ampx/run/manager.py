@@ -66,19 +66,13 @@ SomeManaged = TypeVar("SomeManaged", bound=Managed)
 
 
 class Manager(Generic[SomeManaged]):
-    """What is managed in one run. A backend adds how its framework makes optimizers and runs backward.
-
-    Attributes:
-        run: The run.
-        sampler: Counts operations.
-        quiet: Code of ampx is at work, which reads gradients as they are.
-    """
+    """What is managed in one run. A backend adds how its framework makes optimizers and runs backward."""
 
     def __init__(self, run: Run, sampler: Sampler | None = None, kind_of: Callable[[Any], str] | None = None) -> None:
         """Start with nothing managed; `kind_of` as in `Run.record_own_sessions`."""
         self.run = run
-        self.sampler = Sampler(run.recorder) if sampler is None else sampler
-        self.quiet = False
+        self.sampler = Sampler(run.recorder) if sampler is None else sampler  # counts operations
+        self.quiet = False  # code of ampx is at work, which reads gradients as they are
         self._references: list[weakref.ref[Any]] = []
         run.record_own_sessions(self.follow, kind_of)
 

@@ -16,17 +16,11 @@ from ampx.errors import InvalidOptionError
 
 @dataclass(frozen=True)
 class Program:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        name: A file, a folder with a `__main__.py`, `-` for the standard input, or the name of a module.
-        is_module: It is the name of a module, as after `python -m`.
-        arguments: What the program finds in `sys.argv[1:]`.
-    """
-
-    name: str
-    is_module: bool = False
-    arguments: tuple[str, ...] = ()
+    name: str  # a file, a folder with a `__main__.py`, `-` for the standard input, or the name of a module
+    is_module: bool = False  # it is the name of a module, as after `python -m`
+    arguments: tuple[str, ...] = ()  # what the program finds in `sys.argv[1:]`
 
     def command(self, through: Sequence[str] = ()) -> list[str]:
         """Return the command line that runs it without ampx, or `through` a module with arguments."""

@@ -15,12 +15,7 @@ TOP = 10
 
 
 def summary_lines(report: dict[str, Any], failed: bool = False) -> Iterator[str]:
-    """Return the lines of the summary.
-
-    Args:
-        report: As `--report out.json` holds it.
-        failed: The script ended by an error, under which nothing is said that is not known.
-    """
+    """Return the lines of the summary."""
     children: list[dict[str, Any]] = report["processes"]
     shown = report if report["framework"] is not None or not children else children[0]
     if shown["framework"] is not None:
@@ -106,11 +101,7 @@ pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 1
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the whole page.
-
-    Args:
-        report: The report as `--report out.json` writes it.
-    """
+    """Return the whole page."""
     title = f"ampx run: {report['script']}"
     parts = [f"<h1>{html.escape(title)}</h1>", _facts(report)]
     pictures = {"Time": _draw_time(report), "Loss scale": _draw_scales(report), "Operations": _draw_ops(report)}

@@ -16,20 +16,10 @@ if TYPE_CHECKING:
 
 
 class Following:
-    """Has the recorder tell of one session that the script started.
-
-    Attributes:
-        amp: The session.
-    """
+    """Has the recorder tell of one session that the script started."""
 
     def __init__(self, recorder: Recorder, amp: Amp, kind_of: Callable[[Any], str]) -> None:
-        """Listen from now on.
-
-        Args:
-            recorder: Where to write; what it knows of earlier sessions stays.
-            amp: The session.
-            kind_of: Returns the name of the script's class, of a wrapped optimizer.
-        """
+        """Listen from now on."""
         self.amp = amp
         self._recorder = recorder
         self._kind_of = kind_of

@@ -195,11 +195,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
 
 
 def _judge(settings: RunSettings) -> None:
-    """Raise where an option is none, whatever the framework.
-
-    Raises:
-        InvalidOptionError: It is none.
-    """
+    """Raise where an option is none, whatever the framework."""
     try:
         find_level(settings.level)
         if settings.dtype != "auto":

@@ -12,11 +12,7 @@ _BOTH: frozenset[Dtype] = frozenset({"float16", "bfloat16"})
 
 
 def describe(name: str) -> Device:
-    """Describe a device; `"auto"` is the one that JAX itself prefers.
-
-    Raises:
-        UnsupportedDeviceError: JAX has no such device here.
-    """
+    """Describe a device; `"auto"` is the one that JAX itself prefers."""
     if name not in ("auto", "cpu", "cuda"):
         raise _unsupported(name)
     try:

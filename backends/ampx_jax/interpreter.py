@@ -25,13 +25,7 @@ watch: Callable[[str, str], None] | None = None
 
 
 def evaluate(plan: JaxPlan | None, closed: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Run a closed jaxpr; results have the dtypes that they were traced with.
-
-    Args:
-        plan: The plan; None runs everything as it was traced.
-        closed: A `ClosedJaxpr`.
-        inputs: Arrays.
-    """
+    """Run a closed jaxpr; results have the dtypes that they were traced with."""
     return like(_run(plan, closed.jaxpr, closed.consts, inputs), closed.out_avals)
 
 

@@ -22,17 +22,7 @@ Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def call(transform: Transform, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a transformed function; objects of flax nnx among its arguments change as without the transform.
-
-    Args:
-        transform: Makes, of a function of trees of arrays, such a function.
-        function: The function, a method of such an object, or such an object itself.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-
-    Raises:
-        ProtocolError: The function changes an object that it was not given.
-    """
+    """Call a transformed function; objects of flax nnx among its arguments change as without the transform."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return transform(function)(*args, **kwargs)

@@ -19,18 +19,13 @@ from .state import AmpState, Settings
 
 
 class Update:
-    """The update function of a wrapped transformation: a type of its own, so that it is recognised.
-
-    Attributes:
-        inner: What was wrapped.
-        group: As in `wrap`.
-    """
+    """The update function of a wrapped transformation: a type of its own, so that it is recognised."""
 
     def __init__(self, update: Callable[..., Any], inner: optax.GradientTransformation, group: ScaleGroup) -> None:
         """Stand for `update`."""
         self._update = update
         self.inner = inner
-        self.group = group
+        self.group = group  # as in `wrap`
 
     def __call__(self, updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         """Turn scaled gradients into updates."""

@@ -39,23 +39,14 @@ FOLLOW: Final = _names_in(
 
 @dataclass(frozen=True)
 class JaxPlan(CastPlan):
-    """A plan whose lists are resolved to names of primitives and of compiled functions.
+    """A plan whose lists are resolved to names of primitives and of compiled functions."""
 
-    Attributes:
-        low: Names computed in `dtype`.
-        full: Names computed in float32.
-    """
-
-    low: frozenset[str] = LOW
-    full: frozenset[str] = FULL
+    low: frozenset[str] = LOW  # names computed in `dtype`
+    full: frozenset[str] = FULL  # names computed in float32
 
 
 def resolve(plan: CastPlan) -> JaxPlan:
-    """Check the op lists and give the plan that the interpreter reads.
-
-    Raises:
-        UnsupportedOpError: An entry names nothing that a trace shows.
-    """
+    """Check the op lists and give the plan that the interpreter reads."""
     allow, deny = _names("allow", plan.allow), _names("deny", plan.deny)
     return JaxPlan(
         plan.device,

@@ -25,15 +25,10 @@ jax.tree_util.register_dataclass(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Settings:
-    """What is known when a function is traced: part of the state's structure, not one of its arrays.
-
-    Attributes:
-        config: The loss scale's configuration.
-        enabled: False: the transformation is transparent.
-    """
+    """What is known when a function is traced: part of the state's structure, not one of its arrays."""
 
     config: LossScale
-    enabled: bool
+    enabled: bool  # False: the transformation is transparent
 
 
 class AmpState(NamedTuple):
@@ -182,11 +177,6 @@ class StateHandle(Handle):
 
     def __init__(self, tree: Any, call: str) -> None:
         """Find it.
-
-        Raises:
-            NotWrappedError: There is none.
-            UnsupportedByBackendError: There are several, or something around the wrapped transformation is unsound; or
-                a call that needs the state was given None.
 
         Sync: one, unless traced.
         """

@@ -102,11 +102,7 @@ class Accumulation:
 
 
 def check_adds(parameters: Iterable[Any]) -> None:
-    """Raise for parameters that began to add after they were wrapped.
-
-    Raises:
-        ProtocolError: There are some.
-    """
+    """Raise for parameters that began to add after they were wrapped."""
     adding = [parameter.name for parameter in parameters if parameter._grad_req == "add"]
     if adding:
         raise ProtocolError(

@@ -27,9 +27,6 @@ class DelegatingTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """Looks to MXNet like the raw trainer it holds: parameters, state and learning rate are that one's.
 
     The base class's `__init__` is never called: it would take the parameters away from the raw trainer.
-
-    Attributes:
-        trainer: The raw trainer.
     """
 
     trainer: Any

@@ -20,14 +20,7 @@ _TOO_WEAK: Final = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC",
 
 
 def describe(name: str) -> Device:
-    """Describe a device.
-
-    Args:
-        name: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"` for the best present.
-
-    Raises:
-        UnsupportedDeviceError: There is no such device here.
-    """
+    """Describe a device."""
     count = mx.context.num_gpus()
     wanted = ("gpu" if count else "cpu") if name == "auto" else str(name)
     kind, _, index = wanted.partition(":")

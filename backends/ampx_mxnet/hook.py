@@ -33,14 +33,11 @@ class OverflowHook:
     Native defect: MXNet's scaler moves the scale one step late, looks at the first context only, and fails on
     parameters of different dtypes. This one asks ampx, and holds no scale: its numbers are the group's, by MXNet's
     names for them.
-
-    Attributes:
-        finite: Whether all gradients of the wrapper's last step were finite.
     """
 
     def __init__(self, member: Member, drop: Callable[[], Callable[[], None] | None]) -> None:
         """Watch one member; `drop` is a weak reference to what forgets the pending gradients."""
-        self.finite = True
+        self.finite = True  # whether all gradients of the wrapper's last step were finite
         self._member = member
         self._drop = drop
         self._trainer: Callable[[], Any] = type(None)
@@ -57,9 +54,6 @@ class OverflowHook:
 
     def has_overflow(self, parameters: Iterable[Any]) -> bool:
         """Answer MXNet's question whether to skip the update; it passes its parameters.
-
-        Raises:
-            RawStepError: Scaled gradients are pending, and it is not the wrapper who steps.
 
         Sync: as the wrapper's check.
         """

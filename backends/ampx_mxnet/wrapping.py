@@ -22,12 +22,6 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
     """Wrap a raw trainer; with the option `in_place`, the trainer itself becomes the wrapped one.
 
     `in_place` may also be a class made from `AmpTrainer`: then it becomes one of these.
-
-    Raises:
-        InvalidOptionError: An option is unknown.
-        LowPrecisionParametersError: It holds low-precision parameters without master weights.
-        ProtocolError: MXNet's own loss scaling was switched on for it.
-        UnsupportedByBackendError: It must update in its store, before anything can be checked.
     """
     reject_unknown("mxnet", options, ("in_place",))
     if not member.group.enabled:

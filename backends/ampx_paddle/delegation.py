@@ -26,9 +26,6 @@ class DelegatingOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     """Looks to Paddle like the raw optimizer it holds: parameters, state and learning rate are that one's.
 
     The base class's `__init__` is never called: it would make a second set of accumulators.
-
-    Attributes:
-        optimizer: The raw optimizer.
     """
 
     optimizer: Any

@@ -14,10 +14,6 @@ from ampx.errors import LossDtypeError
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     """Return what `scale_loss` has to know about a loss, a tensor of any shape, dtype and place.
 
-    Args:
-        loss: What the user passed.
-        check_nan: True: look for NaN even if that syncs. None: only on the CPU. False: never.
-
     Sync: none unless `check_nan` is True and the loss is on an accelerator.
     """
     if isinstance(loss, paddle.pir.Value):

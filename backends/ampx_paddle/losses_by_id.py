@@ -17,17 +17,12 @@ from .gradients import collect, gradient_of, parameters
 
 
 class LossMixer:
-    """Keeps apart what carries different scales, for one optimizer.
-
-    Attributes:
-        loss_id: The loss whose gradients were scaled last, once there are several; else None.
-        finite: Finiteness by loss id of gradients that are true already.
-    """
+    """Keeps apart what carries different scales, for one optimizer."""
 
     def __init__(self) -> None:
         """Start with one loss."""
-        self.loss_id: int | None = None
-        self.finite: dict[int, bool] = {}
+        self.loss_id: int | None = None  # the loss whose gradients were scaled last, once there are several; else None
+        self.finite: dict[int, bool] = {}  # finiteness by loss id of gradients that are true already
         self._aside: list[tuple[Any, Any]] = []
 
     def note(self, loss_id: int, finite: bool) -> None:

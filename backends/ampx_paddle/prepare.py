@@ -13,16 +13,7 @@ from .step import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Cast a model to low precision, norms excepted, and make float32 masters for its optimizer; at O1 do nothing.
-
-    Args:
-        model: A layer, or a list of layers; changed in place.
-        optimizer: Raw or wrapped, or None.
-        plan: Device, dtype and level.
-
-    Returns:
-        The model, or (model, optimizer).
-    """
+    """Cast a model to low precision, norms excepted, and make float32 masters for its optimizer; at O1 do nothing."""
     if plan.level == "O2":
         present = paddle.device.get_device()
         if present.partition(":")[0] != plan.device.partition(":")[0]:

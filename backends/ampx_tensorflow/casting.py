@@ -77,14 +77,11 @@ class Region:
     """Layers compute in one dtype inside, in the calling thread. Nothing but its `with` statement keeps it alive.
 
     A Ctrl-C may interrupt the exit at any line; a region that has ended with its statement does not count even so.
-
-    Attributes:
-        dtype: In which layers compute.
     """
 
     def __init__(self, dtype: Dtype) -> None:
         """Remember the dtype."""
-        self.dtype: Final = dtype
+        self.dtype: Final = dtype  # in which layers compute
 
     def __enter__(self) -> None:
         """Compute in the dtype from here on."""

@@ -20,14 +20,7 @@ _SLOW_BFLOAT16: Final = frozenset({"AVX512_CORE", "AVX512_CORE_VNNI"})
 
 
 def describe(name: str) -> Device:
-    """Describe a device.
-
-    Args:
-        name: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"` for the best present.
-
-    Raises:
-        UnsupportedDeviceError: There is no such device here.
-    """
+    """Describe a device."""
     gpus = tf.config.list_physical_devices("GPU")
     wanted = ("gpu" if gpus else "cpu") if name == "auto" else str(name)
     kind, _, index = wanted.partition(":")

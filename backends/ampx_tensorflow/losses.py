@@ -14,13 +14,6 @@ from ampx.errors import LossDtypeError
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     """Return what `scale_loss` has to know about a loss; whether a traced one is NaN cannot be known.
 
-    Args:
-        loss: What the user passed.
-        check_nan: True: look for NaN even if that syncs. None: only on the CPU. False: never.
-
-    Raises:
-        LossDtypeError: It is no tensor.
-
     Sync: none unless `check_nan` is True and the loss is on an accelerator.
     """
     if isinstance(loss, tf.Variable) or not tf.is_tensor(loss) or not isinstance(loss, tf.Tensor):
@@ -39,22 +32,13 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
 
 @dataclass(frozen=True)
 class ScaledGradient:
-    """What a scaled loss has as `gradient`: differentiates it wherever it was scaled, inside the tape or outside.
+    """What a scaled loss has as `gradient`: differentiates it wherever it was scaled, inside the tape or outside."""
 
-    Attributes:
-        loss: The loss as it was, on the tape.
-        scale: The loss scale.
-    """
-
-    loss: Any
+    loss: Any  # the loss as it was, on the tape
     scale: Any
 
     def __call__(self, tape: tf.GradientTape, variables: Any, **options: Any) -> Any:
-        """Return the scaled gradients; `options` are those of `tape.gradient`.
-
-        Raises:
-            LossDtypeError: The loss is float16, in which the scale does not fit.
-        """
+        """Return the scaled gradients; `options` are those of `tape.gradient`."""
         if self.loss.dtype == tf.float16:
             raise LossDtypeError(
                 "scaled.gradient got a loss of dtype float16, where the loss scale would become inf; accepted: a "

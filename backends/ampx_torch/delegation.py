@@ -21,9 +21,6 @@ class DelegatingOptimizer(torch.optim.Optimizer):
     """Looks to torch like the raw optimizer it holds: groups, state, hooks and checkpoints are that one's.
 
     The base class's `__init__` is never called: it would make a second set of parameter groups.
-
-    Attributes:
-        optimizer: The raw optimizer.
     """
 
     optimizer: torch.optim.Optimizer

@@ -20,14 +20,7 @@ LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[torch.dtype, ...] | None = None) -> Any:
-    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is.
-
-    Args:
-        tree: Tensors of any shape and dtype in tuples, named tuples, lists and dicts.
-        dtype: The target; tensors that have it are not copied.
-        device: Cast only what autocast would: tensors of this device type, but not float64.
-        only: Cast only tensors of these dtypes.
-    """
+    """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
     if isinstance(tree, torch.Tensor):
         if not tree.is_floating_point() or (
             device is not None and (tree.device.type != device or tree.dtype == torch.float64)

@@ -90,12 +90,7 @@ class Automation:
         return config is not None and (config.dynamic or config.init_scale != 1.0)
 
     def begin(self, kind: str, params: Any) -> None:
-        """Start the session with the script's first optimizer, and note this one.
-
-        Raises:
-            RunRefusedError: The script has mixed precision of its own.
-            InvalidOptionError: The settings cannot be honoured.
-        """
+        """Start the session with the script's first optimizer, and note this one."""
         self.refuse_own_scaling()
         if self.run.amp is None:
             amp = self.run.session(**self._preferred())
@@ -120,11 +115,7 @@ class Automation:
             self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
 
     def refuse_own_scaling(self) -> None:
-        """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply.
-
-        Raises:
-            RunRefusedError: It has.
-        """
+        """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply."""
         for name in _OWN_SCALING:
             if name in sys.modules:
                 self.run.refuse(

@@ -39,19 +39,12 @@ _Numbers = tuple[Any, ...] | None
 
 @dataclass
 class _Frame:
-    """One trace of one compiled function.
+    """One trace of one compiled function."""
 
-    Attributes:
-        trace: Stands for the trace: an update belongs to it where the present trace equals it.
-        state: The loss scale for what is traced next; None where the script scales by itself.
-        flags: What came of the updates up to now.
-        used: The scale was read, or an update was taken.
-    """
-
-    trace: Any
-    state: LossScaleState | None
-    flags: tuple[Any, ...] = ()
-    used: bool = False
+    trace: Any  # stands for the trace: an update belongs to it where the present trace equals it
+    state: LossScaleState | None  # the loss scale for what is traced next; None where the script scales by itself
+    flags: tuple[Any, ...] = ()  # what came of the updates up to now
+    used: bool = False  # the scale was read, or an update was taken
 
 
 class Outcomes:
@@ -88,11 +81,7 @@ class Outcomes:
         return None if frame is None or frame.state is None else frame.state.scale
 
     def take(self, outcome: Any) -> bool:
-        """Take what came of an update for a hidden output; False: tell it by a callback.
-
-        Args:
-            outcome: One array; where there is a scale, whether the gradients were finite.
-        """
+        """Take what came of an update for a hidden output; False: tell it by a callback."""
         frame = self._direct()
         if frame is None:
             return False
@@ -164,15 +153,11 @@ def _trace() -> Any:
 
 
 class _Body:
-    """What is compiled in a function's place.
-
-    Attributes:
-        used: It reads the loss scale, or an update is in it.
-    """
+    """What is compiled in a function's place."""
 
     def __init__(self, find: Callable[[], Outcomes | None], function: Callable[[], Any], like: Any) -> None:
         """Take what gives the function: a weak reference, where this lives as long as the function."""
-        self.used = False
+        self.used = False  # it reads the loss scale, or an update is in it
         self._find = find
         self._function = function
         self.__name__ = getattr(like, "__name__", type(like).__name__)
@@ -186,12 +171,7 @@ class _Body:
 
 
 def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Callable[..., Any]:
-    """Return `jax.jit` whose functions tell without callbacks.
-
-    Args:
-        native: `jax.jit`.
-        find: Gives the outcomes; None while functions are to be as the script made them.
-    """
+    """Return `jax.jit` whose functions tell without callbacks."""
     # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
     bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
 

@@ -85,11 +85,7 @@ def running_session() -> ampx.Amp | None:
 
 
 def activate(plan: CastPlan) -> None:
-    """Switch casting on in all threads until `deactivate`.
-
-    Raises:
-        ProtocolError: The script called MXNet's own `amp.init`, which cannot be undone.
-    """
+    """Switch casting on in all threads until `deactivate`."""
     with _lock:
         _State.session = plan
         _settle()
@@ -105,11 +101,7 @@ def deactivate() -> None:
 
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
-    """Return a region with casting on or off in the calling thread.
-
-    Raises:
-        ProtocolError: As `activate`.
-    """
+    """Return a region with casting on or off in the calling thread."""
     return _On(plan) if enabled else switch.Region(None)
 
 

@@ -43,16 +43,12 @@ def set_default(plan: CastPlan | None) -> None:
 
 
 class Region:
-    """A region of one thread. A class, because it is entered in every step and a generator costs more.
-
-    Attributes:
-        plan: By which the thread casts inside; None: not at all.
-    """
+    """A region of one thread. A class, because it is entered in every step and a generator costs more."""
 
     __slots__ = ("__weakref__", "plan")
 
     def __init__(self, plan: CastPlan | None) -> None:
-        self.plan = plan
+        self.plan = plan  # by which the thread casts inside; None: not at all
 
     def __enter__(self) -> None:
         _thread.regions = (weakref.ref(self), *self._others())

@@ -109,11 +109,7 @@ class TrainerManager(Manager[Managed]):
 
 
 class ManagedTrainer(AmpTrainer):
-    """What a script's trainer becomes.
-
-    Attributes:
-        ampx_manager: Who manages it.
-    """
+    """What a script's trainer becomes."""
 
     ampx_manager: TrainerManager
 

@@ -69,11 +69,7 @@ class Operations(Sampler):
         self._only_graphs = True
 
     def start(self, casts: bool = True) -> None:
-        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says.
-
-        Args:
-            casts: False: only count, because the script casts by itself.
-        """
+        """Count from now on, collecting the graphs that TensorFlow rewrites, and cast as the session says."""
         self._casts = casts
         if self._on:
             return

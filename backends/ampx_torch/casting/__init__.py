@@ -45,11 +45,7 @@ _thread = _Thread()
 
 
 def check_plan(plan: CastPlan) -> CastPlan:
-    """Resolve the op lists of a plan.
-
-    Raises:
-        UnsupportedOpError: An entry cannot be honoured.
-    """
+    """Resolve the op lists of a plan."""
     return oplists.resolve(plan)
 
 

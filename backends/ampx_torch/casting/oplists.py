@@ -43,15 +43,10 @@ PYTHON_WRAPPERS: Final[dict[Callable[..., Any], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of `allow` or `deny` for callers inside this package: an operation, and what else to do with it.
+    """An entry of `allow` or `deny` for callers inside this package: an operation, and what else to do with it."""
 
-    Attributes:
-        kind: `"ban"` or `"promote"`.
-        entry: A function or name of a torch operation.
-    """
-
-    kind: Kind
-    entry: Any
+    kind: Kind  # `"ban"` or `"promote"`
+    entry: Any  # a function or name of a torch operation
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,7 @@ _MARK = "_ampx_prepared"
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-    """Do to a model and its optimizer what the level needs. Doing it again to the same changes nothing.
-
-    Args:
-        model: A module, or a list of modules that the name patterns of `allow` and `deny` are about.
-        optimizer: Raw or wrapped, or a list of all that train the model; None trains nothing, or O1.
-        plan: Device, dtype, level and rules.
-    """
+    """Do to a model and its optimizer what the level needs. Doing it again to the same changes nothing."""
     models = [_unwrapped(module) for module in (model if isinstance(model, (list, tuple)) else [model])]
     rules = module_rules.matches(models, plan)
     if plan.level == "O1":

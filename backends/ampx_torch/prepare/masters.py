@@ -18,15 +18,11 @@ from ampx_torch.trees import LOW
 
 
 class MasterWeights:
-    """The masters of one raw optimizer. Travels with copies and pickles of (model, wrapped optimizer).
-
-    Attributes:
-        pairs: (the model's parameter, its float32 master), every parameter once.
-    """
+    """The masters of one raw optimizer. Travels with copies and pickles of (model, wrapped optimizer)."""
 
     def __init__(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Keep the pairs, and until `begin` what the parameters are and how often their masters were written."""
-        self.pairs = list(pairs)
+        self.pairs = list(pairs)  # (the model's parameter, its float32 master), every parameter once
         self._new = [(own, master, own.detach().clone(), master._version) for own, master in self.pairs]
         # Memory of the masters' gradients by place in `pairs`, on a CPU only.
         self._kept: dict[int, torch.Tensor] = {}

@@ -24,13 +24,7 @@ from .operations import TorchSampler
 
 
 class TorchManaged(Managed):
-    """One optimizer of the script; its `step` is shadowed on the instance, where schedulers shadow it, too.
-
-    Attributes:
-        skips: Steps in a row that the script's own GradScaler skipped.
-        call: What the script gave to `step` beyond a closure.
-        returned: What the raw `step` returned.
-    """
+    """One optimizer of the script; its `step` is shadowed on the instance, where schedulers shadow it, too."""
 
     raw: torch.optim.Optimizer
     wrapped: AmpOptimizer
@@ -38,9 +32,9 @@ class TorchManaged(Managed):
     def __init__(self, raw: torch.optim.Optimizer, place: str) -> None:
         """Remember the optimizer."""
         super().__init__(raw, place)
-        self.skips = 0
-        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self.returned: Any = None
+        self.skips = 0  # steps in a row that the script's own GradScaler skipped
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # what the script gave to `step` beyond a closure
+        self.returned: Any = None  # what the raw `step` returned
 
     @property
     def carries_scale(self) -> bool:

@@ -33,9 +33,6 @@ class _Looked:
 def check_callers() -> None:
     """Look through the script and the modules beside it, each once.
 
-    Raises:
-        FluidNameError: The script will come to a name that is not in the alias.
-
     Warns:
         AmpxWarning: There is such a name on a way that depends on a condition.
     """
@@ -68,19 +65,12 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """One place in a script.
-
-    Attributes:
-        file: Its file.
-        line: Its line.
-        name: The name, such as `"fluid.io.no_such"`.
-        certain: The script comes there whatever its conditions say.
-    """
+    """One place in a script."""
 
     file: str
     line: int
-    name: str
-    certain: bool
+    name: str  # the name, such as `"fluid.io.no_such"`
+    certain: bool  # the script comes there whatever its conditions say
 
 
 def missing_names(files: list[Path]) -> list[Use]:

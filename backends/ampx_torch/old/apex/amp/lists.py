@@ -133,11 +133,7 @@ def bans() -> bool:
 
 
 def edits() -> dict[tuple[Any, str], Kind]:
-    """Return what a script added to the lists, as if it had registered it.
-
-    Raises:
-        UnsupportedOpError: It took a function from a list and put it on no other.
-    """
+    """Return what a script added to the lists, as if it had registered it."""
     added: dict[tuple[Any, str], Kind] = {}
     for overrides, published in zip(_OVERRIDES, _PUBLISHED, strict=True):
         listed: set[str] = set()

@@ -19,11 +19,7 @@ VARIABLE: Final = "AMPX_APEX_DTYPE"
 
 
 def choose_low(option: object) -> torch.dtype:
-    """Return the dtype that stands where apex had float16: the option, else what AMPX_APEX_DTYPE says, else float16.
-
-    Raises:
-        InvalidOptionError: It is neither float16 nor bfloat16.
-    """
+    """Return the dtype that stands where apex had float16: the option, else what AMPX_APEX_DTYPE says, else float16."""
     passed = os.environ.get(VARIABLE) or "float16" if option is None else option
     wanted = normalise_dtype(str(passed).removeprefix("torch."))
     if wanted == "float32":
