@@ -37,7 +37,6 @@ def _homes() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use."""
     if name == "__version__":
         from importlib import metadata
 
@@ -55,5 +54,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
     return sorted(_homes())

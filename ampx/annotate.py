@@ -40,7 +40,6 @@ class Region:
         self._entered: dict[int, list[AbstractContextManager[Any]]] = {}
 
     def __enter__(self) -> None:
-        """Enter a fresh region of the framework."""
         region = self._make()
         region.__enter__()
         self._entered.setdefault(_thread.number, []).append(region)
@@ -48,7 +47,6 @@ class Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore what was before."""
         thread = _thread.number
         regions = self._entered[thread]
         region = regions.pop()
@@ -57,7 +55,7 @@ class Region:
         region.__exit__(kind, error, trace)
 
     def __call__(self, function: Function) -> Function:
-        """Run a function inside the region."""
+        """Return the function, run inside the region."""
         make = self._make
 
         @functools.wraps(function)

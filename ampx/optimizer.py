@@ -116,7 +116,6 @@ class GenericOptimizer(WrappedOptimizer):
         self._brought: Scalar = None  # the scale that gradients which were there already were brought to
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on the raw optimizer."""
         if name.startswith("__") or "optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -134,7 +134,6 @@ class ScaleGroup:
     _due: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start the state of loss id 0."""
         self.states.setdefault(0, self.config.initial_state())
 
     def add_member(self) -> Member:
@@ -346,7 +345,6 @@ class Member:
     """
 
     def __init__(self, group: ScaleGroup) -> None:
-        """Start idle."""
         self.group = group
         self.stage: Stage = "idle"
         self.factors: dict[int, Scalar] = {}

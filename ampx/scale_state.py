@@ -59,7 +59,6 @@ class LossScale:
     max_consecutive_skips: int = 50
 
     def __post_init__(self) -> None:
-        """Check every value."""
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             _require(_is_number(value), name, value, "a number")

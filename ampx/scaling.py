@@ -282,7 +282,6 @@ class _Held:
     """A scaled loss that cannot be weakly referenced, in something that can."""
 
     def __init__(self, loss: Loss) -> None:
-        """Hold it."""
         self.loss = loss
 
 

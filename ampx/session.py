@@ -547,13 +547,11 @@ class Amp:
         sessions.remove(self)
 
     def __enter__(self) -> Amp:
-        """Return the session itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down."""
         self.shutdown()
 
     # -- checks ------------------------------------------------------------------------------------
@@ -943,7 +941,6 @@ class Gate:
         self._last_steps = tuple(last_steps)
 
     def __getattr__(self, name: str) -> Any:
-        """Look everything else up on the scheduler."""
         if name.startswith("__") or "scheduler" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.scheduler, name)

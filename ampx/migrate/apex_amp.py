@@ -59,7 +59,6 @@ class ApexAmp:
     """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Take the program."""
         self._plan = plan
         self._program = plan.program
         self._renamed: set[ast.AST] = set()

@@ -36,7 +36,6 @@ class Edits:
     """What a migration wants done to one file."""
 
     def __init__(self, program: Program, source: Source) -> None:
-        """Start with nothing to do."""
         self.program = program
         self.source = source
         self.findings: list[Finding] = []
@@ -260,7 +259,6 @@ class Plan:
     """The edits of every file of a program."""
 
     def __init__(self, program: Program) -> None:
-        """Start with nothing to do."""
         self.program = program
         self._edits: dict[Source, Edits] = {}
         self._flow: Flow | None = None

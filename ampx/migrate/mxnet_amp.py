@@ -19,7 +19,6 @@ class MXNetAmp:
     """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Take the program."""
         self._plan = plan
         self._program = plan.program
 

@@ -65,7 +65,6 @@ class Modules:
     """The files of a tree, and which of them an import means."""
 
     def __init__(self, paths: Iterable[Path] = ()) -> None:
-        """Take the files that there are."""
         self._paths = {os.path.abspath(path): path for path in paths}
         self._known: dict[tuple[str, str], tuple[Path, list[str]] | None] = {}
 

@@ -39,7 +39,6 @@ class NeedsHumanError(Exception):
     """Raised by a dialect at what it does not fully understand; the program is then left alone."""
 
     def __init__(self, node: ast.AST, what: str, advice: str) -> None:
-        """Say where, what, and what to do."""
         super().__init__(f"line {node.lineno}: {what}")  # type: ignore[attr-defined]
         self.node = node
         self.finding = Finding(node.lineno, "todo", what, advice)  # type: ignore[attr-defined]

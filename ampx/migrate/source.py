@@ -28,7 +28,6 @@ class Source:
     """
 
     def __init__(self, path: Path, data: bytes) -> None:
-        """Decode and parse."""
         self.path = path
         self.data = data
         self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]

@@ -29,7 +29,6 @@ class TensorFlowAmp:
     """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Take the program."""
         self._plan = plan
         self._program = plan.program
         self._optimizers: list[ast.Call] = []

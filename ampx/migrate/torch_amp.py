@@ -48,7 +48,6 @@ class TorchAmp:
     """Plans the edits of one program."""
 
     def __init__(self, plan: Plan) -> None:
-        """Read the regions of the program."""
         self._plan = plan
         self._program = plan.program
         self._regions = self._find_regions()

@@ -42,7 +42,6 @@ class StartProgram(BaseException):
     """Carries a request out of the command line's parser, which would catch exceptions that are the script's."""
 
     def __init__(self, request: RunRequest) -> None:
-        """Take the request."""
         self.request = request
 
 

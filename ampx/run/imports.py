@@ -96,12 +96,10 @@ class _Watched(importlib.abc.Loader):
     """A loader that tells when it is done; the module gets the true one."""
 
     def __init__(self, loader: Any, watch: ImportWatch) -> None:
-        """Remember the true loader."""
         self._loader = loader
         self._watch = watch
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on the true loader."""
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

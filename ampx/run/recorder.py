@@ -23,7 +23,6 @@ class _Phase:
     __slots__ = ("_name", "_recorder")
 
     def __init__(self, recorder: Recorder, name: str) -> None:
-        """Remember where to write."""
         self._recorder = recorder
         self._name = name
 
@@ -32,7 +31,6 @@ class _Phase:
         self._recorder._begin(self._name)
 
     def __exit__(self, *error: object) -> None:
-        """Stop it."""
         self._recorder._end()
 
 
@@ -98,7 +96,6 @@ class Recorder:
     """
 
     def __init__(self, sampled_steps: int = SAMPLED_STEPS) -> None:
-        """Start with nothing seen."""
         self.optimizers: dict[int, OptimizerRecord] = {}
         self.seconds: dict[str, float] = {}
         self.ops: Counter[tuple[str, str]] = Counter()

@@ -87,7 +87,6 @@ class Run:
     _end_watch: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        """Join the peers."""
         self.peers.append(self)
 
     def session(self, **options: Any) -> Amp:

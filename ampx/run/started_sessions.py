@@ -19,7 +19,6 @@ class Following:
     """Has the recorder tell of one session that the script started."""
 
     def __init__(self, recorder: Recorder, amp: Amp, kind_of: Callable[[Any], str]) -> None:
-        """Listen from now on."""
         self.amp = amp
         self._recorder = recorder
         self._kind_of = kind_of

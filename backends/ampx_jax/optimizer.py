@@ -22,7 +22,6 @@ class Update:
     """The update function of a wrapped transformation: a type of its own, so that it is recognised."""
 
     def __init__(self, update: Callable[..., Any], inner: optax.GradientTransformation, group: ScaleGroup) -> None:
-        """Stand for `update`."""
         self._update = update
         self.inner = inner
         self.group = group  # as in `wrap`

@@ -31,7 +31,6 @@ class Accumulation:
     """Parameters that MXNet thinks it overwrites, and the gradients they had before the running body."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self.parameters: list[Any] = []
         self._before: list[tuple[Any, Any, bool, Any]] = []
         self._began = False

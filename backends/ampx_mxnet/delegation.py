@@ -11,7 +11,6 @@ class Delegated:
     """A name of gluon's trainer that is looked up, and set, on the raw trainer instead."""
 
     def __init__(self, name: str) -> None:
-        """Remember the name."""
         self._name = name
 
     def __get__(self, instance: Any, owner: type) -> Any:
@@ -19,7 +18,6 @@ class Delegated:
         return getattr(mx.gluon.Trainer if instance is None else instance.trainer, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        """Set the raw trainer's."""
         setattr(instance.trainer, self._name, value)
 
 

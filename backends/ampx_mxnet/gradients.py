@@ -117,7 +117,6 @@ class Layout:
     __slots__ = ("_batches", "_gradients")
 
     def __init__(self) -> None:
-        """Know nothing."""
         self._gradients: list[list[Any]] = []
         self._batches: Batches = []
 

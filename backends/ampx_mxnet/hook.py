@@ -19,7 +19,6 @@ class SavedScaler(amp.loss_scaler.LossScaler):  # type: ignore[misc]
     """The numbers of a trainer's loss scale, by MXNet's names, as they were copied or pickled; it checks nothing."""
 
     def __init__(self, numbers: dict[str, float]) -> None:
-        """Hold them."""
         self.__dict__.update(numbers)
 
     def has_overflow(self, params: Iterable[Any]) -> bool:

@@ -64,7 +64,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     _true: bool
 
     def __init__(self, backend: MXNetBackend, trainer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        """Made by `ampx.wrap_optimizer`."""
         self.trainer = trainer
         self.ampx_member = member
         self._backend = backend
@@ -94,13 +93,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             self._hook.watch(self.trainer)
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on the raw trainer."""
         if name.startswith("__") or "trainer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.trainer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the raw trainer what is not the wrapper's own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
         elif name == "_amp_loss_scaler" and hasattr(value, "_next_loss_scale") and self.ampx_member.group.enabled:
@@ -452,5 +449,4 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._drop()
 
     def __repr__(self) -> str:
-        """Return the raw trainer."""
         return f"AmpTrainer({self.trainer!r})"

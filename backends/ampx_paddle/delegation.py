@@ -18,7 +18,6 @@ class Delegated:
         return getattr(paddle.optimizer.Optimizer if instance is None else instance.optimizer, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        """Set the raw optimizer's."""
         setattr(instance.optimizer, self._name, value)
 
 

@@ -20,7 +20,6 @@ class LossMixer:
     """Keeps apart what carries different scales, for one optimizer."""
 
     def __init__(self) -> None:
-        """Start with one loss."""
         self.loss_id: int | None = None  # the loss whose gradients were scaled last, once there are several; else None
         self.finite: dict[int, bool] = {}  # finiteness by loss id of gradients that are true already
         self._aside: list[tuple[Any, Any]] = []

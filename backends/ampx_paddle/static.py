@@ -122,7 +122,6 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
     # condition is `paddle.static.nn.cond`.
 
     def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        """Made by `ampx.wrap_optimizer`."""
         self.optimizer = optimizer
         self.ampx_member = member
         self._backend = backend
@@ -131,14 +130,12 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.ampx_values: dict[str, Any] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the raw optimizer what is not the wrapper's own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on the raw optimizer."""
         if name.startswith("__") or "optimizer" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.optimizer, name)

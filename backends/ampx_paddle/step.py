@@ -46,7 +46,6 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     """
 
     def __init__(self, backend: PaddleBackend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        """Made by `ampx.wrap_optimizer`."""
         super().__init__(backend, optimizer, member, options)
         self._attach()
 
@@ -70,7 +69,6 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._guard.leave(self.optimizer)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the raw optimizer what is not the wrapper's own."""
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:

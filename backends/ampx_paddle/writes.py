@@ -61,7 +61,6 @@ class Writes:
     """What is known of one optimizer's gradients."""
 
     def __init__(self, member: Member) -> None:
-        """Know nothing yet."""
         self._member = member
         self._own = False  # a body of this optimizer wrote since the last step
         self._carried: set[float] = set()  # by what others wrote, or the last step left

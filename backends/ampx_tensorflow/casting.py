@@ -80,18 +80,15 @@ class Region:
     """
 
     def __init__(self, dtype: Dtype) -> None:
-        """Remember the dtype."""
         self.dtype: Final = dtype  # in which layers compute
 
     def __enter__(self) -> None:
-        """Compute in the dtype from here on."""
         self._thread = threading.get_ident()
         outer = _regions.get(self._thread)
         self._outer = tuple(entry for entry in outer if entry() is not None) if outer else ()
         _regions[self._thread] = (*self._outer, weakref.ref(self))
 
     def __exit__(self, *error: object) -> None:
-        """Compute as before."""
         _regions[self._thread] = self._outer  # first, and before any call: a traceback that is kept keeps regions alive
         if not self._outer:
             _regions.pop(self._thread, None)

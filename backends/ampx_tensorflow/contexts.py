@@ -26,7 +26,6 @@ class Contexts:
     """
 
     def __init__(self, group: ScaleGroup) -> None:
-        """Remember the group of the host."""
         self.host = group
         self._others: weakref.WeakKeyDictionary[Any, dict[Any, ScaleGroup]] = weakref.WeakKeyDictionary()
 

@@ -125,7 +125,6 @@ class ProcessSwitch:
     """The rewriter for the whole process: `tf.function`s, sessions, and models that Keras compiles."""
 
     def __init__(self) -> None:
-        """Start switched off."""
         self._undo: ExitStack | None = None
 
     @property
@@ -182,12 +181,10 @@ class PreparedFunction:
     """
 
     def __init__(self, function: Any, device: str) -> None:
-        """Made by `ampx.prepare`."""
         self.function = function
         self._device = device
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on the function."""
         if name.startswith("__") or "function" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.function, name)

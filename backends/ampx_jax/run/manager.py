@@ -60,7 +60,6 @@ class Automation:
     """One run: its session, and the loss scale that lives on the host."""
 
     def __init__(self, run: Run) -> None:
-        """Start without a session."""
         self.run = run
         self.calls = _Calls()
         self.live = True

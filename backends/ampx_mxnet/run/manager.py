@@ -21,7 +21,6 @@ class TrainerManager(Manager[Managed]):
     """
 
     def __init__(self, run: Run) -> None:
-        """Start with nothing managed."""
         self.attached = self.multiplied = False
         self._waiting = False
         self._trainers: list[ManagedTrainer] = []

@@ -41,7 +41,6 @@ class PaddleManager(Manager[PaddleManaged]):
     """
 
     def __init__(self, run: Run) -> None:
-        """Start with nothing managed."""
         self.multiplied = self.decorated = False
         self._owners: dict[int, PaddleManaged] = {}
         self._runs = 0

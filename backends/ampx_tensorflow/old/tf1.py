@@ -44,7 +44,6 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
     """TensorFlow's own loss scale of graphs, moved as the specification says."""
 
     def __init__(self, config: LossScale, first: LossScaleState) -> None:
-        """Make the variables; the native ones are never made."""
         super(_v1.mixed_precision.DynamicLossScale, self).__init__()
         self.numbers = ScaleVariables(config, first, self._add_weight)
         # Gradients, and whether they were finite when they were computed: clipping by value would hide an overflow.
@@ -80,7 +79,6 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         }
 
     def __repr__(self) -> str:
-        """Show the configuration."""
         return f"SpecifiedLossScale({self.numbers.config!r})"
 
 
@@ -92,7 +90,6 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
     """
 
     def __init__(self, backend: Backend, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        """Made by `ampx.wrap_optimizer`."""
         group = member.group
         if group.enabled:
             scale: Any = SpecifiedLossScale(group.config, group.state_of(0))

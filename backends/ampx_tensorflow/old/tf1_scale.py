@@ -134,7 +134,6 @@ class NamedLedger(Ledger):
     """The scale is a variable, and whoever applies gradients moves it; the host looks when it is asked."""
 
     def __init__(self, scale: ScaleVariables) -> None:
-        """Remember the variables."""
         self.scale = scale
         self._session: weakref.ref[Any] | None = None
 

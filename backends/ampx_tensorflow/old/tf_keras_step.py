@@ -44,7 +44,6 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
     _optimizer: Any
 
     def __init__(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> None:
-        """Made by `ampx.wrap_optimizer`."""
         group = member.group
         # Native defect: with dynamic=False gradients that are not finite are applied.
         self.native.__init__(self, optimizer, initial_scale=group.config.init_scale)

@@ -57,7 +57,6 @@ class KerasManager(Manager[Managed]):
     """
 
     def __init__(self, run: Run) -> None:
-        """Start with nothing managed."""
         self.unused: weakref.WeakSet[Any] = weakref.WeakSet()
         self.wrapped: list[Any] = []
         self.held: set[Any] = set()

@@ -61,7 +61,6 @@ class Operations(Sampler):
     """Casts products outside of graphs from `start` on, and counts products there and in graphs."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Start switched off."""
         super().__init__(recorder)
         self._on = self._casts = False
         self._collecting = False

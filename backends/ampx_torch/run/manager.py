@@ -30,7 +30,6 @@ class TorchManaged(Managed):
     wrapped: AmpOptimizer
 
     def __init__(self, raw: torch.optim.Optimizer, place: str) -> None:
-        """Remember the optimizer."""
         super().__init__(raw, place)
         self.skips = 0  # steps in a row that the script's own GradScaler skipped
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # what the script gave to `step` beyond a closure
@@ -74,7 +73,6 @@ class Owners:
     """Which optimizer a parameter belongs to: the one made last that holds it."""
 
     def __init__(self) -> None:
-        """Start with none."""
         # weak, so that optimizers go when the script drops them
         self._owners: dict[int, weakref.ref[TorchManaged]] = {}
         self._counted = 0
@@ -114,7 +112,6 @@ class TorchManager(Manager[TorchManaged]):
     """
 
     def __init__(self, run: Run) -> None:
-        """Start with nothing managed."""
         self.inside = False
         self.factor: Any = 1.0
         self.pending = False

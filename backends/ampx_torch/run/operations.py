@@ -39,7 +39,6 @@ class TorchSampler(Sampler):
     """Switches the counting on with the first optimizer, and off after some steps."""
 
     def __init__(self, recorder: Recorder) -> None:
-        """Remember the recorder."""
         super().__init__(recorder)
         self._mode: _Counter | None = None
 

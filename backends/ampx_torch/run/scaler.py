@@ -103,7 +103,6 @@ class _Watch:
     """All scalers of the script, those that it copied or unpickled included."""
 
     def __init__(self, manager: TorchManager) -> None:
-        """Remember whose optimizers there are."""
         self.manager = manager
         self._seen: weakref.WeakKeyDictionary[GradScaler, _Seen] = weakref.WeakKeyDictionary()
 
@@ -126,7 +125,6 @@ class _Watch:
     # -- the methods ---------------------------------------------------------------------------------
 
     def scale(self, native: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
-        """Multiply."""
         if scaler not in self._seen:
             self.take(scaler)
         return native(scaler, outputs)

@@ -35,7 +35,6 @@ class LoDTensor:
     """What is fetched with `return_numpy=False`: Paddle's tensor, and the calls of fluid's that it has no more."""
 
     def __init__(self, tensor: Any) -> None:
-        """Stand for one of Paddle's."""
         self._tensor = tensor
 
     def recursive_sequence_lengths(self) -> list[list[int]]:
@@ -49,7 +48,6 @@ class LoDTensor:
         return np.array(self._tensor, dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on Paddle's tensor."""
         if name.startswith("__") or "_tensor" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._tensor, name)

@@ -74,21 +74,17 @@ class Program:
         return Block(self.program)
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on Paddle's program."""
         if name.startswith("__") or "program" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.program, name)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both stand for the same program."""
         return isinstance(other, Program) and other.program is self.program
 
     def __hash__(self) -> int:
-        """Hash as the program."""
         return id(self.program)
 
     def __str__(self) -> str:
-        """Print the program."""
         return str(self.program)
 
 
@@ -110,7 +106,6 @@ class Block:
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Look the rest up on Paddle's block."""
         if name.startswith("__") or "_program" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._program.global_block(), name)

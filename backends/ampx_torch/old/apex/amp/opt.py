@@ -357,7 +357,6 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
             casting.forget_weights()
 
     def __repr__(self) -> str:
-        """Show the raw optimizer."""
         return repr(self.optimizer)
 
 

@@ -65,11 +65,9 @@ class LossScaler(_Scaler):
         super().__init__(LossScale.static(scale))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what apex kept."""
         return {"cur_scale": self.cur_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read what apex kept."""
         super().__init__(LossScale.static(state["cur_scale"]))
 
 
@@ -108,12 +106,10 @@ class DynamicLossScaler(_Scaler):
         self.cur_iter += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what apex kept."""
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Read what apex kept."""
         DynamicLossScaler.__init__(self, state["cur_scale"], state["scale_factor"], state["scale_window"])
         self.cur_iter, self.last_overflow_iter = state["cur_iter"], state["last_overflow_iter"]
         finite = (self.cur_iter - 1 - self.last_overflow_iter) % self.scale_window

@@ -36,7 +36,6 @@ class LARC(DelegatingOptimizer):
         return dict(vars(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what `__getstate__` gave."""
         self.__dict__.update(state)
 
     def __repr__(self) -> str:

@@ -18,7 +18,6 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
-        """Add up."""
         context.group = group
         total = own.clone()
         dist.all_reduce(total, group=group)
@@ -26,7 +25,6 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
-        """Add the gradients up."""
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=context.group)
         return total, None

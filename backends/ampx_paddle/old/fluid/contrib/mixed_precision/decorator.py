@@ -109,7 +109,6 @@ class OptimizerWithMixedPrecision:
     """
 
     def __init__(self, optimizer: StaticOptimizer, session: ampx.Amp, lists: AutoMixedPrecisionLists) -> None:
-        """Made by `decorate`."""
         self.optimizer = optimizer
         self._session = session
         self._lists = lists

@@ -27,7 +27,6 @@ class AutoMixedPrecisionLists:
         custom_black_list: Collection[str] | None = None,
         custom_black_varnames: Collection[str] | None = None,
     ) -> None:
-        """Check the names."""
         plan = CastPlan("cpu", "bfloat16", "O1", tuple(custom_white_list or ()), tuple(custom_black_list or ()))
         if "*" in plan.deny:
             raise UnsupportedOpError("custom_black_list got '*'; accepted: names of operators. Name them.")
