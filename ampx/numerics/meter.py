@@ -1,0 +1,118 @@
+"""The meter: updates that round to nothing, gradients that flush to zero, and how far overflow is.
+
+A backend passes `count` a sample of each parameter: the elements before and after an update, and those of its
+gradient as it is scaled. Nothing here knows a framework.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from .formats import FORMATS
+from .rounding import describe
+
+EVERY: Final = 100
+SAMPLES: Final = 4096
+
+
+@dataclass(frozen=True)
+class ParameterMeter:
+    """What one update did to the sampled elements of one parameter.
+
+    Attributes:
+        name: Name of the parameter.
+        dtype: Dtype of the parameter that was updated: of the float32 copy, where there is one.
+        sampled: How many elements were looked at.
+        moved: How many have a gradient that is finite and not zero.
+        unchanged: How many of these have the same value after the update as before.
+        flushed: How many elements of the scaled gradient the compute dtype rounds to zero, though they are not zero.
+        nonfinite: How many elements of the scaled gradient are inf or NaN.
+        headroom: By how many bits the scaled gradient could grow before it is beyond the compute dtype's largest
+            number; None where there is no gradient other than zero.
+    """
+
+    name: str
+    dtype: str
+    sampled: int
+    moved: int
+    unchanged: int
+    flushed: int
+    nonfinite: int
+    headroom: float | None
+
+    @property
+    def lost(self) -> float:
+        """Share of the elements with a gradient whose update rounded to nothing."""
+        return self.unchanged / self.moved if self.moved else 0.0
+
+
+@dataclass(frozen=True)
+class Meter:
+    """What one update did to the sampled elements of every parameter.
+
+    Attributes:
+        step: The step, counted from 1.
+        dtype: The compute dtype.
+        scale: The loss scale of the gradients.
+        parameters: One entry a parameter.
+    """
+
+    step: int
+    dtype: str
+    scale: float
+    parameters: tuple[ParameterMeter, ...]
+
+    @property
+    def lost(self) -> float:
+        """Share of the elements with a gradient whose update rounded to nothing."""
+        moved = sum(parameter.moved for parameter in self.parameters)
+        return sum(parameter.unchanged for parameter in self.parameters) / moved if moved else 0.0
+
+    @property
+    def flushed(self) -> float:
+        """Share of the gradient elements other than zero that the compute dtype rounds to zero."""
+        moved = sum(parameter.moved for parameter in self.parameters)
+        return sum(parameter.flushed for parameter in self.parameters) / moved if moved else 0.0
+
+    @property
+    def headroom(self) -> float | None:
+        """Bits from the largest gradient element to overflow; None where no gradient is other than zero."""
+        return min((entry.headroom for entry in self.parameters if entry.headroom is not None), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types."""
+        return {**asdict(self), "lost": self.lost, "flushed": self.flushed, "headroom": self.headroom}
+
+
+def count(name: str, dtype: str, before: Any, after: Any, gradient: Any, compute: str = "float16") -> ParameterMeter:
+    """Count one parameter.
+
+    Args:
+        name: Name of the parameter.
+        dtype: Dtype of the parameter that was updated.
+        before: Sampled elements before the update, in any dtype that NumPy reads, or as float32.
+        after: The same elements after it.
+        gradient: The same elements of the gradient, scaled; None where the parameter has none.
+        compute: The compute dtype, of `FORMATS`.
+    """
+    old, new = np.asarray(before).reshape(-1), np.asarray(after).reshape(-1)
+    if gradient is None:
+        return ParameterMeter(name, dtype, old.size, 0, 0, 0, 0, None)
+    slopes = np.asarray(gradient).astype(np.float32).reshape(-1)
+    moved = np.isfinite(slopes) & (slopes != 0)
+    stats = describe(slopes, compute)
+    headroom = math.log2(FORMATS[compute].largest) - math.log2(stats.largest) if stats.largest else None
+    return ParameterMeter(
+        name,
+        dtype,
+        old.size,
+        int(moved.sum()),
+        int((moved & (old == new)).sum()),
+        stats.flushed,
+        stats.nonfinite,
+        headroom,
+    )

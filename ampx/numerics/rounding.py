@@ -1,0 +1,62 @@
+"""What a dtype makes of numbers, in NumPy: the rule that every backend's own counting is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ampx.backend import Array, Stats
+
+from .formats import FORMATS
+
+
+def round_to(values: Any, dtype: str) -> Array:
+    """Round numbers to the nearest that a dtype can hold, ties to even.
+
+    Args:
+        values: Numbers of any shape.
+        dtype: A name of `FORMATS`.
+
+    Returns:
+        The rounded numbers as float32: beyond the largest number infinity, or NaN where the dtype has no infinity.
+    """
+    form = FORMATS[dtype]
+    exact = np.asarray(values, np.float32)
+    if dtype == "float32":
+        return exact.copy()
+    _, least = np.frexp(form.smallest)
+    with np.errstate(all="ignore"):  # a signalling NaN warns when it is converted
+        wide = exact.astype(np.float64)
+        _, exponent = np.frexp(np.where(np.isfinite(wide), wide, 0.0))  # a magnitude of [2**(exponent-1), 2**exponent)
+        step = np.ldexp(1.0, np.maximum(exponent - form.bits, least - 1))
+        rounded = np.where(np.isfinite(wide), np.rint(wide / step) * step, wide)
+        beyond = np.abs(rounded) > form.largest
+        rounded = np.where(beyond, np.copysign(np.inf, rounded) if form.infinite else np.nan, rounded)
+        return rounded.astype(np.float32)
+
+
+def describe(values: Any, dtype: str = "float16") -> Stats:
+    """Count what `Stats` counts, of numbers of any shape, for the dtype that is watched."""
+    flat = np.asarray(values).astype(np.float32).reshape(-1)
+    finite = flat[np.isfinite(flat)]
+    magnitude = np.abs(finite)
+    rounded = round_to(finite, dtype)
+    nonzero = magnitude > 0
+    return Stats(
+        elements=flat.size,
+        nonfinite=flat.size - finite.size,
+        nan=int(np.isnan(flat).sum()),
+        zeros=int((~nonzero).sum()),
+        largest=float(magnitude.max(initial=0.0)),
+        smallest=float(magnitude[nonzero].min()) if nonzero.any() else 0.0,
+        lowest=float(finite.min()) if finite.size else 0.0,
+        flushed=int((nonzero & (rounded == 0)).sum()),
+        overflowed=int((~np.isfinite(rounded)).sum()),
+    )
+
+
+def sample(values: Any, samples: int) -> Array:
+    """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
+    flat = np.asarray(values).reshape(-1)
+    return flat[:: max(1, -(-flat.size // samples))].astype(np.float32)
