@@ -465,6 +465,17 @@ class Backend(abc.ABC):
         """
         self.refuse("replaying a batch")
 
+    def seed(self, number: int) -> None:
+        """Seed the random numbers that the framework draws by itself; nothing where it draws none.
+
+        Args:
+            number: From 0 to 2**32 - 1.
+        """
+
+    def peak_memory(self) -> int | None:
+        """Return how many bytes were in use at most on the accelerator of this process; None where nothing counts."""
+        return None
+
     def refuse(self, capability: str) -> NoReturn:
         """Raise for a call that needs a capability which is not declared."""
         declared = sorted(name for name, value in vars(self.capabilities).items() if value is True)

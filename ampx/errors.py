@@ -159,5 +159,13 @@ class InvalidStateError(StateError):
     """The state misses values or holds values that are not acceptable."""
 
 
+class TrialError(AmpxError, RuntimeError):
+    """A script that `ampx compare`, `diagnose` or `tune` ran failed, was refused, or trained nothing."""
+
+
+class PolicyFileError(InvalidOptionError):
+    """A policy file cannot be read, or does not fit what it is used for."""
+
+
 class RunRefusedError(AmpxError, RuntimeError):
     """`ampx run` cannot automate what the script does, and says why."""

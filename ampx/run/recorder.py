@@ -6,10 +6,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ampx.events import Event, ScaleChanged, StepSkipped
+
+if TYPE_CHECKING:
+    from ampx.backend import Backend
+
+    from .run import Run
 
 SCHEMA: Final = "ampx.run/1"
 # The first steps tell which operations run in which dtype; the others do not pay for being counted.
@@ -74,6 +80,9 @@ class Observer(Protocol):
 
     def stepped(self, steps: int) -> None:
         """Note that so many steps are over, skipped ones included."""
+
+    def observing(self, run: Run, backend: Backend) -> AbstractContextManager[Any]:
+        """Return a region that is entered when a framework is automated, and left before it is so no more."""
 
 
 class Recorder:

@@ -157,6 +157,8 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
                 if not settings.stand_ins_only:
                     _check(run, backend)
                 regions.enter_context(automation(backend, run))
+                if finished.recorder.observer is not None:
+                    regions.enter_context(finished.recorder.observer.observing(run, backend))
             except UnsupportedByBackendError:
                 if framework is not None:
                     raise

@@ -98,6 +98,11 @@ class JaxBackend(ampx.Backend):
         """Return the handle of an optimizer state."""
         return StateHandle(state, call)
 
+    def peak_memory(self) -> int | None:
+        """Return the peak of the first device's allocator; None where it does not count, as on a CPU."""
+        stats = jax.local_devices()[0].memory_stats()
+        return None if stats is None else stats.get("peak_bytes_in_use")
+
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""
         from .run.manager import automate

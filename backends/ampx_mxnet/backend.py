@@ -105,6 +105,10 @@ class MXNetBackend(ampx.GenericBackend):
         """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.trainer, model)
 
+    def seed(self, number: int) -> None:
+        """Seed MXNet, whose random numbers are then the same in every run."""
+        mx.random.seed(number)
+
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         """Return a region in which unedited scripts train in mixed precision."""
         from .run import automate  # patches, which nothing else should come near

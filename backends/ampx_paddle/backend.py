@@ -121,6 +121,14 @@ class PaddleBackend(ampx.GenericBackend):
         """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.optimizer, model)
 
+    def seed(self, number: int) -> None:
+        """Seed Paddle, whose random numbers are then the same in every run."""
+        paddle.seed(number)
+
+    def peak_memory(self) -> int | None:
+        """Return the peak of Paddle's allocator on the present GPU; None without one."""
+        return paddle.device.cuda.max_memory_allocated() if paddle.device.is_compiled_with_cuda() else None
+
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         """Return a region in which unedited scripts train in mixed precision."""
         from .run import automate  # patches, which nothing else should come near

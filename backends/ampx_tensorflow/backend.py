@@ -131,6 +131,16 @@ class TensorFlowBackend(ampx.Backend):
 
         return KerasTrainer()
 
+    def seed(self, number: int) -> None:
+        """Seed TensorFlow and Keras, whose random numbers are then the same in every run."""
+        keras.utils.set_random_seed(number)
+
+    def peak_memory(self) -> int | None:
+        """Return the peak of TensorFlow's allocator on the first GPU; None without one."""
+        if not tf.config.list_logical_devices("GPU"):
+            return None
+        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Train a script that knows nothing of ampx in mixed precision."""
         from .run import automate  # patches what it imports, in `ampx run` only

@@ -140,6 +140,14 @@ class TorchBackend(ampx.Backend):
         """Watch the outputs of all modules."""
         return debug.trace_overflow(model)
 
+    def seed(self, number: int) -> None:
+        """Seed torch, whose random numbers are then the same in every run."""
+        torch.manual_seed(number)
+
+    def peak_memory(self) -> int | None:
+        """Return the peak of torch's allocator on the present GPU; None without one."""
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Patch torch for a script that is not edited."""
         from .run import automate  # only `ampx run` needs it

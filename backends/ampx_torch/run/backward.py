@@ -51,6 +51,9 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             native()
             return
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        if manager.run.recorder.observer is not None:
+            values = [loss.detach() for loss in losses]
+            manager.run.recorder.observer.loss(lambda: sum(map(float, values)))
         with manager.run.recorder.phase("backward"):
             if manager.scales:
                 _backward_scaled(manager, true, losses, optimizers, options)

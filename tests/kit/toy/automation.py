@@ -64,6 +64,8 @@ def backward_scaled(manager: ToyManager) -> Iterator[None]:
         if not wrapped:
             backward(self)
             return
+        if manager.run.recorder.observer is not None:
+            manager.run.recorder.observer.loss(lambda: float(self.data[0]))
         with manager.run.recorder.phase("backward"), manager.run.session().scale_loss(self, wrapped) as scaled:
             backward(scaled)
 

@@ -1,0 +1,251 @@
+"""The process that runs a script for a `Trial`: seeds, watches, ends it in time, and writes what was seen."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ampx
+from ampx.events import Event, ScaleCollapsed
+from ampx.plugins import default_registry
+from ampx.run.ranks import process_rank
+from ampx.run.supervisor import Finished, supervise
+
+from .trial import Outcome, Trial, write_outcome
+
+if TYPE_CHECKING:
+    from ampx.backend import Backend, Reading, Watch
+    from ampx.run import Run
+
+
+class TrialEnded(SystemExit):
+    """Ends a script after its last step: no `except Exception` catches it, and what is to run at the end runs."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class TrialObserver:
+    """Looks on while the script trains: see `ampx.run.recorder.Observer`.
+
+    Losses are read together at the end of a block of steps, so that a device can run ahead as it does without us.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.steps = 0
+        self.losses: list[float | None] = []
+        self.times: list[float] = []
+        self.readings: dict[int, tuple[Reading, ...]] = {}
+        self.fault: tuple[int, str] | None = None
+        self.ended_early = False
+        self.notes: list[str] = []
+        self.peak_device: int | None = None
+        self.versions = {"python": platform.python_version(), "ampx": ampx.__version__}
+        self._readers: list[Callable[[], float]] = []
+        self._unread: list[list[Callable[[], float]]] = []  # a list for each step of the block
+        self._block_began = 0.0
+        self._watching = ExitStack()  # what is to end with the step
+        self._watches: list[Watch] = []
+        self._runs: list[tuple[Run, Backend]] = []
+        self._heard: list[Any] = []  # sessions
+        self._collapsed = False
+        self._over = False
+        self._process = os.getpid()
+
+    def seed(self) -> None:
+        """Seed Python's random numbers and NumPy's; the framework follows when it is imported."""
+        random.seed(self.trial.seed)
+        with suppress(ImportError):
+            import numpy
+
+            numpy.random.seed(self.trial.seed)
+
+    @contextmanager
+    def observing(self, run: Run, backend: Backend) -> Iterator[None]:
+        """Seed a framework that the script has just imported, and look at it until it is automated no more."""
+        backend.seed(self.trial.seed)
+        with ExitStack() as regions:
+            if self.trial.forced:
+                regions.enter_context(backend.force(None, self.trial.forced))
+            self._runs.append((run, backend))
+            if 1 in self.trial.watched:
+                self._watch(backend)
+            try:
+                yield
+            finally:
+                self._over = True
+                self._finish_block()
+                self._leave(self.steps + 1)
+                if run.amp is not None or run.stood_down:
+                    self.peak_device = backend.peak_memory()
+                    self.versions.update(_versions(run.framework))
+
+    def loss(self, read: Callable[[], float]) -> None:
+        """Note the loss of a backward."""
+        if os.getpid() == self._process:
+            self._readers.append(read)
+
+    def stepped(self, steps: int) -> None:
+        """Note that steps are over; end the script after the last."""
+        if steps <= self.steps or os.getpid() != self._process:
+            return
+        for _ in range(steps - self.steps):
+            self._unread.append(self._readers)
+            self._readers = []
+        before, self.steps = self.steps, steps
+        if self._over:  # outcomes of a device that arrive when the script has ended
+            return
+        trial = self.trial
+        warm = before < trial.warm_up <= steps
+        over = trial.steps is not None and steps >= trial.steps
+        if warm or over or (steps > trial.warm_up and len(self._unread) >= trial.block):
+            self._finish_block()
+        self._leave(steps)
+        for run, _ in self._runs:
+            if run.amp is not None and run.amp not in self._heard:
+                self._heard.append(run.amp)
+                run.amp.on_event(self._hear)
+        if over or (trial.stop_at_fault and self._at_fault()):
+            self._over = self.ended_early = True
+            raise TrialEnded
+        self._prepare(steps + 1)
+
+    def _hear(self, event: Event) -> None:
+        self._collapsed = self._collapsed or isinstance(event, ScaleCollapsed)
+
+    def _finish_block(self) -> None:
+        """Read the losses of the block, which waits for the device, and time it."""
+        block, self._unread = self._unread, []
+        if not block:
+            return
+        self.losses += [self._read(readers) for readers in block]
+        now = time.perf_counter()
+        began = len(self.losses) - len(block)
+        if began and began >= self.trial.warm_up:
+            self.times.append((now - self._block_began) / len(block))
+        self._block_began = now
+
+    def _read(self, readers: list[Callable[[], float]]) -> float | None:
+        if not readers:
+            return None
+        try:
+            return sum(float(read()) for read in readers)
+        except Exception as error:  # a tensor that the framework has freed, say; the script's training goes on
+            self._note(f"A loss could not be read: {type(error).__name__}: {error}")
+            return None
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def _at_fault(self) -> bool:
+        loss = self.losses[-1] if self.losses else None
+        if loss is not None and not math.isfinite(loss):
+            self.fault = self.steps, "loss"
+        elif self._collapsed:
+            self.fault = self.steps, "scale"
+        return self.fault is not None
+
+    # -- what holds for one step -------------------------------------------------------------------
+
+    def _prepare(self, step: int) -> None:
+        """Watch the next step, or switch casting off for it, where that is asked for."""
+        for run, backend in self._runs:
+            if run.amp is None and not run.stood_down:
+                continue
+            if step in self.trial.float32 and run.amp is not None and run.amp.casting is not None:
+                self._watching.enter_context(backend.autocast(run.amp.casting, False))
+            if step in self.trial.watched:
+                self._watch(backend)
+
+    def _watch(self, backend: Backend) -> None:
+        if backend.capabilities.watches:
+            self._watches.append(self._watching.enter_context(backend.watch(None, self.trial.watching)))
+        else:
+            self._note(f"Modules of {backend.name} cannot be watched.")
+
+    def _leave(self, step: int) -> None:
+        if self._watches:
+            self.readings[step] = tuple(reading for watch in self._watches for reading in watch.readings())
+            self._watches = []
+        self._watching.close()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def outcome(self, report: dict[str, Any]) -> Outcome:
+        """Return what was seen."""
+        self._finish_block()  # of steps that a device told of after the end
+        if report["steps"] and all(loss is None for loss in self.losses):
+            self._note("This backend does not report losses.")
+        return Outcome(
+            run=report,
+            losses=tuple(self.losses),
+            times=tuple(self.times),
+            peak_host=_peak_host(),
+            peak_device=self.peak_device,
+            readings=self.readings,
+            fault=self.fault,
+            ended_early=self.ended_early,
+            notes=tuple(self.notes),
+            versions=self.versions,
+        )
+
+
+def _peak_host() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _versions(framework: str) -> dict[str, str]:
+    versions = {}
+    for root in default_registry().registration(framework).roots:
+        with suppress(metadata.PackageNotFoundError):
+            versions[root] = metadata.version(root)
+    return versions
+
+
+def main(request: str) -> int:
+    """Run what a file asks for; return the exit code."""
+    message = json.loads(Path(request).read_text(encoding="utf-8"))
+    trial = Trial.from_json(message["trial"])
+    finished = Finished()
+    observer = finished.recorder.observer = TrialObserver(trial)
+    observer.seed()
+    supervise(trial.program, trial.settings, trial.framework, finished)
+    error = finished.error
+    for refusal in (finished.misuse, finished.refusal):
+        if refusal:
+            sys.stderr.write(f"ampx: {refusal}\n")
+            return 3
+    if finished.failed and not (isinstance(error, SystemExit) and observer.ended_early):
+        if error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if process_rank()[0] == 0:
+        report = {
+            **finished.to_json(),
+            "script": trial.program.name,
+            "arguments": list(trial.program.arguments),
+            "processes": finished.children,
+        }
+        write_outcome(Path(message["answer"]), observer.outcome(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

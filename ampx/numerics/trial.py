@@ -1,0 +1,226 @@
+"""One run of an unedited script in a process of its own, which says how it is to run and what was seen of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ampx.backend import Reading, Stats, Watching
+from ampx.errors import TrialError
+from ampx.run import RunSettings
+from ampx.run.program import Program
+
+_CHILD: Final = "ampx.numerics.child"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a script is to run.
+
+    Attributes:
+        program: The script and its arguments.
+        settings: In what, as `ampx run` takes it; `dtype="float32"` casts nothing.
+        framework: The only framework to automate, or None.
+        seed: What random numbers of Python, NumPy and the framework start from.
+        steps: End the script after so many steps; None to run it to its end.
+        warm_up: So many steps are not timed: they compile, allocate and fill caches.
+        block: So many steps are timed together, and the device is waited for at their end.
+        watched: Steps, from 1, in which modules are watched.
+        watching: What is looked at there.
+        float32: Steps, from 2, in which casting is off.
+        forced: By pattern of names of modules, the dtype to force them into during the whole run.
+        stop_at_fault: End after the first step with a loss that is not finite, or in which the loss scale collapses.
+    """
+
+    program: Program
+    settings: RunSettings
+    framework: str | None = None
+    seed: int = 0
+    steps: int | None = None
+    warm_up: int = 0
+    block: int = 1
+    watched: tuple[int, ...] = ()
+    watching: Watching = field(default_factory=Watching)
+    float32: tuple[int, ...] = ()
+    forced: Mapping[str, str] = field(default_factory=dict)
+    stop_at_fault: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Trial:
+        """Return what `to_json` was called on."""
+        return cls(
+            **{
+                **values,
+                "program": Program(**{**values["program"], "arguments": tuple(values["program"]["arguments"])}),
+                "settings": RunSettings(**values["settings"]),
+                "watching": Watching(**values["watching"]),
+                **{name: tuple(values[name]) for name in ("watched", "float32")},
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen of a script.
+
+    Attributes:
+        run: What `ampx run --report` writes of it.
+        losses: By step, the sum of the losses that it ran backward for, not scaled; None where the backend reported
+            none for that step.
+        times: Seconds a step of each block after the warm-up, by the wall clock.
+        peak_host: Most memory that the process held, in bytes.
+        peak_device: The same on the accelerator; None without one, or where nothing counts.
+        readings: By step, what the watched modules computed.
+        fault: `(step, what)` at which a run that was to stop at a fault did so: "loss" or "scale"; None for none.
+        ended_early: The script was ended after the steps that were asked for.
+        notes: What could not be observed.
+        versions: Of Python, ampx and the framework.
+    """
+
+    run: Mapping[str, Any]
+    losses: tuple[float | None, ...] = ()
+    times: tuple[float, ...] = ()
+    peak_host: int | None = None
+    peak_device: int | None = None
+    readings: Mapping[int, tuple[Reading, ...]] = field(default_factory=dict)
+    fault: tuple[int, str] | None = None
+    ended_early: bool = False
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps that the script asked for."""
+        return int(self.run["steps"])
+
+    @property
+    def dtype(self) -> str:
+        """What was computed in."""
+        return str(self.run["dtype"])
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """Median of the blocks' seconds a step; None where none was timed."""
+        return statistics.median(self.times) if self.times else None
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Peak on the accelerator where there is one, else of the process."""
+        return self.peak_host if self.peak_device is None else self.peak_device
+
+    @property
+    def skipped(self) -> list[int]:
+        """Numbers of the skipped steps, of all optimizers."""
+        return sorted(step for optimizer in self.run["optimizers"] for step in optimizer["skipped"])
+
+    @property
+    def last_scale(self) -> float | None:
+        """Loss scale of the first optimizer at the end; None without an optimizer."""
+        for optimizer in self.run["optimizers"]:
+            scales = optimizer["scales"]
+            return float(scales[-1][1] if scales else optimizer["initial_scale"])
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types, without the readings."""
+        return {
+            **{name: self.run[name] for name in ("framework", "device", "dtype", "level", "reason", "steps")},
+            "skipped": self.skipped,
+            "scale": self.last_scale,
+            "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in self.losses],
+            "seconds_a_step": list(self.times),
+            "peak_host": self.peak_host,
+            "peak_device": self.peak_device,
+            "notes": list(self.notes),
+        }
+
+
+def write_outcome(target: Path, outcome: Outcome) -> None:
+    """Write what a child has seen, for `run_trial`."""
+    values = {name: value for name, value in vars(outcome).items() if name != "readings"}
+    values["readings"] = {str(step): [_reading(entry) for entry in seen] for step, seen in outcome.readings.items()}
+    target.write_text(json.dumps(values), encoding="utf-8")
+
+
+def _reading(reading: Reading) -> dict[str, Any]:
+    values = {name: value for name, value in vars(reading).items() if name not in ("value", "inputs", "sample")}
+    sample = None if reading.sample is None else [float(element) for element in reading.sample]
+    return {**values, "value": vars(reading.value), "inputs": vars(reading.inputs), "sample": sample}
+
+
+def _read_outcome(text: str) -> Outcome:
+    values = json.loads(text)
+    readings = {
+        int(step): tuple(
+            Reading(
+                **{
+                    **entry,
+                    "value": Stats(**entry["value"]),
+                    "inputs": Stats(**entry["inputs"]),
+                    "sample": _array(entry["sample"]),
+                }
+            )
+            for entry in seen
+        )
+        for step, seen in values.pop("readings").items()
+    }
+    values.update({name: tuple(values[name]) for name in ("losses", "times", "notes")})
+    values["fault"] = None if values["fault"] is None else tuple(values["fault"])
+    return Outcome(**values, readings=readings)
+
+
+def _array(sample: Sequence[float] | None) -> Any:
+    if sample is None:
+        return None
+    import numpy
+
+    return numpy.asarray(sample, dtype=numpy.float32)
+
+
+def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
+    """Run a script as asked, in a process of its own.
+
+    Args:
+        trial: How.
+        quiet: What the script prints is not shown.
+
+    Raises:
+        TrialError: The script failed, was refused, trained nothing, or an option cannot be honoured.
+    """
+    with tempfile.TemporaryDirectory(prefix="ampx-trial-") as folder:
+        request, answer, noise = (Path(folder, name) for name in ("request.json", "answer.json", "output.txt"))
+        request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}), encoding="utf-8")
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        command = [sys.executable, "-m", _CHILD, str(request)]
+        with noise.open("wb") as output:
+            streams: dict[str, Any] = {"stdout": output, "stderr": output} if quiet else {}
+            done = subprocess.run(command, check=False, env=environment, **streams)
+        text = noise.read_text(encoding="utf-8", errors="replace").strip()
+        if done.returncode or not answer.exists():
+            last = text[-2000:]
+            raise TrialError(
+                f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "
+                f"script that trains to its end. Run it by `ampx run --dtype {trial.settings.dtype}` and mend what "
+                f"that shows." + (f" Its last words:\n{last}" if last else "")
+            )
+        outcome = _read_outcome(answer.read_text(encoding="utf-8"))
+    if outcome.steps == 0:
+        notes = " ".join(outcome.run["notes"])
+        raise TrialError(
+            f"{trial.program.name} made no step that ampx saw; accepted: a script that trains with a framework that "
+            f"`ampx run` automates. Try `ampx run {trial.program.name}`. {notes}".rstrip()
+        )
+    return outcome
