@@ -8,7 +8,7 @@ beyond the abstract verbs it declares in `Capabilities`; what it does not declar
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
@@ -549,3 +549,25 @@ def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]
             f"wrap_optimizer got {', '.join(unknown)}, which backend {backend!r} does not know; accepted: "
             f"loss_scale, {', '.join(sorted(choices - {'plan', 'level', 'session'}))}. Remove or correct it."
         )
+
+
+def map_leaves(tree: Tree, function: Callable[[Any], Any]) -> Tree:
+    """Return a tree of the same types, with what a function returns for each leaf of its tuples, lists and dicts."""
+    if isinstance(tree, Mapping):
+        kind: Any = type(tree)
+        return kind({key: map_leaves(value, function) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        values = [map_leaves(value, function) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return function(tree)
+
+
+def leaves(tree: Tree) -> Iterator[Any]:
+    """Walk over the leaves of tuples, lists and dicts."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from leaves(value)
+    else:
+        yield tree

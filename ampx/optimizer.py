@@ -356,3 +356,27 @@ def check_clipping(backend: Backend) -> None:
     """
     if not backend.capabilities.clipping:
         backend.refuse("gradient clipping (max_grad_norm, max_grad_value, clip_grad_norm)")
+
+
+class Delegated:
+    """A name of a framework's optimizers that is looked up, and set, on the raw one that a wrapper holds."""
+
+    def __init__(self, native: type, holder: str, name: str) -> None:
+        self._native, self._holder, self._name = native, holder, name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Return the raw optimizer's; asked of the class, the framework's."""
+        return getattr(self._native if instance is None else getattr(instance, self._holder), self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        setattr(getattr(instance, self._holder), self._name, value)
+
+
+def delegate(wrapper: type, native: type, holder: str) -> None:
+    """Delegate all that a framework's class has to the raw optimizer that a wrapper holds as `holder`.
+
+    Private names are included: modules of frameworks call many of them from outside.
+    """
+    for name in vars(native):
+        if not name.startswith("__"):
+            setattr(wrapper, name, Delegated(native, holder, name))

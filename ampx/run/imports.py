@@ -13,7 +13,25 @@ from types import ModuleType
 from typing import Any
 
 
-class ImportWatch(importlib.abc.MetaPathFinder):
+class FirstFinder(importlib.abc.MetaPathFinder):
+    """A finder that is asked before all others, inside `installed`."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Find inside."""
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            self.close()
+
+    def close(self) -> None:
+        """Undo what finding changed."""
+
+
+class ImportWatch(FirstFinder):
     """A finder that finds nothing by itself: it calls back when a watched module has been imported.
 
     It waits for the end of the outermost watched import, because a framework may import another (Keras does), and
@@ -81,16 +99,6 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         finally:
             self._depth -= 1
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Watch inside."""
-        sys.meta_path.insert(0, self)
-        try:
-            yield
-        finally:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-
 
 class _Watched(importlib.abc.Loader):
     """A loader that tells when it is done; the module gets the true one."""
@@ -117,7 +125,7 @@ class _Watched(importlib.abc.Loader):
         self._watch.look()
 
 
-class ImportAlias(importlib.abc.MetaPathFinder):
+class ImportAlias(FirstFinder):
     """Installs modules under names of others, when the script first asks for one of these."""
 
     def __init__(self, names: Sequence[str], install: Callable[[str], bool], uninstall: Callable[[], None]) -> None:
@@ -142,17 +150,10 @@ class ImportAlias(importlib.abc.MetaPathFinder):
         self.asked = True
         return spec_of(fullname) if self._install(fullname) else None
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Provide the modules inside."""
-        sys.meta_path.insert(0, self)
-        try:
-            yield
-        finally:
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            if self.asked:
-                self._uninstall()
+    def close(self) -> None:
+        """Take the names away again, where the script asked."""
+        if self.asked:
+            self._uninstall()
 
 
 def spec_of(name: str) -> importlib.machinery.ModuleSpec | None:

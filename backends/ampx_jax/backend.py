@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, reject_unknown
-from ampx.policy import Dtype
+from ampx.backend import CastPlan, LossInfo, reject_unknown
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -40,9 +39,11 @@ class JaxBackend(ampx.Backend):
         automates=True,
     )
 
-    def device(self, name: str) -> Device:
-        """Describe a device."""
-        return devices.describe(name)
+    # Verbs that stand in modules of their own.
+    device = staticmethod(devices.describe)
+    check_plan = staticmethod(rules.resolve)
+    cast = staticmethod(casting.cast)
+    widest = staticmethod(casting.widest)
 
     def is_optimizer(self, candidate: object) -> bool:
         """Return whether this is an optax transformation."""
@@ -52,10 +53,6 @@ class JaxBackend(ampx.Backend):
         """Return a region that `ampx_jax.autocast` obeys."""
         return casting.region(rules.resolve(plan), enabled)
 
-    def check_plan(self, plan: CastPlan) -> CastPlan:
-        """Resolve the op lists."""
-        return rules.resolve(plan)
-
     def activate(self, plan: CastPlan) -> None:
         """Let `ampx_jax.autocast` cast in the calling thread: JAX keeps what its cache depends on by thread."""
         casting.switch(rules.resolve(plan))
@@ -63,14 +60,6 @@ class JaxBackend(ampx.Backend):
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`."""
         casting.switch(None)
-
-    def cast(self, tree: Any, dtype: Dtype) -> Any:
-        """Cast the floating arrays of a tree."""
-        return casting.cast(tree, dtype)
-
-    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating arrays of a tree."""
-        return casting.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
         """Return what `scale_loss` has to know; whether a traced loss is NaN cannot be known."""

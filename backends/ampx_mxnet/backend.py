@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, Unscaled
-from ampx.policy import Dtype
+from ampx.backend import CastPlan, Unscaled
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -38,25 +37,19 @@ class MXNetBackend(ampx.GenericBackend):
         automates=True,
     )
 
-    def device(self, name: str) -> Device:
-        """Describe a device."""
-        return devices.describe(name)
+    # Verbs that stand in modules of their own.
+    device = staticmethod(devices.describe)
+    autocast = staticmethod(casting.region)
+    check_plan = staticmethod(casting.check_plan)
+    activate = staticmethod(casting.activate)
+    cast = staticmethod(dtypes.cast)
+    widest = staticmethod(dtypes.widest)
+    inspect_loss = staticmethod(inspect_loss)
+    scale = staticmethod(scale_loss)
 
     def is_optimizer(self, candidate: object) -> bool:
         """Return whether this is a gluon trainer, not wrapped."""
         return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
-
-    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a region with casting on or off in the calling thread."""
-        return casting.region(plan, enabled)
-
-    def check_plan(self, plan: CastPlan) -> CastPlan:
-        """Resolve the op lists."""
-        return casting.check_plan(plan)
-
-    def activate(self, plan: CastPlan) -> None:
-        """Switch MXNet's amp on, in all threads."""
-        casting.activate(plan)
 
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`, which MXNet itself cannot."""
@@ -64,22 +57,6 @@ class MXNetBackend(ampx.GenericBackend):
 
     def enter_thread(self, plan: CastPlan) -> None:
         """Do nothing: MXNet's amp is on in every thread."""
-
-    def cast(self, tree: Any, dtype: Dtype) -> Any:
-        """Cast the floating arrays of a tree."""
-        return dtypes.cast(tree, dtype)
-
-    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating arrays of a tree."""
-        return dtypes.widest(tree, at_least)
-
-    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Return what `scale_loss` has to know about a loss."""
-        return inspect_loss(loss, check_nan)
-
-    def scale(self, loss: Any, scale: Any) -> Any:
-        """Return the loss in float32 times the scale."""
-        return scale_loss(loss, scale)
 
     def gradients(self, optimizer: Any) -> Any:
         """List the gradients that a backward wrote since the last step, by context and dtype."""

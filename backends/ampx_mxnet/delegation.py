@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ampx.optimizer import Delegated, delegate
+
 from .compat import mx
-
-
-class Delegated:
-    """A name of gluon's trainer that is looked up, and set, on the raw trainer instead."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        """Return the raw trainer's; asked of the class, gluon's."""
-        return getattr(mx.gluon.Trainer if instance is None else instance.trainer, self._name)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        setattr(instance.trainer, self._name, value)
 
 
 class DelegatingTrainer(mx.gluon.Trainer):  # type: ignore[misc]
@@ -30,10 +18,7 @@ class DelegatingTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     trainer: Any
 
 
-# Every method and property, private ones included: MXNet's own modules call many of them from outside.
-for _name in vars(mx.gluon.Trainer):
-    if not _name.startswith("__"):
-        setattr(DelegatingTrainer, _name, Delegated(_name))
+delegate(DelegatingTrainer, mx.gluon.Trainer, "trainer")
 
 
 def move_out(trainer: Any, become: type) -> Any:
@@ -59,7 +44,7 @@ def move_back(trainer: Any, raw: Any) -> None:
 def _both(become: type, own: type) -> type:
     """Make a class with the script's methods, whose data are the raw trainer's."""
     data = {
-        name: Delegated(name)
+        name: Delegated(mx.gluon.Trainer, "trainer", name)
         for base in own.__mro__[: own.__mro__.index(mx.gluon.Trainer)]
         for name, value in vars(base).items()
         if not name.startswith("__") and not callable(value) and not hasattr(type(value), "__get__")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
+from ampx.backend import leaves, map_leaves
 from ampx.policy import Dtype
 
 from .compat import mx
@@ -32,15 +32,7 @@ def is_floating(tensor: Any) -> bool:
 
 def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
-    if isinstance(tree, mx.nd.NDArray):
-        return cast_tensor(tree, dtype) if is_floating(tree) else tree
-    if isinstance(tree, Mapping):
-        kind: Any = type(tree)
-        return kind({key: cast(value, dtype) for key, value in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        values = [cast(value, dtype) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    return map_leaves(tree, lambda leaf: cast_tensor(leaf, dtype) if _is_floating_tensor(leaf) else leaf)
 
 
 def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
@@ -57,16 +49,9 @@ def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
     wanted = DTYPES[at_least]
-    return at_least if all(np.dtype(tensor.dtype) == wanted for tensor in _floating(tree)) else "float32"
+    floating = filter(_is_floating_tensor, leaves(tree))
+    return at_least if all(np.dtype(tensor.dtype) == wanted for tensor in floating) else "float32"
 
 
-def _floating(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, mx.nd.NDArray):
-        if is_floating(tree):
-            yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _floating(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _floating(value)
+def _is_floating_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, mx.nd.NDArray) and is_floating(leaf)

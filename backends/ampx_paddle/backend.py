@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import paddle
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, Unscaled
-from ampx.policy import Dtype
+from ampx.backend import CastPlan, Unscaled
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -44,50 +43,26 @@ class PaddleBackend(ampx.GenericBackend):
         automates=True,
     )
 
-    def device(self, name: str) -> Device:
-        """Describe a device."""
-        return devices.describe(name)
+    # Verbs that stand in modules of their own.
+    device = staticmethod(devices.describe)
+    autocast = staticmethod(casting.region)
+    check_plan = staticmethod(casting.check_plan)
+    activate = staticmethod(casting.activate)
+    cast = staticmethod(casting.cast)
+    widest = staticmethod(casting.widest)
+    inspect_loss = staticmethod(inspect_loss)
+    scale = staticmethod(scale_loss)
+    gradients = staticmethod(gradients.collect)
+    prepare = staticmethod(prepare)
 
     def is_optimizer(self, candidate: object) -> bool:
         """Return whether this is a Paddle optimizer, not wrapped."""
         wrapped = isinstance(candidate, (AmpOptimizer, StaticOptimizer))
         return isinstance(candidate, paddle.optimizer.Optimizer) and not wrapped
 
-    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Return an auto_cast region."""
-        return casting.region(plan, enabled)
-
-    def check_plan(self, plan: CastPlan) -> CastPlan:
-        """Resolve the op lists."""
-        return casting.check_plan(plan)
-
-    def activate(self, plan: CastPlan) -> None:
-        """Switch auto_cast on for the calling thread: Paddle keeps the switch by thread."""
-        casting.activate(plan)
-
     def deactivate(self, plan: CastPlan) -> None:
         """Undo `activate`."""
         casting.deactivate()
-
-    def cast(self, tree: Any, dtype: Dtype) -> Any:
-        """Cast the floating tensors of a tree."""
-        return casting.cast(tree, dtype)
-
-    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating tensors of a tree."""
-        return casting.widest(tree, at_least)
-
-    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Return what `scale_loss` has to know about a loss."""
-        return inspect_loss(loss, check_nan)
-
-    def scale(self, loss: Any, scale: Any) -> Any:
-        """Return the loss in float32 times the scale."""
-        return scale_loss(loss, scale)
-
-    def gradients(self, optimizer: Any) -> list[Any]:
-        """List the parameters that have a gradient: Paddle replaces sparse gradients, so they are named by owner."""
-        return gradients.collect(optimizer)
 
     def zero_gradients(self, optimizer: Any) -> None:
         """Forget the gradients."""
@@ -112,10 +87,6 @@ class PaddleBackend(ampx.GenericBackend):
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return a Paddle optimizer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
-
-    def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-        """Decorate a model and its optimizer, as the level says."""
-        return prepare(model, optimizer, plan)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List the parameters with non-finite gradients."""

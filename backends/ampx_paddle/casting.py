@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ import paddle
 from paddle.amp.auto_cast import amp_global_state
 from paddle.incubate.autograd.phi_ops_map import op_map
 
-from ampx.backend import CastPlan
+from ampx.backend import CastPlan, leaves, map_leaves
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
 
@@ -141,30 +141,19 @@ def deactivate() -> None:
 
 def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
-    if isinstance(tree, paddle.Tensor):
-        wanted = DTYPES[dtype]
-        return tree.astype(wanted) if tree.is_floating_point() and tree.dtype != wanted else tree
-    if isinstance(tree, Mapping):
-        kind: Any = type(tree)
-        return kind({key: cast(value, dtype) for key, value in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        values = [cast(value, dtype) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    wanted = DTYPES[dtype]
+
+    def cast_leaf(leaf: Any) -> Any:
+        return leaf.astype(wanted) if _is_floating(leaf) and leaf.dtype != wanted else leaf
+
+    return map_leaves(tree, cast_leaf)
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
-    return at_least if all(tensor.dtype == DTYPES[at_least] for tensor in _floating(tree)) else "float32"
+    floating = filter(_is_floating, leaves(tree))
+    return at_least if all(tensor.dtype == DTYPES[at_least] for tensor in floating) else "float32"
 
 
-def _floating(tree: Any) -> Iterator[paddle.Tensor]:
-    if isinstance(tree, paddle.Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _floating(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _floating(value)
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, paddle.Tensor) and leaf.is_floating_point()

@@ -11,9 +11,8 @@ import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo, reject_unknown
+from ampx.backend import CastPlan, reject_unknown
 from ampx.optimizer import WrappedOptimizer
-from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -40,9 +39,12 @@ class TensorFlowBackend(ampx.Backend):
         automates=True,
     )
 
-    def device(self, name: str) -> Device:
-        """Describe a device."""
-        return devices.describe(name)
+    # Verbs that stand in modules of their own.
+    device = staticmethod(devices.describe)
+    cast = staticmethod(casting.cast)
+    widest = staticmethod(casting.widest)
+    inspect_loss = staticmethod(losses.inspect_loss)
+    scale = staticmethod(losses.scale_loss)
 
     def is_optimizer(self, candidate: object) -> bool:
         """Return whether this is an optimizer of Keras, tf_keras or TensorFlow 1, not wrapped."""
@@ -86,25 +88,9 @@ class TensorFlowBackend(ampx.Backend):
         if not isinstance(plan, graph_rewrite.GraphPlan):
             casting.enter_thread(plan)
 
-    def cast(self, tree: Any, dtype: Dtype) -> Any:
-        """Cast the floating tensors of a tree."""
-        return casting.cast(tree, dtype)
-
-    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating tensors of a tree."""
-        return casting.widest(tree, at_least)
-
     def smallest(self, scales: Sequence[Any]) -> Any:
         """Return the smallest of some scales, which are tensors."""
         return tf.reduce_min(tf.stack([tf.convert_to_tensor(scale, tf.float32) for scale in scales]))
-
-    def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
-        """Return what `scale_loss` has to know about a loss."""
-        return losses.inspect_loss(loss, check_nan)
-
-    def scale(self, loss: Any, scale: Any) -> Any:
-        """Return the loss in float32 times the scale, with a `gradient` of its own for use outside the tape."""
-        return losses.scale_loss(loss, scale)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return an optimizer that is accepted wherever the raw one is."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import keras
 import tensorflow as tf
 
-from ampx.backend import CastPlan
+from ampx.backend import CastPlan, map_leaves
 from ampx.policy import Dtype
 
 from . import retracing
@@ -189,16 +189,13 @@ def forget_functions(layer: Any) -> None:
 
 def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
-    if tf.is_tensor(tree) and not isinstance(tree, tf.Variable):
-        wanted = DTYPES[dtype]
-        return tf.cast(tree, wanted) if tree.dtype.is_floating and tree.dtype != wanted else tree
-    if isinstance(tree, Mapping):
-        kind: Any = type(tree)
-        return kind({key: cast(value, dtype) for key, value in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        values = [cast(value, dtype) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    wanted = DTYPES[dtype]
+
+    def cast_leaf(leaf: Any) -> Any:
+        casts = tf.is_tensor(leaf) and not isinstance(leaf, tf.Variable) and leaf.dtype.is_floating
+        return tf.cast(leaf, wanted) if casts and leaf.dtype != wanted else leaf
+
+    return map_leaves(tree, cast_leaf)
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:

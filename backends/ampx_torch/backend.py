@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 
 import ampx
-from ampx.backend import CastPlan, Device, LossInfo
+from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
-from ampx.policy import Dtype
-from ampx.protocol import Member
 from ampx.run import Run
 
 from . import casting, debug, devices, prepare
@@ -46,41 +44,24 @@ class TorchBackend(ampx.Backend):
         automates=True,
     )
 
-    def device(self, name: str) -> Device:
-        """Describe a device."""
-        return devices.describe(name)
+    # Verbs that stand in modules of their own.
+    device = staticmethod(devices.describe)
+    autocast = staticmethod(casting.region)
+    check_plan = staticmethod(casting.check_plan)
+    activate = staticmethod(casting.activate)
+    deactivate = staticmethod(casting.deactivate)
+    enter_thread = staticmethod(casting.enter_thread)
+    cast = staticmethod(casting.cast)
+    widest = staticmethod(casting.widest)
+    wrap_optimizer = staticmethod(make_wrapper)
+    prepare = staticmethod(prepare.prepare)
+    nonfinite_parameters = staticmethod(debug.nonfinite_parameters)
+    trace_overflow = staticmethod(debug.trace_overflow)
+    seed = staticmethod(torch.manual_seed)
 
     def is_optimizer(self, candidate: object) -> bool:
         """Return whether this is a torch optimizer, not wrapped."""
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)
-
-    def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a torch.autocast region."""
-        return casting.region(plan, enabled)
-
-    def check_plan(self, plan: CastPlan) -> CastPlan:
-        """Resolve the op lists."""
-        return casting.check_plan(plan)
-
-    def activate(self, plan: CastPlan) -> None:
-        """Switch autocast on for the calling thread, and the op rules for the process."""
-        casting.activate(plan)
-
-    def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`."""
-        casting.deactivate(plan)
-
-    def enter_thread(self, plan: CastPlan) -> None:
-        """Switch autocast on in the calling thread: torch keeps the switch by thread."""
-        casting.enter_thread(plan)
-
-    def cast(self, tree: Any, dtype: Dtype) -> Any:
-        """Cast the floating tensors of a tree."""
-        return casting.cast(tree, dtype)
-
-    def widest(self, tree: Any, at_least: Dtype) -> Dtype:
-        """Return the widest dtype among the floating tensors of a tree."""
-        return casting.widest(tree, at_least)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
         """Return what `scale_loss` has to know about a loss; it looks for NaN on the CPU, elsewhere if asked to."""
@@ -123,26 +104,6 @@ class TorchBackend(ampx.Backend):
             return min(scales)
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
         return torch.stack([torch.as_tensor(scale, device=on_device.device) for scale in scales]).amin()
-
-    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
-        """Return a torch optimizer that delegates to the raw one."""
-        return make_wrapper(optimizer, member, options)
-
-    def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-        """Cast a model and give its optimizer master weights, as the level says."""
-        return prepare.prepare(model, optimizer, plan)
-
-    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
-        """List the parameters with non-finite gradients."""
-        return debug.nonfinite_parameters(optimizer, model)
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Watch the outputs of all modules."""
-        return debug.trace_overflow(model)
-
-    def seed(self, number: int) -> None:
-        """Seed torch, whose random numbers are then the same in every run."""
-        torch.manual_seed(number)
 
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""

@@ -17,6 +17,18 @@ from ampx.errors import UnsupportedByBackendError
 _set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
 
+def of_raw(name: str) -> Any:
+    """Return a property that is read, and set, on the raw optimizer."""
+
+    def read(self: Any) -> Any:
+        return getattr(self.optimizer, name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    return property(read, write)
+
+
 class DelegatingOptimizer(torch.optim.Optimizer):
     """Looks to torch like the raw optimizer it holds: groups, state, hooks and checkpoints are that one's.
 
@@ -30,32 +42,9 @@ class DelegatingOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    @property
-    def state(self) -> Any:
-        """The raw optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The raw optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The raw optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.optimizer.defaults = value
+    state = of_raw("state")
+    param_groups = of_raw("param_groups")
+    defaults = of_raw("defaults")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the raw optimizer's state."""

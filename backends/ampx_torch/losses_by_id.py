@@ -7,7 +7,7 @@ their backward, and the two are added.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -15,6 +15,8 @@ from ampx.errors import ProtocolError
 
 if TYPE_CHECKING:
     from .step import AmpOptimizer
+
+Aside: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class LossMixer:
@@ -32,7 +34,7 @@ class LossMixer:
     def __init__(self) -> None:
         self.evaluating = False
         self.loss_id: int | None = None
-        self.aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.aside: Aside = []
         self._new_evaluation = False
 
     def begin_evaluation(self) -> None:
@@ -63,11 +65,7 @@ class LossMixer:
         member.begin_change()  # until the body is entered
         member.mixes = True
         self.loss_id = loss_id
-        for parameter in owner.gradients.parameters():
-            if parameter.grad is not None:
-                # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
-                self.aside.append((parameter, parameter.grad.clone()))
-        _drop_gradients(owner)
+        put_aside(owner, self.aside)
 
     def after(self, owner: AmpOptimizer) -> None:
         """Make the new gradients true and add those put aside; only where there are several losses.
@@ -101,7 +99,7 @@ class LossMixer:
     def abandon(self, owner: AmpOptimizer) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
         if self.loss_id is not None:
-            _drop_gradients(owner)
+            drop_gradients(owner)
             self.bring_back()
 
     def reset(self, owner: AmpOptimizer) -> None:
@@ -116,16 +114,31 @@ class LossMixer:
     def bring_back(self) -> None:
         """Add the gradients put aside to those that are there."""
         aside, self.aside = self.aside, []
-        with torch.no_grad():
-            for parameter, gradient in aside:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    # In place, so that gradients which are views of a communication buffer stay so.
-                    parameter.grad.add_(gradient)
+        add_back(aside)
 
 
-def _drop_gradients(owner: AmpOptimizer) -> None:
+def put_aside(owner: Any, aside: Aside) -> None:
+    """Move the gradients of an optimizer to a list, with their parameters."""
+    for parameter in owner.gradients.parameters():
+        if parameter.grad is not None:
+            # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
+            aside.append((parameter, parameter.grad.clone()))
+    drop_gradients(owner)
+
+
+def add_back(aside: Aside) -> None:
+    """Add gradients that were put aside to those that are there."""
+    with torch.no_grad():
+        for parameter, gradient in aside:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                # In place, so that gradients which are views of a communication buffer stay so.
+                parameter.grad.add_(gradient)
+
+
+def drop_gradients(owner: Any) -> None:
+    """Leave an optimizer without gradients, masters and model."""
     for parameter in owner.gradients.parameters():
         parameter.grad = None
     if owner.masters is not None:

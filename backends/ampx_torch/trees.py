@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from ampx.backend import leaves
 from ampx.policy import Dtype
 
 DTYPES: Final[dict[Dtype, torch.dtype]] = {
@@ -52,12 +53,4 @@ def _like(tree: Any, values: Any) -> Any:
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
     """Walk over the floating tensors of a tree."""
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from floating(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from floating(value)
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())

@@ -21,6 +21,7 @@ from ampx_torch.closures import evaluates_once
 from ampx_torch.debug import nonfinite_parameters
 from ampx_torch.delegation import TakenOver, give_back, take_over
 from ampx_torch.gradients import GradientSet, clip
+from ampx_torch.losses_by_id import Aside, add_back, drop_gradients, put_aside
 from ampx_torch.prepare import masters
 from ampx_torch.prepare.masters import MasterWeights, give
 
@@ -33,6 +34,9 @@ from .stash import Stash
 # The delegating base comes first: Python changes an object's class only between classes of the same layout.
 class ApexOptimizer(TakenOver, WrappedOptimizer):
     """A script's optimizer after `initialize`.
+
+    It does not stand on torch's own step, which unscales, checks and moves the scale in one go: `apex.amp` decides
+    about every block when the block ends, so what is left for the step are true gradients and what was decided.
 
     Attributes:
         ampx_member: Its place in the protocol.
@@ -54,7 +58,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     delays: bool
     verdict: Verdict
     pending: dict[int, list[Verdict]]
-    _aside: list[tuple[torch.Tensor, torch.Tensor]]
+    _aside: Aside
     _overflowed: dict[int, float]
     _scales: dict[int, float]  # of the blocks since the last step
     _amp_stash: Stash
@@ -111,38 +115,19 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Drop what an unfinished backward left, and bring back what was put aside."""
         if not self.ampx_member.factors:
-            self._drop()
+            drop_gradients(self)
             self._bring_back()
 
     def _put_aside(self) -> bool:
         """Put the gradients aside; tell whether there were some."""
-        any_gradient = False
         if self.masters is not None:
             _pull_foreign(self.masters)
-        for parameter in self.gradients.parameters():
-            if parameter.grad is not None:
-                # A copy: the gradient may be part of a communication buffer that the next backward overwrites.
-                self._aside.append((parameter, parameter.grad.clone()))
-                any_gradient = True
-        self._drop()
-        return any_gradient or bool(self._aside)
-
-    def _drop(self) -> None:
-        for parameter in self.gradients.parameters():
-            parameter.grad = None
-        if self.masters is not None:
-            for parameter in self.masters.model_parameters():
-                parameter.grad = None
+        put_aside(self, self._aside)
+        return bool(self._aside)
 
     def _bring_back(self) -> None:
         aside, self._aside = self._aside, []
-        with torch.no_grad():
-            for parameter, gradient in aside:
-                if parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    # In place, so that gradients which are views of a communication buffer stay so.
-                    parameter.grad.add_(gradient)
+        add_back(aside)
 
     def note(self, loss_id: int, finite: bool) -> None:
         """Remember that a block was decided about, and if it overflowed that the next step is skipped."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ampx.errors import InvalidOptionError, InvalidStateError, ProtocolError, UnsupportedDtypeError
+from ampx_torch.delegation import of_raw
 from ampx_torch.prepare import masters
 
 from .fp16util import clip_grad_norm
@@ -91,24 +92,8 @@ class FP16Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler.cur_scale = value
 
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's groups, with masters in place of low-precision parameters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state = of_raw("state")
+    param_groups = of_raw("param_groups")  # with masters in place of low-precision parameters
 
     def backward(self, loss: torch.Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Compute the gradients of a loss, and hand them unscaled to the masters, unless more losses are to add up.
