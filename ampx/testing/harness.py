@@ -147,6 +147,29 @@ class Harness(abc.ABC):
         """Return a model, a function that runs it, and the name of the first module whose output overflows."""
         raise NotImplementedError(f"{type(self).__name__}.overflowing: wanted because traces_overflow is declared")
 
+    def chain(
+        self, weights: Sequence[float], inputs: Sequence[float], noise: bool = False
+    ) -> tuple[Any, Callable[[Any], Any], list[str]]:
+        """Make a float32 model in which named modules multiply by one trainable weight each, one after the other.
+
+        A module is a dense layer from 1 to 1 without bias, so that casting computes it in low precision.
+
+        Args:
+            weights: One number a module.
+            inputs: A batch of rows of one number each.
+            noise: Let a batch normalization (where the framework has one) and a dropout that drops half of the
+                elements come behind the last module, both as in training.
+
+        Returns:
+            The model (or its parameters where these are a value), a function that takes it and returns the loss: the
+            sum of the outputs, in float32; and the names of the modules that multiply.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.chain: wanted because watches, forces or replays is declared")
+
+    def model_state(self, model: Any) -> Any:
+        """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""
+        raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because replays is declared")
+
     def model(self) -> Any:
         """Make a small float32 model for `prepare`: no normalization, parameters between -1 and 1."""
         raise NotImplementedError(f"{type(self).__name__}.model: wanted because levels O2 or O3 are declared")

@@ -9,6 +9,7 @@ import pytest
 
 import ampx
 from ampx import debug
+from ampx.backend import Watching
 from ampx.run import Automates, Run, automation
 
 from .base import KitTests
@@ -154,12 +155,28 @@ def _automates(suite: KitTests) -> None:
     _not_supported(suite, lambda: automation(suite.backend, Run(suite.backend.name)))
 
 
+def _forces(suite: KitTests) -> None:
+    _not_supported(suite, lambda: suite.backend.force(None, {"*": "float32"}))
+
+
+def _simulates(suite: KitTests) -> None:
+    if not suite.declares("forces"):
+        _forces(suite)
+        return
+    with (
+        refused(ampx.UnsupportedDtypeError, passed="'float8_e4m3'", accepted="accepted: ", advice=""),
+        suite.backend.force(None, {"*": "float8_e4m3"}),
+    ):
+        pass
+
+
 REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "automates": _automates,
     "casting": _casting,
     "clip_grad_norm": _clip_grad_norm,
     "clipping": _clipping,
     "closures": _closures,
+    "forces": _forces,
     "implicit gradients": lambda suite: _explicit_only(suite, ampx.unscale),
     "master_weights": _prepare,
     "names_gradients": _names_gradients,
@@ -168,6 +185,9 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "per_loss_scales": _per_loss_scales,
     "prepare": _prepare,
     "promotes": _promotes,
+    "replays": lambda suite: _not_supported(suite, lambda: suite.backend.replay(None, lambda model: model, None)),
+    "simulates": _simulates,
     "traces_overflow": _traces_overflow,
     "vector_losses": _vector_losses,
+    "watches": lambda suite: _not_supported(suite, lambda: suite.backend.watch(None, Watching())),
 }

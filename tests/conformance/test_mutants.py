@@ -26,6 +26,7 @@ def verdict(mutant, test, base=BackendSuite, **attributes):
         return judge(suite, test, mutant.patches())
     finally:
         framework.set_casting(framework.CastingState())
+        framework.around_modules.clear()
 
 
 @functools.cache
@@ -141,7 +142,7 @@ def plugin_verdicts(tmp_path_factory):
         for name, text in {"sound": SOUND, **PLUGINS}.items():
             module = f"kit_plugin_{name}"
             (folder / f"{module}.py").write_text(text)
-            attributes = {"plugin": module, "framework": "toy", "modules": ("toy.framework",)}
+            attributes = {"plugin": module, "framework": "toy", "modules": ("toy.framework", "numpy")}
             suite = type(name, (PluginSuite,), attributes)
             tests = [test for test in list_tests(suite) if name in WATCHED or test not in IN_A_PROCESS]
             failed[name] = {test for test in tests if judge(suite, test) == "failed"}

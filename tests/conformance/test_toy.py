@@ -29,4 +29,4 @@ class TestFuzzBare(FuzzSuite):
 
 
 class TestPlugin(PluginSuite):
-    plugin, framework, modules = "toy.plugin", "toy", ("toy.framework",)
+    plugin, framework, modules = "toy.plugin", "toy", ("toy.framework", "numpy")

@@ -43,3 +43,9 @@ class VerbTests(KitTests):
             yield "names_gradients", ("nonfinite_parameters",)
         if can.traces_overflow:
             yield "traces_overflow", ("trace_overflow",)
+        if can.watches:
+            yield "watches", ("watch",)
+        if can.forces or can.simulates:
+            yield "forces or simulates", ("force",)
+        if can.replays:
+            yield "replays", ("replay",)

@@ -8,10 +8,10 @@ from typing import ClassVar
 import ampx
 from ampx.backend import Device
 from toy.framework import Optimizer, Tensor
-from toy.verbs import ToyVerbs
+from toy.numerics import ToyNumerics
 
 
-class ExplicitToy(ToyVerbs):
+class ExplicitToy(ToyNumerics):
     """The toy framework used like JAX: `opt.step(grads)`."""
 
     name: ClassVar[str] = "toy-explicit"
@@ -21,6 +21,9 @@ class ExplicitToy(ToyVerbs):
         gradients="explicit",
         autocast="scoped",
         clipping=True,
+        watches=True,
+        forces=True,
+        replays=True,
     )
 
     def apply(self, optimizer: Optimizer, grads: Sequence[Tensor | None]) -> None:
@@ -33,6 +36,7 @@ class BareToy(ExplicitToy):
 
     name: ClassVar[str] = "toy-bare"
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(gradients="explicit")
+    watch, force, replay = ampx.Backend.watch, ampx.Backend.force, ampx.Backend.replay  # which refuse
 
     def device(self, name: str) -> Device:
         """Describe a device that computes float32."""

@@ -1,4 +1,4 @@
-"""A tensor framework in pure Python: vectors, reverse-mode differentiation, autocast, two optimizers.
+"""A tensor framework in pure Python: vectors, reverse-mode differentiation, autocast, modules, an optimizer.
 
 It stands for any real framework in the conformance kit. Every stored number is rounded to its dtype, so
 overflow, underflow and lost bits are genuine. It knows nothing of ampx.
@@ -6,12 +6,14 @@ overflow, underflow and lost bits are genuine. It knows nothing of ampx.
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 Number = float | int | bool
 Pullback = Callable[[tuple[Number, ...]], tuple[Number, ...]]
@@ -151,20 +153,58 @@ def _cast_for(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.dtype in FLOATING else tensor for tensor in tensors]
 
 
+# What runs around the call of every operation, and of every module: the last is the outermost.
+around_operations: list[Callable[..., Tensor]] = []
+around_modules: list[Callable[..., Tensor]] = []
+generator = random.Random(0)
+
+
+def operation(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run an operation with all that was put around operations."""
+
+    @functools.wraps(function)
+    def call(*inputs: Any) -> Tensor:
+        run = function
+        for around in around_operations:
+            run = functools.partial(around, function.__name__, run)
+        return run(*inputs)
+
+    return call
+
+
+@operation
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply elementwise; on the framework's own allow list."""
+    """Multiply elementwise, or by a single number; on the framework's own allow list."""
     x, y = _cast_for("product", [a, b])
-    left, right = x.data, y.data
+    repeats = len(x.data) // len(y.data)
+    left, right = x.data, y.data * repeats
+
+    def slopes(upstream: tuple[Number, ...]) -> tuple[Number, ...]:
+        every = tuple(u * p for u, p in zip(upstream, left, strict=True))
+        return every if repeats == 1 else (sum(every),)
+
     return Tensor(
         [p * q for p, q in zip(left, right, strict=True)],
         x.dtype if x.dtype == y.dtype else "float32",
         [
             (x, lambda upstream: tuple(u * q for u, q in zip(upstream, right, strict=True))),
-            (y, lambda upstream: tuple(u * p for u, p in zip(upstream, left, strict=True))),
+            (y, slopes),
         ],
     )
 
 
+@operation
+def dropout(a: Tensor) -> Tensor:
+    """Forget about every other element, and double the others."""
+    mask = [2.0 * generator.getrandbits(1) for _ in a.data]
+
+    def masked(values: tuple[Number, ...]) -> tuple[Number, ...]:
+        return tuple(value * factor for value, factor in zip(values, mask, strict=True))
+
+    return Tensor(masked(a.data), a.dtype, [(a, masked)])
+
+
+@operation
 def total(a: Tensor) -> Tensor:
     """Sum the elements; on the framework's own deny list."""
     (x,) = _cast_for("total", [a])
@@ -180,6 +220,57 @@ def pull(parameters: Sequence[Tensor], chosen: Sequence[Sequence[float]]) -> Ten
 
     parents = [(parameter, along(slopes)) for parameter, slopes in zip(parameters, chosen, strict=True)]
     return Tensor([sum(sum(parameter.data) for parameter in parameters)], "float32", parents)
+
+
+class Module:
+    """A part of a model: parameters, a buffer that counts its calls, and the modules inside, which run in a row."""
+
+    def __init__(self, *parameters: Tensor, **modules: Module) -> None:
+        self.parameters = dict(zip(("weight", "bias"), parameters, strict=False))
+        self.modules = modules
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the modules inside in a row."""
+        for module in self.modules.values():
+            x = module(x)
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run it with all that was put around modules."""
+        call: Callable[[Tensor], Tensor] = self.forward
+        self.calls += 1
+        for around in around_modules:
+            call = functools.partial(around, self, call)
+        return call(x)
+
+    def named_modules(self, name: str = "") -> Iterator[tuple[str, Module]]:
+        """Name this module and those inside."""
+        yield name, self
+        for key, module in self.modules.items():
+            yield from module.named_modules(f"{name}.{key}" if name else key)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name the parameters."""
+        for name, module in self.named_modules():
+            for key, parameter in module.parameters.items():
+                yield (f"{name}.{key}" if name else key), parameter
+
+
+class Dense(Module):
+    """Multiplies by its only weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return product(x, self.parameters["weight"])
+
+
+class Dropout(Module):
+    """Draws a mask in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the mask."""
+        return dropout(x)
 
 
 class Optimizer:

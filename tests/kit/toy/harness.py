@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ampx.testing.harness import Chosen, Harness
 from toy import framework as toy
-from toy.framework import Optimizer, Tensor
+from toy.framework import Dense, Dropout, Module, Optimizer, Tensor
 
 
 class ImplicitToyHarness(Harness):
@@ -65,6 +65,31 @@ class ImplicitToyHarness(Harness):
     def operation(self) -> Any:
         """Name the product."""
         return "product"
+
+    def chain(self, weights: Sequence[float], inputs: Sequence[float], noise: bool = False) -> tuple[Any, Any, Any]:
+        """Multiply by one weight after the other."""
+        layers: dict[str, Module] = {
+            f"layer{index}": Dense(Tensor([weight], parameter=True)) for index, weight in enumerate(weights)
+        }
+        names = list(layers)
+        if noise:
+            layers["dropout"] = Dropout()
+        model = Module(**layers)
+        return model, lambda model: toy.total(model(Tensor(inputs))), names
+
+    def model_state(self, model: Module) -> Any:
+        """Read weights, gradients, buffers and the random state."""
+        parameters = [parameter for _, parameter in model.named_parameters()]
+        return (
+            [parameter.data for parameter in parameters],
+            self.gradients(parameters),
+            [module.calls for _, module in model.named_modules()],
+            toy.generator.getstate(),
+        )
+
+    def parameters_of(self, model: Module) -> list[Tensor]:
+        """List the parameters."""
+        return [parameter for _, parameter in model.named_parameters()]
 
 
 class ExplicitToyHarness(ImplicitToyHarness):

@@ -15,12 +15,12 @@ from ampx.protocol import Member
 from ampx.run import Run
 from toy.automation import automate
 from toy.framework import Optimizer, Tensor
-from toy.verbs import ToyVerbs
+from toy.numerics import ToyNumerics
 
 OPERATIONS = ("product", "total")
 
 
-class ImplicitToy(ToyVerbs):
+class ImplicitToy(ToyNumerics):
     """The toy framework used like PyTorch: `loss.backward()`, `opt.step()`."""
 
     name: ClassVar[str] = "toy"
@@ -35,6 +35,10 @@ class ImplicitToy(ToyVerbs):
         per_loss_scales=True,
         names_gradients=True,
         automates=True,
+        watches=True,
+        forces=True,
+        replays=True,
+        simulates=frozenset({"float8_e4m3", "float8_e5m2"}),
     )
 
     def check_plan(self, plan: CastPlan) -> CastPlan:

@@ -17,6 +17,21 @@ from toy import framework
 from toy.explicit import BareToy, ExplicitToy
 from toy.framework import FLOATING
 from toy.implicit import ImplicitToy, ToyOptimizer
+from toy.misreading import (
+    blinkered,
+    cast_as_now,
+    draws_another_mask,
+    forces_forward,
+    inf_is_finite,
+    keeps_buffers,
+    keeps_forcing,
+    no_inputs,
+    replays_anything,
+    sees_forward,
+    watches_named_models,
+    watches_on,
+    watches_rounded,
+)
 from toy.mutation import (
     DiesWithItsSession,
     ForgetsTracker,
@@ -85,6 +100,10 @@ def _tell_listeners(name: str, event: ampx.Event) -> None:
 def _tell_twice(name: str, event: ampx.Event) -> None:
     sessions.emit(name, event)
     sessions.emit(name, event)
+
+
+def _real(dtype: str) -> str:
+    return "float32" if dtype.startswith("float8") else dtype
 
 
 Toy = ImplicitToy
@@ -172,6 +191,25 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("KnowsEveryDevice", device=lambda self, name: Toy.device(self, "cpu")),
     verbs("OverstatesDevices", device=lambda self, name: replace(Toy.device(self, name), native=frozenset(FLOATING))),
     verbs("WantsEverything", device=lambda self, name: replace(Toy.device(self, name), preferred="float32")),
+    # The precision debugger.
+    verbs("MissesTheBackwardPass", watch=lambda self, *args: blinkered(Toy.watch(self, *args), sees_forward)),
+    verbs("CountsInfAsFinite", watch=lambda self, *args: blinkered(Toy.watch(self, *args), inf_is_finite)),
+    verbs("WatchesOutputsOnly", watch=lambda self, *args: blinkered(Toy.watch(self, *args), no_inputs)),
+    verbs("ReadsOnBehindTheRegion", watch=watches_on),
+    verbs("WatchesWithRounding", watch=watches_rounded),
+    verbs("IgnoresPatterns", watch=lambda self, model, watching: Toy.watch(self, model, replace(watching, modules=()))),
+    verbs("WatchesNamedModelsOnly", watch=watches_named_models),
+    verbs("SeesNoOperation", watch=lambda self, model, w: Toy.watch(self, model, replace(w, operations=False))),
+    verbs("ForcesNothing", force=lambda self, model, dtypes: nullcontext()),
+    verbs("ForcesForwardOnly", force=forces_forward),
+    verbs("FirstPatternHolds", force=lambda self, model, d: Toy.force(self, model, dict(reversed(d.items())))),
+    verbs("KeepsForcing", force=keeps_forcing),
+    verbs("SimulatesNothing", force=lambda self, m, d: Toy.force(self, m, {k: _real(v) for k, v in d.items()})),
+    verbs("DrawsAnotherMask", replay=draws_another_mask),
+    verbs("KeepsTheScale", replay=lambda self, m, step, plan, s=1.0: Toy.replay(self, m, lambda x: step(x) * s, plan)),
+    verbs("KeepsBuffers", replay=keeps_buffers),
+    verbs("ReplaysAsCast", replay=lambda self, m, step, plan, s=1.0: Toy.replay(self, m, cast_as_now(step), plan, s)),
+    verbs("ReplaysAnything", replay=replays_anything),
     # Automation.
     verbs("AutomatesNothing", automate=lambda self, run: nullcontext()),
     verbs("KeepsTheSession", automate=lambda self, run: Toy.automate(self, stays(run))),
@@ -181,6 +219,9 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("QuietNames", ExplicitToy, nonfinite_parameters=lambda self, optimizer, model: []),
     verbs("QuietPromotion", ExplicitToy, widest=lambda self, tree, at_least: at_least),
     verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
+    verbs("QuietWatch", BareToy, watch=lambda self, model, watching: nullcontext()),
+    verbs("QuietForce", BareToy, force=lambda self, model, dtypes: nullcontext()),
+    verbs("QuietReplay", BareToy, replay=lambda self, model, step, plan, scale=1.0: None),
     # Mistakes of the core.
     patched("SwallowsWrapErrors", Amp, "wrap_optimizer", quiet),
     patched("SwallowsScaleErrors", Amp, "scale_loss", quiet),

@@ -1,0 +1,322 @@
+"""What the precision debugger stands on: modules are watched and forced into dtypes, a batch is replayed.
+
+The model is a row of layers that multiply by one weight each, so that arithmetic says what every value and every
+gradient is. The numbers are powers of two unless rounding is what is tested: no sum rounds, in no dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+import ampx
+from ampx.backend import CastPlan, Direction, Reading, Replayed, Stats, Watching
+from ampx.numerics.formats import FORMATS
+from ampx.numerics.rounding import describe, round_to, sample
+from ampx.testing.base import KitTests, requires
+from ampx.testing.checks import refused
+
+# Zero, what float16 flushes, what it cannot hold, and what nothing can.
+INPUTS: Final = (1.0, -2.0, 0.0, 2.0**-27, 2.0**16, math.inf, math.nan)
+WEIGHTS: Final = (2.0, 4.0, 0.5)
+ROW: Final = tuple(2.0**-power for power in range(1, 33))
+
+
+class PrecisionTests(KitTests):
+    """Base: runs a row of layers."""
+
+    def see(
+        self,
+        weights: Sequence[float],
+        inputs: Sequence[float],
+        *around: AbstractContextManager[Any],
+        plan: CastPlan | None = None,
+        watching: Watching | None = None,
+        chain: tuple[Any, Any, list[str]] | None = None,
+    ) -> tuple[list[str], list[Reading]]:
+        """Return the names of the layers, and the readings of a batch."""
+        model, step, names = chain or self.subject.chain(weights, inputs)
+        with ExitStack() as stack:
+            for region in around:
+                stack.enter_context(region)
+            with self.backend.watch(model, watching or Watching(samples=64)) as watch:
+                if self.declares("replays"):
+                    self.backend.replay(model, step, plan)
+                else:
+                    step(model)
+            return list(names), watch.readings()
+
+    def low(self) -> tuple[Any, float]:
+        """Return the compute dtype, and the smallest number that it rounds to 1."""
+        dtype = self.subject.dtype
+        return dtype, 1 + 2.0 ** -(FORMATS[dtype].bits + 1)
+
+
+def only(readings: Sequence[Reading], name: str, direction: Direction = "forward") -> Reading:
+    """Return the only reading of a module in a direction."""
+    matches = [
+        reading
+        for reading in readings
+        if (reading.module, reading.direction, reading.operation) == (name, direction, "")
+    ]
+    assert len(matches) == 1, f"{len(matches)} readings of {name!r} {direction}; it ran once"
+    return matches[0]
+
+
+def numbers(reading: Reading) -> list[float]:
+    """Return the sample of a reading."""
+    return [] if reading.sample is None else [float(value) for value in reading.sample]
+
+
+def first_nonfinite(readings: Sequence[Reading], direction: Direction) -> Reading | None:
+    """Return the first value in a direction that is not finite."""
+    return next((entry for entry in readings if entry.direction == direction and entry.value.nonfinite), None)
+
+
+class WatchTests(PrecisionTests):
+    """The verb `watch`."""
+
+    @requires("watches")
+    def test_readings_equal_a_count_in_numpy(self) -> None:
+        """Outputs and their gradients, inf and NaN among them, are counted and sampled element by element."""
+        names, readings = self.see(WEIGHTS, INPUTS, watching=Watching("float16", samples=4))
+        value = np.array(INPUTS, np.float32)
+        for position, name in enumerate(names):
+            received, value = value, value * np.float32(WEIGHTS[position])
+            reading = only(readings, name)
+            assert (reading.value, reading.inputs) == (describe(value), describe(received))
+            assert (reading.dtype, reading.call, reading.seconds) == ("float32", 0, None)
+            assert reading.kind
+            np.testing.assert_array_equal(reading.sample, sample(value, 4))
+            if self.declares("replays"):
+                gradient = np.full(len(INPUTS), math.prod(WEIGHTS[position + 1 :]), np.float32)
+                reading = only(readings, name, "backward")
+                assert (reading.value, reading.inputs) == (describe(gradient), Stats())
+                np.testing.assert_array_equal(reading.sample, sample(gradient, 4))
+
+    @requires("watches")
+    def test_the_layer_with_a_planted_overflow_is_the_first_that_is_not_finite(self) -> None:
+        """In the forward pass, and in a backward pass whose forward pass is finite."""
+        names, readings = self.see((1.0, 2.0**100, 2.0**100, 1.0), (1.0, 2.0))
+        culprit = first_nonfinite(readings, "forward")
+        assert culprit is not None
+        assert culprit.module == names[2]
+        if self.declares("replays"):
+            names, readings = self.see((1.0, 1.0, 2.0**100, 2.0**100), (2.0**-120, 2.0**-121))
+            assert first_nonfinite(readings, "forward") is None
+            culprit = first_nonfinite(readings, "backward")
+            assert culprit is not None
+            assert culprit.module == names[1]
+
+    @requires("watches")
+    def test_watching_changes_nothing(self) -> None:
+        """A step returns the same inside, and nothing is read any more behind the region."""
+        low, near = self.low()
+        model, step, _ = chain = self.subject.chain((near, 3.0, near), ROW)
+        if not self.declares("replays"):
+            self._watching_ends(chain)
+            return
+        plan = self.start().plan if self.declares("casting") else None
+        outside = self.backend.replay(model, step, plan)
+        with self.backend.watch(model, Watching(low, operations=True, samples=3, times=True)):
+            inside = self.backend.replay(model, step, plan)
+        assert same(inside, outside)
+        self._watching_ends(chain)
+
+    def _watching_ends(self, chain: tuple[Any, Any, list[str]]) -> None:
+        model, step, _ = chain
+        with self.backend.watch(model, Watching()) as watch:
+            step(model)
+        count = len(watch.readings())
+        step(model)
+        assert len(watch.readings()) == count > 0
+
+    @requires("watches")
+    def test_patterns_choose_the_modules(self) -> None:
+        """Only these are read, and a pattern that matches nothing is an error."""
+        model, _, names = chain = self.subject.chain(WEIGHTS, ROW)
+        _, readings = self.see((), (), watching=Watching(modules=(names[1],)), chain=chain)
+        assert {reading.module for reading in readings} == {names[1]}
+        with (
+            refused(ampx.UnsupportedOpError, passed="'nowhere.*'", accepted="accepted: ", advice=""),
+            self.backend.watch(model, Watching(modules=(names[1], "nowhere.*"))),
+        ):
+            pass
+
+    @requires("watches")
+    def test_every_model_is_watched_where_none_is_named(self) -> None:
+        """It has the names that it has when it is passed."""
+        model, step, names = self.subject.chain(WEIGHTS, ROW)
+        with self.backend.watch(None, Watching()) as watch:
+            step(model)
+        assert [only(watch.readings(), name).value.elements for name in names] == [len(ROW)] * len(names)
+
+    @requires("watches")
+    def test_operations_and_times_are_read_where_they_are_asked_for(self) -> None:
+        """An operation stands with the innermost module that it ran in, and with what it received."""
+        names, readings = self.see(WEIGHTS, ROW, watching=Watching(operations=True, times=True))
+        for name in names:
+            inside = [reading for reading in readings if reading.module == name and reading.operation]
+            assert any(entry.direction == "forward" and entry.inputs.elements > len(ROW) for entry in inside)
+            assert (only(readings, name).seconds or 0) > 0
+        plain = self.see(WEIGHTS, ROW)[1]
+        assert not any(reading.operation or reading.seconds for reading in plain)
+
+
+def same(a: Replayed, b: Replayed) -> bool:
+    """Return whether two replays agree bit by bit."""
+    return (
+        a.loss == b.loss
+        and a.parameters == b.parameters
+        and a.gradients.keys() == b.gradients.keys()
+        and all(np.array_equal(a.gradients[name], b.gradients[name]) for name in a.gradients)
+    )
+
+
+class ForceTests(PrecisionTests):
+    """The verb `force`."""
+
+    @requires("forces")
+    def test_a_module_computes_in_the_low_dtype_forward_and_backward(self) -> None:
+        """Its output and the gradient that it returns are rounded, those of the others are not."""
+        low, near = self.low()
+        model, _, names = chain = self.subject.chain((1.0, near, 1.0), (near,))
+        _, readings = self.see((), (), self.backend.force(model, {names[1]: low}), chain=chain)
+        assert [only(readings, name).dtype for name in names[:2]] == ["float32", low]
+        assert [numbers(only(readings, name)) for name in names[:2]] == [[near], [1.0]]
+        if self.declares("replays"):
+            assert numbers(only(readings, names[0], "backward")) == [1.0]
+
+    @requires("forces")
+    def test_a_module_computes_in_float32_where_all_else_is_low(self) -> None:
+        """Its own dtype is that of its output, and no digit is lost in it."""
+        if not (self.declares("casting") and self.declares("replays")):
+            pytest.skip(f"backend {self.backend.name!r} casts or replays nothing: there is nothing else that is low")
+        low, near = self.low()
+        plan = self.start().plan
+        model, _, names = chain = self.subject.chain((near, near, near), (1.0,))
+        _, readings = self.see((), (), self.backend.force(model, {names[1]: "float32"}), plan=plan, chain=chain)
+        assert [only(readings, name).dtype for name in names] == [low, "float32", low]
+        assert [numbers(only(readings, name)) for name in names] == [[1.0], [near], [1.0]]
+
+    @requires("forces")
+    def test_the_last_pattern_that_matches_holds(self) -> None:
+        """A module in a forced one obeys its own entry."""
+        low, _ = self.low()
+        for dtypes in ({"*": "float32", "last": low}, {"last": low, "*": "float32"}):
+            model, _, names = chain = self.subject.chain(WEIGHTS, ROW)
+            entries = {names[-1] if name == "last" else name: dtype for name, dtype in dtypes.items()}
+            _, readings = self.see((), (), self.backend.force(model, entries), chain=chain)
+            held = list(entries.values())[-1]
+            assert [only(readings, name).dtype for name in names] == ["float32", "float32", held]
+
+    @requires("forces")
+    def test_leaving_the_region_restores_the_model(self) -> None:
+        """By its end, and by an exception in it."""
+        low, near = self.low()
+        chain = self.subject.chain((1.0, 1.0), (near,))
+        with self.backend.force(chain[0], {"*": low}):
+            pass
+        with pytest.raises(KeyError), self.backend.force(chain[0], {"*": low}):
+            raise KeyError("region")
+        if self.declares("watches"):
+            names, readings = self.see((), (), chain=chain)
+            assert numbers(only(readings, names[-1])) == [near]
+        assert self.subject.numbers(chain[1](chain[0])) == [near]
+
+    @requires("forces")
+    def test_a_pattern_of_no_module_and_an_unsupported_dtype_are_refused(self) -> None:
+        """Before anything runs."""
+        model, _, names = self.subject.chain(WEIGHTS, ROW)
+        for error, dtypes, passed in (
+            (ampx.UnsupportedOpError, {"nowhere.*": "float32"}, "'nowhere.*'"),
+            (ampx.UnsupportedDtypeError, {names[0]: "float12"}, "'float12'"),
+        ):
+            with (
+                refused(error, passed=passed, accepted="accepted: ", advice=""),
+                self.backend.force(model, dtypes),
+            ):
+                pass
+
+    @requires("simulates")
+    def test_a_simulated_dtype_rounds_inputs_outputs_and_gradients(self) -> None:
+        """As the dtype itself would; what is rounded keeps the dtype that it has."""
+        for dtype in sorted(self.backend.capabilities.simulates):
+            between = 1 + 2.0 ** -FORMATS[dtype].bits * 1.5  # the dtype has 1, and nothing else next to this
+            model, _, names = chain = self.subject.chain((1.0, 2.0, between), (between, 2.0**-40, -between))
+            region = self.backend.force(model, {names[1]: dtype})
+            _, readings = self.see((), (), region, chain=chain)
+            received = round_to([between, 2.0**-40, -between], dtype)
+            reading = only(readings, names[1])
+            assert reading.dtype == "float32"
+            np.testing.assert_array_equal(reading.sample, received * 2)
+            if self.declares("replays"):
+                gradient = round_to(np.full(3, between, np.float32), dtype) * 2
+                np.testing.assert_array_equal(only(readings, names[0], "backward").sample, gradient)
+
+
+class ReplayTests(PrecisionTests):
+    """The verb `replay`."""
+
+    @requires("replays")
+    def test_a_replay_equals_arithmetic_whatever_the_scale(self) -> None:
+        """Loss, gradients and parameters are those of the batch; the scale is out of them."""
+        inputs = (1.0, 2.0, -4.0)
+        for scale in (1.0, 2.0**10):
+            model, step, _ = self.subject.chain(WEIGHTS, inputs)
+            replayed = self.backend.replay(model, step, None, scale)
+            whole = math.prod(WEIGHTS) * sum(inputs)
+            assert replayed.loss == whole
+            assert sorted(float(gradient.item()) for gradient in replayed.gradients.values()) == sorted(
+                whole / weight for weight in WEIGHTS
+            )
+            assert all(gradient.dtype == np.float32 for gradient in replayed.gradients.values())
+            assert replayed.parameters.keys() == replayed.gradients.keys()
+            assert sorted(stats.largest for stats in replayed.parameters.values()) == sorted(WEIGHTS)
+
+    @requires("replays")
+    def test_a_replay_draws_the_same_mask_twice(self) -> None:
+        """And the model's noise is on: a mask is drawn."""
+        model, step, _ = self.subject.chain(WEIGHTS, ROW, noise=True)
+        first = self.backend.replay(model, step, None)
+        assert same(self.backend.replay(model, step, None), first)
+        plain, whole, _ = self.subject.chain(WEIGHTS, ROW)
+        assert self.backend.replay(plain, whole, None).loss != first.loss
+
+    @requires("replays")
+    def test_a_replay_leaves_everything_as_it_was(self) -> None:
+        """Weights, buffers, pending gradients and random state."""
+        model, step, _ = self.subject.chain(WEIGHTS, ROW, noise=True)
+        if self.declares("implicit gradients"):
+            self.subject.backward(step(model), self.subject.parameters_of(model))
+        before = self.subject.model_state(model)
+        self.backend.replay(model, step, None, 2.0)
+        if self.declares("casting"):
+            self.backend.replay(model, step, self.start().plan)
+        assert self.subject.model_state(model) == before
+
+    @requires("replays")
+    def test_a_plan_casts_and_without_one_all_is_float32(self) -> None:
+        """Also where a session has casting on for the whole process."""
+        _, near = self.low()
+        model, step, _ = self.subject.chain((1.0,), (near,))
+        amp = self.start()
+        assert self.backend.replay(model, step, None).loss == near
+        if self.declares("casting"):
+            assert self.backend.replay(model, step, amp.plan).loss == 1.0
+        if self.declares("process casting"):
+            assert self.subject.casting() != self.outside
+
+    @requires("replays")
+    def test_a_step_that_returns_no_loss_is_refused(self) -> None:
+        """The error says what came instead, and nothing has changed."""
+        model, _, _ = self.subject.chain(WEIGHTS, ROW)
+        before = self.subject.model_state(model)
+        with pytest.raises(ampx.LossError, match="str"):
+            self.backend.replay(model, lambda model: "loss", None)
+        assert self.subject.model_state(model) == before

@@ -1,0 +1,135 @@
+"""Mistakes in the verbs of the precision debugger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from ampx.backend import CastPlan, Reading, Replayed, Stats, Step, Watch, Watching
+from toy import framework
+from toy.framework import Module, Tensor
+from toy.implicit import ImplicitToy
+
+
+class Blinkered:
+    """A watch that passes on what a function makes of the readings."""
+
+    def __init__(self, watch: Watch, change: Callable[[list[Reading]], list[Reading]]) -> None:
+        self.watch, self.change = watch, change
+
+    def readings(self) -> list[Reading]:
+        """Return the changed readings."""
+        return self.change(self.watch.readings())
+
+
+@contextmanager
+def blinkered(
+    region: AbstractContextManager[Watch], change: Callable[[list[Reading]], list[Reading]]
+) -> Iterator[Blinkered]:
+    """Watch with blinkers."""
+    with region as watch:
+        yield Blinkered(watch, change)
+
+
+def sees_forward(readings: list[Reading]) -> list[Reading]:
+    """Miss the backward pass."""
+    return [reading for reading in readings if reading.direction == "forward"]
+
+
+def inf_is_finite(readings: list[Reading]) -> list[Reading]:
+    """Count infinity as a finite number."""
+    return [replace(entry, value=replace(entry.value, nonfinite=entry.value.nan)) for entry in readings]
+
+
+def no_inputs(readings: list[Reading]) -> list[Reading]:
+    """Look at outputs only."""
+    return [replace(reading, inputs=Stats()) for reading in readings]
+
+
+@contextmanager
+def watches_on(self: ImplicitToy, model: Module | None, watching: Watching) -> Iterator[Watch]:
+    """Go on reading when the region is left."""
+    with ImplicitToy.watch(self, model, watching) as watch:
+        yield watch
+        hooks = list(framework.around_modules)
+    framework.around_modules[:] = hooks
+
+
+@contextmanager
+def watches_rounded(self: ImplicitToy, model: Module | None, watching: Watching) -> Iterator[Watch]:
+    """Let the dtype that is watched be the dtype of the values."""
+    with ImplicitToy.force(self, model, {"*": watching.dtype}), ImplicitToy.watch(self, model, watching) as watch:
+        yield watch
+
+
+@contextmanager
+def watches_named_models(self: ImplicitToy, model: Module | None, watching: Watching) -> Iterator[Watch]:
+    """See nothing where no model is named."""
+    with ImplicitToy.watch(self, Module() if model is None else model, watching) as watch:
+        yield watch
+
+
+@contextmanager
+def forces_forward(self: ImplicitToy, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+    """Round what comes out, and leave the backward pass in float32."""
+
+    def rounds(module: Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        exact, low = call(x), dtypes[next(iter(dtypes))]
+        name = next((name for name, inside in model.named_modules() if inside is module), "") if model else ""
+        if name not in dtypes or low not in framework.FLOATING:
+            return exact
+        return Tensor(exact.to(low).data, low, [(exact, lambda upstream: upstream)])
+
+    framework.around_modules.append(rounds)
+    try:
+        yield
+    finally:
+        framework.around_modules.remove(rounds)
+
+
+@contextmanager
+def keeps_forcing(self: ImplicitToy, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+    """Go on forcing when the region is left."""
+    with ImplicitToy.force(self, model, dtypes):
+        hooks = list(framework.around_modules)
+        yield
+    framework.around_modules[:] = hooks
+
+
+def draws_another_mask(
+    self: ImplicitToy, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0
+) -> Replayed:
+    """Draw other random numbers in every replay."""
+    try:
+        return ImplicitToy.replay(self, model, step, plan, scale)
+    finally:
+        framework.generator.random()
+
+
+def keeps_buffers(self: ImplicitToy, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+    """Leave the buffers as the batch left them."""
+    replayed = ImplicitToy.replay(self, model, step, plan, scale)
+    model.calls += 1
+    return replayed
+
+
+def cast_as_now(step: Step) -> Step:
+    """Cast as the session has it."""
+    state = framework.casting_state()
+
+    def cast(model: Any) -> Any:
+        with framework.autocast(state):
+            return step(model)
+
+    return cast
+
+
+def replays_anything(
+    self: ImplicitToy, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0
+) -> Replayed:
+    """Take anything for a loss."""
+    if isinstance(step(model), str):
+        return Replayed(0.0, {}, {})
+    return ImplicitToy.replay(self, model, step, plan, scale)
