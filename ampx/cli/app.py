@@ -230,6 +230,71 @@ def migrate(
     raise typer.Exit(code)
 
 
+_SCRIPT = typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+_MODULE = typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")
+_STEPS = typer.Option(min=1, help="End every run after so many steps.")
+_SEED = typer.Option(help="What the random numbers of every run start from.")
+_OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def compare(
+    command: Annotated[list[str], _SCRIPT],
+    dtype: Annotated[str, typer.Option(help="Compare float32 with these, with commas between.")] = "auto",
+    steps: Annotated[int, _STEPS] = 60,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each dtype.")] = 3,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="Time it for several values of an option: '--batch-size=32,64'.", show_default=False),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Write a report: out.html, out.png or out.json.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    level: Annotated[str, typer.Option(help="As in ampx.init.")] = "O1",
+    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    seed: Annotated[int, _SEED] = 0,
+    is_module: Annotated[bool, _MODULE] = False,
+    replace_native: Annotated[bool, _OWN] = False,
+) -> None:
+    """Run an unedited script in float32 and in mixed precision, and say whether it is right and worth it."""
+    from rich.console import Console
+
+    from ampx.numerics import compare_script
+    from ampx.numerics.report import check_target, write
+    from ampx.run import RunSettings
+    from ampx.run.program import Program
+
+    check_target(report)
+    dtypes = compare_script.parse_dtypes(dtype)
+    swept = None if sweep is None else compare_script.Sweep.parse(sweep)
+    with Console(stderr=True).status("Starting …") as status:
+        result = compare_script.compare_script(
+            Program(command[0], is_module, tuple(command[1:])),
+            RunSettings(level=level, device=device, replace_native=replace_native),
+            dtypes,
+            framework=framework,
+            steps=steps,
+            repeats=repeats,
+            seed=seed,
+            sweep=swept,
+            progress=status.update,
+        )
+    if report is not None:
+        write(report, result)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+        return
+    from .compare_command import print_comparison
+
+    console = Console(highlight=False)
+    print_comparison(console, result)
+    if report is not None:
+        console.print(f"Report: {report}", soft_wrap=True)
+
+
 # What follows the script's name is the script's: parsing stops there.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run_script(

@@ -140,7 +140,7 @@ class Outcome:
             **{name: self.run[name] for name in ("framework", "device", "dtype", "level", "reason", "steps")},
             "skipped": self.skipped,
             "scale": self.last_scale,
-            "losses": [loss if loss is not None and math.isfinite(loss) else None for loss in self.losses],
+            "losses": [loss if loss is None or math.isfinite(loss) else str(loss) for loss in self.losses],
             "seconds_a_step": list(self.times),
             "peak_host": self.peak_host,
             "peak_device": self.peak_device,

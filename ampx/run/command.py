@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,15 +48,16 @@ class StartProgram(BaseException):
 REFUSED = 3
 
 
-def check_report(report: Path | None) -> None:
+def check_report(report: Path | None, kinds: Sequence[str] = (".json", ".html")) -> None:
     """Check the target of `--report`, before the script has trained for hours."""
     if report is None:
         return
-    if report.suffix not in (".json", ".html"):
+    if report.suffix not in kinds:
         raise InvalidOptionError(
-            f"--report {str(report)!r} is of no known kind; accepted: a name that ends in .json or .html. Change it."
+            f"--report {str(report)!r} is of no known kind; accepted: a name that ends in {' or '.join(kinds)}. "
+            f"Change it."
         )
-    if report.suffix == ".html":
+    if report.suffix != ".json":
         import matplotlib.figure  # noqa: F401 -- a missing extra is told before the script runs
     if not report.parent.is_dir():
         raise InvalidOptionError(

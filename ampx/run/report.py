@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from ampx.run.page import (
+    ALARM,
+    code,
+    document,
+    heading,
+    new_figure,
+    origin,
+    paragraph,
+    style_of,
+    svg,
+    table,
+)
 from ampx.run.recorder import FORWARD, OptimizerRecord
 
 _NAMES = {FORWARD: "forward and the rest of the loop"}
 TOP = 10
+_PROCESS = ("process", "computed", "steps", "skipped")
 
 
 def summary_lines(report: dict[str, Any], failed: bool = False) -> Iterator[str]:
@@ -90,41 +101,29 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-_COLOURS = {"float16": "#0072b2", "bfloat16": "#d55e00", "float32": "#4d4d4d", "float64": "#999999"}
-_ALARM = "#b30000"
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 100%; height: auto }
-"""
-
-
 def page(report: dict[str, Any]) -> str:
-    """Return the whole page."""
-    title = f"ampx run: {report['script']}"
-    parts = [f"<h1>{html.escape(title)}</h1>", _facts(report)]
+    """Return the page of `ampx run`.
+
+    Args:
+        report: The report as `--report out.json` writes it.
+    """
+    parts = [_facts(report)]
     pictures = {"Time": _draw_time(report), "Loss scale": _draw_scales(report), "Operations": _draw_ops(report)}
-    for heading, drawn in pictures.items():
+    for title, drawn in pictures.items():
         if drawn is not None:
-            parts.append(f"<h2>{heading}</h2>{drawn}")
+            parts += [heading(title), drawn]
     if report["ops"]:
         rows = [(operation["op"], operation["dtype"], operation["count"]) for operation in report["ops"][:10]]
-        parts.append(_table(("operation", "dtype", f"times in {report['sampled_steps']} steps"), rows))
+        parts.append(table(("operation", "dtype", f"times in {report['sampled_steps']} steps"), rows))
     if report["lines"]:
-        parts.append(f"<h2>The same by hand</h2><pre>{html.escape(chr(10).join(report['lines']))}</pre>")
+        parts += [heading("The same by hand"), code(report["lines"])]
     if report["processes"]:
         trained = [
             (child["process"], headline(child), child["steps"], child["skipped"]) for child in report["processes"]
         ]
-        parts.append("<h2>Processes that the script started</h2>")
-        parts.append(_table(("process", "computed", "steps", "skipped"), trained))
-    parts += [f"<p>{html.escape(note)}</p>" for note in report["notes"]]
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n"
-    )
+        parts += [heading("Processes that the script started"), table(_PROCESS, trained)]
+    parts += [paragraph(note) for note in report["notes"]]
+    return document(f"ampx run: {report['script']}", parts, origin())
 
 
 def _facts(report: dict[str, Any]) -> str:
@@ -135,28 +134,14 @@ def _facts(report: dict[str, Any]) -> str:
     ]
     if report["device"] is None:  # the script's own, without a session
         rows = [*rows[:1], ("computed", headline(report))] if report["framework"] else rows[:1]
-    return _table((), rows)
-
-
-def _table(heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heading)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td class="number">{cell}</td>' if isinstance(cell, int) else f"<td>{html.escape(str(cell))}</td>"
-            for cell in row
-        )
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return table((), rows)
 
 
 def _draw_time(report: dict[str, Any]) -> str | None:
     seconds = report["seconds"]
     if not seconds:
         return None
-    figure, axes = _figure(1.6)
+    figure, axes = new_figure(1.6)
     left = 0.0
     for name, colour in zip(seconds, ("#009e73", "#0072b2", "#d55e00", "#cc79a7"), strict=False):
         axes.barh([0], [seconds[name]], left=left, color=colour, label=f"{name}: {seconds[name]:.2f} s")
@@ -164,31 +149,31 @@ def _draw_time(report: dict[str, Any]) -> str | None:
     axes.set_yticks([])
     axes.set_xlabel("seconds on the host")
     axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return _svg(figure)
+    return svg(figure)
 
 
 def _draw_scales(report: dict[str, Any]) -> str | None:
     moving = [optimizer for optimizer in report["optimizers"] if optimizer["scales"] or optimizer["skipped"]]
     if not moving:
         return None
-    figure, axes = _figure(3.0)
+    figure, axes = new_figure(3.0)
     for name, optimizer in zip(names_of(moving), moving, strict=True):
         steps = [0, *(step for step, _ in optimizer["scales"]), optimizer["steps"]]
         scales = [optimizer["initial_scale"], *(scale for _, scale in optimizer["scales"])]
         axes.step(steps, [*scales, scales[-1]], where="post", label=name)
         for step in optimizer["skipped"]:
-            axes.axvline(step, color=_ALARM, linewidth=0.8, linestyle=":")
+            axes.axvline(step, color=ALARM, linewidth=0.8, linestyle=":")
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step; a dotted line is a skipped one")
     axes.legend(frameon=False)
-    return _svg(figure)
+    return svg(figure)
 
 
 def _draw_ops(report: dict[str, Any]) -> str | None:
     names = list(dict.fromkeys(operation["op"] for operation in report["ops"]))[:10]
     if not names:
         return None
-    figure, axes = _figure(0.8 + 0.35 * len(names))
+    figure, axes = new_figure(0.8 + 0.35 * len(names))
     left = dict.fromkeys(names, 0)
     labelled: set[str] = set()
     for operation in report["ops"]:
@@ -196,7 +181,7 @@ def _draw_ops(report: dict[str, Any]) -> str | None:
             continue
         label = None if operation["dtype"] in labelled else operation["dtype"]
         labelled.add(operation["dtype"])
-        colour = _COLOURS.get(operation["dtype"], "#cc79a7")
+        colour = style_of(operation["dtype"])[0]
         axes.barh(
             [names.index(operation["op"])], [operation["count"]], left=left[operation["op"]], color=colour, label=label
         )
@@ -205,20 +190,4 @@ def _draw_ops(report: dict[str, Any]) -> str | None:
     axes.invert_yaxis()
     axes.set_xlabel(f"times in the first {report['sampled_steps']} steps")
     axes.legend(frameon=False)
-    return _svg(figure)
-
-
-def _figure(height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure  # no display, no global state
-
-    figure = Figure(figsize=(9.0, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return svg(figure)

@@ -1,0 +1,60 @@
+"""The table of `ampx compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from ampx.numerics.report import HEAD, compared_rows
+
+from .render import make_table
+
+
+def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
+    """Print what `ampx compare` says."""
+    script = " ".join([report["script"], *report["arguments"]])
+    title = (
+        f"{script}: {report['framework']} on {report['device']}, {report['steps']} steps, {report['repeats']} runs each"
+    )
+    table = make_table(escape(title), *HEAD)
+    for row in compared_rows(report):
+        table.add_row(*map(escape, row))
+    console.print(table)
+    for name, facts in report["dtypes"].items():
+        modules = facts["modules"]
+        if modules is not None:
+            worst = make_table(f"Largest relative errors in {name}", "module", "output", "module", "gradient")
+            outputs, gradients = modules["worst_outputs"], modules["worst_gradients"]
+            for position in range(max(len(outputs), len(gradients))):
+                worst.add_row(*_pair(outputs, position), *_pair(gradients, position))
+            console.print(worst)
+    if report["sweep"] is not None:
+        _print_sweep(console, report["sweep"])
+    for note in report["notes"]:
+        console.print(f"note: {escape(note)}", soft_wrap=True)
+    for facts in report["dtypes"].values():
+        console.print(escape(facts["verdict"]), soft_wrap=True)
+
+
+def _pair(errors: list[dict[str, Any]], position: int) -> tuple[str, str]:
+    if position >= len(errors):
+        return "", ""
+    entry = errors[position]
+    error = entry["error"]
+    return escape(entry["module"] or "the model"), error if isinstance(error, str) else f"{error:.2g}"
+
+
+def _print_sweep(console: Console, sweep: Mapping[str, Any]) -> None:
+    names = list(sweep["points"][0]["runs"])
+    table = make_table(
+        f"Over {escape(sweep['option'])}", "value", *(f"{name}, steps a second" for name in names), "ratio"
+    )
+    for point in sweep["points"]:
+        runs = point["runs"]
+        speeds = [run["steps_a_second"] for run in runs.values()]
+        ratios = [f"{run['speed']['ratio']:.2f}×" for run in runs.values() if run["speed"] is not None]
+        table.add_row(escape(point["value"]), *("–" if s is None else f"{s:.4g}" for s in speeds), ", ".join(ratios))
+    console.print(table)

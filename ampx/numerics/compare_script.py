@@ -1,0 +1,357 @@
+"""`ampx compare`: an unedited script in float32 and in mixed precision, side by side."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ampx.backend import Reading, Watching
+from ampx.errors import InvalidOptionError, TrialError
+from ampx.policy import normalise_dtype
+from ampx.run import RunSettings
+from ampx.run.page import origin
+from ampx.run.program import Program
+
+from .formats import FORMATS
+from .trial import Outcome, Trial, run_trial
+
+SCHEMA: Final = "ampx.compare/1"
+REFERENCE: Final = "float32"
+# Two losses agree that differ by no more than so many roundings of the dtype.
+ROUNDINGS: Final = 8
+# Below this a ratio of speeds is no difference.
+ALIKE: Final = 0.02
+WORST: Final = 10
+_COLUMNS: Final = 6  # watched steps
+_SAMPLES: Final = 256
+
+Runner = Callable[[Trial], Outcome]
+Progress = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An option of the script, and the values that it is to have.
+
+    Attributes:
+        option: Its name, such as `"--batch-size"`.
+        values: As the script reads them.
+        joined: Written `--batch-size=32`; else as two arguments.
+    """
+
+    option: str
+    values: tuple[str, ...]
+    joined: bool = True
+
+    @classmethod
+    def parse(cls, text: str) -> Sweep:
+        """Read `"--batch-size=32,64,128"`, or the same with a space.
+
+        Raises:
+            InvalidOptionError: It is neither.
+        """
+        joined = "=" in text
+        option, _, values = text.partition("=" if joined else " ")
+        parts = tuple(value.strip() for value in values.split(",") if value.strip())
+        if not option.strip() or len(parts) < 2:
+            raise InvalidOptionError(
+                f"--sweep {text!r} cannot be read; accepted: an option of the script and two or more values. Write "
+                f"--sweep '--batch-size=32,64,128'."
+            )
+        return cls(option.strip(), parts, joined)
+
+    def program(self, program: Program, value: str) -> Program:
+        """Return the script with one of the values: the last one of an option holds."""
+        words = (f"{self.option}={value}",) if self.joined else (self.option, value)
+        return replace(program, arguments=(*program.arguments, *words))
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """Return the dtypes of `--dtype float16,bfloat16`; `"auto"` as it is.
+
+    Raises:
+        InvalidOptionError: One is no low-precision dtype, or there are none.
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    dtypes = tuple(dict.fromkeys("auto" if name == "auto" else normalise_dtype(name) for name in names))
+    if not dtypes or REFERENCE in dtypes:
+        raise InvalidOptionError(
+            f"--dtype {text!r} leaves nothing to compare with float32; accepted: auto, or float16 and bfloat16, with "
+            f"commas between. Name one of these."
+        )
+    return dtypes
+
+
+def compare_script(
+    program: Program,
+    settings: RunSettings,
+    dtypes: Sequence[str],
+    *,
+    framework: str | None = None,
+    steps: int = 60,
+    repeats: int = 3,
+    seed: int = 0,
+    sweep: Sweep | None = None,
+    run: Runner = run_trial,
+    progress: Progress = lambda text: None,
+) -> dict[str, Any]:
+    """Return the report, whose layout docs/reference/cli.md tells.
+
+    Args:
+        program: The script.
+        settings: As for `ampx run`; their dtype is not looked at.
+        dtypes: What to compare with float32.
+        framework: The only framework to automate.
+        steps: End each run after so many steps.
+        repeats: Pairs of runs that are timed.
+        seed: What random numbers start from.
+        sweep: Repeat the timing for each of these values.
+        run: Runs a trial.
+        progress: Is called with what is done now.
+
+    Raises:
+        TrialError: A run failed, or there is nothing to compare: mixed precision is off.
+    """
+    warm_up = min(10, steps // 4)
+    trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
+    timed = _timed_runs(trial, dtypes, repeats, run, progress)
+    reference = timed[REFERENCE][0]
+    compared = {}
+    for name, outcomes in timed.items():
+        if name != REFERENCE:
+            progress(f"Watching the modules in {name} …")
+            compared[name] = _compare(trial, name, timed[REFERENCE], outcomes, run)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "script": program.name,
+        "arguments": list(program.arguments),
+        "framework": reference.run["framework"],
+        "device": reference.run["device"],
+        "seed": seed,
+        "steps": reference.steps,
+        "repeats": repeats,
+        "warm_up": warm_up,
+        "float32": _facts(timed[REFERENCE]),
+        "dtypes": compared,
+        "sweep": None,
+        "notes": list(dict.fromkeys(note for runs in timed.values() for outcome in runs for note in outcome.notes)),
+        "verdict": " ".join(entry["verdict"] for entry in compared.values()),
+        "origin": origin(reference.versions),
+    }
+    if sweep is not None:
+        points = []
+        for value in sweep.values:
+            swept_trial = replace(trial, program=sweep.program(program, value))
+            swept = _timed_runs(swept_trial, tuple(compared), repeats, run, progress)
+            points.append({"value": value, "runs": {name: _point(swept, name) for name in swept}})
+        report["sweep"] = {"option": sweep.option, "points": points}
+    return report
+
+
+def _timed_runs(
+    trial: Trial, dtypes: Sequence[str], repeats: int, run: Runner, progress: Progress
+) -> dict[str, list[Outcome]]:
+    """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them."""
+    outcomes: dict[str, list[Outcome]] = {}
+    for repeat in range(repeats):
+        for asked in (REFERENCE, *dtypes):
+            progress(f"{trial.program.name} in {asked}, run {repeat + 1} of {repeats} …")
+            outcome = run(replace(trial, settings=replace(trial.settings, dtype=asked)))
+            if asked != REFERENCE and outcome.dtype == REFERENCE:
+                raise TrialError(
+                    f"{trial.program.name} computed in float32 when it was run in {asked}: {outcome.run['reason']}; "
+                    f"accepted: a dtype that this device computes. Name one by --dtype."
+                )
+            outcomes.setdefault(outcome.dtype if asked != REFERENCE else REFERENCE, []).append(outcome)
+    return outcomes
+
+
+def _compare(
+    trial: Trial, name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], run: Runner
+) -> dict[str, Any]:
+    facts = _facts(outcomes)
+    facts["reason"] = outcomes[0].run["reason"]
+    facts["speed"] = _paired(references, outcomes)
+    facts["memory_ratio"] = _ratio(outcomes[0].peak_memory, references[0].peak_memory)
+    parts_at = parting(references[0].losses, outcomes[0].losses, name)
+    facts["parts_at"] = parts_at
+    facts["ends_alike"] = ends_alike(references[0].losses, outcomes[0].losses, name)
+    facts["modules"] = _watched(trial, name, parts_at, min(references[0].steps, outcomes[0].steps), run)
+    facts["verdict"] = verdict(name, facts)
+    return facts
+
+
+def _facts(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    seconds = [outcome.seconds_a_step for outcome in outcomes if outcome.seconds_a_step is not None]
+    first = outcomes[0]
+    return {
+        **first.to_json(),
+        "steps_a_second": 1 / statistics.median(seconds) if seconds else None,
+        "peak_memory": first.peak_memory,
+    }
+
+
+def _point(runs: Mapping[str, Sequence[Outcome]], name: str) -> dict[str, Any]:
+    facts = _facts(runs[name])
+    speed = _paired(runs[REFERENCE], runs[name]) if name != REFERENCE else None
+    return {"steps_a_second": facts["steps_a_second"], "peak_memory": facts["peak_memory"], "speed": speed}
+
+
+def _paired(references: Sequence[Outcome], outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """Return the ratio of speeds: the median of the pairs, and the least and the largest of them."""
+    pairs = [
+        reference.seconds_a_step / outcome.seconds_a_step
+        for reference, outcome in zip(references, outcomes, strict=True)
+        if reference.seconds_a_step and outcome.seconds_a_step
+    ]
+    if not pairs:
+        return None
+    return {"ratio": statistics.median(pairs), "least": min(pairs), "largest": max(pairs), "pairs": pairs}
+
+
+def _ratio(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or not reference else value / reference
+
+
+def parting(reference: Sequence[float | None], losses: Sequence[float | None], dtype: str) -> int | None:
+    """Return the first step, from 1, whose losses differ by more than `ROUNDINGS` roundings of a dtype, or None."""
+    bound = ROUNDINGS * 2.0 ** -FORMATS[dtype].bits
+    for step, (wide, low) in enumerate(zip(reference, losses, strict=False), 1):
+        if wide is None or low is None or (not math.isfinite(wide) and not math.isfinite(low)):
+            continue
+        if not math.isfinite(low) or not math.isfinite(wide) or abs(wide - low) > bound * max(abs(wide), abs(low)):
+            return step
+    return None
+
+
+def ends_alike(reference: Sequence[float | None], losses: Sequence[float | None], dtype: str) -> bool:
+    """Return whether two trainings end alike: the means of their last quarters differ by less than rounding explains.
+
+    Or by less than the losses of the reference vary there.
+    """
+    pairs = [(wide, low) for wide, low in zip(reference, losses, strict=False) if wide is not None and low is not None]
+    quarter = pairs[-max(1, len(pairs) // 4) :]
+    if not quarter or not all(math.isfinite(low) for _, low in pairs):
+        return False
+    wides, lows = [wide for wide, _ in quarter], [low for _, low in quarter]
+    wide, low = statistics.fmean(wides), statistics.fmean(lows)
+    bound = ROUNDINGS * 2.0 ** -FORMATS[dtype].bits * max(abs(wide), abs(low))
+    return abs(wide - low) <= max(bound, statistics.pstdev(wides))
+
+
+def verdict(name: str, facts: Mapping[str, Any]) -> str:
+    """Return one sentence: is it right, and is it worth it."""
+    speed, memory = facts["speed"], facts["memory_ratio"]
+    parts = []
+    faster = slower = False
+    if speed is not None:
+        faster, slower = speed["least"] > 1 + ALIKE, speed["largest"] < 1 - ALIKE
+        parts.append(
+            f"{speed['ratio']:.2f} times the speed of float32 ({speed['least']:.2f} to {speed['largest']:.2f})"
+        )
+    if memory is not None:
+        parts.append(f"{memory:.2f} times the memory")
+    parts.append(_of_losses(facts))
+    if not facts["ends_alike"]:
+        conclusion = "look before you rely on it"
+    elif faster or (memory is not None and memory < 1 - 5 * ALIKE and not slower):
+        conclusion = "worth it"
+    elif slower:
+        conclusion = "not worth it on this machine"
+    else:
+        conclusion = "no gain on this machine"
+    return f"{name}: {', '.join(parts)}: {conclusion}."
+
+
+def _of_losses(facts: Mapping[str, Any]) -> str:
+    losses, modules = facts["losses"], facts["modules"]
+    if all(loss is None for loss in losses):
+        return "the losses are not known"
+    if facts["parts_at"] is None:
+        return f"the loss agrees with float32's within rounding in all {len(losses)} steps"
+    before = [step for step in facts["skipped"] if step <= facts["parts_at"]]
+    skips = f" (step {', '.join(map(str, before))} skipped)" if before else ""
+    where = f", first in {modules['first'] or 'the model'}" if modules is not None and modules["first"] else ""
+    broken = sum(isinstance(loss, str) for loss in losses)
+    end = "ends alike" if facts["ends_alike"] else f"has {broken} values not finite" if broken else "ends elsewhere"
+    return f"the loss parts from float32's at step {facts['parts_at']} of {len(losses)}{skips}{where}, and {end}"
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def _watched(trial: Trial, name: str, parts_at: int | None, last: int, run: Runner) -> dict[str, Any] | None:
+    """Run in float32 and in the dtype once more, and compare what modules compute in some steps; None if none can.
+
+    Steps after the first are of two trainings, which part on their own; the first is of the same weights.
+    """
+    spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
+    steps = tuple(sorted(spread | ({parts_at} if parts_at is not None else set())))
+    watched = replace(
+        trial, steps=steps[-1], watched=steps, watching=Watching(name, samples=_SAMPLES), warm_up=0, block=1
+    )
+    reference, low = (
+        run(replace(watched, settings=replace(trial.settings, dtype=dtype, watched=True)))
+        for dtype in (REFERENCE, name)
+    )
+    errors = {
+        step: relative_errors(reference.readings[step], low.readings[step])
+        for step in steps
+        if reference.readings.get(step) and low.readings.get(step)
+    }
+    if not any(errors.values()):
+        return None
+    chosen = parts_at if parts_at in errors else next(step for step in errors if errors[step])
+    bound = ROUNDINGS * 2.0 ** -FORMATS[name].bits
+    forward = [(module, error) for (module, direction), error in errors[chosen].items() if direction == "forward"]
+    backward = [(module, error) for (module, direction), error in errors[chosen].items() if direction == "backward"]
+    rows = [module for module, _ in forward]
+    return {
+        "steps": list(errors),
+        "first": next((module for module, error in forward if error > bound), None) if parts_at is not None else None,
+        "worst_outputs": _worst(forward),
+        "worst_gradients": _worst(backward),
+        "map": {
+            "modules": rows,
+            "errors": [[_number(errors[step].get((module, "forward"))) for step in errors] for module in rows],
+        },
+    }
+
+
+def relative_errors(reference: Sequence[Reading], low: Sequence[Reading]) -> dict[tuple[str, str], float]:
+    """Return, by module and direction in order of execution, how far values are from the reference's.
+
+    That is the norm of the difference divided by the norm of the reference, over the sampled elements of the call that
+    is furthest off; infinity where only one of the two is finite.
+    """
+    import numpy
+
+    wide = {(entry.module, entry.direction, entry.call): entry for entry in reference if not entry.operation}
+    errors: dict[tuple[str, str], float] = {}
+    for entry in low:
+        true = wide.get((entry.module, entry.direction, entry.call))
+        if entry.operation or true is None or true.sample is None or entry.sample is None:
+            continue
+        if true.sample.shape != entry.sample.shape:
+            continue
+        with numpy.errstate(all="ignore"):
+            exact, rounded = true.sample.astype(numpy.float64), entry.sample.astype(numpy.float64)
+            norm, distance = float(numpy.linalg.norm(exact)), float(numpy.linalg.norm(rounded - exact))
+        error = 0.0 if distance == 0 else distance / norm if norm else math.inf
+        if not math.isfinite(error):
+            error = math.inf if math.isfinite(norm) else 0.0
+        key = (entry.module, entry.direction)
+        errors[key] = max(error, errors.get(key, 0.0))
+    return errors
+
+
+def _worst(errors: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
+    largest = sorted(errors, key=lambda entry: -entry[1])[:WORST]
+    return [{"module": module, "error": _number(error)} for module, error in largest]
+
+
+def _number(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)

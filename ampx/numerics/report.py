@@ -1,0 +1,184 @@
+"""What `ampx compare`, `diagnose` and `tune` write: JSON, a page, or a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ampx.run import page
+from ampx.run.command import check_report
+
+KINDS = (".json", ".html", ".png")
+
+
+def check_target(target: Path | None) -> None:
+    """Check the target of `--report`, before anything has run for hours.
+
+    Raises:
+        InvalidOptionError: It is of no kind that can be written, or cannot be written.
+    """
+    check_report(target, KINDS)
+
+
+def write(target: Path, report: Mapping[str, Any]) -> None:
+    """Write a report as its name says; JSON stands beside a page and a picture."""
+    if target.suffix == ".html":
+        target.write_text(to_page(report), encoding="utf-8")
+    elif target.suffix == ".png":
+        draw(report).savefig(target, format="png", dpi=125)
+    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def to_page(report: Mapping[str, Any]) -> str:
+    """Return the page of a report, whichever command made it."""
+    command = report["schema"].partition("/")[0].replace(".", " ")
+    script = " ".join([report["script"], *report["arguments"]])
+    parts = [page.paragraph(report["verdict"], verdict=True)]
+    parts += {"ampx compare": _compared, "ampx diagnose": _diagnosed, "ampx tune": _tuned}[command](report)
+    parts += [page.paragraph(note) for note in report["notes"]]
+    return page.document(f"{command}: {script}", parts, report["origin"])
+
+
+# -- compare ---------------------------------------------------------------------------------------
+
+HEAD = ("dtype", "steps a second", "to float32", "memory", "to float32", "skipped", "scale", "last loss", "parts at")
+
+
+def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of `ampx compare`, below `HEAD`."""
+    rows = []
+    for name, facts in {"float32": report["float32"], **report["dtypes"]}.items():
+        speed, ratio = facts.get("speed"), facts.get("memory_ratio")
+        spread = "" if speed is None else f"{speed['ratio']:.2f}× ({speed['least']:.2f}–{speed['largest']:.2f})"
+        losses = [loss for loss in facts["losses"] if loss is not None]
+        parts_at = facts.get("parts_at")
+        rows.append(
+            (
+                name,
+                _short(facts["steps_a_second"]),
+                spread or "–",
+                _memory(facts["peak_memory"]),
+                "–" if ratio is None else f"{ratio:.2f}×",
+                f"{len(facts['skipped'])} of {facts['steps']}",
+                _short(facts["scale"]),
+                _short(losses[-1]) if losses else "not known",
+                "–" if name == "float32" else "never" if parts_at is None else f"step {parts_at}",
+            )
+        )
+    return rows
+
+
+def _short(value: float | str | None) -> str:
+    return "–" if value is None else value if isinstance(value, str) else f"{value:.5g}"
+
+
+def _memory(size: int | None) -> str:
+    return "–" if size is None else f"{size / 2**20:.0f} MiB"
+
+
+def _compared(report: Mapping[str, Any]) -> list[str]:
+    parts = [page.table(HEAD, compared_rows(report)), page.heading("Loss")]
+    figure, axes = page.new_figure(3.6)
+    page.draw_losses(axes, _losses(report))
+    parts.append(page.svg(figure))
+    if report["sweep"] is not None:
+        parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report))]
+    for name, facts in report["dtypes"].items():
+        modules = facts["modules"]
+        if modules is None:
+            continue
+        parts.append(page.heading(f"Modules in {name}: relative error to float32"))
+        for kind, worst in (("output", modules["worst_outputs"]), ("gradient", modules["worst_gradients"])):
+            rows = [(entry["module"] or "the model", entry["error"]) for entry in worst]
+            parts.append(page.table((f"module, by {kind}", "error"), rows))
+        parts.append(_heat_map(modules["map"], modules["steps"]))
+    return parts
+
+
+def _heat_map(errors: Mapping[str, Any], steps: Sequence[int]) -> str:
+    names = [name or "the model" for name in errors["modules"]]
+    if not names:
+        return ""
+    values = [
+        [math.log10(max(error, 1e-9)) if isinstance(error, float) else math.nan for error in row]
+        for row in errors["errors"]
+    ]
+    figure, axes = page.new_figure(min(14.0, 1.2 + 0.16 * len(names)))
+    page.draw_heat_map(axes, names, steps, values)
+    axes.set_title("relative error of the output, power of ten; white: not finite, or not run", fontsize=9)
+    return page.svg(figure)
+
+
+def _losses(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "float32": report["float32"]["losses"],
+        **{name: facts["losses"] for name, facts in report["dtypes"].items()},
+    }
+
+
+def draw(report: Mapping[str, Any]) -> Any:
+    """Draw the picture of `ampx compare`: losses on each other, and speed; over the sweep where there is one."""
+    from matplotlib.figure import Figure  # no display, no global state
+
+    figure = Figure(figsize=(12.0, 4.6), layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    axes = left.subplots()
+    page.draw_losses(axes, _losses(report))
+    axes.set_title("Loss")
+    if report["sweep"] is not None:
+        _draw_sweep(report, right)
+    else:
+        _draw_speed(right.subplots(), report)
+    figure.suptitle(f"{report['script']}: {report['framework']} on {report['device']}")
+    return figure
+
+
+def _draw_speed(axes: Any, report: Mapping[str, Any]) -> None:
+    speeds = {name: facts["speed"] for name, facts in report["dtypes"].items() if facts["speed"] is not None}
+    names = ["float32", *speeds]
+    ratios = [1.0, *(speed["ratio"] for speed in speeds.values())]
+    least = [0.0, *(speed["ratio"] - speed["least"] for speed in speeds.values())]
+    largest = [0.0, *(speed["largest"] - speed["ratio"] for speed in speeds.values())]
+    colours = [page.style_of(name)[0] for name in names]
+    axes.barh(names, ratios, color=colours, xerr=[least, largest], capsize=4)
+    axes.axvline(1.0, color="#222", linewidth=0.8, linestyle=":")
+    axes.invert_yaxis()
+    axes.set_xlabel("speed, as a multiple of float32's; the bar: all pairs of runs")
+    axes.set_title("Speed")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained") if figure is None else figure
+    speed, memory = figure.subplots(1, 2)
+    points = report["sweep"]["points"]
+    values = [point["value"] for point in points]
+    for name in points[0]["runs"]:
+        colour, line = page.style_of(name)
+        runs = [point["runs"][name] for point in points]
+        style = {"color": colour, "linestyle": line, "marker": "o", "label": name}
+        speed.plot(values, [run["steps_a_second"] or math.nan for run in runs], **style)
+        memory.plot(values, [(run["peak_memory"] or math.nan) / 2**20 for run in runs], **style)
+    for axes, title in ((speed, "steps a second"), (memory, "peak memory, MiB")):
+        axes.set_title(title)
+        axes.set_xlabel(report["sweep"]["option"])
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.legend(frameon=False)
+    return figure
+
+
+# -- diagnose and tune -----------------------------------------------------------------------------
+
+
+def _diagnosed(report: Mapping[str, Any]) -> list[str]:
+    return []
+
+
+def _tuned(report: Mapping[str, Any]) -> list[str]:
+    return []

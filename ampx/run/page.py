@@ -1,0 +1,143 @@
+"""The page of a report: one HTML file that opens offline, with its pictures inside and every name escaped."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+ALARM: Final = "#b30000"
+# Legible to colour-blind readers, and in print by the line style.
+STYLES: Final[Mapping[str, tuple[str, str]]] = {
+    "float32": ("#4d4d4d", "-"),
+    "float16": ("#0072b2", "-"),
+    "bfloat16": ("#d55e00", "--"),
+    "float64": ("#999999", "-"),
+}
+_OTHERS: Final = (("#009e73", "-"), ("#cc79a7", "--"), ("#56b4e9", "-"), ("#e69f00", "--"))
+_STYLE: Final = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-align: left }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 100%; height: auto }
+p.verdict { font-size: 1.15em; font-weight: 600 } footer { color: #666; font-size: .85em; margin-top: 2rem }
+"""
+
+
+def document(title: str, parts: Iterable[str], origin: Mapping[str, Any] | None = None) -> str:
+    """Return the whole page.
+
+    Args:
+        title: What heads it; escaped here.
+        parts: HTML, of the functions below.
+        origin: What `origin` returned, for the last lines.
+    """
+    foot = "" if origin is None else f"<footer>{html.escape(_origin_line(origin))}</footer>\n"
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n{body}\n{foot}</body></html>\n"
+    )
+
+
+def origin(versions: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return versions, machine and date, for the end of a report."""
+    import platform
+
+    import ampx
+    from ampx.cli.machine import describe_cpu, describe_gpus
+
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "platform": platform.platform(),
+        "cpu": describe_cpu()["name"],
+        "gpus": [gpu["name"] for gpu in describe_gpus()],
+        "versions": {"python": platform.python_version(), "ampx": ampx.__version__, **(versions or {})},
+    }
+
+
+def _origin_line(origin: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items())
+    machine = ", ".join([origin["cpu"], *origin["gpus"], origin["platform"]])
+    return f"{origin['date']} · {machine} · {versions}"
+
+
+def paragraph(text: str, verdict: bool = False) -> str:
+    """Return a paragraph; with `verdict` in larger letters."""
+    return f'<p class="verdict">{html.escape(text)}</p>' if verdict else f"<p>{html.escape(text)}</p>"
+
+
+def heading(text: str) -> str:
+    """Return a heading of the second order."""
+    return f"<h2>{html.escape(text)}</h2>"
+
+
+def code(lines: Sequence[str]) -> str:
+    """Return lines of code, or of a file."""
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table; numbers stand to the right."""
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><tr>{titles}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f'<td class="number">{value if isinstance(value, int) else f"{value:.4g}"}</td>'
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def new_figure(height: float) -> tuple[Any, Any]:
+    """Return a figure as wide as the page, and its axes."""
+    from matplotlib.figure import Figure  # no display, no global state
+
+    figure = Figure(figsize=(9.0, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def svg(figure: Any) -> str:
+    """Return a figure as a part of a page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def style_of(name: str, position: int = 0) -> tuple[str, str]:
+    """Return colour and line style of a curve: the dtype's own, or others in turn."""
+    return STYLES.get(name) or _OTHERS[position % len(_OTHERS)]
+
+
+def draw_losses(axes: Any, losses: Mapping[str, Sequence[float | str | None]]) -> None:
+    """Draw loss curves on each other, by name; a step without a loss, or with none that is finite, leaves a gap."""
+    for position, (name, values) in enumerate(losses.items()):
+        colour, line = style_of(name, position)
+        heights = [value if isinstance(value, float) else math.nan for value in values]
+        axes.plot(range(1, len(heights) + 1), heights, color=colour, linestyle=line, linewidth=1.4, label=name)
+    finite = [value for values in losses.values() for value in values if isinstance(value, float)]
+    if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend(frameon=False)
+
+
+def draw_heat_map(axes: Any, rows: Sequence[str], columns: Sequence[Any], values: Sequence[Sequence[float]]) -> Any:
+    """Draw a number for each row (a layer) and column (a step), dark where it is large; NaN stays white."""
+    image = axes.imshow(values, aspect="auto", cmap="magma_r", interpolation="nearest")
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.set_xticks(range(len(columns)), [str(column) for column in columns])
+    axes.set_xlabel("step")
+    axes.figure.colorbar(image, ax=axes)
+    return image

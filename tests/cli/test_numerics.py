@@ -1,0 +1,44 @@
+"""`ampx compare`, `diagnose` and `tune` of a script of PyTorch, which knows nothing of ampx."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch", reason="the scripts train with PyTorch")
+
+SCRIPT = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(1000):
+    optimizer.zero_grad()
+    loss = (model(torch.randn(4, 8)) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return "train.py"
+
+
+def test_compare_writes_a_table_and_a_report(ampx_command, script, tmp_path):
+    options = ("--dtype", "bfloat16", "--steps", "8", "--repeats", "1", "--report", "out.json")
+    done = ampx_command("compare", *options, script)
+    assert "bfloat16" in done.stdout
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["framework"], result["steps"]) == ("torch", 8)
+    assert len(result["dtypes"]["bfloat16"]["losses"]) == 8
+    assert result["dtypes"]["bfloat16"]["verdict"] in done.stdout
+
+
+def test_a_report_of_no_kind_is_refused_before_anything_runs(ampx_command, script):
+    done = ampx_command("compare", "--report", "out.pdf", script, code=2)
+    assert "ends in .json or .html or .png" in done.stderr
