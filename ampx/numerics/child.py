@@ -196,6 +196,7 @@ class TrialObserver:
             peak_device=self.peak_device,
             readings=self.readings,
             fault=self.fault,
+            watches=any(backend.capabilities.watches for run, backend in self._runs if run.amp is not None),
             ended_early=self.ended_early,
             notes=tuple(self.notes),
             versions=self.versions,

@@ -179,7 +179,8 @@ def _compare(
     parts_at = parting(references[0].losses, outcomes[0].losses, name)
     facts["parts_at"] = parts_at
     facts["ends_alike"] = ends_alike(references[0].losses, outcomes[0].losses, name)
-    facts["modules"] = _watched(trial, name, parts_at, min(references[0].steps, outcomes[0].steps), run)
+    last = min(references[0].steps, outcomes[0].steps)
+    facts["modules"] = _watched(trial, name, parts_at, last, run) if outcomes[0].watches else None
     facts["verdict"] = verdict(name, facts)
     return facts
 

@@ -49,7 +49,7 @@ HEAD = ("dtype", "steps a second", "to float32", "memory", "to float32", "skippe
 
 def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the table of `ampx compare`, below `HEAD`."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, facts in {"float32": report["float32"], **report["dtypes"]}.items():
         speed, ratio = facts.get("speed"), facts.get("memory_ratio")
         spread = "" if speed is None else f"{speed['ratio']:.2f}× ({speed['least']:.2f}–{speed['largest']:.2f})"
@@ -124,7 +124,8 @@ def draw(report: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure  # no display, no global state
 
     figure = Figure(figsize=(12.0, 4.6), layout="constrained")
-    left, right = figure.subfigures(1, 2)
+    halves: Any = figure.subfigures(1, 2)
+    left, right = halves
     axes = left.subplots()
     page.draw_losses(axes, _losses(report))
     axes.set_title("Loss")

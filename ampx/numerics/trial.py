@@ -85,6 +85,7 @@ class Outcome:
         peak_device: The same on the accelerator; None without one, or where nothing counts.
         readings: By step, what the watched modules computed.
         fault: `(step, what)` at which a run that was to stop at a fault did so: "loss" or "scale"; None for none.
+        watches: The backend can watch modules.
         ended_early: The script was ended after the steps that were asked for.
         notes: What could not be observed.
         versions: Of Python, ampx and the framework.
@@ -97,6 +98,7 @@ class Outcome:
     peak_device: int | None = None
     readings: Mapping[int, tuple[Reading, ...]] = field(default_factory=dict)
     fault: tuple[int, str] | None = None
+    watches: bool = False
     ended_early: bool = False
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
