@@ -11,9 +11,10 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
-from .errors import InvalidOptionError, UnsupportedByBackendError
+from .errors import InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
 from .policy import Dtype, OptLevel
 from .protocol import Handle, Member
 from .scale_state import Scalar
@@ -571,3 +572,38 @@ def leaves(tree: Tree) -> Iterator[Any]:
             yield from leaves(value)
     else:
         yield tree
+
+
+def choose_device(name: str, framework: str, kind: str, count: int) -> int | None:
+    """Return the number of the accelerator that a name means, -1 for any of that kind; None for the CPU.
+
+    Args:
+        name: `"auto"` for the best present, `"cpu"`, or the kind, with a number if wanted (`"gpu:1"`).
+        framework: As users call it, for the message.
+        kind: What it calls its accelerators: `"cuda"` or `"gpu"`.
+        count: How many are present.
+
+    Raises:
+        UnsupportedDeviceError: There is no such device here.
+    """
+    wanted, _, number = (kind if count else "cpu", "", "") if name == "auto" else str(name).partition(":")
+    if wanted == "cpu" and not number:
+        return None
+    if wanted == kind and (not number or number.isdigit()) and int(number or 0) < count:
+        return int(number or -1)
+    present = ["cpu", *([kind] if count else []), *(f"{kind}:{each}" for each in range(count))]
+    raise UnsupportedDeviceError(
+        f"device={name!r} is not a device that {framework} offers here; accepted: 'auto', "
+        f"{', '.join(map(repr, present))}. Pass one of these"
+        f"{'' if count else f', or install a CUDA build of {framework}'}."
+    )
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the CPU's instruction sets by Linux's names; nothing on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from ampx.cli.evidence import ASPECTS, COMBINATIONS
-from ampx.testing.evidence import EvidencePlugin
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The toy framework, its plugin and its mutants, for the tests and for the processes that they start.
@@ -17,6 +16,7 @@ sys.path.insert(0, KIT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), KIT]))
 
 import processes  # noqa: E402 -- after the path on which it is
+from evidence import EvidencePlugin  # noqa: E402
 
 # `make weakest` lets oneDNN pretend to have a weaker CPU. TensorFlow asks the real one, and ends the process where
 # oneDNN then has no kernel; on a CPU that is so weak it does without oneDNN, as it is told here before it is imported.

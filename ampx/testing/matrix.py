@@ -1,6 +1,6 @@
 """Every dtype at every level on the harness's device: does casting, scaling, master weights and state work there?
 
-What a test found out it puts on record with pytest's `record_property`; `evidence.EvidencePlugin` gathers it.
+What a test found out it puts on record with pytest's `record_property`.
 """
 
 from __future__ import annotations

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 from typing import Final
 
-from ampx.backend import Device
-from ampx.errors import UnsupportedDeviceError
+from ampx.backend import Device, choose_device, cpu_flags
 
 from .compat import mx
 
@@ -21,22 +18,11 @@ _TOO_WEAK: Final = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC",
 
 def describe(name: str) -> Device:
     """Describe a device."""
-    count = mx.context.num_gpus()
-    wanted = ("gpu" if count else "cpu") if name == "auto" else str(name)
-    kind, _, index = wanted.partition(":")
-    if wanted == "cpu":
-        return _describe_cpu()
-    if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < count:
-        return _describe_gpu()
-    present = ["cpu", *(["gpu"] if count else []), *(f"gpu:{index}" for index in range(count))]
-    raise UnsupportedDeviceError(
-        f"device={name!r} is not a device that mxnet offers here; accepted: 'auto', {', '.join(map(repr, present))}. "
-        f"Pass one of these{'' if count else ', or install a CUDA build of mxnet'}."
-    )
+    return _describe_cpu() if choose_device(name, "mxnet", "gpu", mx.context.num_gpus()) is None else _describe_gpu()
 
 
 def _describe_cpu() -> Device:
-    flags = _cpu_flags()
+    flags = cpu_flags()
     instructions = [flag for flag in _NATIVE if flag in flags]
     limit = os.environ.get("DNNL_MAX_CPU_ISA")
     works = mx.runtime.Features().is_enabled("MKLDNN") and _NEEDED in flags and limit not in _TOO_WEAK
@@ -65,13 +51,3 @@ def _describe_gpu() -> Device:
         reason="MXNet computes float16 on NVIDIA GPUs; it does not tell whether this one has Tensor Cores",
         details={"version": mx.__version__},
     )
-
-
-def _cpu_flags() -> set[str]:
-    """List the CPU's instruction sets; empty where the operating system is not Linux."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return set()
-    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    return set(match.group(1).split()) if match else set()

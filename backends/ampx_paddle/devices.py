@@ -6,8 +6,7 @@ import functools
 
 import paddle
 
-from ampx.backend import Device
-from ampx.errors import UnsupportedDeviceError
+from ampx.backend import Device, choose_device
 from ampx.policy import Dtype
 
 from . import casting
@@ -16,17 +15,8 @@ from . import casting
 def describe(name: str) -> Device:
     """Describe a device: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"` for the best present."""
     count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
-    wanted = ("gpu" if count else "cpu") if name == "auto" else str(name)
-    kind, _, index = wanted.partition(":")
-    if wanted == "cpu":
-        return _describe_cpu()
-    if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < count:
-        return _describe_gpu(int(index or 0))
-    present = ["cpu", *(["gpu"] if count else []), *(f"gpu:{index}" for index in range(count))]
-    raise UnsupportedDeviceError(
-        f"device={name!r} is not a device that paddle offers here; accepted: 'auto', {', '.join(map(repr, present))}. "
-        f"Pass one of these{'' if count else ', or install a CUDA build of paddle'}."
-    )
+    index = choose_device(name, "paddle", "gpu", count)
+    return _describe_cpu() if index is None else _describe_gpu(max(index, 0))
 
 
 def _describe_cpu() -> Device:

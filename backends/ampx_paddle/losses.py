@@ -10,6 +10,8 @@ import paddle
 from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 
+from .writes import watch_loss
+
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     """Return what `scale_loss` has to know about a loss, a tensor of any shape, dtype and place.
@@ -43,4 +45,6 @@ def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:
     """
     if loss.dtype in (paddle.float16, paddle.bfloat16):
         loss = loss.astype("float32")
-    return loss * scale
+    scaled = loss * scale
+    watch_loss(scaled, scale)
+    return scaled

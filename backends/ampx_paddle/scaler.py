@@ -15,7 +15,6 @@ from ampx.saved_state import parse_state
 from ampx.scale_state import LossScale, LossScaleState
 
 from .step import AmpOptimizer
-from .writes import note_late_backward
 
 
 class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
@@ -66,8 +65,6 @@ class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
 
     def scale(self, var: Any) -> Any:
         """Return the loss in float32 times the scale; see `ampx.scale_loss`."""
-        for optimizer in self._optimizers:
-            note_late_backward(optimizer.ampx_member)
         with ampx.scale_loss(var, self._optimizers) as scaled:
             return scaled
 

@@ -34,13 +34,14 @@ _thread = _Thread()
 # By name, those whose gradients a backward of the calling thread has written to, and nobody has asked yet by whose.
 _written: Final = threading.local()
 _numbers: Final = itertools.count()
-# Those whose scaled losses were handed out of their bodies, so that backwards run outside.
-_late: Final[weakref.WeakSet[Member]] = weakref.WeakSet()
+# By scale, the scaled losses whose backwards have run in the calling thread since then.
+_ran: Final = threading.local()
 
 
-def note_late_backward(member: Member) -> None:
-    """Note that a loss is scaled for this member whose backward runs outside of its body."""
-    _late.add(member)
+def watch_loss(scaled: Any, scale: float) -> None:
+    """Have a scaled loss tell when its backward runs, which may be outside of its body. It runs no Python code."""
+    if not scaled.stop_gradient:
+        scaled.register_hook(partial(setattr, _ran, repr(scale)))
 
 
 def _attribute() -> None:
@@ -48,8 +49,9 @@ def _attribute() -> None:
     written: dict[str, weakref.ref[Writes]] = _written.__dict__
     for name, reference in list(written.items()):
         if (writes := reference()) is not None:
-            writes.attribute()
+            writes.attribute({float(scale) for scale in _ran.__dict__})
         del written[name]
+    _ran.__dict__.clear()
 
 
 def _bodies() -> list[tuple[Writes, float]]:
@@ -76,16 +78,18 @@ class Writes:
         for parameter in parameters:
             parameter._register_backward_hook(note)
 
-    def attribute(self) -> None:
-        """Note by the bodies that run which scale a backward has written with."""
+    def attribute(self, ran: set[float]) -> None:
+        """Note by the bodies that run, and by the scaled losses that ran, which scale a backward has written with."""
         bodies = _bodies()
         if any(writes is self for writes, _ in bodies):
             self._own = True
         elif bodies:
             self._carried.add(bodies[-1][1])
-        elif self._own or not self._member.pending:
-            self._carried.add(UNKNOWN if any(member.pending for member in _late) else 1.0)
-        # Else it is the backward of a loss that was scaled before: it runs outside of its body.
+        elif not ran:
+            self._carried.add(1.0)
+        elif self._own or self._member.stage == "unscaled" or not ran.intersection(self._member.factors.values()):
+            self._carried.add(UNKNOWN)
+        # Else it is the backward of a loss that was scaled for this optimizer: it runs outside of its body.
 
     def enter(self, scale: float) -> None:
         """Note that a body of this optimizer begins."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_util_port
 
-from ampx.backend import Device
-from ampx.errors import UnsupportedDeviceError
+from ampx.backend import Device, choose_device, cpu_flags
 from ampx.policy import Dtype
 
 _BOTH: Final[frozenset[Dtype]] = frozenset({"float16", "bfloat16"})
@@ -22,22 +20,13 @@ _SLOW_BFLOAT16: Final = frozenset({"AVX512_CORE", "AVX512_CORE_VNNI"})
 def describe(name: str) -> Device:
     """Describe a device."""
     gpus = tf.config.list_physical_devices("GPU")
-    wanted = ("gpu" if gpus else "cpu") if name == "auto" else str(name)
-    kind, _, index = wanted.partition(":")
-    if wanted == "cpu":
-        return _describe_cpu()
-    if kind == "gpu" and (not index or index.isdigit()) and int(index or 0) < len(gpus):
-        return _describe_gpu(gpus[int(index or 0)])
-    present = ["cpu", *(["gpu"] if gpus else []), *(f"gpu:{index}" for index in range(len(gpus)))]
-    raise UnsupportedDeviceError(
-        f"device={name!r} is not a device that TensorFlow offers here; accepted: 'auto', "
-        f"{', '.join(map(repr, present))}. Pass one of these{'' if gpus else ', or install a CUDA build'}."
-    )
+    index = choose_device(name, "TensorFlow", "gpu", len(gpus))
+    return _describe_cpu() if index is None else _describe_gpu(gpus[max(index, 0)])
 
 
 def _describe_cpu() -> Device:
     details = {"version": tf.__version__}
-    flags, uses_onednn = _cpu_flags(), bool(_pywrap_util_port.IsMklEnabled())
+    flags, uses_onednn = cpu_flags(), bool(_pywrap_util_port.IsMklEnabled())
     limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
     if uses_onednn and limit in _NO_BFLOAT16 and "avx512f" in flags:
         # Native defect: TensorFlow asks the CPU, not oneDNN, and the missing kernel ends the process.
@@ -53,15 +42,6 @@ def _describe_cpu() -> Device:
         return Device("cpu", native, _BOTH - native, preferred="bfloat16", reason=reason, details=details)
     reason = "TensorFlow computes low precision on this CPU, but not faster than float32"
     return Device("cpu", emulated=_BOTH, reason=reason, details=details)
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
 
 
 def _describe_gpu(device: Any) -> Device:

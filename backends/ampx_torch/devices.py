@@ -6,27 +6,18 @@ from typing import Any
 
 import torch
 
-from ampx.backend import Device
-from ampx.errors import UnsupportedDeviceError
+from ampx.backend import Device, choose_device
 from ampx.policy import Dtype
 
 
 def describe(name: str) -> Device:
     """Describe `"cuda"`, `"cpu"`, one with an index (`"cuda:1"`), or `"auto"`: the best present."""
-    wanted = str(name)
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = wanted.partition(":")
-    if kind == "cpu" and not index:
+    if name == "cpu":  # without waking CUDA's driver
         return _describe_cpu()
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and (not index or index.isdigit()) and int(index or 0) < count:
-        return _describe_cuda(int(index) if index else torch.cuda.current_device())
-    present = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
-    raise UnsupportedDeviceError(
-        f"device={name!r} is not a device that torch offers here; accepted: 'auto', {', '.join(map(repr, present))}. "
-        f"Pass one of these{'' if count else ', or install a CUDA build of torch'}."
-    )
+    index = choose_device(name, "torch", "cuda", torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if index is None:
+        return _describe_cpu()
+    return _describe_cuda(torch.cuda.current_device() if index < 0 else index)
 
 
 def _describe_cpu() -> Device:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ampx.testing.evidence import EvidencePlugin
+from evidence import EvidencePlugin
 
 DECLARED = ("ampx.declared", ["mine", {"devices": ["cpu"]}])
 REFUSED = ("ampx.refused", ["mine", "cpu/float16/O3", "no."])

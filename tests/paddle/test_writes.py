@@ -213,6 +213,36 @@ def test_a_scaled_loss_may_run_backward_outside_as_with_a_grad_scaler(amp, weigh
     assert opt.last_step.applied
 
 
+def test_true_gradients_are_not_taken_for_those_of_a_scaled_loss_that_reached_nothing(amp, weights, backward):
+    """Of two optimizers the loss reached the other; its own backward ran in its body and is no late one."""
+    parameter, other = weights(1.0), weights(1.0)
+    opt, reached = (amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[owned])) for owned in (parameter, other))
+    backward(other.sum(), [opt, reached])
+    (parameter * 3).sum().backward()
+    with pytest.raises(ampx.ProtocolError, match=r"carry the scales 1, 65536 now; .*call opt\.clear_grad"):
+        backward(parameter.sum(), opt)
+    assert (parameter.item(), parameter.grad.item(), opt.loss_scale) == (1.0, 3.0, 2.0**16)
+    opt.clear_grad()
+    backward(parameter.sum(), opt)
+    opt.step()
+    reached.step()
+    assert (parameter.item(), other.item()) == (0.5, 0.5)
+
+
+def test_a_scaled_loss_that_runs_backward_after_unscale_is_refused(amp, weights):
+    """It would add scaled gradients to true ones."""
+    parameter = weights(1.0)
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.5, parameters=[parameter]))
+    scaler = GradScaler(opt)
+    scaled = scaler.scale(parameter.sum())
+    scaled.backward(retain_graph=True)
+    scaler.unscale_(opt)
+    scaled.backward()
+    with pytest.raises(ampx.ProtocolError, match=r"call opt\.clear_grad"):
+        scaler.step(opt)
+    assert (parameter.item(), opt.loss_scale) == (1.0, 2.0**16)
+
+
 # -- gradients that change after they were made true -----------------------------------------------------------------
 
 
