@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 import ampx
-from ampx.backend import LossInfo
+from ampx.backend import CastPlan, LossInfo, Replayed, Step
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 
-from . import casting, debug, devices, prepare
+from . import casting, debug, devices, numerics, prepare
 from .trees import LOW
 from .wrapping import make_wrapper
 
@@ -42,6 +42,10 @@ class TorchBackend(ampx.Backend):
         names_gradients=True,
         traces_overflow=True,
         automates=True,
+        watches=True,
+        forces=True,
+        replays=True,
+        simulates=frozenset(numerics.SIMULATED),
     )
 
     # Verbs that stand in modules of their own.
@@ -58,6 +62,8 @@ class TorchBackend(ampx.Backend):
     nonfinite_parameters = staticmethod(debug.nonfinite_parameters)
     trace_overflow = staticmethod(debug.trace_overflow)
     seed = staticmethod(torch.manual_seed)
+    watch = staticmethod(numerics.watch)
+    force = staticmethod(numerics.force)
 
     def is_optimizer(self, candidate: object) -> bool:
         """Return whether this is a torch optimizer, not wrapped."""
@@ -108,6 +114,10 @@ class TorchBackend(ampx.Backend):
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""
         return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        """Compute a batch again."""
+        return numerics.replay(self, model, step, plan, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Patch torch for a script that is not edited."""

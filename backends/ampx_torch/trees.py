@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any, Final
 
@@ -32,6 +33,22 @@ def cast(tree: Any, dtype: torch.dtype, device: str | None = None, only: tuple[t
         return _like(tree, {key: cast(value, dtype, device, only) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):
         return _like(tree, [cast(value, dtype, device, only) for value in tree])
+    return tree
+
+
+def convert(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tree of the same shape and types whose floating tensors went through a function; as `cast`."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree) if tree.is_floating_point() else tree
+    if isinstance(tree, Mapping):
+        return _like(tree, {key: convert(value, function) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        return _like(tree, [convert(value, function) for value in tree])
+    if is_dataclass(tree) and not isinstance(tree, type):
+        copied = copy.copy(tree)
+        for part in fields(tree):
+            object.__setattr__(copied, part.name, convert(getattr(tree, part.name), function))
+        return copied
     return tree
 
 

@@ -1,0 +1,374 @@
+"""Hooks on modules and their outputs, and a dispatch mode for operations: what a model computed, reduced."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+
+from ampx.backend import Direction, Reading, Watching
+from ampx.callers import script_line
+
+from .names import Names, check_patterns, each_model
+from .reductions import Limits, Reduced, floating, read, reduce, stored
+
+# They hand memory on and compute nothing, not even another dtype.
+_IDLE: Final = frozenset(
+    ("detach", "clone", "alias", "lift_fresh", "zero_", "zeros", "ones", "zeros_like", "ones_like")
+)
+
+
+@dataclass(eq=False)
+class _Seen:
+    """A reading whose numbers are on the device."""
+
+    module: str
+    kind: str
+    operation: str
+    direction: Direction
+    call: int
+    dtype: str
+    place: str = ""
+    value: list[Reduced] = field(default_factory=list)
+    inputs: list[Reduced] = field(default_factory=list)
+    samples: dict[int, torch.Tensor] = field(default_factory=dict)
+    seconds: float | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a module that is under way."""
+
+    module: nn.Module
+    name: str
+    kind: str
+    inputs: list[Reduced]
+    began: float = 0.0
+    waited: float = 0.0
+
+
+class _Thread(threading.local):
+    """The calls of modules under way, outermost first."""
+
+    calls: tuple[_Call, ...] = ()
+
+
+class ModuleWatch:
+    """What a region saw so far."""
+
+    def __init__(self, watching: Watching) -> None:
+        self._watching = watching
+        self._limits = Limits.of(watching.dtype)
+        self._seen: list[_Seen] = []
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._thread = _Thread()
+        self._nodes: dict[int, tuple[str, str, str]] = {}  # by number of a node of the graph: module, kind, place
+        self._leaf_hooks: list[Any] = []
+        self._waited = 0.0  # what this watch itself took, for times
+        self.open = True
+
+    def readings(self) -> list[Reading]:
+        """Return what was seen so far, in order of execution. Sync: one a device."""
+        seen = list(self._seen)
+        stats = read([parts for entry in seen for parts in (entry.value, entry.inputs)])
+        samples = self._read_samples(seen)
+        return [
+            Reading(
+                entry.module,
+                entry.kind,
+                entry.operation,
+                entry.direction,
+                entry.call,
+                entry.dtype,
+                stats[2 * position],
+                stats[2 * position + 1],
+                samples[position] if self._watching.samples else None,
+                entry.seconds,
+                entry.place,
+            )
+            for position, entry in enumerate(seen)
+        ]
+
+    def _read_samples(self, seen: list[_Seen]) -> list[Any]:
+        """Return the samples as arrays, which come off each device as one."""
+        parts = [[entry.samples[key] for key in sorted(entry.samples)] for entry in seen]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in itertools.chain.from_iterable(parts):
+            by_device.setdefault(tensor.device, []).append(tensor)
+        with _disable_current_modes():
+            arrays = {device: torch.cat(tensors).cpu().numpy() for device, tensors in by_device.items()}
+            empty = torch.empty(0).numpy()
+        taken = dict.fromkeys(arrays, 0)
+        result = []
+        for tensors in parts:
+            if not tensors:
+                result.append(empty)
+                continue
+            device = tensors[0].device
+            start = taken[device]
+            taken[device] = start + sum(len(tensor) for tensor in tensors)
+            result.append(arrays[device][start : taken[device]])
+        return result
+
+    # -- modules -----------------------------------------------------------------------------------
+
+    def take(self, names: Names) -> list[Any]:
+        """Put hooks on modules; return the handles."""
+        handles = []
+        for module, name in names.items():
+            hooks = _Before(self, name), _After(self, name)
+            handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
+            # At the front: a hook of the user's may replace the output, and it is the module's own that counts.
+            handles.append(module.register_forward_hook(hooks[1], with_kwargs=True, prepend=True, always_call=True))
+        return handles
+
+    def watches(self, name: str) -> bool:
+        """Return whether a module is to be read."""
+        patterns = self._watching.modules
+        return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    def enter(self, module: nn.Module, name: str, tree: Any) -> None:
+        """Begin a call; inputs are looked at before the module can change them in place."""
+        started = time.perf_counter()
+        reads = self.watches(name) and not _computes_again()
+        inputs = reduce(floating(tree), self._limits) if reads else []
+        call = _Call(module, name, type(module).__name__, inputs)
+        self._thread.calls = (*self._thread.calls, call)
+        if self._watching.times:
+            _wait(tree)
+            call.began = time.perf_counter()
+            self._waited += call.began - started
+            call.waited = self._waited
+
+    def leave(self, module: nn.Module, name: str, output: Any) -> None:
+        """End a call; those inside it that an interrupt left open go too."""
+        calls = self._thread.calls
+        position = next((at for at in range(len(calls) - 1, -1, -1) if calls[at].module is module), None)
+        if position is None:
+            return
+        call, self._thread.calls = calls[position], calls[:position]
+        tensors = list(floating(output))
+        ended = 0.0
+        if self._watching.times:
+            _wait(tensors)
+            ended = time.perf_counter()
+        if not tensors or not self.watches(name):
+            return
+        if not _computes_again():
+            seen = self._note(call.name, call.kind, "", "forward", tensors)
+            seen.inputs = call.inputs
+            if self._watching.times:
+                seen.seconds = ended - call.began - (self._waited - call.waited)
+        self._watch_gradients(call, tensors)
+        if self._watching.times:
+            _wait(tensors)
+            self._waited += time.perf_counter() - ended
+
+    def _watch_gradients(self, call: _Call, tensors: list[torch.Tensor]) -> None:
+        """Put a hook on every output that a gradient may come to; one call's gradients are one reading."""
+        wanted = [
+            tensor
+            for tensor in tensors
+            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[attr-defined]
+        ]
+        sizes = [stored(tensor).numel() for tensor in wanted] if self._watching.samples else [0] * len(wanted)
+        group = _Gradients(call, sum(sizes))
+        before = 0
+        for place, (tensor, size) in enumerate(zip(wanted, sizes, strict=True)):
+            handle = tensor.register_hook(_Gradient(self, group, place, before))
+            before += size
+            if tensor.is_leaf:  # it outlives the graph
+                self._leaf_hooks.append(handle)
+
+    def gradient(self, group: _Gradients, place: int, before: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of one output."""
+        if group.seen is None or place in group.places:
+            call = group.call
+            group.seen, group.places = self._note(call.name, call.kind, "", "backward", []), set()
+            group.seen.dtype = _dtype(gradient)
+        group.places.add(place)
+        group.seen.value += reduce([gradient], self._limits)
+        self._sample(group.seen, [gradient], group.elements, before)
+
+    def _note(self, module: str, kind: str, operation: str, direction: Direction, tensors: list[torch.Tensor]) -> _Seen:
+        key = (direction, module, operation)
+        dtype = _dtype(tensors[0]) if tensors else ""
+        seen = _Seen(module, kind, operation, direction, self._counts[key], dtype)
+        self._counts[key] += 1
+        seen.value = reduce(tensors, self._limits)
+        if tensors and self._watching.samples:
+            self._sample(seen, tensors, sum(stored(tensor).numel() for tensor in tensors))
+        self._seen.append(seen)
+        return seen
+
+    def _sample(self, seen: _Seen, tensors: list[torch.Tensor], elements: int, before: int = 0) -> None:
+        """Keep every so-manieth element of the tensors, of which some others come before."""
+        if not self._watching.samples:
+            return
+        every = max(1, -(-elements // self._watching.samples))
+        with _disable_current_modes(), torch.no_grad():
+            for tensor in tensors:
+                values = stored(tensor).reshape(-1)
+                chosen = values[-before % every :: every]
+                if chosen.numel():
+                    seen.samples[before] = chosen.to(torch.float32, copy=True)
+                before += values.numel()
+
+    def close(self) -> None:
+        """Stop looking: gradients may come after the region."""
+        self.open = False
+        for handle in self._leaf_hooks:
+            handle.remove()
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation and note what came in and out."""
+        name = _operation_name(function)
+        calls = self._thread.calls
+        backward = _in_backward()
+        module, kind, place = (calls[-1].name, calls[-1].kind, "") if calls else ("", "", "")
+        node = torch._C._current_autograd_node() if backward and not calls else None
+        if node is not None:
+            module, kind, place = self._nodes.get(node._sequence_nr(), ("", "", ""))
+        else:
+            place = script_line()
+            # The node of an operation is made before it runs.
+            self._nodes[torch._C._autograd._get_sequence_nr() - 1] = (module, kind, place)  # type: ignore[attr-defined]
+        reads = not function.is_view and not (backward and calls) and self.watches(module)
+        if not reads or name in _IDLE or name.startswith(("empty", "new_empty")):
+            return function(*args, **kwargs)
+        inputs = reduce(floating((args, kwargs)), self._limits)
+        result = function(*args, **kwargs)
+        tensors = list(floating(result))
+        if tensors:
+            seen = self._note(module, kind, name, "backward" if backward else "forward", tensors)
+            seen.inputs, seen.place = inputs, place
+        return result
+
+
+class _Gradients:
+    """The gradients of one call's outputs."""
+
+    def __init__(self, call: _Call, elements: int) -> None:
+        self.call = call
+        self.elements = elements
+        self.seen: _Seen | None = None
+        self.places: set[int] = set()
+
+
+class _Hook:
+    """Called by torch while the region is open. A copy of the model, or a pickle, is not watched any more."""
+
+    def __init__(self, watch: ModuleWatch | None = None, name: str = "") -> None:
+        self._watch = watch
+        self._name = name
+
+    @property
+    def _open(self) -> bool:
+        return self._watch is not None and self._watch.open and not torch.compiler.is_compiling()
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return type(self)()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class _Before(_Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._watch is not None and self._open:
+            self._watch.enter(module, self._name, (args, kwargs))
+
+
+class _After(_Hook):
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        """Take the output, which is None after an exception; torch leaves out the keyword arguments then."""
+        if self._watch is not None and self._open:
+            self._watch.leave(module, self._name, rest[-1])
+
+
+class _Gradient:
+    def __init__(self, watch: ModuleWatch, group: _Gradients, place: int, before: int) -> None:
+        self._call = (group, place, before)
+        self._watch = watch
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        if self._watch.open:
+            self._watch.gradient(*self._call, gradient)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every kernel with the tensors it really gets, after autocast and in backward, too."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run: Callable[..., Any] | None = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.run is None:
+            return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+
+@contextmanager
+def watch(model: nn.Module | None, watching: Watching) -> Iterator[ModuleWatch]:
+    """Read the outputs of modules and the gradients of these outputs: see `ampx.Backend.watch`."""
+    view = ModuleWatch(watching)
+    with ExitStack() as stack:
+
+        def take(names: Names) -> None:
+            if model is not None:
+                check_patterns(watching.modules, names)
+            for handle in view.take(names):
+                stack.callback(handle.remove)
+
+        stack.callback(view.close)
+        stack.enter_context(each_model(model, take))
+        if watching.operations:
+            stack.enter_context(_operations_watched(view))
+        yield view
+
+
+@contextmanager
+def _operations_watched(view: ModuleWatch) -> Iterator[None]:
+    mode = _Operations(view.operation)
+    mode.__enter__()
+    try:
+        yield
+    finally:
+        mode.run = None
+        if _get_current_dispatch_mode() is mode:  # else another was entered meanwhile: they end in order of a stack
+            mode.__exit__(None, None, None)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+_computes_again = _in_backward  # modules run inside backward where activations were thrown away
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _operation_name(function: Any) -> str:
+    name: str = function._schema.name
+    return name.removeprefix("aten::")
+
+
+def _wait(tree: Any) -> None:
+    """Wait for the devices of some tensors."""
+    for device in {tensor.device for tensor in floating(tree) if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
