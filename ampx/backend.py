@@ -433,9 +433,10 @@ class Backend(abc.ABC):
         """Return a region in which named modules compute in a dtype of their own, forward and backward.
 
         Their floating inputs are cast to it, and casting is off inside where it is float32, on where it is low. A
-        module inside another obeys its own entry; what such a module returns has the dtype that it computed. In a
-        dtype of `capabilities.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and
-        kept in the one they have.
+        module inside another obeys its own entry; what such a module returns has the dtype that it computed, unless
+        casting is off around it and the framework does not mix dtypes: then it has that of its inputs. In a dtype of
+        `capabilities.simulates`, inputs, outputs and the gradients of outputs are rounded to that dtype, and kept in
+        the one they have.
 
         Args:
             model: As for `watch`.

@@ -23,7 +23,7 @@ SIMULATED: Final[dict[str, torch.dtype]] = {
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-_COMPUTED: Final[dict[str, torch.dtype]] = {**DTYPES}
+_COMPUTED: Final[dict[str, torch.dtype]] = {str(name): dtype for name, dtype in DTYPES.items()}
 
 
 @contextmanager
@@ -66,9 +66,9 @@ def _attach(module: nn.Module, dtype: str) -> list[Any]:
 
 
 class _Calls(threading.local):
-    """What undoes the calls of one module under way."""
+    """What ends the calls of one module under way."""
 
-    stack: tuple[Callable[[], None], ...] = ()
+    stack: tuple[Callable[[Any], Any], ...] = ()
 
 
 class _Computed:
@@ -84,14 +84,18 @@ class _Computed:
         before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()
         swapped = _Widened(module) if self._dtype is torch.float32 else None
 
-        def undo() -> None:
+        # Where nothing is cast, float32 weights do not take what this module returns.
+        wide = not before[0] and any(tensor.dtype is torch.float32 for tensor in floating(tree))
+
+        def end(output: Any) -> Any:
             torch.set_autocast_enabled(device, before[0])
             torch.set_autocast_dtype(device, before[1])
             torch.set_autocast_cache_enabled(before[2])
             if swapped is not None:
                 swapped.restore()
+            return cast(output, torch.float32, device, (self._dtype,)) if wide else output
 
-        self._calls.stack = (*self._calls.stack, undo)
+        self._calls.stack = (*self._calls.stack, end)
         low = self._dtype is not torch.float32
         torch.set_autocast_enabled(device, low)
         if low:
@@ -102,11 +106,11 @@ class _Computed:
 
     def leave(self, output: Any) -> Any:
         """Switch back."""
-        if self._calls.stack:
-            *outer, undo = self._calls.stack
-            self._calls.stack = tuple(outer)
-            undo()
-        return None
+        if not self._calls.stack:
+            return output
+        *outer, end = self._calls.stack
+        self._calls.stack = tuple(outer)
+        return end(output)
 
 
 class _Rounded:

@@ -101,10 +101,13 @@ def _model_kept(model: nn.Module) -> Iterator[None]:
     tensors = {id(tensor): tensor for _, held in holders for tensor in held.values() if tensor is not None}
     values = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     parameters = list(model.parameters())
-    before = [(parameter, parameter.grad, parameter._post_accumulate_grad_hooks) for parameter in parameters]
-    for parameter in parameters:
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters]
+    taken = [dict(registered or {}) for registered in hooks]
+    for parameter, registered in zip(parameters, hooks, strict=True):
         parameter.grad = None
-        parameter._post_accumulate_grad_hooks = None  # an optimizer may step in one
+        if registered:
+            registered.clear()  # an optimizer may step in one
     try:
         yield
     finally:
@@ -114,8 +117,10 @@ def _model_kept(model: nn.Module) -> Iterator[None]:
             holder.update(held)
         for key, tensor in tensors.items():
             tensor.data.copy_(values[key])  # a graph of the user's that waits for its backward does not notice
-        for parameter, gradient, hooks in before:
+        for parameter, gradient in before:
             parameter.grad = gradient
-            parameter._post_accumulate_grad_hooks = hooks
+        for registered, hook in zip(hooks, taken, strict=True):
+            if hook:
+                registered.update(hook)
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode

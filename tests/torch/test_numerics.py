@@ -1,0 +1,544 @@
+"""`watch`, `force` and `replay`, with NumPy as the oracle."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampx
+from ampx.backend import CastPlan, Watching
+from ampx.numerics.rounding import describe, round_to, sample
+from ampx_torch.backend import TorchBackend
+
+INF, NAN = float("inf"), float("nan")
+BACKEND = TorchBackend()
+
+
+def seen(readings, direction="forward", operation=""):
+    return [r for r in readings if r.direction == direction and r.operation == operation]
+
+
+def numbers(dtype):
+    """Numbers around the limits of every dtype that is watched, on either side of a tie, and what is not finite."""
+    edges = [2.0**-24, 2.0**-25, 2.0**-133, 2.0**-134, 448.0, 464.0, 480.0, 65504.0, 65520.0, 65536.0, 61440.0, 3e38]
+    values = [0.0, -0.0, INF, -INF, NAN, 1.0, -2.5, *edges, *(np.nextafter(np.float32(e), 0.0) for e in edges)]
+    tensor = torch.tensor([*values, *(-v for v in values)], dtype=torch.float32).to(dtype)
+    return tensor, tensor.float().numpy()
+
+
+# -- watch -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("watched", ["float16", "bfloat16", "float32", "float8_e4m3", "float8_e5m2"])
+def test_counts_are_those_of_numpy(dtype, watched):
+    tensor, values = numbers(dtype)
+    with BACKEND.watch(model := nn.Sequential(nn.Identity()), Watching(watched)) as watch:
+        model(tensor)
+    inner, outer = watch.readings()
+    assert (inner.module, outer.module, inner.dtype) == ("0", "", str(dtype).removeprefix("torch."))
+    assert inner.value == outer.value == inner.inputs == describe(values, watched)
+
+
+def test_outputs_and_gradients_of_outputs_are_read_in_order_of_execution():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    with BACKEND.watch(model, Watching(samples=100)) as watch:
+        model(x).square().sum().backward()
+    forward, backward = seen(watch.readings()), seen(watch.readings(), "backward")
+    assert [r.module for r in forward] == ["0", "1", "2", ""]
+    assert [r.module for r in backward] == ["2", "", "1", "0"]
+    first, bias = (p.detach().numpy() for p in model[0].parameters())
+    last, last_bias = (p.detach().numpy() for p in model[2].parameters())
+    hidden = x.numpy() @ first.T + bias
+    output = np.maximum(hidden, 0) @ last.T + last_bias
+    to_output = 2 * output
+    to_hidden = to_output @ last
+    for reading, values in zip(forward, (hidden, np.maximum(hidden, 0), output, output), strict=True):
+        np.testing.assert_allclose(reading.sample, values.reshape(-1), rtol=1e-5, atol=1e-7)
+    for reading, values in zip(backward, (to_output, to_output, to_hidden, to_hidden * (hidden > 0)), strict=True):
+        np.testing.assert_allclose(reading.sample, values.reshape(-1), rtol=1e-5, atol=1e-7)
+        assert reading.value.elements == values.size
+    assert forward[0].inputs == describe(x.numpy())
+
+
+def test_samples_are_the_elements_at_the_multiples_that_numpy_takes():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x[:, ::2], {"rest": x.t()}
+
+    values = torch.arange(70.0, requires_grad=True).reshape(7, 10) * 1.0
+    with BACKEND.watch(model := Two(), Watching(samples=9)) as watch:
+        left, right = model(values)
+        (left.sum() * 3 + (right["rest"] * 5).sum()).backward()
+    (forward,), (backward,) = seen(watch.readings()), seen(watch.readings(), "backward")
+    x = values.detach().numpy()
+    expected = np.concatenate([x[:, ::2].reshape(-1), x.T.reshape(-1)])
+    np.testing.assert_array_equal(forward.sample, sample(expected, 9))
+    gradient = np.concatenate([np.full(35, 3.0), np.full(70, 5.0)])
+    np.testing.assert_array_equal(backward.sample, sample(gradient, 9))
+    assert backward.value == describe(gradient)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: object
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda y: [{"deep": (None, "text", y)}],
+        lambda y: Output([y]),
+        lambda y: y.to_sparse(),
+        lambda y: torch.view_as_complex(y.reshape(-1, 2).contiguous()),
+        lambda y: (y, y[:0]),
+    ],
+    ids=["containers", "dataclass", "sparse", "complex", "empty"],
+)
+def test_outputs_of_any_shape_are_read(wrap):
+    class Wrapped(nn.Module):
+        def forward(self, x):
+            return wrap(x)
+
+    values = torch.tensor([[1.0, -7.0], [2.0, 3.0]], requires_grad=True)
+    with BACKEND.watch(model := Wrapped(), Watching()) as watch:
+        model(values * 1.0)
+    (reading,) = watch.readings()
+    assert reading.value == describe(values.detach().numpy())
+
+
+def test_a_module_without_an_output_and_one_of_integers_are_left_out():
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return None
+
+    class Counts(nn.Module):
+        def forward(self, x):
+            return x.argmax()
+
+    model = nn.ModuleDict({"nothing": Nothing(), "counts": Counts()})
+    with BACKEND.watch(model, Watching()) as watch:
+        for module in model.values():
+            module(torch.ones(3))
+    assert watch.readings() == []
+
+
+def test_modules_in_place_shared_and_called_again_are_told_apart_by_call():
+    shared = nn.ReLU(inplace=True)
+    model = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared)
+    reference = copy.deepcopy(model)
+    x = torch.randn(3, 2)
+    with BACKEND.watch(model, Watching(modules=("1",))) as watch:
+        model(x).sum().backward()
+    reference(x).sum().backward()
+    assert [(r.module, r.direction, r.call) for r in watch.readings()] == [
+        ("1", "forward", 0),
+        ("1", "forward", 1),
+        ("1", "backward", 0),
+        ("1", "backward", 1),
+    ]
+    last = describe(reference(x).detach().numpy())
+    assert seen(watch.readings())[1].value == last
+    for left, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed in backward", "reentrant"])
+def test_with_checkpointing_every_module_is_read_once_in_each_direction(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model = Checkpointed()
+    with BACKEND.watch(model, Watching(operations=True)) as watch:
+        model(torch.ones(3, 2, requires_grad=True)).sum().backward()
+    for direction in ("forward", "backward"):
+        calls = [(r.module, r.call) for r in seen(watch.readings(), direction)]
+        assert sorted(calls) == [("", 0), ("inner", 0), ("inner.0", 0), ("inner.1", 0)]
+    assert [r.call for r in seen(watch.readings(), operation="addmm")] == [0]
+
+
+def test_operations_are_read_with_module_and_line_forward_and_backward():
+    class Middle(nn.Module):
+        def forward(self, x):
+            return torch.exp(x * 3.0)
+
+    model = nn.Sequential(nn.Linear(2, 2), Middle())
+    with BACKEND.watch(model, Watching(operations=True)) as watch:
+        model(torch.ones(4, 2)).sum().backward()
+    (exp,) = seen(watch.readings(), operation="exp")
+    assert (exp.module, exp.kind) == ("1", "Middle")
+    file, line = exp.place.rsplit(":", 1)
+    assert (file, int(line)) == (__file__, Middle.forward.__code__.co_firstlineno + 1)
+    assert exp.inputs.elements == exp.value.elements == 8
+    assert exp.value == seen(watch.readings())[1].value
+    backward = [r for r in watch.readings() if r.direction == "backward" and r.operation]
+    assert {(r.module, r.operation) for r in backward} >= {("1", "mul"), ("0", "mm")}
+    assert {r.place for r in backward if r.module == "1"} == {exp.place}
+    # the weight's gradient is the sum over the batch of outer products
+    assert any(r.operation == "mm" and r.value.elements == 4 for r in backward)
+
+
+def test_what_is_not_finite_first_is_where_it_came_from():
+    class Logarithm(nn.Module):
+        def forward(self, x):
+            return torch.log(x - x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Logarithm(), nn.Linear(2, 2))
+    with BACKEND.watch(model, Watching(operations=True)) as watch:
+        model(torch.ones(1, 2))
+    first = next(r for r in watch.readings() if r.value.nonfinite)
+    assert (first.module, first.operation, first.inputs.zeros, first.inputs.nonfinite) == ("1", "log", 2, 0)
+
+
+def test_every_model_is_seen_where_none_is_named_and_the_second_with_its_class():
+    first, second = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 1))
+    with BACKEND.watch(None, Watching()) as watch:
+        nn.functional.mse_loss(second(first(torch.ones(1, 2))), torch.ones(1, 1)).backward()
+        nn.MSELoss()(first(torch.ones(1, 2)), torch.ones(1, 2))
+    names = [(r.module, r.call) for r in seen(watch.readings())]
+    assert names == [
+        *[("0", 0), ("1", 0), ("", 0), ("Sequential:0", 0), ("Sequential:", 0)],
+        *[("0", 1), ("1", 1), ("", 1), ("MSELoss:", 0)],
+    ]
+    assert [r.module for r in seen(watch.readings(), "backward")] == ["Sequential:0", "Sequential:", "1", "", "0"]
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+    assert not any(m._forward_hooks or m._forward_pre_hooks for model in (first, second) for m in model.modules())
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "all"])
+def test_modules_inside_a_compiled_model_have_their_own_names(named):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 2))
+    with BACKEND.watch(compiled if named else None, Watching()) as watch:
+        compiled(torch.ones(1, 2))
+    assert [r.module for r in watch.readings()] == ["0", "1", ""]
+
+
+def test_it_changes_neither_values_nor_random_numbers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+    results = []
+    for watched in (nn.Linear(1, 1), model):
+        torch.manual_seed(7)
+        model.zero_grad()
+        with BACKEND.watch(watched, Watching(operations=True, samples=3, times=True)):
+            loss = model(torch.ones(3, 4)).sum()
+            loss.backward()
+        results.append([loss.detach(), torch.rand(3), *(p.grad.clone() for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_times_are_positive_and_those_of_a_container_hold_those_of_its_parts():
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    with BACKEND.watch(model, Watching(times=True)) as watch:
+        model(torch.ones(300, 300)).sum().backward()
+    first, second, whole = seen(watch.readings())
+    assert first.seconds > 0
+    assert second.seconds > 0
+    assert whole.seconds >= first.seconds + second.seconds
+    assert {r.seconds for r in seen(watch.readings(), "backward")} == {None}
+
+
+def test_a_pattern_that_matches_no_module_is_refused():
+    with (
+        pytest.raises(ampx.UnsupportedOpError, match=r"'layer.*' matches no module.*0, 1"),
+        BACKEND.watch(nn.Sequential(nn.ReLU(), nn.ReLU()), Watching(modules=("layer.*",))),
+    ):
+        pass
+
+
+def test_a_copy_and_a_pickle_of_a_watched_model_are_not_watched():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with BACKEND.watch(model, Watching()) as watch:
+        with BACKEND.force(model, {"0": "float32"}):
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for twin in copies:
+            assert torch.equal(twin(torch.ones(1, 2)), twin[0](torch.ones(1, 2)))
+    assert watch.readings() == []
+
+
+def test_a_forward_that_raises_leaves_no_trace():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    model = nn.Sequential(nn.Linear(2, 2), Broken())
+    with BACKEND.force(model, {"": "bfloat16"}), BACKEND.watch(model, Watching(operations=True)) as watch:
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(1, 2))
+        assert not torch.is_autocast_enabled("cpu")
+        model[0](torch.ones(1, 2))
+    assert [(r.module, r.call) for r in seen(watch.readings())] == [("0", 0), ("0", 1)]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# -- force -------------------------------------------------------------------------------------------
+
+
+class Probe(nn.Module):
+    """Notes the dtype that a product computes in."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.weight = nn.Parameter(torch.ones(2, 2))
+        self.dtype = None
+
+    def forward(self, x, scale=None):
+        for part in self.parts:
+            x = part(x)
+        product = x @ self.weight
+        self.dtype = product.dtype
+        return product
+
+
+@pytest.mark.parametrize("session", [None, "bfloat16"], ids=["without a session", "in a session"])
+@pytest.mark.parametrize("named", [True, False], ids=["named", "all"])
+def test_modules_compute_in_the_dtype_they_are_forced_into_and_inner_entries_hold(session, named):
+    if session:
+        ampx.init("torch", dtype=session)
+    inner = Probe()
+    middle = Probe(inner)
+    model = Probe(middle, Probe())
+    outside = torch.is_autocast_enabled("cpu")
+    forced = {"parts.*": "float16", "parts.0": "float32", "parts.0.parts.0": "bfloat16"}
+    with BACKEND.force(model if named else None, forced):
+        model(torch.ones(2, 2)).sum().backward()
+    dtypes = [module.dtype for module in (inner, middle, model.parts[1], model)]
+    own = torch.bfloat16 if session else torch.float32
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float16, own]
+    assert torch.is_autocast_enabled("cpu") is outside
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_regions_nest_and_the_inner_one_holds():
+    model = nn.Sequential(Probe(), Probe())
+    with BACKEND.force(model, {"*": "bfloat16"}):
+        with BACKEND.force(model, {"1": "float32"}):
+            model(torch.ones(1, 2))
+            assert (model[0].dtype, model[1].dtype) == (torch.bfloat16, torch.float32)
+        model(torch.ones(1, 2))
+        assert model[1].dtype == torch.bfloat16
+    model(torch.ones(1, 2))
+    assert model[1].dtype == torch.float32
+
+
+def test_it_goes_before_a_rule_of_the_session():
+    amp = ampx.init("torch", dtype="bfloat16", deny=["module:0"])
+    model = amp.prepare(nn.Sequential(Probe(), Probe()))
+    for pair in ({"0": "bfloat16", "1": "float32"}, {}):
+        with BACKEND.force(model, pair):
+            model(torch.ones(1, 2))
+        wanted = (torch.bfloat16, torch.float32) if pair else (torch.float32, torch.bfloat16)
+        assert (model[0].dtype, model[1].dtype) == wanted
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.BatchNorm1d], ids=lambda kind: kind.__name__)
+def test_low_precision_weights_are_widened_where_float32_is_forced_and_get_their_gradients(kind):
+    model = (kind(3) if kind is nn.BatchNorm1d else kind(3, 3)).to(torch.bfloat16)
+    reference = copy.deepcopy(model).float()
+    x = torch.randn(4, 3)
+
+    def output(module):
+        out = module(x)
+        return out[0] if isinstance(out, tuple) else out
+
+    with BACKEND.force(model, {"": "float32"}):
+        got = output(model)
+        got.square().sum().backward()
+    expected = output(reference)
+    expected.square().sum().backward()
+    assert torch.equal(got, expected)
+    for own, wide in zip(model.parameters(), reference.parameters(), strict=True):
+        assert own.dtype == torch.bfloat16
+        assert torch.equal(own.grad, wide.grad.to(torch.bfloat16))
+    for own, wide in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(own, wide.to(own.dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
+def test_a_dtype_is_simulated_by_rounding_inputs_outputs_and_gradients_of_outputs(dtype):
+    class Double(nn.Module):
+        def forward(self, x):
+            return {"y": (x * 2.0,)}
+
+    tensor, values = numbers(torch.float32)
+    tensor = tensor.requires_grad_()
+    with BACKEND.force(model := nn.Sequential(Double()), {"0": dtype}):
+        (result,) = model(tensor)["y"]
+    assert result.dtype == torch.float32
+    expected = round_to(round_to(values, dtype) * np.float32(2), dtype)
+    np.testing.assert_array_equal(result.detach().numpy(), expected)
+    gradient = torch.linspace(-500, 500, len(values))
+    result.backward(gradient)
+    np.testing.assert_array_equal(tensor.grad.numpy(), round_to(gradient.numpy(), dtype) * 2)
+
+
+def test_names_pass_through_wrappers_of_torch():
+    model = nn.Sequential(Probe(), Probe())
+    compiled = torch.compile(nn.Sequential(model), backend="eager")
+    with BACKEND.force(compiled, {"0.1": "bfloat16"}):
+        compiled(torch.ones(1, 2))
+    assert (model[0].dtype, model[1].dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "error"),
+    [({"9": "float32"}, ampx.UnsupportedOpError), ({"0": "float8"}, ampx.UnsupportedDtypeError)],
+    ids=["no such module", "no such dtype"],
+)
+def test_a_force_that_forces_nothing_is_refused(dtypes, error):
+    model = nn.Sequential(nn.ReLU())
+    with pytest.raises(error, match=r"accepted|modules: 0"), BACKEND.force(model, dtypes):
+        pass
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# -- replay ------------------------------------------------------------------------------------------
+
+
+def state_of(model):
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers())]
+
+
+def test_a_replay_draws_the_same_mask_and_leaves_everything_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    model[0].weight.grad = pending = torch.full((8, 8), 3.0)
+    model[1].eval()
+    model[1].train()
+    x = torch.randn(16, 8)
+    before, rng = state_of(model), torch.get_rng_state()
+    masks = []
+
+    def step(m):
+        masks.append(m[2](torch.ones(100)))
+        np.random.rand()
+        return m(x).square().mean()
+
+    with BACKEND.watch(model, Watching(samples=8)) as watch:
+        replays = [BACKEND.replay(model, step, None) for _ in range(2)]
+    assert torch.equal(*masks)
+    assert replays[0].loss == replays[1].loss
+    for name, gradient in replays[0].gradients.items():
+        np.testing.assert_array_equal(gradient, replays[1].gradients[name])
+    half = len(watch.readings()) // 2
+    for left, right in zip(watch.readings()[:half], watch.readings()[half:], strict=True):
+        assert (left.module, left.value) == (right.module, right.value)
+        np.testing.assert_array_equal(left.sample, right.sample)
+    assert all(map(torch.equal, before, state_of(model)))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert model[0].weight.grad is pending
+    assert torch.equal(pending, torch.full((8, 8), 3.0))
+    assert model[3].weight.grad is None
+    # the same by hand
+    torch.set_rng_state(rng)
+    loss = step(model)
+    assert replays[0].loss == loss.item()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
+        np.testing.assert_array_equal(replays[0].gradients[name], gradient.numpy())
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    before, rng = state_of(model), torch.get_rng_state()
+
+    def step(m):
+        m(torch.randn(4, 2))
+        m.eval()
+        with torch.no_grad():
+            m[1].weight.add_(1)
+        m[0].running_mean = None
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        BACKEND.replay(model, step, CastPlan("cpu", "bfloat16"))
+    assert all(map(torch.equal, before, state_of(model)))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(module.training for module in model.modules())
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("session", [None, "bfloat16"], ids=["without a session", "in a session"])
+def test_a_replay_casts_as_its_plan_says_whatever_a_session_has_switched_on(session):
+    if session:
+        ampx.init("torch", dtype=session, allow=[torch.softmax])
+    model = Probe()
+    for plan, dtype in ((None, torch.float32), (CastPlan("cpu", "bfloat16"), torch.bfloat16)):
+        BACKEND.replay(model, lambda m: m(torch.ones(2, 2)).sum(), plan)
+        assert model.dtype == dtype
+    assert torch.is_autocast_enabled("cpu") is (session is not None)
+
+
+def test_gradients_are_true_in_float32_and_scaled_inside():
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    model.register_parameter("idle", nn.Parameter(torch.ones(3)))
+    model.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
+    with BACKEND.watch(model, Watching()) as watch:
+        replayed = BACKEND.replay(model, lambda m: m(torch.tensor([[2.0, 0.5]])).sum(), None, scale=1024.0)
+    assert replayed.loss == 2.5
+    assert list(replayed.gradients) == ["weight"]
+    np.testing.assert_array_equal(replayed.gradients["weight"], np.array([[2.0, 0.5]], np.float32))
+    assert replayed.gradients["weight"].dtype == np.float32
+    assert replayed.parameters == {"weight": describe(np.ones((1, 2))), "idle": describe(np.ones(3))}
+    assert seen(watch.readings(), "backward")[0].value.largest == 1024.0
+
+
+def test_sparse_gradients_are_filled_and_names_pass_through_wrappers():
+    model = torch.compile(nn.Embedding(4, 1, sparse=True), backend="eager")
+    replayed = BACKEND.replay(model, lambda m: m(torch.tensor([1, 1, 3])).sum(), None)
+    np.testing.assert_array_equal(replayed.gradients["weight"], [[0.0], [2.0], [0.0], [1.0]])
+
+
+def test_an_optimizer_that_steps_in_backward_does_not():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    BACKEND.replay(model, lambda m: m(torch.ones(1, 2)).sum(), None)
+    assert optimizer.state_dict()["state"] == {}
+    model(torch.ones(1, 2)).sum().backward()
+    assert optimizer.state_dict()["state"] != {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "error"),
+    [
+        (lambda m: 1.0, ampx.errors.LossDtypeError),
+        (lambda m: m(torch.ones(3, 2)), ampx.errors.LossShapeError),
+        (lambda m: torch.ones(()), ampx.errors.DetachedLossError),
+        (lambda m: torch.ones((), dtype=torch.int64), ampx.errors.LossDtypeError),
+    ],
+    ids=["a number", "several elements", "detached", "an integer"],
+)
+def test_what_is_no_loss_is_refused(loss, error):
+    with pytest.raises(error, match=r"accepted: .*Return the loss"):
+        BACKEND.replay(nn.Linear(2, 1), loss, None)
+
+
+def test_replay_works_without_gradients_around_and_in_a_protocol_that_is_under_way():
+    amp = ampx.init("torch", dtype="float16", loss_scale=1024.0)
+    model = nn.Linear(2, 1)
+    opt = amp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), opt) as scaled:
+        scaled.backward()
+    pending = model.weight.grad.clone()
+    with torch.no_grad():
+        replayed = BACKEND.replay(model, lambda m: m(torch.ones(1, 2)).sum(), None)
+    np.testing.assert_array_equal(replayed.gradients["weight"], [[1.0, 1.0]])
+    assert torch.equal(model.weight.grad, pending)
+    opt.step()
+    assert opt.last_step.applied
