@@ -86,6 +86,20 @@ class TorchHarness(Harness):
         torch.nn.init.constant_(model[1].weight, float("inf"))
         return model, lambda: model(torch.ones(1, 1, device=self.device)), "1"
 
+    def chain(self, weights, inputs, noise=False):
+        layers = [torch.nn.Linear(1, 1, bias=False) for _ in weights]
+        for layer, weight in zip(layers, weights, strict=True):
+            torch.nn.init.constant_(layer.weight, weight)
+        names = [str(position) for position in range(len(layers))]
+        noises = [torch.nn.BatchNorm1d(1, affine=False), torch.nn.Dropout()] if noise else []
+        model = torch.nn.Sequential(*layers, *noises).to(self.device)
+        batch = torch.tensor(inputs, device=self.device).reshape(-1, 1)
+        return model, lambda model: model(batch).float().sum(), names
+
+    def model_state(self, model):
+        tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        return [tensor.tolist() for tensor in tensors], torch.get_rng_state().tolist()
+
     def surroundings(self):
         return torch.get_default_dtype(), torch.get_rng_state().tolist(), torch.is_grad_enabled()
 

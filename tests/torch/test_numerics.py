@@ -253,7 +253,7 @@ def test_times_are_positive_and_those_of_a_container_hold_those_of_its_parts():
 
 def test_a_pattern_that_matches_no_module_is_refused():
     with (
-        pytest.raises(ampx.UnsupportedOpError, match=r"'layer.*' matches no module.*0, 1"),
+        pytest.raises(ampx.UnsupportedOpError, match=r"'layer.*' matches no module.*accepted: .*0, 1"),
         BACKEND.watch(nn.Sequential(nn.ReLU(), nn.ReLU()), Watching(modules=("layer.*",))),
     ):
         pass
@@ -401,7 +401,7 @@ def test_names_pass_through_wrappers_of_torch():
 )
 def test_a_force_that_forces_nothing_is_refused(dtypes, error):
     model = nn.Sequential(nn.ReLU())
-    with pytest.raises(error, match=r"accepted|modules: 0"), BACKEND.force(model, dtypes):
+    with pytest.raises(error, match="accepted: "), BACKEND.force(model, dtypes):
         pass
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
