@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
-from .errors import UnsupportedDtypeError, UnsupportedLevelError
+from .errors import AmpxError, PolicyFileError, UnsupportedDtypeError, UnsupportedLevelError, shown
 from .scale_state import LossScale
 
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -149,6 +152,149 @@ def find_level(level: object) -> Level:
             f"Pass one of these; 'O1' suits most training."
         )
     return entry
+
+
+POLICY_SCHEMA: Final = "ampx.policy/1"
+_KEYS: Final = ("schema", "framework", "dtype", "level", "loss_scale", "allow", "deny")
+
+
+@dataclass(frozen=True)
+class PolicyFile:
+    """What a policy file says: arguments of `init` that somebody has measured.
+
+    Attributes:
+        framework: Whose script it was measured on; None for any.
+        dtype: As in `init`.
+        level: As in `init`.
+        loss_scale: As in `init`: `"auto"`, `"dynamic"` or a positive number.
+        allow: As in `init`; names only.
+        deny: As in `init`; names only.
+        reasons: By entry of `allow` and `deny`, or by key, why; comments of the file.
+        source: The file, for messages.
+    """
+
+    framework: str | None = None
+    dtype: str = "auto"
+    level: OptLevel = "O1"
+    loss_scale: str | float = "auto"
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    source: str = "ampx.toml"
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> PolicyFile:
+        """Read a file.
+
+        Raises:
+            PolicyFileError: There is none, it is no TOML, or it holds what no policy has.
+        """
+        source = os.fspath(path)
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+        try:
+            with open(source, "rb") as file:
+                values = tomllib.load(file)
+        except OSError as error:
+            raise PolicyFileError(
+                f"the policy file {source!r} cannot be read: {error.strerror}; accepted: a file that `ampx tune` "
+                f"wrote. Check the path."
+            ) from error
+        except ValueError as error:
+            raise PolicyFileError(
+                f"the policy file {source!r} is no TOML: {error}; accepted: a file that `ampx tune` wrote. Mend "
+                f"that line."
+            ) from error
+        return cls._of(values, source)
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Any], source: str) -> PolicyFile:
+        def check(holds: bool, key: str, accepted: str) -> None:
+            if not holds:
+                raise PolicyFileError(
+                    f"the policy file {source!r} has {key} = {shown(values.get(key))}; accepted: {accepted}. Correct "
+                    f"it, or write the file anew by `ampx tune`."
+                )
+
+        unknown = sorted(values.keys() - set(_KEYS))
+        if unknown:
+            raise PolicyFileError(
+                f"the policy file {source!r} has {', '.join(unknown)}, which no policy has; accepted: "
+                f"{', '.join(_KEYS)}. Remove or correct it."
+            )
+        check(values.get("schema", POLICY_SCHEMA) == POLICY_SCHEMA, "schema", repr(POLICY_SCHEMA))
+        for key in ("framework", "dtype", "level"):
+            check(isinstance(values.get(key, ""), str), key, "text")
+        for key in ("allow", "deny"):
+            entries = values.get(key, [])
+            names = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
+            check(names, key, "a list of names, such as ['module:head']")
+        scale = values.get("loss_scale", "auto")
+        try:
+            dtype = values.get("dtype", "auto")
+            dtype = dtype if dtype == "auto" else normalise_dtype(dtype)
+            level = find_level(values.get("level", "O1")).name
+            if scale != "auto":
+                LossScale.parse(scale)
+        except AmpxError as error:
+            raise PolicyFileError(f"the policy file {source!r} cannot be honoured: {error}") from error
+        allow, deny = (tuple(values.get(key, ())) for key in ("allow", "deny"))
+        return cls(values.get("framework"), dtype, level, scale, allow, deny, source=source)
+
+    def check_framework(self, framework: str) -> None:
+        """Raise where the file is of another framework.
+
+        Raises:
+            PolicyFileError: It is.
+        """
+        if self.framework is not None and self.framework != framework:
+            raise PolicyFileError(
+                f"the policy file {self.source!r} is for {self.framework!r}, and {framework!r} is what computes; "
+                f"accepted: a file of the same framework. Write one by `ampx tune`."
+            )
+
+    def combined(
+        self, dtype: object, level: OptLevel, loss_scale: object, allow: Iterable[Any], deny: Iterable[Any]
+    ) -> tuple[object, OptLevel, object, Iterable[Any], Iterable[Any]]:
+        """Return these arguments of `init`, with the file's where they have their defaults, and the lists joined."""
+        return (
+            self.dtype if isinstance(dtype, str) and dtype == "auto" else dtype,
+            self.level if level == "O1" else level,
+            self.loss_scale if isinstance(loss_scale, str) and loss_scale == "auto" else loss_scale,
+            _joined(self.allow, allow),
+            _joined(self.deny, deny),
+        )
+
+    def text(self) -> str:
+        """Return the file, with the reasons as comments."""
+        lines = [f"schema = {_quoted(POLICY_SCHEMA)}"]
+        if self.framework is not None:
+            lines.append(f"framework = {_quoted(self.framework)}")
+        scale = _quoted(self.loss_scale) if isinstance(self.loss_scale, str) else repr(float(self.loss_scale))
+        for key, value in (("dtype", _quoted(self.dtype)), ("level", _quoted(self.level)), ("loss_scale", scale)):
+            lines.append(f"{key} = {value}{self._comment(key)}")
+        for key, entries in (("deny", self.deny), ("allow", self.allow)):
+            lines += [f"{key} = [", *(f"    {_quoted(entry)},{self._comment(entry)}" for entry in entries), "]"]
+        return "\n".join(lines) + "\n"
+
+    def _comment(self, name: str) -> str:
+        reason = " ".join(self.reasons.get(name, "").split())
+        return f"  # {reason}" if reason else ""
+
+
+def _joined(entries: Sequence[str], more: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(more, str) or not isinstance(more, Iterable):  # `init` says that it is no list
+        return more
+    return [*entries, *(entry for entry in more if not isinstance(entry, str) or entry not in entries)]
+
+
+def _quoted(text: str) -> str:
+    """Return a basic string of TOML."""
+    escapes = {'"': '\\"', "\\": "\\\\"}
+    shown_as = (escapes.get(c) or (c if ord(c) >= 32 and ord(c) != 127 else f"\\u{ord(c):04x}") for c in text)
+    return f'"{"".join(shown_as)}"'
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ nothing: the backend does.
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +40,7 @@ from .optimizer import (
     wrapped_optimizers,
 )
 from .plugins import default_registry
-from .policy import Dtype, Effective, Level, OptLevel, find_level, normalise_dtype
+from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale
@@ -607,6 +608,7 @@ def init(
     on_unsupported: Literal["raise", "warn"] = "raise",
     nan_loss: Literal["auto", "raise", "skip"] = "auto",
     enabled: bool = True,
+    policy: str | os.PathLike[str] | None = None,
 ) -> Amp:
     """Start mixed precision for one framework. A former session of the same framework is shut down first.
 
@@ -628,6 +630,8 @@ def init(
         nan_loss: A loss that is NaN before scaling: `"auto"` raises where looking is free (the loss is on the
             host) and skips the step elsewhere; `"raise"` always looks; `"skip"` never does.
         enabled: False makes every call transparent, so that a script need not change.
+        policy: A file that `ampx tune` wrote: it says `framework`, `dtype`, `level` and `loss_scale` where these have
+            their defaults here, and its lists come before `allow` and `deny`.
 
     Returns:
         The session.
@@ -635,9 +639,16 @@ def init(
     Raises:
         UnknownFrameworkError, AmbiguousFrameworkError, FrameworkNotInstalledError, BackendLoadError,
         PluginError: There is no backend to use.
+        PolicyFileError: The policy file cannot be read, or is of another framework.
         UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError,
         UnsupportedOpError, InvalidOptionError: An argument cannot be honoured.
     """
+    if policy is not None:
+        file = PolicyFile.read(policy)
+        framework = file.framework if framework is None else framework
+        if framework is not None:
+            file.check_framework(framework)
+        dtype, level, loss_scale, allow, deny = file.combined(dtype, level, loss_scale, allow, deny)
     found_level = find_level(level)
     wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
     scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)

@@ -318,6 +318,10 @@ def run_script(
         bool,
         typer.Option("--unchanged-if-refused", help="Run the script again without ampx where ampx refuses it."),
     ] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Take the settings from a file of ampx tune.", show_default=False),
+    ] = None,
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
     """Train an unedited script in mixed precision, and tell what happened when it ends."""
@@ -328,4 +332,6 @@ def run_script(
     check_report(report)
     program = Program(command[0], is_module, (*context.obj, *command[1:]))
     settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
+    if policy is not None:
+        settings = settings.by_policy(policy)
     raise StartProgram(RunRequest(program, settings, framework, report, unchanged))

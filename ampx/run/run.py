@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast, runtime_checkable
 
 from ampx.backend import Backend
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
+from ampx.policy import PolicyFile, find_level
 from ampx.session import sessions
 
 from .recorder import Recorder
@@ -36,6 +38,7 @@ class RunSettings:
         allow: As in `ampx.init`; `"module:name"` needs no `prepare` here.
         deny: As in `ampx.init`; `"module:name"` needs no `prepare` here.
         loss_scale: As in `ampx.init`; None for the default.
+        policy: A policy file, whose settings these are; "" for none.
         watched: `Backend.watch(None, …)` will be entered between steps: a backend that compiles runs uncompiled, or
             compiles anew then.
     """
@@ -47,8 +50,30 @@ class RunSettings:
     stand_ins_only: bool = False
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
-    loss_scale: float | Literal["dynamic"] | None = None
+    loss_scale: float | str | None = None
+    policy: str = ""
     watched: bool = False
+
+    def by_policy(self, path: str | os.PathLike[str]) -> RunSettings:
+        """Return these settings, with those of a policy file where they have their defaults.
+
+        Raises:
+            PolicyFileError: The file cannot be read.
+        """
+        file = PolicyFile.read(path)
+        wanted = "auto" if self.loss_scale is None else self.loss_scale
+        dtype, level, loss_scale, allow, deny = file.combined(
+            self.dtype, find_level(self.level).name, wanted, self.allow, self.deny
+        )
+        return replace(
+            self,
+            dtype=str(dtype),
+            level=level,
+            loss_scale=None if loss_scale == "auto" else cast("float | str", loss_scale),
+            allow=tuple(allow),
+            deny=tuple(deny),
+            policy=os.path.abspath(path),
+        )
 
 
 @dataclass(eq=False)
@@ -123,6 +148,8 @@ class Run:
         }
         if settings.loss_scale is not None:
             chosen["loss_scale"] = settings.loss_scale
+        if settings.policy:
+            chosen["policy"] = settings.policy
         self._starting = True
         try:
             self.amp = ampx.init(self.framework, **{**chosen, **options})
