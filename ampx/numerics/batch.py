@@ -1,0 +1,200 @@
+"""One batch of a model on its backend: replayed in a dtype, with modules forced and watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Final
+
+from ampx.backend import Backend, CastPlan, Device, Reading, Replayed, Step, Watching
+from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedLevelError, shown
+from ampx.plugins import default_registry
+from ampx.policy import OptLevel, find_level, normalise_dtype
+from ampx.session import sessions
+
+from .formats import FORMATS
+
+MODULE: Final = "module:"
+SAMPLES: Final = 4096
+# Where the loss scale of float16 begins, as `LossScale` has it.
+INIT_SCALE: Final = 2.0**16
+
+
+@dataclass(frozen=True)
+class Casting:
+    """In what a batch is computed.
+
+    Attributes:
+        dtype: Of the computation; `"float32"` casts nothing.
+        plan: What `Backend.replay` takes.
+        forced: By pattern of names of modules, the dtype that they are forced into.
+        simulated: The device does not compute the dtype: values are rounded to it.
+    """
+
+    dtype: str
+    plan: CastPlan | None
+    forced: Mapping[str, str]
+    simulated: bool = False
+
+
+FLOAT32: Final = Casting("float32", None, {})
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a replay returned and, where it was watched, what was read in it."""
+
+    replayed: Replayed
+    readings: tuple[Reading, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and every gradient are finite."""
+        return math.isfinite(self.replayed.loss) and finite_gradients(self.replayed)
+
+
+def finite_gradients(replayed: Replayed) -> bool:
+    """Return whether every gradient is finite."""
+    import numpy as np
+
+    return all(bool(np.isfinite(gradient).all()) for gradient in replayed.gradients.values())
+
+
+class Batch:
+    """One batch that can be computed again and again."""
+
+    def __init__(self, step: Step, model: Any, framework: str | None, device: str | None = None) -> None:
+        active = {session.framework: session for session in sessions.all_sessions()}
+        name = framework or (next(iter(active)) if len(active) == 1 else default_registry().guess())
+        self.backend: Backend = default_registry().load(name)
+        self.session = active.get(name)
+        place = device or (self.session.effective.device if self.session is not None else "auto")
+        self.device: Device = self.backend.device(place)
+        self.step, self.model = step, model
+        self.replays = 0
+
+    def dtype(self, wanted: object = None) -> str:
+        """Return the dtype that is meant: the one asked for, the session's, or what the device prefers.
+
+        Raises:
+            UnsupportedDtypeError: There is no such dtype, or none that this device computes.
+        """
+        if isinstance(wanted, str) and wanted in FORMATS:
+            return wanted
+        if wanted is not None:
+            return normalise_dtype(wanted)
+        effective = self.session.effective.dtype if self.session is not None else None
+        computed = [*sorted(self.device.native), *sorted(self.device.emulated)]
+        choice = effective or self.device.preferred or next(iter(computed), None)
+        if choice is None:
+            raise UnsupportedDtypeError(
+                f"no dtype was given, and {self.device.name} computes none but float32 ({self.device.reason}); "
+                f"accepted: {', '.join(sorted(self.backend.capabilities.simulates)) or 'float32 only'}. Name one by "
+                f"dtype=… to have it simulated, or use another device."
+            )
+        return choice
+
+    def casting(
+        self,
+        dtype: str,
+        level: OptLevel = "O1",
+        allow: Iterable[Any] = (),
+        deny: Iterable[Any] = (),
+        simulate: bool = False,
+    ) -> Casting:
+        """Return in what a batch is computed; module patterns of the op lists become forced modules.
+
+        Raises:
+            UnsupportedDtypeError: The device neither computes nor simulates the dtype.
+            UnsupportedLevelError: The level changes parameters, which a replay does not.
+            UnsupportedOpError: An entry of allow or deny cannot be honoured.
+        """
+        if find_level(level).name not in ("O0", "O1"):
+            raise UnsupportedLevelError(
+                f"level={level!r} changes the parameters, and a replay leaves them as they are; accepted: 'O0', 'O1'. "
+                f"Pass 'O1': it shows what computing in low precision does; or prepare the model before."
+            )
+        if dtype == "float32" or level == "O0":
+            return FLOAT32
+        allowed, denied = list(_entries("allow", allow)), list(_entries("deny", deny))
+        forced = {entry.removeprefix(MODULE): dtype for entry in allowed if _is_module(entry)}
+        forced |= {entry.removeprefix(MODULE): "float32" for entry in denied if _is_module(entry)}
+        can = self.backend.capabilities
+        computed = self.device.native | self.device.emulated
+        if simulate or dtype not in computed:
+            if dtype not in can.simulates:
+                raise UnsupportedDtypeError(
+                    f"dtype={dtype!r} is neither computed nor simulated by backend {self.backend.name!r} on "
+                    f"{self.device.name!r}; accepted: {', '.join(sorted(computed | can.simulates)) or 'none'}. Choose "
+                    f"one of these."
+                )
+            return Casting(dtype, None, {"*": dtype, **forced}, simulated=True)
+        operations = [[entry for entry in entries if not _is_module(entry)] for entries in (allowed, denied)]
+        plan = CastPlan(self.device.name, normalise_dtype(dtype), "O1", tuple(operations[0]), tuple(operations[1]))
+        return Casting(dtype, self.backend.check_plan(plan), forced)
+
+    def run(self, casting: Casting = FLOAT32, scale: float = 1.0, watching: Watching | None = None) -> Seen:
+        """Replay the batch."""
+        self.replays += 1
+        with ExitStack() as stack:
+            if casting.forced:
+                stack.enter_context(self.backend.force(self.model, casting.forced))
+            if watching is None:
+                return Seen(self.backend.replay(self.model, self.step, casting.plan, scale))
+            watch = stack.enter_context(self.backend.watch(self.model, watching))
+            replayed = self.backend.replay(self.model, self.step, casting.plan, scale)
+            return Seen(replayed, tuple(watch.readings()))
+
+
+def fitting_scale(dtype: str, reference: Seen) -> float:
+    """Return the loss scale that training would settle at: the largest whose gradients a dtype can hold.
+
+    It is a power of two up to that where `LossScale` begins; 1 for a dtype with the exponents of float32.
+
+    Args:
+        dtype: A name of `FORMATS`.
+        reference: The batch in float32, watched.
+    """
+    import numpy as np
+
+    if not scaled(dtype):
+        return 1.0
+    values = [entry.value.largest for entry in reference.readings if entry.direction == "backward"]
+    values += [float(np.abs(gradient).max(initial=0.0)) for gradient in reference.replayed.gradients.values()]
+    largest = max((value for value in values if math.isfinite(value)), default=0.0)
+    if not largest:
+        return INIT_SCALE
+    # Between two modules gradients may be larger than at their outputs: two bits are left for that.
+    return min(INIT_SCALE, max(1.0, 2.0 ** math.floor(math.log2(FORMATS[dtype].largest / 4 / largest))))
+
+
+def scaled(dtype: str) -> bool:
+    """Return whether a dtype needs a loss scale: it has fewer exponents than float32."""
+    return FORMATS[dtype].smallest > FORMATS["bfloat16"].smallest
+
+
+def _is_module(entry: object) -> bool:
+    return isinstance(entry, str) and entry.startswith(MODULE)
+
+
+def _entries(name: str, entries: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(entries, str):
+        raise InvalidOptionError(
+            f"{name}={shown(entries)} is no list; accepted: a list of entries. Pass [{entries!r}]."
+        )
+    return entries
+
+
+def plain(value: Any) -> Any:
+    """Return a value as plain JSON types; numbers that are not finite as strings, arrays left out."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool)) else None
