@@ -128,22 +128,15 @@ _TRACES = ("losses", "scales")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one framework.
-
-    Attributes:
-        framework: Its name.
-        state: `"ran"`; `"earlier"`: not importable here, and a result of an earlier run was found; `"failed"`;
-            `"absent"`: not installed; `"no backend"`; `"no demo"`: its backend has no trainer.
-        report: As of `demo.report`, where there is one.
-        detail: Why, where from, or how to install.
-        notes: Warnings about precision.
-    """
+    """What became of one framework."""
 
     framework: str
+    # `"ran"`; `"earlier"`: not importable here, and a result of an earlier run was found; `"failed"`; `"absent"`: not
+    # installed; `"no backend"`; `"no demo"`: its backend has no trainer.
     state: Literal["ran", "earlier", "failed", "absent", "no backend", "no demo"]
-    report: dict[str, Any] | None = None
-    detail: str = ""
-    notes: tuple[str, ...] = ()
+    report: dict[str, Any] | None = None  # as of `demo.report`, where there is one
+    detail: str = ""  # why, where from, or how to install
+    notes: tuple[str, ...] = ()  # warnings about precision
 
 
 def train_everywhere(folder: Path, options: Mapping[str, Any], on_start: Callable[[str], object]) -> list[Outcome]:

@@ -20,16 +20,12 @@ COMBINATIONS: Final[tuple[tuple[Dtype, OptLevel], ...]] = (
 
 @dataclass
 class Evidence:
-    """What is known of one framework.
+    """What is known of one framework."""
 
-    Attributes:
-        declared: The fields of its `Capabilities`.
-        refused: The message of each refusal, by what was asked for: `device/dtype/level`, or a capability.
-        tested: The tests that showed a cell, by cell: `device/dtype/level/aspect`.
-    """
-
-    declared: dict[str, Any] = field(default_factory=dict)
+    declared: dict[str, Any] = field(default_factory=dict)  # the fields of its `Capabilities`
+    # The message of each refusal, by what was asked for: `device/dtype/level`, or a capability.
     refused: dict[str, str] = field(default_factory=dict)
+    # The tests that showed a cell, by cell: `device/dtype/level/aspect`.
     tested: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod

@@ -69,17 +69,12 @@ class Exits:
 
 @dataclass(frozen=True)
 class Frame:
-    """A function that is gone through, or a module.
+    """A function that is gone through, or a module."""
 
-    Attributes:
-        names: Which of its parameters the optimizer is, and what that is in the outermost function.
-        depth: How many calls it is away from that.
-        branched: Whether one of those calls stands in a branch.
-    """
-
+    # Which of its parameters the optimizer is, and what that is in the outermost function.
     names: tuple[tuple[Place, Place], ...]
-    depth: int
-    branched: bool = False
+    depth: int  # how many calls it is away from that
+    branched: bool = False  # whether one of those calls stands in a branch
 
 
 @dataclass(frozen=True)
@@ -95,21 +90,14 @@ class Unscale:
 
 @dataclass
 class Findings:
-    """What going through a program shows for one optimizer.
+    """What going through a program shows for one optimizer."""
 
-    Attributes:
-        exposed: Looks at scaled gradients, by the statement before which they would have to be made true.
-        worlds: In which worlds such statements are reached.
-        names: What the optimizer is called there.
-        wrong: What would raise.
-        steps: Whether there is a step.
-    """
-
+    # Looks at scaled gradients, by the statement before which they would have to be made true.
     exposed: dict[ast.stmt, ast.AST] = field(default_factory=dict)
-    worlds: dict[ast.stmt, Worlds] = field(default_factory=dict)
-    names: dict[ast.stmt, Place] = field(default_factory=dict)
-    wrong: list[ast.AST] = field(default_factory=list)
-    steps: bool = False
+    worlds: dict[ast.stmt, Worlds] = field(default_factory=dict)  # in which worlds such statements are reached
+    names: dict[ast.stmt, Place] = field(default_factory=dict)  # what the optimizer is called there
+    wrong: list[ast.AST] = field(default_factory=list)  # what would raise
+    steps: bool = False  # whether there is a step
 
 
 class GradientReaders:

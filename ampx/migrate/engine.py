@@ -32,21 +32,14 @@ _SCALED: Final = ("torch", "paddle")
 
 @dataclass(frozen=True)
 class Dialect:
-    """One old API.
+    """One old API."""
 
-    Attributes:
-        name: What users call it.
-        framework: The framework of its session.
-        starts: Full names, or the modules they are in, whose use is a reason to change a file.
-        roots: Full names that its imports start with, and whether `import ampx` takes the place of such an import.
-        rewrite: Plans the edits.
-    """
-
-    name: str
-    framework: str
-    starts: tuple[str, ...]
+    name: str  # what users call it
+    framework: str  # the framework of its session
+    starts: tuple[str, ...]  # full names, or the modules they are in, whose use is a reason to change a file
+    # Full names that its imports start with, and whether `import ampx` takes the place of such an import.
     roots: Mapping[str, bool]
-    rewrite: Callable[[Plan], None]
+    rewrite: Callable[[Plan], None]  # plans the edits
 
 
 DIALECTS: Final = (

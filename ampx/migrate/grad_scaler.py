@@ -35,29 +35,19 @@ class Start:
 
 @dataclass(eq=False)
 class Scaler:
-    """One constructor call and what hangs on it.
-
-    Attributes:
-        call: The constructor call.
-        start: Where it is made.
-        init: The call of `ampx.init` that takes its place.
-        places: What holds it.
-        backward: Calls of `scale`, in the order of the text.
-        steps: Calls that step an optimizer, with the optimizer.
-        optimizers: What is stepped or unscaled, one expression for each optimizer.
-        updates: Calls that move its scale.
-        loads: Calls that load its state or ask for its scale.
-    """
+    """One constructor call and what hangs on it."""
 
     call: ast.Call
-    start: Start
-    init: str
-    places: set[Place] = field(default_factory=set)
-    backward: list[ast.Call] = field(default_factory=list)
+    start: Start  # where it is made
+    init: str  # the call of `ampx.init` that takes its place
+    places: set[Place] = field(default_factory=set)  # what holds it
+    backward: list[ast.Call] = field(default_factory=list)  # calls of `scale`, in the order of the text
+    # Calls that step an optimizer, with the optimizer.
     steps: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)
+    # What is stepped or unscaled, one expression for each optimizer.
     optimizers: list[ast.expr] = field(default_factory=list)
-    updates: list[ast.Call] = field(default_factory=list)
-    loads: list[ast.Call] = field(default_factory=list)
+    updates: list[ast.Call] = field(default_factory=list)  # calls that move its scale
+    loads: list[ast.Call] = field(default_factory=list)  # calls that load its state or ask for its scale
 
 
 class ScalerRewriter:

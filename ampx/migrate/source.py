@@ -16,26 +16,18 @@ _MARK: Final = b"\xef\xbb\xbf"
 
 
 class Source:
-    """A parsed file. Positions are indices into its text.
-
-    Attributes:
-        path: Where it is.
-        data: Its bytes.
-        text: The same as text, line ends as they are.
-        encoding: How the bytes are read.
-        tree: The syntax tree.
-        newline: The line end that comes first in it.
-    """
+    """A parsed file. Positions are indices into its text."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self.path = path
         self.data = data
-        self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]  # how the bytes are read
         self._mark = _MARK if data.startswith(_MARK) else b""
+        # The same as text, line ends as they are.
         self.text = data.removeprefix(_MARK).decode(self.encoding.removesuffix("-sig"))
-        self.tree = parse(self.text)
+        self.tree = parse(self.text)  # the syntax tree
         first = _NEWLINE.search(self.text)
-        self.newline = first[0] if first else "\n"
+        self.newline = first[0] if first else "\n"  # the line end that comes first in it
         self._starts = [0, *(match.end() for match in _NEWLINE.finditer(self.text))]
 
     def with_text(self, text: str) -> Source:

@@ -42,24 +42,17 @@ class Sampler:
 
 
 class Managed:
-    """One optimizer of the script.
-
-    Attributes:
-        raw: The script's own object; some of its methods are shadowed on the instance.
-        wrapped: What `wrap_optimizer` made of it; None until the first backward or step, because a script may move
-            its model, or hand the optimizer to a library of its own choice, before.
-        place: The script's line that made it.
-        group: Where the recorder counts its steps.
-        busy: Its own methods must run: the wrapper calls them.
-    """
+    """One optimizer of the script."""
 
     def __init__(self, raw: Any, place: str = "") -> None:
         """Remember the optimizer, and the script's line that made it."""
-        self.raw = raw
-        self.place = place
+        self.raw = raw  # the script's own object; some of its methods are shadowed on the instance
+        self.place = place  # the script's line that made it
+        # What `wrap_optimizer` made of it; None until the first backward or step, because a script may move its model,
+        # or hand the optimizer to a library of its own choice, before.
         self.wrapped: Any = None
-        self.group = -1
-        self.busy = False
+        self.group = -1  # where the recorder counts its steps
+        self.busy = False  # its own methods must run: the wrapper calls them
 
 
 SomeManaged = TypeVar("SomeManaged", bound=Managed)

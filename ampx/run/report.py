@@ -102,11 +102,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Return the page of `ampx run`.
-
-    Args:
-        report: The report as `--report out.json` writes it.
-    """
+    """Return the page of `ampx run`."""
     parts = [_facts(report)]
     pictures = {"Time": _draw_time(report), "Loss scale": _draw_scales(report), "Operations": _draw_ops(report)}
     for title, drawn in pictures.items():

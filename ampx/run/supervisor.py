@@ -27,29 +27,18 @@ _DEVICE: Final = re.compile(r"[a-z]+(:\d+)?")
 
 @dataclass
 class Finished:
-    """How a supervised program goes, and how it ended.
+    """How a supervised program goes, and how it ended."""
 
-    Attributes:
-        run: The framework that trained; None where no optimizer was made.
-        runs: Every framework that was automated.
-        recorder: What was seen.
-        error: What the program ended with, or None.
-        refusal: Why it was refused, or None.
-        misuse: Which option cannot be honoured, or None.
-        effective: What the session really did, for reports.
-        children: The reports of the processes that the program started by multiprocessing.
-        folder: Where these leave them.
-    """
-
-    recorder: Recorder = field(default_factory=Recorder)
-    runs: list[Run] = field(default_factory=list)
-    run: Run | None = None
-    error: BaseException | None = None
-    refusal: str = ""
-    misuse: InvalidOptionError | None = None
-    effective: Any = None
+    recorder: Recorder = field(default_factory=Recorder)  # what was seen
+    runs: list[Run] = field(default_factory=list)  # every framework that was automated
+    run: Run | None = None  # the framework that trained; None where no optimizer was made
+    error: BaseException | None = None  # what the program ended with, or None
+    refusal: str = ""  # why it was refused, or None
+    misuse: InvalidOptionError | None = None  # which option cannot be honoured, or None
+    effective: Any = None  # what the session really did, for reports
+    # The reports of the processes that the program started by multiprocessing.
     children: list[dict[str, Any]] = field(default_factory=list)
-    folder: str = ""
+    folder: str = ""  # where these leave them
 
     def settle(self) -> None:
         """Find out which framework trained, and what was refused, as far as the program has come."""

@@ -76,14 +76,10 @@ def _folder(package: str) -> str:
 
 
 class _Interruption:
-    """A trace function that raises at one place.
-
-    Attributes:
-        place: Where it raised; None before.
-    """
+    """A trace function that raises at one place."""
 
     def __init__(self, number: int, roots: tuple[str, ...], after_calls: bool, error: type[BaseException]) -> None:
-        self.place: str | None = None
+        self.place: str | None = None  # where it raised; None before
         self._left = number
         self._roots = roots
         self._after_calls = after_calls

@@ -74,21 +74,13 @@ def norm_of(gradients: Gradients) -> float:
 
 
 class ReferenceScale:
-    """One loss scale for each loss id, and the optimizers that share it.
-
-    Attributes:
-        config: The configuration, as a dictionary of its fields.
-        index: Position in the order of wrapping.
-        enabled: Whether the session that wrapped the optimizers was.
-        members: The optimizers.
-        events: Where events are noted, oldest first.
-    """
+    """One loss scale for each loss id, and the optimizers that share it."""
 
     def __init__(self, config: Mapping[str, Any], index: int, enabled: bool, events: list[EventRow]) -> None:
-        self.config = dict(config)
-        self.index = index
-        self.enabled = enabled
-        self.events = events
+        self.config = dict(config)  # the configuration, as a dictionary of its fields
+        self.index = index  # position in the order of wrapping
+        self.enabled = enabled  # whether the session that wrapped the optimizers was
+        self.events = events  # where events are noted, oldest first
         self.members: list[ReferenceOptimizer] = []
         self.steps = 0
         self._oracles = {0: Oracle(self.config)}
@@ -180,22 +172,7 @@ class ReferenceScale:
 
 
 class ReferenceOptimizer:
-    """Gradient descent on a loss that was scaled, as it has to come out.
-
-    Attributes:
-        weights: The parameters.
-        momenta: Their momentum buffers; None without momentum.
-        phase: idle: no scaled gradients. scaled: gradients carry the scale. unscaled: they are true.
-        carried: The scale that pending gradients carry, by loss id.
-        mixed: A body of one loss began while gradients of another were pending.
-        scaled: Pending gradients by loss id, as they carry the scale.
-        extra: True gradients that reached the parameters without this optimizer's `scale_loss`: left from the step
-            before, of another optimizer's loss, of a body that raised, written by hand.
-        true: The sum of all, once it was unscaled; somebody may write to it.
-        finite: By loss id, whether the gradients were finite when they were unscaled; an overflow stays one.
-        norm: What clipping measured first.
-        told: What the last step did; None before the first, and while the scale waits for other members.
-    """
+    """Gradient descent on a loss that was scaled, as it has to come out."""
 
     def __init__(
         self,
@@ -208,16 +185,22 @@ class ReferenceOptimizer:
         self.scale = scale
         scale.members.append(self)
         self.weights = [list(vector) for vector in start]
+        # Their momentum buffers; None without momentum.
         self.momenta = [[0.0] * len(vector) for vector in start] if momentum else None
         self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
+        # Idle: no scaled gradients. scaled: gradients carry the scale. unscaled: they are true.
         self.phase: Literal["idle", "scaled", "unscaled"] = "idle"
-        self.carried: dict[int, float] = {}
-        self.mixed = False
-        self.scaled: dict[int, Gradients] = {}
+        self.carried: dict[int, float] = {}  # the scale that pending gradients carry, by loss id
+        self.mixed = False  # a body of one loss began while gradients of another were pending
+        self.scaled: dict[int, Gradients] = {}  # pending gradients by loss id, as they carry the scale
+        # True gradients that reached the parameters without this optimizer's `scale_loss`: left from the step before,
+        # of another optimizer's loss, of a body that raised, written by hand.
         self.extra = self._none()
-        self.true: Gradients | None = None
+        self.true: Gradients | None = None  # the sum of all, once it was unscaled; somebody may write to it
+        # By loss id, whether the gradients were finite when they were unscaled; an overflow stays one.
         self.finite: dict[int, bool] = {}
-        self.norm: float | None = None
+        self.norm: float | None = None  # what clipping measured first
+        # What the last step did; None before the first, and while the scale waits for other members.
         self.told: Result | None = None
 
     def _none(self) -> Gradients:

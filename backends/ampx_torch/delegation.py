@@ -56,12 +56,9 @@ class DelegatingOptimizer(torch.optim.Optimizer):
 
 
 class TakenOver(DelegatingOptimizer):
-    """An optimizer that was taken over.
+    """An optimizer that was taken over."""
 
-    Attributes:
-        own: Names that are set on the wrapper; all others are set on the raw optimizer, whose methods read them.
-    """
-
+    # Names that are set on the wrapper; all others are set on the raw optimizer, whose methods read them.
     own: ClassVar[frozenset[str]] = frozenset()
 
     @property  # type: ignore[misc]

@@ -24,17 +24,12 @@ EPSILON: Final = 1e-6
 
 
 class Folded(NamedTuple):
-    """What a fused kernel is told.
+    """What a fused kernel is told."""
 
-    Attributes:
-        divisor: Of the gradients: a float32 scalar tensor; None where they are true as they are.
-        overflow: A float32 flag on the device that makes the kernel change nothing; None where the host knows.
-        norm: Norm of the true gradients: a float, or a float32 scalar on the device; None where it was not asked for.
-    """
-
-    divisor: torch.Tensor | None
+    divisor: torch.Tensor | None  # of the gradients: a float32 scalar tensor; None where they are true as they are
+    # A float32 flag on the device that makes the kernel change nothing; None where the host knows.
     overflow: torch.Tensor | None
-    norm: Any
+    norm: Any  # norm of the true gradients: a float, or a float32 scalar on the device; None where it was not asked for
 
 
 def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Tensor]]) -> bool:

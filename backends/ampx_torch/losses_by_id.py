@@ -24,17 +24,12 @@ class LossMixer:
 
     The optimizer is handed to every call: a link to it would make a cycle, and parameters would wait for the
     garbage collector.
-
-    Attributes:
-        evaluating: The optimizer evaluates its closure as often as it likes.
-        loss_id: The loss whose gradients were scaled last, once there are several; else None.
-        aside: The gradients that were put aside, with their parameters.
     """
 
     def __init__(self) -> None:
-        self.evaluating = False
-        self.loss_id: int | None = None
-        self.aside: Aside = []
+        self.evaluating = False  # the optimizer evaluates its closure as often as it likes
+        self.loss_id: int | None = None  # the loss whose gradients were scaled last, once there are several; else None
+        self.aside: Aside = []  # the gradients that were put aside, with their parameters
         self._new_evaluation = False
 
     def begin_evaluation(self) -> None:

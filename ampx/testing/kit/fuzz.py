@@ -134,24 +134,15 @@ BODIES = st.sampled_from(
 
 
 class Trainee:
-    """One optimizer: as the backend trains it, and as it has to come out.
-
-    Attributes:
-        bench: The backend's.
-        reference: What it is compared with.
-        watched: The raw optimizer's update asks whether to raise.
-        fails: The raw optimizer's next update raises.
-        doubtful: Calls came in an order that ampx may refuse, or get right.
-        spent: The gradient values of the last step.
-    """
+    """One optimizer: as the backend trains it, and as it has to come out."""
 
     def __init__(self, bench: Bench, reference: ReferenceOptimizer) -> None:
-        self.bench = bench
-        self.reference = reference
-        self.watched = False
-        self.fails = False
-        self.doubtful = False
-        self.spent: list[Any] | None = None
+        self.bench = bench  # the backend's
+        self.reference = reference  # what it is compared with
+        self.watched = False  # the raw optimizer's update asks whether to raise
+        self.fails = False  # the raw optimizer's next update raises
+        self.doubtful = False  # calls came in an order that ampx may refuse, or get right
+        self.spent: list[Any] | None = None  # the gradient values of the last step
 
     def update_runs(self) -> None:
         """Raise where the machine wants the raw optimizer's update to raise."""

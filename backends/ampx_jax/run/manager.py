@@ -46,13 +46,10 @@ class _Call:
 
 
 class _Calls(threading.local):
-    """The calls of transformations in one thread.
+    """The calls of transformations in one thread."""
 
-    Attributes:
-        outermost: What the script called and is not over; the reference is dead where an exception came between the end
-            of the call and its being noted.
-    """
-
+    # What the script called and is not over; the reference is dead where an exception came between the end of the call
+    # and its being noted.
     outermost: weakref.ref[_Call] | None = None
 
 

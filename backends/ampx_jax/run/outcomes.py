@@ -48,14 +48,11 @@ class _Frame:
 
 
 class Outcomes:
-    """The steps that the host has not looked at, and the loss scale on the device.
-
-    Attributes:
-        mixed: An update tells by a callback, or the scale is read by one.
-    """
+    """The steps that the host has not looked at, and the loss scale on the device."""
 
     def __init__(self, config: LossScale | None, tell: Callable[[Any], None]) -> None:
         """Start with the scale that `config` gives, or none; `tell` takes the outcomes in order."""
+        # An update tells by a callback, or the scale is read by one.
         self.mixed = _present_trace is None or jax.process_count() > 1
         self._moving = config if config is not None and config.dynamic else None
         self._tell = tell

@@ -35,19 +35,13 @@ check_plan = oplists.check_plan
 
 @dataclass(eq=False)
 class _Installed:
-    """What stands in MXNet's modules now.
+    """What stands in MXNet's modules now."""
 
-    Attributes:
-        plan: By which it casts.
-        flags: The state of MXNet's amp before.
-        replaced: Module, name, the original and what replaces it; while they are being replaced, all names and None.
-        whole: All of it is in place.
-    """
-
-    plan: CastPlan
-    flags: dict[str, Any]
+    plan: CastPlan  # by which it casts
+    flags: dict[str, Any]  # the state of MXNet's amp before
+    # Module, name, the original and what replaces it; while they are being replaced, all names and None.
     replaced: list[tuple[ModuleType, str, Any, Any]]
-    whole: bool = False
+    whole: bool = False  # all of it is in place
 
 
 class _State:

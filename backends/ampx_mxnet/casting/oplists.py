@@ -15,16 +15,11 @@ from ampx_mxnet.dtypes import DTYPES
 
 @dataclass(frozen=True)
 class NativeLists:
-    """An entry of `allow` that replaces MXNet's lists, as arguments of MXNet's `amp.init` do; None keeps its own.
+    """An entry of `allow` that replaces MXNet's lists, as arguments of MXNet's `amp.init` do; None keeps its own."""
 
-    Attributes:
-        target: Names of operators to compute in low precision.
-        fp32: Names of operators to compute in float32.
-        conditional: Operator, argument, and the argument's values with which it computes in float32.
-    """
-
-    target: tuple[str, ...] | None = None
-    fp32: tuple[str, ...] | None = None
+    target: tuple[str, ...] | None = None  # names of operators to compute in low precision
+    fp32: tuple[str, ...] | None = None  # names of operators to compute in float32
+    # Operator, argument, and the argument's values with which it computes in float32.
     conditional: tuple[tuple[str, str, tuple[str, ...]], ...] | None = None
 
     def names(self) -> list[str]:

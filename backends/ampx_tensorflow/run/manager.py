@@ -46,22 +46,15 @@ class _Depth(threading.local):
 
 
 class KerasManager(Manager[Managed]):
-    """What is managed in one run.
-
-    Attributes:
-        unused: Optimizers that the script has made and that are not managed so far, or may never be.
-        wrapped: All wrapped optimizers that the recorder knows, the script's own included.
-        held: Optimizers of TensorFlow 1 whose graphs go on after the script has forgotten them.
-        depth: Where a wrapped optimizer is at work.
-        operations: Casts products outside of graphs, and counts.
-    """
+    """What is managed in one run."""
 
     def __init__(self, run: Run) -> None:
+        # Optimizers that the script has made and that are not managed so far, or may never be.
         self.unused: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.wrapped: list[Any] = []
-        self.held: set[Any] = set()
-        self.depth = _Depth()
-        self.operations = Operations(run.recorder)
+        self.wrapped: list[Any] = []  # all wrapped optimizers that the recorder knows, the script's own included
+        self.held: set[Any] = set()  # optimizers of TensorFlow 1 whose graphs go on after the script has forgotten them
+        self.depth = _Depth()  # where a wrapped optimizer is at work
+        self.operations = Operations(run.recorder)  # casts products outside of graphs, and counts
         self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
         self._counted: dict[int, int] = {}
         super().__init__(run, self.operations, _kind_of)

@@ -51,18 +51,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class TorchPlan(CastPlan):
-    """A plan whose entries are resolved.
+    """A plan whose entries are resolved."""
 
-    Attributes:
-        operations: (kind, qualified overload such as `aten::softmax.int`).
-        classes: (kind, module class).
-        patterns: (kind, pattern of module names).
-        resolved: The patterns and classes that `prepare` has looked for; grows.
-    """
-
-    operations: tuple[tuple[Kind, str], ...] = ()
-    classes: tuple[tuple[Kind, type[nn.Module]], ...] = ()
-    patterns: tuple[tuple[Kind, str], ...] = ()
+    operations: tuple[tuple[Kind, str], ...] = ()  # (kind, qualified overload such as `aten::softmax.int`)
+    classes: tuple[tuple[Kind, type[nn.Module]], ...] = ()  # (kind, module class)
+    patterns: tuple[tuple[Kind, str], ...] = ()  # (kind, pattern of module names)
+    # The patterns and classes that `prepare` has looked for; grows.
     resolved: set[Any] = field(default_factory=set, compare=False)
 
     @property

@@ -28,22 +28,18 @@ _DTYPES: Final = {"scale": torch.float32}  # the others count
 
 
 class _Memory:
-    """The tensors that steps write to, never replaced.
-
-    Attributes:
-        state: The scale's state after the last step.
-        log: A row a step: the state before it, and the overflow flag of every member.
-        count: Steps so far, shape (1,).
-        norms: The norm that each member found last; NaN where it was not asked for.
-    """
+    """The tensors that steps write to, never replaced."""
 
     def __init__(self, state: LossScaleState, members: int, device: torch.device) -> None:
         def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
             return torch.full((), value, dtype=dtype, device=device)
 
+        # The scale's state after the last step.
         self.state = LossScaleState(*[scalar(getattr(state, name), _DTYPES.get(name, torch.int32)) for name in _FIELDS])
+        # A row a step: the state before it, and the overflow flag of every member.
         self.log = torch.zeros(LOG, len(_FIELDS) + members, device=device)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)  # steps so far, shape (1,)
+        # The norm that each member found last; NaN where it was not asked for.
         self.norms = [scalar(float("nan"), torch.float32) for _ in range(members)]
         self.idle = scalar(_IDLE, torch.float32)
 

@@ -99,26 +99,17 @@ class Owners:
 
 
 class TorchManager(Manager[TorchManaged]):
-    """What is managed in one run.
-
-    Attributes:
-        inside: A backward of the script is running.
-        factor: What its gradients are multiplied by; 1.0 outside.
-        pending: Some gradients may carry a loss scale.
-        held: The script has imported apex.amp, which may be switched on: nothing is cast yet.
-        native: The script's own regions and GradScaler.
-        watch_gradients: Makes reads of gradients known; called where losses are multiplied.
-        owners: Whose parameters are whose.
-    """
+    """What is managed in one run."""
 
     def __init__(self, run: Run) -> None:
-        self.inside = False
-        self.factor: Any = 1.0
-        self.pending = False
-        self.held = False
-        self.native = Native(run)
+        self.inside = False  # a backward of the script is running
+        self.factor: Any = 1.0  # what its gradients are multiplied by; 1.0 outside
+        self.pending = False  # some gradients may carry a loss scale
+        self.held = False  # the script has imported apex.amp, which may be switched on: nothing is cast yet
+        self.native = Native(run)  # the script's own regions and GradScaler
+        # Makes reads of gradients known; called where losses are multiplied.
         self.watch_gradients: Callable[[], None] = lambda: None
-        self.owners = Owners()
+        self.owners = Owners()  # whose parameters are whose
         super().__init__(run, TorchSampler(run.recorder))
 
     @property

@@ -67,36 +67,24 @@ def _watched(watch: _Watch, name: str) -> Callable[..., Any]:
 
 @dataclass
 class _Update:
-    """What happened between two calls of `update`; tensors are read later.
+    """What happened between two calls of `update`; tensors are read later."""
 
-    Attributes:
-        steps: (optimizer, number of its step, what is not 0 where it was skipped).
-        before: The scale of these steps.
-        after: The scale from then on.
-    """
-
+    # (optimizer, number of its step, what is not 0 where it was skipped).
     steps: list[tuple[TorchManaged, int, Any]] = field(default_factory=list)
-    before: Any = None
-    after: Any = None
+    before: Any = None  # the scale of these steps
+    after: Any = None  # the scale from then on
 
 
 @dataclass
 class _Seen:
-    """What was seen of one scaler.
+    """What was seen of one scaler."""
 
-    Attributes:
-        optimizers: Those that it stepped.
-        unscaled: Those whose gradients the script asked it to unscale since their last step.
-        now: What happens until `update`.
-        unread: What happened before, oldest first.
-        scale: The scale as far as it was read.
-    """
-
-    optimizers: list[TorchManaged] = field(default_factory=list)
+    optimizers: list[TorchManaged] = field(default_factory=list)  # those that it stepped
+    # Those whose gradients the script asked it to unscale since their last step.
     unscaled: set[int] = field(default_factory=set)
-    now: _Update = field(default_factory=_Update)
-    unread: list[_Update] = field(default_factory=list)
-    scale: float = 0.0
+    now: _Update = field(default_factory=_Update)  # what happens until `update`
+    unread: list[_Update] = field(default_factory=list)  # what happened before, oldest first
+    scale: float = 0.0  # the scale as far as it was read
 
 
 class _Watch:

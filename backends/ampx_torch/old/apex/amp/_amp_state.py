@@ -18,31 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class AmpState:
-    """The state of `apex.amp` in this process.
+    """The state of `apex.amp` in this process."""
 
-    Attributes:
-        opt_properties: The properties in force; `enabled` is False before `initialize`.
-        loss_scalers: One loss scale a loss id.
-        handle: What switches casting off and on; None before the first `initialize` at O1, or `init`.
-        verbosity: 0 says nothing.
-        allow_incoming_model_not_fp32: Take models that hold low-precision parameters already.
-        session: The ampx session behind it; None before `initialize` and where it was disabled.
-        initialized: `initialize` was called, perhaps with `enabled=False`.
-        switched_off: `initialize` or `init` was called with `enabled=False`.
-        optimizers: Those that `initialize` returned and that are alive.
-        models: Likewise.
-    """
-
+    # The properties in force; `enabled` is False before `initialize`.
     opt_properties: Properties = field(default_factory=Properties)
-    loss_scalers: list[LossScaler] = field(default_factory=list)
-    handle: Any = None
-    verbosity: int = 1
-    allow_incoming_model_not_fp32: bool = False
-    session: Any = None
-    initialized: bool = False
-    switched_off: bool = False
+    loss_scalers: list[LossScaler] = field(default_factory=list)  # one loss scale a loss id
+    handle: Any = None  # what switches casting off and on; None before the first `initialize` at O1, or `init`
+    verbosity: int = 1  # 0 says nothing
+    allow_incoming_model_not_fp32: bool = False  # take models that hold low-precision parameters already
+    session: Any = None  # the ampx session behind it; None before `initialize` and where it was disabled
+    initialized: bool = False  # `initialize` was called, perhaps with `enabled=False`
+    switched_off: bool = False  # `initialize` or `init` was called with `enabled=False`
+    # Those that `initialize` returned and that are alive.
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)  # likewise
 
     def tell(self, message: str) -> None:
         """Print a line, unless `verbosity=0` or another process of the job prints it."""

@@ -12,25 +12,16 @@ from .errors import PropertyError
 
 @dataclass
 class Properties:
-    """What one opt level does.
+    """What one opt level does."""
 
-    Attributes:
-        enabled: False: every call is transparent.
-        opt_level: `"O0"` to `"O3"`.
-        cast_model_type: Dtype of parameters, inputs and buffers; None or False casts nothing.
-        patch_torch_functions: Operations are cast by the op lists.
-        keep_batchnorm_fp32: Batch norms stay in float32 where the model is cast.
-        master_weights: The optimizer updates float32 copies of low-precision parameters.
-        loss_scale: `"dynamic"`, or a number.
-    """
-
-    enabled: bool = False
-    opt_level: str | None = None
+    enabled: bool = False  # False: every call is transparent
+    opt_level: str | None = None  # `"O0"` to `"O3"`
+    # Dtype of parameters, inputs and buffers; None or False casts nothing.
     cast_model_type: torch.dtype | Literal[False] | None = None
-    patch_torch_functions: bool = False
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str = 1.0
+    patch_torch_functions: bool = False  # operations are cast by the op lists
+    keep_batchnorm_fp32: bool | None = None  # batch norms stay in float32 where the model is cast
+    master_weights: bool | None = None  # the optimizer updates float32 copies of low-precision parameters
+    loss_scale: float | str = 1.0  # `"dynamic"`, or a number
 
     @property
     def options(self) -> dict[str, Any]:

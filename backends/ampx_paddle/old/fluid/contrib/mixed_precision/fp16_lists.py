@@ -13,13 +13,7 @@ __all__ = ["AutoMixedPrecisionLists", "CustomOpLists"]
 
 
 class AutoMixedPrecisionLists:
-    """Changes to Paddle's lists.
-
-    Attributes:
-        white: Operators to compute in low precision, beyond Paddle's list.
-        black: Operators to compute in float32.
-        black_varnames: Names of parameters and inputs whose operators compute in float32.
-    """
+    """Changes to Paddle's lists."""
 
     def __init__(
         self,
@@ -31,8 +25,9 @@ class AutoMixedPrecisionLists:
         if "*" in plan.deny:
             raise UnsupportedOpError("custom_black_list got '*'; accepted: names of operators. Name them.")
         checked = check_plan(plan)
-        self.white = checked.allow
-        self.black = checked.deny
+        self.white = checked.allow  # operators to compute in low precision, beyond Paddle's list
+        self.black = checked.deny  # operators to compute in float32
+        # Names of parameters and inputs whose operators compute in float32.
         self.black_varnames = frozenset(custom_black_varnames or ())
 
 
