@@ -9,6 +9,7 @@ Prints a table and writes it, with the machine described, as JSON. Exit code 0: 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.util
 import json
@@ -63,6 +64,8 @@ def main(arguments: list[str]) -> int:
         register(framework, plugin)
         machine[framework] = checks.describe(setup.device)
         print(f"{framework}: {json.dumps(machine[framework])}", flush=True)
+        gc.collect()
+        gc.freeze()  # what the framework made for good: each measurement collects garbage first
         for check in checks.CHECKS:
             if re.search(options.only, check.__name__):
                 outcomes.append(run_check(framework, check, setup, checks.COVERS.get(check.__name__, ())))

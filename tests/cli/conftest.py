@@ -10,28 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from processes import run_python
+
 
 class Command:
     """The `ampx` script of this environment.
 
     Attributes:
         folder: Modules and distributions put here come first on the path of the command.
+        start: How Python starts it.
+        fresh: Whether that is a new Python.
     """
+
+    start = ("-c", "import sys; from ampx.cli import main; sys.exit(main())")
+    fresh = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, *arguments: str, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-        script = Path(sys.executable).with_name("ampx")
-        done = subprocess.run(
-            [str(script), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={**os.environ, "PYTHONPATH": self._path(), "COLUMNS": "200", "NO_COLOR": "1", **environment},
-            cwd=self.folder,
-            check=False,
-        )
+        environment = {"PYTHONPATH": self._path(), "COLUMNS": "200", "NO_COLOR": "1", **environment}
+        done = run_python(*self.start, *arguments, cwd=self.folder, fresh=self.fresh, **environment)
         assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done
@@ -56,6 +55,13 @@ class Command:
 @pytest.fixture
 def ampx_command(tmp_path: Path) -> Command:
     return Command(tmp_path)
+
+
+@pytest.fixture
+def installed_command(ampx_command: Command) -> Command:
+    """The script as it is installed, in a new process."""
+    ampx_command.start, ampx_command.fresh = (str(Path(sys.executable).with_name("ampx")),), True
+    return ampx_command
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ import ast
 import inspect
 import os
 import re
-import subprocess
-import sys
 from importlib import resources
 
 import pytest
 
 import ampx
 from ampx.testing import Harness
+from processes import run_python
 
 FILES = [
     "README.md",
@@ -50,15 +49,9 @@ def test_its_readme_holds_for_the_backend_that_was_written(ampx_command, tmp_pat
     (tmp_path / "mylib.py").write_text("")
     ampx_command.add_plugin("mylib", "ampx_mylib")
     path = [str(tmp_path), str(folder / "src"), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nprint(ampx.current().effective.loss_scale.dynamic)"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    code += "\nprint(ampx.current().effective.loss_scale.dynamic)"
+    done = run_python("-c", code, check=True, PYTHONPATH=os.pathsep.join(filter(None, path)))
+    assert done.stdout == "True\n"
 
 
 def test_it_writes_where_it_is_told(ampx_command, tmp_path):

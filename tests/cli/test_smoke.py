@@ -40,8 +40,8 @@ def installed_version(framework):
     pytest.fail(f"no distribution of {framework} is installed")
 
 
-def test_doctor_says_what_is_installed(framework, ampx_command):
-    report = json.loads(ampx_command("doctor", "--json", "--framework", framework, code=None).stdout)
+def test_doctor_says_what_is_installed(framework, installed_command):
+    report = json.loads(installed_command("doctor", "--json", "--framework", framework, code=None).stdout)
     (facts,) = report["frameworks"]
     assert facts["state"] == "ready"
     assert facts["version"].partition("+")[0] == installed_version(framework).partition("+")[0]
@@ -50,9 +50,9 @@ def test_doctor_says_what_is_installed(framework, ampx_command):
     assert facts["init"]["reason"]
 
 
-def test_the_readme_shows_what_the_backend_declares(framework, ampx_command):
+def test_the_readme_shows_what_the_backend_declares(framework, installed_command):
     """Frameworks do not coexist, so each environment checks the lines of the framework that it has."""
-    generated = ampx_command("backends", "--markdown").stdout.splitlines()
+    generated = installed_command("backends", "--markdown").stdout.splitlines()
     (declared,) = [line for line in generated if line.startswith(f"| {framework} |")]
     readme = README.read_text(encoding="utf-8")
     shown = readme[readme.index(BEGIN) : readme.index(END)].splitlines()
@@ -60,12 +60,12 @@ def test_the_readme_shows_what_the_backend_declares(framework, ampx_command):
     assert not any("| unavailable (" in line for line in shown)
 
 
-def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_path, png_size):
+def test_the_demo_trains_and_prints_what_it_writes(framework, installed_command, tmp_path, png_size):
     for module in ("matplotlib", "sklearn"):
         pytest.importorskip(module, reason=f"needs {module}, of the extra demo")
     out = tmp_path / "out"
     dtypes = [] if framework == "paddle" else ["--dtype", "bfloat16"]  # on a CPU Paddle casts nothing
-    done = ampx_command("demo", "--framework", framework, "--epochs", "1", *dtypes, "--json", "--out", str(out))
+    done = installed_command("demo", "--framework", framework, "--epochs", "1", *dtypes, "--json", "--out", str(out))
     report = json.loads(done.stdout)
     assert json.loads((out / "results.json").read_text()) == report
     assert png_size(out / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)

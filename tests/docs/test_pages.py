@@ -3,16 +3,14 @@
 import ast
 import importlib.util
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ampx
+from processes import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,16 +53,7 @@ def test_the_python_of_a_page_runs(path, tmp_path):
         program += "\n" * (line - 1 - program.count("\n")) + block
     script = tmp_path / f"{path.stem}.py"
     script.write_text(program)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(script, cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +66,7 @@ def test_each_python_block_of_some_pages_runs_alone(path, line, tmp_path):
     absent = [name for name in frameworks_needed([block]) if importlib.util.find_spec(name) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)}")
-    command = [sys.executable, "-c", block[1]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", block[1], cwd=tmp_path, check=True)
 
 
 TABLE = [

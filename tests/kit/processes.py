@@ -1,26 +1,89 @@
 """Python in a process of its own: what a script does to itself stays there."""
 
+import functools
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from pathlib import Path
 
-QUIET = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+import forks
+
+QUIET = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def run_python(*command, timeout=240, check=False, cwd=None, **environment):
-    """Run Python with these arguments; with `check`, expect it to end well."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, **QUIET, **environment},
-    )
+class Started:
+    """A Python that runs."""
+
+    def __init__(self, command, *, cwd=None, text="", fresh=False, read_later=(), **environment):
+        """Start Python with these arguments.
+
+        It is a copy of a process that has the framework, unless `fresh` asks for a new Python, or a variable of the
+        environment does, because frameworks read it while they are imported: all but those that `read_later` names.
+        """
+        self.command = [*map(str, command)]
+        self._folder = tempfile.TemporaryDirectory(prefix="ampx-process-")
+        Path(self._folder.name, "stdin").write_text(text)
+        environment = _environment(**environment)
+        server = None if fresh else _server()
+        if server is not None and server.fits(self.command, environment, read_later):
+            self._wait = server.start(self.command, cwd, environment, self._folder.name)
+        else:
+            self._wait = self._start_new(cwd, environment)
+
+    def _start_new(self, cwd, environment):
+        with self._stream("stdin", "r") as stdin, self._stream("stdout") as out, self._stream("stderr") as err:
+            command = [sys.executable, *self.command]
+            process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=stdin, stdout=out, stderr=err)
+
+        def wait(timeout):
+            try:
+                return process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                return None
+
+        return wait
+
+    def _stream(self, name, mode="w"):
+        return Path(self._folder.name, name).open(mode)
+
+    def wait(self, timeout=240):
+        """Return how it ended, with code None where that took longer than so many seconds."""
+        code = self._wait(timeout)
+        with self._folder, self._stream("stdout", "r") as out, self._stream("stderr", "r") as err:
+            return subprocess.CompletedProcess(self.command, code, out.read(), err.read())
+
+
+def run_python(*command, timeout=240, check=False, **options):
+    """Run Python with these arguments, and options of `Started`; with `check`, expect it to end well."""
+    done = Started(command, **options).wait(timeout)
+    assert done.returncode is not None, f"it ran longer than {timeout} s: {done.stdout[-2000:]}{done.stderr[-3000:]}"
     assert not check or done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done
+
+
+def finish(ranks, timeout=150):
+    """Wait for all of some that talk to one another, so many seconds together; return how they ended."""
+    deadline = time.monotonic() + timeout
+    return [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+
+
+@functools.cache
+def _server():
+    """Return the process that has the framework of this environment, or None where processes cannot be copied."""
+    if sys.platform != "linux":
+        return None
+    framework = next((name for name in forks.FRAMEWORKS if importlib.util.find_spec(name)), None)
+    return forks.Server([*forks.FRAMEWORKS.get(framework, ()), *forks.COMMON], _environment())
+
+
+def _environment(**extra):
+    return {**{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}, **QUIET, **extra}
 
 
 def last_json(*command, **options):

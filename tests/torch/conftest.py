@@ -1,15 +1,10 @@
 """Every test starts without a session and leaves none; torch computes on one thread, so that sums are the same."""
 
-import contextlib
-import os
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 
 import ampx
+import processes
 
 
 @pytest.fixture(autouse=True)
@@ -64,20 +59,9 @@ def same():
 def run_two_ranks():
     """Run a worker as two gloo processes on this machine; what they leave in the folder is for the tests to judge."""
 
-    def run(worker, folder, seconds=150):
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        with contextlib.ExitStack() as stack:
-            ranks = []
-            for rank in ("0", "1"):
-                log = stack.enter_context((folder / f"stderr.{rank}").open("w"))
-                command = [sys.executable, str(worker), rank, str(folder)]
-                started = subprocess.Popen(command, env=environment, stderr=log)
-                stack.callback(started.wait)
-                stack.callback(started.kill)
-                ranks.append(started)
-            deadline = time.monotonic() + seconds
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the scenarios before the one that hangs still count
-                for started in ranks:
-                    started.wait(max(0.0, deadline - time.monotonic()))
+    def run(worker, folder):
+        ranks = [processes.Started([worker, rank, folder], GLOO_SOCKET_IFNAME="lo") for rank in ("0", "1")]
+        for rank, done in enumerate(processes.finish(ranks)):  # what came before a scenario that hangs still counts
+            (folder / f"stderr.{rank}").write_text(done.stderr)
 
     return run

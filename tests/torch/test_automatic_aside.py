@@ -1,8 +1,6 @@
 """`ampx run` of scripts that start apex or ampx themselves: it stands aside, and tells what their sessions did."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
 from ampx.run import Run, RunSettings  # noqa: E402
+from processes import run_python  # noqa: E402
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "apex" / "fp16_optimizer.py"
 
@@ -132,8 +131,7 @@ def test_nothing_is_cast_before_apex_amp_decides_in_a_script_that_imports_it(pie
     pytest.importorskip("typer", reason="needs typer, of the extra cli")
     script = tmp_path / "train.py"
     script.write_text(WAITING.format(**{"top": "", "late": "", "call": "", "on": False, **pieces}))
-    command = [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_python("-m", "ampx", "run", "--dtype", "bfloat16", script)
     assert done.stdout == f"{expected}\n", done.stderr
     assert ("switched nothing on: all the time it computed" in done.stderr) == (expected == EVER)
     assert ("switched nothing on: from then on it computed" in done.stderr) == ("late" in pieces)
@@ -166,9 +164,8 @@ def test_float16_by_hand_is_refused_and_runs_unchanged_with_the_apex_that_it_was
     script = tmp_path / "train.py"
     script.write_text(BY_HAND)
     install = f"import ampx_torch.apex, runpy; ampx_torch.apex.install(); runpy.run_path({str(script)!r})"
-    plain = subprocess.run([sys.executable, "-c", install], capture_output=True, text=True, timeout=280, check=True)
-    command = [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", "--unchanged-if-refused", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    plain = run_python("-c", install, check=True)
+    done = run_python("-m", "ampx", "run", "--dtype", "bfloat16", "--unchanged-if-refused", script)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     assert "train.py:9: backward reaches float16 parameters that no optimizer holds" in done.stderr
     assert "--unchanged-if-refused, with the apex that it finds here" in done.stderr
@@ -272,8 +269,7 @@ def test_a_script_whose_initialize_raises_gets_no_advice_on_what_it_never_did(le
         f"amp.initialize(model, optimizer, opt_level={level!r}, verbosity=0)\n"
         "model(torch.ones(2, 4)).sum().backward()\n"
     )
-    command = [sys.executable, "-m", "ampx", "run", "--report", str(target), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_python("-m", "ampx", "run", "--report", target, script)
     failed = level == "O9"
     assert done.returncode == failed, done.stderr
     assert ("PropertyError" in done.stderr) == failed
@@ -285,8 +281,7 @@ def test_the_summary_and_the_report_of_fp16_optimizer_tell_only_what_is_true(tmp
     pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
     pytest.importorskip("typer", reason="needs typer, of the extra cli")
     target = tmp_path / "out.json"
-    command = [sys.executable, "-m", "ampx", "run", "--report", str(target), str(PROGRAM), "--epochs", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = run_python("-m", "ampx", "run", "--report", target, PROGRAM, "--epochs", "1")
     assert done.returncode == 0, done.stderr
     assert "ampx run: torch as the script has it, with a loss scale of apex.fp16_utils" in done.stderr
     assert "operations" not in done.stderr

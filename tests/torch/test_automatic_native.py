@@ -4,10 +4,9 @@ The oracle is the same loop without ampx, in PyTorch's own mixed precision: the 
 operations, which autocast leaves in float32, and loss scales are powers of two, so both agree to the bit.
 """
 
-import subprocess
-import sys
-
 import pytest
+
+from processes import run_python
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -308,8 +307,6 @@ def test_the_summary_tells_the_dtype_of_the_regions(tmp_path):
         "scaler.scale(loss).backward()\n"
         "scaler.step(optimizer)\n"
     )
-    command = [sys.executable, "-m", "ampx", "run", "--replace-native", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "ampx", "run", "--replace-native", script, check=True)
     assert "ampx run: torch in float16 on cpu" in done.stderr
     assert "loss scale 64\n" in done.stderr

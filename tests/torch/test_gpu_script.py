@@ -1,13 +1,12 @@
 """`make gpu` works from a source tree with nothing but torch and pluggy, and tells what it did."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import torch
+
+from processes import run_python
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a machine with only torch and pluggy does not have: an installed ampx with its entry points, test and plot tools.
@@ -28,10 +27,7 @@ def run_script(*arguments, before=""):
         script=str(ROOT / "benchmarks" / "gpu.py"),
         arguments=arguments,
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
+    return run_python("-c", code)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -13,14 +13,15 @@ import time
 import pytest
 import torch
 
+from processes import run_python
+
 SCRIPT = pathlib.Path(__file__).with_name("resume_script.py")
 STEPS, CHECKPOINT_EVERY = 48, 5
 
 
 def run_to_the_end(folder, place):
     """Run the script; gives the first step it took and what it wrote at the end."""
-    command = [sys.executable, str(SCRIPT), str(folder), place]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    done = run_python(SCRIPT, folder, place, check=True)
     return int(done.stdout.split()[0]), torch.load(folder / "result.pt", weights_only=True)
 
 

@@ -7,13 +7,12 @@ differences. So the tolerances are statistical: three standard errors of a diffe
 import functools
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_python
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("sklearn", reason="needs scikit-learn, of the extra demo")
@@ -48,15 +47,7 @@ IMAGES = 397  # that the programs keep for the test, at the least
 
 @functools.cache
 def train(*command):
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(*command, check=True)
     return done.stdout, done.stderr
 
 

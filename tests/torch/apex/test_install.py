@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from ampx.errors import InvalidOptionError
+from processes import run_python
 
 STAMP = "STAMP = {!r}\n"
 
@@ -22,11 +23,7 @@ def python(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         paths = os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        return run_python("-W", "error", "-c", textwrap.dedent(code), check=True, PYTHONPATH=paths).stdout.strip()
 
     return run
 
@@ -217,11 +214,8 @@ def test_the_launcher_starts_a_process_for_each_rank(tmp_path):
         "flat_dist_call([sums], dist.all_reduce)\n"
         "print(args.rank, sums.item())\n"
     )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-    command = [sys.executable, "-m", "ampx_torch.apex.parallel.multiproc", "train.py", "--world-size", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    command = ("-m", "ampx_torch.apex.parallel.multiproc", "train.py", "--world-size", "2")
+    done = run_python(*command, cwd=tmp_path, check=True, GLOO_SOCKET_IFNAME="lo")
     assert done.stdout == "0 0.5\n"
     assert (tmp_path / "GPU_1.log").read_text() == "1 0.5\n"
 

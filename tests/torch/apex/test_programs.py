@@ -12,16 +12,15 @@ How far two runs may differ is derived from the O0 run alone:
 import functools
 import json
 import math
-import os
 import pathlib
 import re
 import socket
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch.distributed
+
+import processes
 
 PROGRAMS = pathlib.Path(__file__).parents[2] / "programs" / "apex"
 RUN = (
@@ -34,29 +33,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def start(program, *options, runner=("-c", RUN), **environment):
-    command = [sys.executable, *runner, str(PROGRAMS / f"{program}.py"), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return processes.Started([*runner, PROGRAMS / f"{program}.py", *options], **environment)
 
 
-def stop(process):
-    process.kill()
-    process.communicate()
-
-
-def finish(process):
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    finally:
-        stop(process)
-    assert process.returncode == 0, err[-3000:]
-    return json.loads(out.splitlines()[-1])
+def finish(*ranks):
+    ended = processes.finish(ranks, SECONDS)
+    assert all(done.returncode == 0 for done in ended), ended[0].stderr[-3000:]
+    return [json.loads(done.stdout.splitlines()[-1]) for done in ended]
 
 
 @functools.cache
 def result(program, *options):
     pytest.importorskip("sklearn", reason="the programs train on scikit-learn's digits")
-    return finish(start(program, *options))
+    return finish(start(program, *options))[0]
 
 
 def last_quarter(losses):
@@ -143,7 +132,7 @@ def test_the_optimizer_from_before_amp(options):
 )
 def test_ampx_run_gives_what_install_gives(program):
     pytest.importorskip("typer", reason="the command line is an extra")
-    own = finish(start(program, "--opt-level", "O1", runner=("-m", "ampx", "run")))
+    (own,) = finish(start(program, "--opt-level", "O1", runner=("-m", "ampx", "run")))
     assert own == result(program, "--opt-level", "O1")
 
 
@@ -154,12 +143,7 @@ def test_two_processes_on_the_same_batches_train_as_one_does():
         port = listener.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     options = ("--opt-level", "O1", "--epochs", "1", "--distributed", "--sync_bn")
-    ranks = [start("image_classification", *options, RANK=rank, **common) for rank in ("0", "1")]
-    try:
-        first, second = [finish(process) for process in ranks]
-    finally:
-        for process in ranks:
-            stop(process)
+    first, second = finish(*(start("image_classification", *options, RANK=rank, **common) for rank in ("0", "1")))
     assert first == second
     alone = result("image_classification", "--opt-level", "O1", "--epochs", "1")
     assert first["losses"][0] == pytest.approx(alone["losses"][0], rel=16 * 2.0**-11)
