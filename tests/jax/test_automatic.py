@@ -1,9 +1,7 @@
 """`ampx run` in JAX: an unedited script is cast and checked, and what it carries has the structure that it expects."""
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import warnings
 
@@ -17,7 +15,7 @@ import ampx
 import ampx_jax
 from ampx.run import Run, RunSettings
 from ampx_jax import casting
-from processes import run_python
+from processes import last_json, run_python
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "plain" / "jax_plain.py"
 A = jnp.asarray(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3))
@@ -340,11 +338,7 @@ def test_steps_before_a_session_of_the_script_and_a_scale_that_it_loads_are_told
 
 
 def metric(*command):
-    environment = {**os.environ, "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
-    command = [sys.executable, "-W", "ignore", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json("-W", "ignore", *command, XLA_FLAGS="--xla_cpu_multi_thread_eigen=false")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])

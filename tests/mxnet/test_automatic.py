@@ -1,9 +1,7 @@
 """`ampx run` in MXNet: scripts that know nothing of ampx."""
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
@@ -14,6 +12,7 @@ from ampx.run import Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.run import automate
 from ampx_mxnet.run.manager import ManagedTrainer
+from processes import last_json
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 autograd, gluon = mx.autograd, mx.gluon
@@ -66,16 +65,7 @@ def batches(count, overflow=()):
 
 
 def command(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "ampx", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json("-W", "ignore", "-m", "ampx", *arguments)
 
 
 def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path):
@@ -84,8 +74,7 @@ def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path):
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     script = PROGRAMS / "plain" / "mxnet_plain.py"
     head = f"import ampx_mxnet.compat, runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    plain = subprocess.run([sys.executable, "-W", "ignore", "-c", head], capture_output=True, text=True, check=True)
-    plain = json.loads(plain.stdout.splitlines()[-1])
+    plain = last_json("-W", "ignore", "-c", head)
     report = tmp_path / "out.json"
     done = command("run", "--framework", "mxnet", "--report", str(report), str(script))
     assert plain["metric"] > 0.95

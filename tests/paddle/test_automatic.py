@@ -1,9 +1,7 @@
 """`ampx run` in PaddlePaddle: scripts that know nothing of ampx."""
 
 import json
-import os
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
@@ -14,6 +12,7 @@ import ampx
 from ampx.run import Run, RunSettings
 from ampx_paddle.run import automate
 from ampx_paddle.step import AmpOptimizer
+from processes import last_json
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 
@@ -63,16 +62,7 @@ def batches(count, overflow=()):
 
 
 def metric(*command):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json("-W", "ignore", *command)
 
 
 @pytest.mark.parametrize("name", ["paddle_plain.py", "paddle_static.py"])

@@ -5,16 +5,14 @@ What is right comes from plain Paddle in one process on the whole batch: no ampx
 
 import contextlib
 import json
-import os
 import pathlib
 import socket
-import subprocess
-import sys
-import time
 
 import numpy as np
 import paddle
 import pytest
+
+import processes
 
 pytestmark = pytest.mark.slow
 
@@ -42,40 +40,29 @@ def records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     endpoints = [f"127.0.0.1:{port}" for port in free_ports(2)]
     (master,) = free_ports(1)
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(2):
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "PADDLE_DISTRI_BACKEND": "gloo",
-                "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": "2",
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
-                "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
-                "PADDLE_MASTER": f"127.0.0.1:{master}",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(master),
-            }
-            log = stack.enter_context((folder / f"log.{rank}").open("w"))
-            started = subprocess.Popen(
-                [sys.executable, str(WORKER), str(rank), str(folder)], env=environment, stdout=log, stderr=log
-            )
-            stack.callback(started.wait)
-            stack.callback(started.kill)
-            ranks.append(started)
-        deadline = time.monotonic() + SECONDS
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what came before a hang still counts
-            for started in ranks:
-                started.wait(max(0.0, deadline - time.monotonic()))
+    common = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_MASTER": f"127.0.0.1:{master}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master),
+    }
+    ranks = [
+        processes.Started(
+            [WORKER, rank, folder], PADDLE_TRAINER_ID=str(rank), PADDLE_CURRENT_ENDPOINT=endpoints[rank], **common
+        )
+        for rank in range(2)
+    ]
+    ended = processes.finish(ranks, SECONDS)  # what came before a hang still counts
 
     def read(scenario):
         rows = []
         for rank in range(2):
             path = folder / f"{rank}.json"
             seen = json.loads(path.read_text()) if path.exists() else {}
-            assert scenario in seen, f"rank {rank} wrote nothing:\n{(folder / f'log.{rank}').read_text()[-3000:]}"
+            assert scenario in seen, f"rank {rank} wrote nothing:\n{ended[rank].stderr[-3000:]}"
             rows.append(seen[scenario])
         return rows
 

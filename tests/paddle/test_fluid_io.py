@@ -1,9 +1,5 @@
 """`fluid.io`: what a script has trained is saved and loaded; what it could not save is results before it trains."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import paddle
 import pytest
@@ -11,6 +7,7 @@ import pytest
 import ampx
 import ampx_paddle.fluid
 from ampx_paddle.old.fluid import script
+from processes import run_python
 
 # Paddle says so of its own optimizers while they build a program.
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")
@@ -265,15 +262,7 @@ print("saved")
 def ran(tmp_path, save, *command):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("SAVE", save))
-    return subprocess.run(
-        [sys.executable, *command, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-    )
+    return run_python(*command, path, cwd=tmp_path)
 
 
 def test_an_unedited_script_saves_its_model_under_ampx_run(tmp_path):

@@ -3,9 +3,6 @@
 import contextlib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from ampx.run import Run, RunSettings
 from ampx.run.report import headline
 from ampx.run.supervisor import Finished
 from ampx_tensorflow import devices, rewrite
+from processes import run_python
 
 v1 = tf.compat.v1
 PLAIN = Path(__file__).parents[1] / "programs" / "plain"
@@ -497,28 +495,13 @@ def test_fit_goes_on_several_replicas_and_a_loop_is_refused(start, tmp_path, way
     start()  # skips where bfloat16 cannot be tried
     script = tmp_path / "replicas.py"
     script.write_text(REPLICAS)
-    done = subprocess.run(
-        [sys.executable, "-m", "ampx", "run", "--dtype", "bfloat16", str(script), way],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_python("-m", "ampx", "run", "--dtype", "bfloat16", script, way)
     assert message in done.stderr
     assert done.returncode == code
 
 
 def train(command, name):
-    done = subprocess.run(
-        [sys.executable, *command, str(PLAIN / f"{name}.py")],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_python(*command, PLAIN / f"{name}.py", check=True)
     facts = json.loads(done.stdout.splitlines()[-1])
     return np.array(facts["losses"]), facts["metric"], done.stderr
 

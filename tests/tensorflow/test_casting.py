@@ -1,7 +1,5 @@
 """Dtype policies: layers made before and after `init`, regions, threads, what stays and what is restored."""
 
-import subprocess
-import sys
 import threading
 
 import keras
@@ -11,6 +9,7 @@ import tensorflow as tf
 
 import ampx
 from ampx_tensorflow import devices
+from processes import run_python
 
 
 def every_kind():
@@ -145,9 +144,8 @@ except ampx.AmpxError as error:
         "PATH": "",
         **({"KERAS_BACKEND": engine} if how == "environment" else {}),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    # Read before keras is imported, which the script does not do.
+    done = run_python("-c", script, read_later=environment, **environment)
     assert done.stdout.startswith("UnsupportedByBackendError"), done.stderr
     assert f"Keras runs on '{engine}'" in done.stdout
     assert "KERAS_BACKEND=tensorflow" in done.stdout

@@ -8,17 +8,14 @@ import contextlib
 import importlib
 import json
 import math
-import os
 import pathlib
 import socket
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import processes
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
 
 pytest.importorskip("tf_keras", reason="tf_keras is not installed")
@@ -40,29 +37,16 @@ def free_ports(count):
 
 def start(folder, kind, configurations):
     """Run one process for each value of TF_CONFIG; give a function that reads what they wrote under a name."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for rank, configuration in enumerate(configurations):
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-            if configuration is not None:
-                environment["TF_CONFIG"] = json.dumps(configuration)
-            log = stack.enter_context((folder / f"log.{rank}").open("w"))
-            command = [sys.executable, str(WORKER), str(folder), kind]
-            started = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-            stack.callback(started.wait)
-            stack.callback(started.kill)
-            processes.append(started)
-        deadline = time.monotonic() + SECONDS
-        with contextlib.suppress(subprocess.TimeoutExpired):  # what came before a hang still counts
-            for started in processes:
-                started.wait(max(0.0, deadline - time.monotonic()))
+    settings = [{} if value is None else {"TF_CONFIG": json.dumps(value)} for value in configurations]
+    ranks = [processes.Started([WORKER, folder, kind], CUDA_VISIBLE_DEVICES="-1", **each) for each in settings]
+    ended = processes.finish(ranks, SECONDS)  # what came before a hang still counts
 
     def read(name):
         results = []
         for rank in range(len(configurations)):
             path = folder / f"{rank}.json"
             seen = json.loads(path.read_text()) if path.exists() else {}
-            assert name in seen, f"rank {rank} wrote nothing:\n{(folder / f'log.{rank}').read_text()[-3000:]}"
+            assert name in seen, f"rank {rank} wrote nothing:\n{ended[rank].stderr[-3000:]}"
             results.append(seen[name])
         return results
 

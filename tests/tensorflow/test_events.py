@@ -2,10 +2,7 @@
 
 import contextlib
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import asdict
 
 import keras
@@ -17,6 +14,7 @@ import tf_keras
 import ampx
 from ampx.testing.oracle import Oracle
 from ampx_tensorflow import history
+from processes import run_python
 
 v1 = tf.compat.v1
 COLLAPSE = pytest.mark.filterwarnings("ignore::ampx.errors.ScaleCollapsedWarning")
@@ -213,15 +211,7 @@ for _ in range(55):
 
 def test_a_script_that_ends_early_has_told_everything():
     """55 steps, fewer than the host waits for before it looks."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHORT],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", SHORT, check=True)
     lines = done.stdout.split("\n")
     assert [line for line in lines if line.startswith("StepSkipped")] == [
         f"StepSkipped {step}" for step in range(1, 56)

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import ampx
+from processes import run_python
 
 # Keras' own, when it saves with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -147,7 +146,7 @@ sys.modules["ampx"] = None
 m = keras.models.load_model({str(tmp_path / "model.keras")!r}, compile=False)
 print(m.layers[0].dtype_policy.name, m.layers[0].compute_dtype, m(np.ones((1, 3), "float32")).dtype.name)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = run_python("-c", script)
     assert done.stdout.split() == ["mixed_bfloat16", "bfloat16", "float32"], done.stderr
 
 

@@ -1,9 +1,6 @@
 """`enable_mixed_precision_graph_rewrite` for optimizers of any generation, and what it leaves behind: nothing."""
 
 import math
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -15,6 +12,7 @@ import ampx
 import ampx_tensorflow
 from ampx_tensorflow import rewrite
 from ampx_tensorflow.old import graph_rewrite
+from processes import run_python
 
 v1 = tf.compat.v1
 # 1 + 2**-9 + 2**-13: bfloat16 keeps seven bits behind the point.
@@ -206,15 +204,7 @@ def test_the_recipe_trains_as_it_was_printed(recipe):
     if not rewrite._works("cpu", "bfloat16"):
         pytest.skip("TensorFlow's rewriter casts nothing to bfloat16 here: it was tried")
     start = 'import ampx_tensorflow, warnings; warnings.simplefilter("ignore"); ampx_tensorflow.install("bfloat16")\n'
-    done = subprocess.run(
-        [sys.executable, "-c", start + RECIPES[recipe]],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python("-c", start + RECIPES[recipe], check=True)
 
 
 def test_a_policy_of_tf_keras_is_noticed():

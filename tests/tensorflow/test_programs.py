@@ -1,16 +1,13 @@
 """Programs written for TensorFlow 1 and Keras 2 train unedited, as they do in float32."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ampx_tensorflow import rewrite
+from processes import last_json
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "tensorflow"
 START = """
@@ -24,16 +21,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def train(name, *arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(PROGRAMS / f"{name}.py"), *arguments],
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    numbers = json.loads(done.stdout.splitlines()[-1])
+    numbers = last_json("-c", START, PROGRAMS / f"{name}.py", *arguments)
     return np.array(numbers["losses"]), numbers["metric"]
 
 
