@@ -223,36 +223,36 @@ class ScaleLoss:
                 "scale_loss got a loss that came out of scale_loss; its gradients would be scaled twice. Pass the "
                 "loss that your loss function returned."
             )
-        check_loss(self._amp, loss)
+        check_loss(self._amp.backend, loss, self._amp.check_nan)
 
 
-def check_loss(amp: Session, loss: Loss) -> None:
-    """Raise for a loss that cannot be scaled.
+def check_loss(backend: Backend, loss: Loss, check_nan: bool | None, call: str = "scale_loss") -> None:
+    """Raise for a loss that cannot be scaled or differentiated, and name the call that got it.
 
     Raises:
         LossShapeError, LossDtypeError, DetachedLossError, NonFiniteLossError: See `Amp.scale_loss`.
 
     Sync: as `Backend.inspect_loss`.
     """
-    info = amp.backend.inspect_loss(loss, amp.check_nan)
-    if info.elements != 1 and not (info.elements and amp.backend.capabilities.vector_losses):
+    info = backend.inspect_loss(loss, check_nan)
+    if info.elements != 1 and not (info.elements and backend.capabilities.vector_losses):
         raise LossShapeError(
-            f"scale_loss got a loss of {info.elements} elements; accepted: a scalar. Reduce it first, for instance "
+            f"{call} got a loss of {info.elements} elements; accepted: a scalar. Reduce it first, for instance "
             f"with loss.mean()."
         )
     if not info.floating:
         raise LossDtypeError(
-            f"scale_loss got a loss of dtype {info.dtype}; accepted: a floating dtype. Check what your loss function "
+            f"{call} got a loss of dtype {info.dtype}; accepted: a floating dtype. Check what your loss function "
             f"returns."
         )
     if not info.attached:
         raise DetachedLossError(
-            "scale_loss got a loss that no gradient can flow from (it is detached, or was computed with gradients "
+            f"{call} got a loss that no gradient can flow from (it is detached, or was computed with gradients "
             "off); accepted: a loss computed from the parameters. Remove detach(), item() or no_grad around it."
         )
     if info.nan:
         raise NonFiniteLossError(
-            "scale_loss got a loss that is NaN before scaling, so no loss scale can help; look at the inputs, the "
+            f"{call} got a loss that is NaN before scaling, so no loss scale can help; look at the inputs, the "
             "learning rate, or the first overflowing module with ampx.trace_overflow(model). "
             "ampx.init(nan_loss='skip') treats it as an overflow and skips the step instead."
         )

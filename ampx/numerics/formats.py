@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,19 @@ class Format:
     smallest: float
     bits: int
     infinite: bool = True
+
+    @property
+    def flushes_to(self) -> float:
+        """Largest magnitude that rounds to zero (round to nearest even)."""
+        return self.smallest / 2
+
+    @property
+    def overflows_from(self) -> float:
+        """Smallest magnitude, of those that float32 holds, that rounds to infinity, or to NaN where there is none."""
+        exponent = math.frexp(self.largest)[1]
+        halfway = self.largest + 2.0 ** (exponent - self.bits - 1)
+        # Half-way rounds to even: away from a significand of ones, but not from that of a dtype without infinities.
+        return halfway if self.infinite else halfway + 2.0 ** (exponent - FORMATS["float32"].bits)
 
 
 # IEEE 754 binary16 and binary32; bfloat16; OCP 8-bit floating point 1.0 (2023), table 1.

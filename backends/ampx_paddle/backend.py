@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import paddle
 
 import ampx
-from ampx.backend import CastPlan, Unscaled
+from ampx.backend import CastPlan, Replayed, Step, Unscaled, Watch, Watching
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, gradients
+from . import casting, devices, gradients, numerics
 from .losses import inspect_loss, scale_loss
 from .prepare import prepare
 from .static import StaticOptimizer
@@ -41,6 +41,10 @@ class PaddleBackend(ampx.GenericBackend):
         distributed=True,
         names_gradients=True,
         automates=True,
+        watches=True,
+        forces=True,
+        replays=True,
+        simulates=numerics.SIMULATED,
     )
 
     # Verbs that stand in modules of their own.
@@ -99,6 +103,18 @@ class PaddleBackend(ampx.GenericBackend):
     def peak_memory(self) -> int | None:
         """Return the peak of Paddle's allocator on the present GPU; None without one."""
         return paddle.device.cuda.max_memory_allocated() if paddle.device.is_compiled_with_cuda() else None
+
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
+        """Return a region that reads the outputs of layers and the gradients of these outputs."""
+        return numerics.watch(self, model, watching)
+
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
+        """Return a region in which layers compute in dtypes of their own, or round as these would."""
+        return numerics.force(self, model, dtypes)
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        """Compute the loss of a batch and its gradients; on the CPU in float32, whatever the plan."""
+        return numerics.replay(self, model, step, plan, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         """Return a region in which unedited scripts train in mixed precision."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -142,17 +142,22 @@ def deactivate() -> None:
 def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
     wanted = DTYPES[dtype]
+    return each(tree, lambda tensor: tensor if tensor.dtype == wanted else tensor.astype(wanted))
 
-    def cast_leaf(leaf: Any) -> Any:
-        return leaf.astype(wanted) if _is_floating(leaf) and leaf.dtype != wanted else leaf
 
-    return map_leaves(tree, cast_leaf)
+def each(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the floating tensors of a tree, keeping its shape and types and all else that is in it."""
+    return map_leaves(tree, lambda leaf: function(leaf) if _is_floating(leaf) else leaf)
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
-    floating = filter(_is_floating, leaves(tree))
-    return at_least if all(tensor.dtype == DTYPES[at_least] for tensor in floating) else "float32"
+    return at_least if all(tensor.dtype == DTYPES[at_least] for tensor in floating(tree)) else "float32"
+
+
+def floating(tree: Any) -> Iterator[Any]:
+    """Return the floating tensors of a tree."""
+    return filter(_is_floating, leaves(tree))
 
 
 def _is_floating(leaf: Any) -> bool:

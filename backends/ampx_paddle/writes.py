@@ -11,7 +11,8 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -52,6 +53,16 @@ def _attribute() -> None:
             writes.attribute({float(scale) for scale in _ran.__dict__})
         del written[name]
     _ran.__dict__.clear()
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Return a region whose backwards write to gradients that are put back as they were."""
+    _attribute()
+    try:
+        yield
+    finally:
+        _written.__dict__.clear()
 
 
 def _bodies() -> list[tuple[Writes, float]]:

@@ -1,6 +1,7 @@
 """The kit on PaddlePaddle."""
 
 import pathlib
+import random
 import warnings
 
 import pytest
@@ -24,6 +25,15 @@ class Pull(paddle.autograd.PyLayer):
     def backward(ctx, upstream):
         (slopes,) = ctx.saved_tensor()
         return upstream * slopes
+
+
+class QuietNorm(paddle.nn.BatchNorm1D):
+    """Batch normalization, which warns in every training step that it does what it should."""
+
+    def forward(self, inputs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return super().forward(inputs)
 
 
 class PaddleHarness(Harness):
@@ -88,6 +98,25 @@ class PaddleHarness(Harness):
 
     def model(self):
         return paddle.nn.Linear(2, 2)
+
+    def chain(self, weights, inputs, noise=False):
+        layers = [paddle.nn.Linear(1, 1, bias_attr=False) for _ in weights]
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight.set_value(paddle.full([1, 1], weight))
+        names = [str(position) for position in range(len(layers))]
+        behind = [QuietNorm(1), paddle.nn.Dropout(0.5)] if noise else []
+        model = paddle.nn.Sequential(*layers, *behind)
+        batch = paddle.to_tensor([[value] for value in inputs], "float32")
+        return model, lambda model: model(batch).astype("float32").sum(), names
+
+    def model_state(self, model):
+        state = {name: value.tolist() for name, value in model.state_dict().items()}
+        gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+        drawn = [word for word in str(paddle.get_rng_state()[0]).split() if not word.startswith("0x")]  # an address
+        return state, gradients, drawn, random.getstate()
+
+    def parameters_of(self, model):
+        return [parameter for parameter in model.parameters() if not parameter.stop_gradient]
 
     def surroundings(self):
         return paddle.get_default_dtype(), paddle.get_device(), paddle.is_grad_enabled()

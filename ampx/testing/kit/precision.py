@@ -56,6 +56,10 @@ class PrecisionTests(KitTests):
         dtype = self.subject.dtype
         return dtype, 1 + 2.0 ** -(FORMATS[dtype].bits + 1)
 
+    def kept(self, dtype: str) -> str:
+        """Return the dtype of what a module returns that is forced into a dtype: what is simulated is rounded only."""
+        return "float32" if dtype in self.backend.capabilities.simulates else dtype
+
 
 def only(readings: Sequence[Reading], name: str, direction: Direction = "forward") -> Reading:
     """Return the only reading of a module in a direction."""
@@ -187,9 +191,9 @@ class ForceTests(PrecisionTests):
         low, near = self.low()
         model, _, names = chain = self.subject.chain((1.0, near, 1.0), (near,))
         _, readings = self.see((), (), self.backend.force(model, {names[1]: low}), chain=chain)
-        assert [only(readings, name).dtype for name in names[:2]] == ["float32", low]
+        assert [only(readings, name).dtype for name in names[:2]] == ["float32", self.kept(low)]
         assert [numbers(only(readings, name)) for name in names[:2]] == [[near], [1.0]]
-        if self.declares("replays"):
+        if self.declares("replays") and self.kept(low) == low:  # else the weight that multiplies it is not rounded
             assert numbers(only(readings, names[0], "backward")) == [1.0]
 
     @requires("forces")
@@ -212,7 +216,7 @@ class ForceTests(PrecisionTests):
             model, _, names = chain = self.subject.chain(WEIGHTS, ROW)
             entries = {names[-1] if name == "last" else name: dtype for name, dtype in dtypes.items()}
             _, readings = self.see((), (), self.backend.force(model, entries), chain=chain)
-            held = list(entries.values())[-1]
+            held = self.kept(list(entries.values())[-1])
             assert [only(readings, name).dtype for name in names] == ["float32", "float32", held]
 
     @requires("forces")

@@ -60,7 +60,7 @@ def scale_loss(
     session = sessions.present("scale_loss")
     chosen, scaler = _checked(optimizers, loss_id)
     if not chosen:
-        check_loss(session, _one_element(loss))
+        check_loss(session.backend, _one_element(loss), session.check_nan)
         with disable_casts():
             yield session.backend.scale(loss, scaler.loss_scale())
         return

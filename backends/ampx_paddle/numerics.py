@@ -1,0 +1,540 @@
+"""Watch the values of layers, compute layers in a dtype of their own, and compute a batch again.
+
+All three see layers by `paddle.nn.Layer.__call__`, which is replaced while somebody looks. Functions that `to_static`
+compiled run as they are written inside. In static graphs there are no calls to see: these verbs are refused there.
+
+On the CPU eager Paddle computes float32 whatever auto_cast says. A replay for float16 or bfloat16 shows float32 there;
+what these dtypes would do is shown inside of `force`, which rounds values on devices that cannot compute a dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+from unittest import mock
+
+import numpy as np
+import paddle
+from paddle.autograd.backward_mode import backward  # `ampx run` patches the public name
+
+from ampx.backend import CastPlan, Replayed, Step, Watch, Watching
+from ampx.callers import script_line
+from ampx.errors import UnsupportedDtypeError
+from ampx.numerics.formats import FORMATS, Format
+from ampx.numerics.watching import (
+    FORCES,
+    WATCHERS,
+    Calls,
+    Entry,
+    Log,
+    Names,
+    Reduced,
+    combined,
+    last_match,
+    stride,
+)
+from ampx.policy import Dtype
+from ampx.scaling import check_loss
+
+from . import casting, devices
+from .gradients import gradient_of
+from .losses import scale_loss
+from .writes import unnoticed
+
+if TYPE_CHECKING:
+    from .backend import PaddleBackend
+
+# What this machine's best device does not compute in.
+SIMULATED: Final = frozenset(("float16", "bfloat16", "float8_e4m3", "float8_e5m2")) - devices.describe("auto").native
+# What Paddle rounds by casts: its casts to the others do not round as the dtypes are defined.
+_CAST: Final = ("float16", "bfloat16")
+# Operators of tensors that are methods written in C; what they compute, as Paddle calls it.
+_METHODS: Final = {
+    **{"__add__": "add", "__radd__": "add", "__sub__": "subtract", "__rsub__": "subtract", "__mul__": "multiply"},
+    **{"__rmul__": "multiply", "__truediv__": "divide", "__rtruediv__": "divide", "__div__": "divide"},
+    **{"__rdiv__": "divide", "__pow__": "pow", "__rpow__": "pow", "__matmul__": "matmul", "__rmatmul__": "matmul"},
+    **{"__mod__": "remainder", "__rmod__": "remainder", "__floordiv__": "floor_divide"},
+}
+
+
+# -- the calls of layers -----------------------------------------------------------------------------------------------
+
+
+def _install() -> None:
+    native = paddle.nn.Layer.__call__
+
+    @functools.wraps(native)
+    def called(layer: Any, *inputs: Any, **options: Any) -> Any:
+        forward = functools.partial(native, layer)
+        return (
+            _calls.run(layer, forward, *inputs, **options) if paddle.in_dynamic_mode() else forward(*inputs, **options)
+        )
+
+    paddle.nn.Layer.__call__ = called
+
+
+def _uninstall() -> None:
+    paddle.nn.Layer.__call__ = paddle.nn.Layer.__call__.__wrapped__
+
+
+_calls: Final = Calls(_install, _uninstall)
+
+
+def _named(layer: Any) -> Iterator[tuple[str, Any]]:
+    return iter(layer.named_sublayers(include_self=True))
+
+
+@contextmanager
+def _uncompiled(backend: PaddleBackend, call: str) -> Iterator[None]:
+    """Return a region in which functions that `to_static` compiled run as they are written."""
+    if not paddle.in_dynamic_mode():
+        backend.refuse(f"{call} in a static graph (use an eager model)")
+    switch = paddle.jit.dy2static.program_translator.ProgramTranslator.get_instance()
+    before = switch.enable_to_static
+    paddle.jit.enable_to_static(False)
+    try:
+        yield
+    finally:
+        paddle.jit.enable_to_static(before)
+
+
+# -- watch -------------------------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """What the calling thread does.
+
+    Attributes:
+        layers: Names and classes of the layers that it runs.
+        quiet: It measures or rounds: what it calls is no operation of the model.
+        backward: It runs a backward pass.
+    """
+
+    layers: tuple[tuple[str, str], ...] = ()
+    quiet = False
+    backward = False
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Return a region for what ampx computes itself."""
+    quiet, _thread.quiet = _thread.quiet, True
+    try:
+        with casting.off():
+            yield
+    finally:
+        _thread.quiet = quiet
+
+
+@contextmanager
+def watch(backend: PaddleBackend, model: Any | None, watching: Watching) -> Iterator[Watch]:
+    """Read the outputs of layers and the gradients of these outputs: see `Backend.watch`."""
+    names = Names(model, _named)
+    names.check(watching.modules, "watch")
+    log = Log(watching, _read, _elements)
+    watcher = _Watcher(log, names)
+    with ExitStack() as stack:
+        stack.enter_context(_uncompiled(backend, "watch"))
+        stack.enter_context(_calls.around((WATCHERS, watcher)))
+        if watching.operations:
+            stack.enter_context(_operations_watched(watcher))
+        yield log
+
+
+class _Watcher:
+    """Reads what layers and operations return."""
+
+    def __init__(self, log: Log, names: Names) -> None:
+        self.log = log
+        self._names = names
+        self._format = FORMATS[log.watching.dtype]
+
+    def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Read the output of a layer, and have the gradient of it read when it comes."""
+        name = self._names.of(layer)
+        if name is None:
+            return forward(*inputs, **options)
+        kind, watched = type(layer).__name__, self.log.watches(name)
+        # Before the layer can change them in place.
+        received = self.reduce((inputs, options)) if watched else []
+        layers = _thread.layers
+        _thread.layers = (*layers, (name, kind))
+        try:
+            output, seconds = self._timed(forward, inputs, options)
+        finally:
+            _thread.layers = layers
+        if watched:
+            entry = self.log.add(name, kind, "", "forward")
+            entry.inputs, entry.seconds = received, seconds
+            self.note(entry, output)
+            self._note_gradients(name, kind, output)
+        return output
+
+    def _timed(self, forward: Callable[..., Any], inputs: Any, options: Any) -> tuple[Any, float | None]:
+        if not self.log.watching.times:
+            return forward(*inputs, **options), None
+        _wait()
+        begin = time.perf_counter()
+        output = forward(*inputs, **options)
+        _wait()
+        return output, time.perf_counter() - begin
+
+    def _note_gradients(self, name: str, kind: str, output: Any) -> None:
+        entries: list[Entry] = []
+
+        def note(gradient: Any) -> Any:
+            if not entries:  # the tensors of an output are one value; its place is where the first comes
+                entries.append(self.log.add(name, kind, "", "backward"))
+            self.note(entries[0], gradient)
+            return gradient  # Paddle forgets what hooks before made of it otherwise
+
+        for tensor in casting.floating(output):
+            if not tensor.stop_gradient:
+                tensor.register_hook(note)
+
+    def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
+        """Read what an operation returns, and have read what its part of the backward pass returns."""
+        module, kind = _thread.layers[-1] if _thread.layers else ("", "")
+        if _thread.quiet or not self.log.watches(module):
+            return operation(*args, **options)
+        place, received = script_line(), self.reduce((args, options))
+        output = operation(*args, **options)
+        entry = self.log.add(module, kind, name, "backward" if _thread.backward else "forward")
+        entry.inputs, entry.place = received, place
+        self.note(entry, output)
+
+        def note(returned: Any, arrived: Any) -> Any:
+            entry = self.log.add(module, kind, f"{name}_grad", "backward")
+            entry.inputs, entry.place = self.reduce(arrived), place
+            self.note(entry, returned)
+            return returned
+
+        node = next((tensor.grad_fn for tensor in casting.floating(output) if not tensor.stop_gradient), None)
+        if node is not None:
+            node._register_post_hook(note)
+        return output
+
+    def note(self, entry: Entry, value: Any) -> None:
+        """Reduce a value, and keep its sample."""
+        tensors = [tensor for tensor in casting.floating(value) if tensor._is_initialized()]
+        entry.value += self.reduce(tensors)
+        samples = self.log.watching.samples
+        for tensor in tensors:
+            entry.dtype = entry.dtype or _dtype(tensor)
+            if samples:
+                with paddle.no_grad(), _quiet():
+                    values = _values(tensor)
+                    entry.samples.append(values[:: stride(int(values.size), samples)].astype("float32"))
+
+    def reduce(self, value: Any) -> list[Reduced]:
+        """Reduce the floating tensors of a value, on their device."""
+        return [_reduced(tensor, self._format) for tensor in casting.floating(value) if tensor._is_initialized()]
+
+
+def _wait() -> None:
+    if not paddle.get_device().startswith("cpu"):
+        paddle.device.synchronize()
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).rpartition(".")[2]
+
+
+def _values(tensor: Any) -> Any:
+    """Return the elements in one dimension; of sparse gradients those of the rows."""
+    dense = tensor._get_tensor_from_selected_rows() if tensor.is_selected_rows() else tensor.detach()
+    return dense.reshape([-1])
+
+
+def _reduced(tensor: Any, limits: Format) -> Reduced:
+    """Reduce a tensor to the numbers of `NUMBERS`, on its device."""
+    with paddle.no_grad(), _quiet():
+        values = _values(tensor)
+        elements = int(values.size)
+        if not elements:
+            return 0, paddle.to_tensor([0.0, 0.0, 0.0, 0.0, math.inf, math.inf, 0.0, 0.0], "float64")
+        if values.dtype != paddle.float64:
+            values = values.astype("float32")
+        finite = paddle.isfinite(values)
+        magnitudes = paddle.where(finite, values.abs(), paddle.zeros_like(values))
+        none = paddle.full_like(values, math.inf)
+        present = magnitudes > 0
+        numbers = (
+            finite.logical_not().sum(),
+            paddle.isnan(values).sum(),
+            finite.logical_and(present.logical_not()).sum(),  # Paddle calls numbers equal that are not quite
+            magnitudes.max(),
+            paddle.where(present, magnitudes, none).min(),
+            paddle.where(finite, values, none).min(),
+            present.logical_and(magnitudes <= limits.flushes_to).sum(),
+            (magnitudes >= limits.overflows_from).sum(),
+        )
+        return elements, paddle.stack([number.astype("float64") for number in numbers])
+
+
+def _read(vectors: Sequence[Any]) -> list[list[float]]:
+    """Bring reduced tensors to the host. Sync: one a device."""
+    with paddle.no_grad(), _quiet():
+        places: dict[str, list[int]] = {}
+        for index, vector in enumerate(vectors):
+            places.setdefault(str(vector.place), []).append(index)
+        read: dict[int, list[float]] = {}
+        for indices in places.values():
+            read.update(zip(indices, paddle.stack([vectors[index] for index in indices]).tolist(), strict=True))
+    return [read[index] for index in range(len(vectors))]
+
+
+def _elements(samples: Sequence[Any]) -> Any:
+    """Bring samples to the host."""
+    return np.concatenate([sample.numpy() for sample in samples])
+
+
+@contextmanager
+def _operations_watched(watcher: _Watcher) -> Iterator[None]:
+    """Patch Paddle's operators wherever its own modules hold them, custom functions, and what runs a backward."""
+    operators = {id(value): name for name, value in vars(paddle._C_ops).items() if _is_operator(name, value)}
+    wrappers: dict[int, Any] = {}
+    eager = paddle.base.core.eager
+    with ExitStack() as stack:
+        for module in (paddle._C_ops, *_modules()):
+            for attribute, value in list(vars(module).items()):
+                if id(value) in operators:
+                    if id(value) not in wrappers:
+                        wrappers[id(value)] = _operation(watcher, operators[id(value)], value)
+                    setattr(module, attribute, wrappers[id(value)])
+                    stack.callback(setattr, module, attribute, value)
+        for attribute, operator in _METHODS.items():
+            native = getattr(paddle.Tensor, attribute)
+            setattr(paddle.Tensor, attribute, _operation(watcher, operator, native))
+            stack.callback(setattr, paddle.Tensor, attribute, native)
+        layer = paddle.autograd.PyLayer
+
+        def custom(cls: Any, *args: Any, **options: Any) -> Any:
+            return watcher.operate(cls.__name__, super(layer, cls).apply, args, options)
+
+        stack.enter_context(mock.patch.object(layer, "apply", classmethod(custom)))
+        for name in ("run_backward", "run_partial_grad"):
+            stack.enter_context(mock.patch.object(eager, name, _in_backward(getattr(eager, name))))
+        yield
+
+
+def _modules() -> list[Any]:
+    """List Paddle's own modules that are written in Python."""
+    names = [
+        name for name in sys.modules if name.startswith("paddle.") and not name.startswith("paddle.base.libpaddle")
+    ]
+    return [sys.modules[name] for name in names if sys.modules[name] not in (None, paddle._C_ops)]
+
+
+def _is_operator(name: str, value: Any) -> bool:
+    return callable(value) and not name.startswith("_") and not isinstance(value, type)
+
+
+def _operation(watcher: _Watcher, name: str, native: Callable[..., Any]) -> Callable[..., Any]:
+    def operation(*args: Any, **options: Any) -> Any:
+        if _thread.quiet or not paddle.in_dynamic_mode():
+            return native(*args, **options)
+        return watcher.operate(name, native, args, options)
+
+    return operation
+
+
+def _in_backward(native: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        before, _thread.backward = _thread.backward, True
+        try:
+            return native(*args, **options)
+        finally:
+            _thread.backward = before
+
+    return run
+
+
+# -- force -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def force(backend: PaddleBackend, model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+    """Compute layers in dtypes of their own, or round as these would: see `Backend.force`."""
+    if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
+        raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
+    names = Names(model, _named)
+    names.check(dtypes, "force")
+    with _uncompiled(backend, "force"), _calls.around((FORCES, _Force(names, dtypes))):
+        yield
+
+
+def computes(dtype: str) -> bool:
+    """Return whether the present device computes in a low dtype."""
+    return dtype not in SIMULATED and not paddle.get_device().startswith("cpu")
+
+
+class _Force:
+    """Computes layers in dtypes of their own."""
+
+    def __init__(self, names: Names, dtypes: Mapping[str, str]) -> None:
+        self._names = names
+        self._dtypes = dict(dtypes)
+
+    def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Compute a layer in its dtype."""
+        name = self._names.of(layer)
+        dtype = None if name is None else last_match(name, self._dtypes)
+        if dtype is None:
+            return forward(*inputs, **options)
+        if dtype == "float32":
+            with casting.off():
+                return forward(*casting.cast(inputs, "float32"), **casting.cast(options, "float32"))
+        if computes(dtype):
+            low = cast(Dtype, dtype)
+            with casting.region(CastPlan(paddle.get_device(), low), True):
+                return forward(*casting.cast(inputs, low), **casting.cast(options, low))
+        with _quiet():
+            inputs, options = casting.each((inputs, options), lambda tensor: _straight(tensor, dtype))
+        output = forward(*inputs, **options)
+        with _quiet():
+            return casting.each(output, lambda tensor: _both_ways(tensor, dtype))
+
+
+class _Rounded(paddle.autograd.PyLayer):
+    """Rounds, and rounds the gradient or lets it through as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dtype: str, both_ways: bool) -> Any:
+        """Round."""
+        ctx.dtype = dtype if both_ways else None
+        return rounded(tensor, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Return the gradient."""
+        return gradient if ctx.dtype is None else rounded(gradient, ctx.dtype)
+
+
+def _straight(tensor: Any, dtype: str) -> Any:
+    return rounded(tensor, dtype) if tensor.stop_gradient else _Rounded.apply(tensor, dtype, False)
+
+
+def _both_ways(tensor: Any, dtype: str) -> Any:
+    if tensor.stop_gradient:
+        return rounded(tensor, dtype)
+    output = _Rounded.apply(tensor, dtype, True)
+    # For those who watch: their hooks come after this one. A user's hook would undo what it returns.
+    output.register_hook(lambda gradient: rounded(gradient, dtype))
+    return output
+
+
+@paddle.no_grad()  # type: ignore[untyped-decorator]
+def rounded(tensor: Any, dtype: str) -> Any:
+    """Round the elements of a tensor as a dtype would, to nearest even, and keep the tensor's own dtype."""
+    with _quiet():
+        if dtype in _CAST:
+            return tensor.astype(dtype).astype(tensor.dtype)
+        limits = FORMATS[dtype]
+        values = tensor.astype("float32")
+        # A sum with a power of two rounds to the last digit that it holds. What is below the smallest normal number
+        # has the digits of that; what is far too large must not overflow on the way.
+        magnitudes = values.abs().clip(0.0, 2 * limits.largest)
+        powers = 2.0 ** magnitudes.clip(limits.smallest_normal, 2 * limits.largest).log2().floor()
+        shift = powers * 2.0 ** (FORMATS["float32"].bits - limits.bits)
+        nearest = (magnitudes + shift) - shift
+        beyond = paddle.full_like(values, math.inf if limits.infinite else math.nan)
+        nearest = paddle.where(nearest > limits.largest, beyond, nearest) * values.sign()
+        return paddle.where(paddle.isnan(values), values, nearest).astype(tensor.dtype)
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
+    """Compute a batch and its gradients, and leave everything as it was: see `Backend.replay`."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
+    limits = FORMATS["float16" if plan is None else plan.dtype]
+    with _uncompiled(backend, "replay"), _restored(model), unnoticed(), paddle.enable_grad():
+        with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
+            loss = step(model)
+        check_loss(backend, loss, False, "replay")
+        with _quiet():
+            scaled = scale_loss(loss, scale)
+        with casting.off():
+            backward([scaled])
+        gradients = {name: _true(parameter, scale) for name, parameter in trained if _is_there(parameter)}
+        value = float(loss.astype("float32"))
+    reduced = [_reduced(parameter, limits) for _, parameter in trained]
+    numbers = zip(reduced, _read([vector for _, vector in reduced]), strict=True)
+    stats = [combined([(elements, values)]) for (elements, _), values in numbers]
+    return Replayed(value, gradients, {name: stat for (name, _), stat in zip(trained, stats, strict=True)})
+
+
+def _is_there(parameter: Any) -> bool:
+    gradient = gradient_of(parameter)
+    return gradient is not None and gradient._is_initialized()
+
+
+def _true(parameter: Any, scale: float) -> Any:
+    """Return a gradient divided by the scale, as an array of float32."""
+    gradient = gradient_of(parameter)
+    if gradient.is_selected_rows():
+        dense = np.zeros(parameter.shape, "float32")
+        np.add.at(dense, np.array(gradient.rows()), gradient._get_tensor_from_selected_rows().astype("float32").numpy())
+    else:
+        dense = gradient.astype("float32").numpy()
+    return dense / np.float32(scale)
+
+
+@contextmanager
+def _restored(model: Any) -> Iterator[None]:
+    """Return a region after which random numbers, weights, buffers and gradients are as before."""
+    layers = [layer for _, layer in _named(model)]
+    held = [(layer._buffers, dict(layer._buffers)) for layer in layers]
+    tensors = [*model.parameters(), *(tensor for _, buffers in held for tensor in buffers.values())]
+    with paddle.no_grad(), casting.off():
+        values = [(tensor, tensor.clone()) for tensor in tensors if tensor is not None and tensor._is_initialized()]
+        gradients = [(parameter, _taken(parameter)) for parameter in model.parameters()]
+    drawn = random.getstate(), np.random.get_state(), paddle.get_rng_state(), paddle.get_rng_state("cpu")
+    try:
+        yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        paddle.set_rng_state(drawn[2])
+        paddle.set_rng_state(drawn[3], "cpu")
+        with paddle.no_grad(), casting.off():
+            for buffers, before in held:
+                buffers.clear()
+                buffers.update(before)
+            for tensor, value in values:
+                tensor.copy_(value, True)
+            for parameter, gradient in gradients:
+                _put_back(parameter, gradient)
+
+
+def _taken(parameter: Any) -> tuple[Any, Any]:
+    """Take the gradients off a parameter; `main_grad` is the float32 one of low-precision parameters."""
+    main, gradient = getattr(parameter, "main_grad", None), parameter._grad_ivar()
+    if main is not None:
+        parameter.main_grad = None
+    if gradient is not None:
+        gradient = gradient.clone() if gradient._is_initialized() else None
+        parameter.clear_gradient(False)
+    return main, gradient
+
+
+def _put_back(parameter: Any, gradients: tuple[Any, Any]) -> None:
+    main, gradient = gradients
+    if main is not None:
+        parameter.main_grad = main
+    if parameter._grad_ivar() is not None:
+        parameter.clear_gradient(False)
+    if gradient is not None:
+        parameter._set_grad_ivar(gradient)

@@ -1,0 +1,281 @@
+"""Watching layers, computing them in a dtype of their own, and computing a batch again."""
+
+import contextlib
+import math
+import random
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import ampx
+from ampx.backend import CastPlan, Watching
+from ampx.errors import LossError, UnsupportedByBackendError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.numerics.rounding import describe, round_to, sample
+from ampx_paddle import casting
+from ampx_paddle.backend import PaddleBackend
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:When training, we now always track"),
+    pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning"),
+]
+
+VALUES = [2.0, -0.5, 1e-9, 7e4, 0.0, math.inf, math.nan, -3e-8, 65519.0, 65520.0, 1e-40]
+
+
+class Net(nn.Layer):
+    """Two linear layers, a norm with running statistics and a dropout between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.between = nn.Sequential(nn.BatchNorm1D(4), nn.Dropout(0.5))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        return self.last(self.between(self.first(inputs)))
+
+
+class Square(paddle.autograd.PyLayer):
+    """A custom function."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        ctx.save_for_backward(inputs)
+        return inputs * inputs
+
+    @staticmethod
+    def backward(ctx, slope):
+        (inputs,) = ctx.saved_tensor()
+        return slope * inputs * 2
+
+
+@pytest.fixture
+def backend():
+    return PaddleBackend()
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+@pytest.fixture
+def batch():
+    return paddle.to_tensor(np.random.default_rng(0).normal(size=(6, 3)).astype("float32"))
+
+
+def trained(net):
+    return [parameter for parameter in net.parameters() if not parameter.stop_gradient]
+
+
+def by_place(readings):
+    return {(reading.module, reading.operation, reading.direction, reading.call): reading for reading in readings}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
+def test_a_value_is_counted_as_numpy_counts_it(backend, dtype):
+    layer = nn.Identity()
+    with backend.watch(layer, Watching(dtype=dtype)) as watch:
+        layer(paddle.to_tensor(VALUES))
+    (reading,) = watch.readings()
+    assert reading.value == reading.inputs == describe(VALUES, dtype)
+    assert (reading.module, reading.kind, reading.dtype, reading.call) == ("", "Identity", "float32", 0)
+
+
+def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, net, batch):
+    net.eval()
+    hidden = net.first(batch)
+    hidden.retain_grads()
+    (net.last(net.between(hidden)) ** 2).sum().backward()
+    expected = {"forward": hidden.numpy(), "backward": hidden.grad.numpy()}
+    wanted = [parameter.grad.numpy() for parameter in trained(net)]
+    net.clear_gradients()
+    with backend.watch(net, Watching(samples=5)) as watch:
+        (net(batch) ** 2).sum().backward()
+    assert all(np.array_equal(a.grad.numpy(), b) for a, b in zip(trained(net), wanted, strict=True))
+    readings = by_place(watch.readings())
+    for direction, values in expected.items():
+        reading = readings["first", "", direction, 0]
+        assert reading.value == describe(values)
+        assert np.array_equal(reading.sample, sample(values, 5))
+    order = [(reading.module, reading.direction) for reading in watch.readings()]
+    names = ["first", "between.0", "between.1", "between", "last", ""]
+    assert order[:6] == [(name, "forward") for name in names]
+    assert {name for name, direction in order if direction == "backward"} == set(names)
+
+
+def test_patterns_choose_layers_and_one_that_matches_none_is_refused(backend, net, batch):
+    with backend.watch(net, Watching(modules=("between.*",), times=True)) as watch:
+        net(batch)
+        net(batch)
+    assert [(r.module, r.call) for r in watch.readings()] == [
+        ("between.0", 0),
+        ("between.1", 0),
+        ("between.0", 1),
+        ("between.1", 1),
+    ]
+    assert all(reading.seconds > 0 for reading in watch.readings())
+    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.watch(net, Watching(modules=("middle",))):
+        pass
+    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.force(net, {"middle": "float32"}):
+        pass
+
+
+def test_without_a_model_names_begin_at_the_layer_that_is_called(backend, net, batch):
+    with backend.watch(None, Watching()) as watch:
+        nn.MSELoss()(net(batch), paddle.zeros([6, 1]))
+    assert [reading.module for reading in watch.readings()] == [
+        *("first", "between.0", "between.1", "between", "last", "", "MSELoss:")
+    ]
+    assert paddle.nn.Layer.__call__.__module__.startswith("paddle")
+
+
+def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_their_line(backend):
+    class Custom(nn.Layer):
+        def forward(self, inputs):
+            return Square.apply(paddle.exp(inputs) + 1.0).sum()
+
+    before = paddle._C_ops.exp
+    layer, values = Custom(), np.array([0.5, -1.0], "float32")
+    inputs = paddle.to_tensor(values, stop_gradient=False)
+    with backend.watch(layer, Watching(operations=True)) as watch:
+        layer(inputs).backward()
+    readings = by_place(reading for reading in watch.readings() if reading.operation)
+    assert readings["", "exp", "forward", 0].value == describe(paddle.exp(inputs).numpy())
+    assert readings["", "add", "forward", 0].inputs == describe(paddle.exp(inputs).numpy())
+    assert readings["", "Square", "forward", 0].value.largest == pytest.approx((math.exp(0.5) + 1) ** 2)
+    # d/dx (e^x + 1)^2 = 2 (e^x + 1) e^x
+    assert readings["", "exp_grad", "backward", 0].value.largest == pytest.approx(
+        2 * (math.exp(0.5) + 1) * math.exp(0.5)
+    )
+    assert readings["", "multiply", "backward", 0].inputs.elements == 4  # inside of the custom function's backward
+    assert "test_numerics.py:" in readings["", "exp", "forward", 0].place
+    assert paddle._C_ops.exp is before
+
+
+def test_compiled_layers_are_seen_and_stay_compiled(backend, batch):
+    net = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), full_graph=True)
+    expected = net(batch).numpy()
+    with backend.watch(net, Watching()) as watch:
+        net(batch)
+    assert [reading.module for reading in watch.readings()] == ["0", "1", ""]
+    assert np.allclose(net(batch).numpy(), expected)
+    assert paddle.jit.dy2static.program_translator.ProgramTranslator.get_instance().enable_to_static
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
+def test_forced_layers_round_inputs_outputs_and_the_gradients_of_outputs(backend, dtype):
+    net = nn.Sequential(nn.Linear(3, 2, bias_attr=False), nn.Identity())
+    values = np.random.default_rng(1).normal(size=(4, 3)).astype("float32")
+    weight, slope = net[0].weight.numpy(), np.float32(1.2345678)
+    with backend.force(net, {"*": "float32", "0": dtype}), backend.watch(net, Watching(samples=99)) as watch:
+        output = net(paddle.to_tensor(values))
+        (output * float(slope)).sum().backward()
+    product = paddle.matmul(paddle.to_tensor(round_to(values, dtype)), paddle.to_tensor(weight)).numpy()
+    assert np.array_equal(output.numpy(), round_to(product, dtype))
+    slopes = np.full((4, 2), round_to(slope, dtype))
+    assert np.array_equal(by_place(watch.readings())["0", "", "backward", 0].sample, slopes.ravel())
+    assert np.allclose(net[0].weight.grad.numpy(), round_to(values, dtype).T @ slopes, rtol=1e-6)
+
+
+def test_forced_into_float16_a_layer_overflows_on_a_cpu_and_one_forced_into_float32_does_not(backend):
+    net = nn.Sequential(nn.Identity(), nn.Identity())
+    with backend.force(net, {"*": "float16", "1": "float32"}), backend.watch(net, Watching()) as watch:
+        inputs = paddle.to_tensor([300.0], stop_gradient=False)
+        net[1](net[0](inputs) ** 2 * 2)
+        net[0](inputs**2 * 2)
+    assert [reading.value.nonfinite for reading in watch.readings()] == [0, 0, 1]
+
+
+def test_a_layer_forced_into_float32_computes_without_casting(backend, net, batch, monkeypatch):
+    """On the CPU auto_cast is never on, so this looks at who switches it off."""
+    running, during = [], []
+
+    @contextlib.contextmanager
+    def off():
+        running.append(True)
+        yield
+        running.pop()
+
+    monkeypatch.setattr(casting, "off", off)
+    for name in ("first", "last"):
+        getattr(net, name).register_forward_post_hook(lambda *_: during.append(bool(running)))
+    with backend.force(net, {"last": "float32"}):
+        net(batch)
+    assert during == [False, True]
+
+
+def test_an_unknown_dtype_is_refused(backend, net):
+    with pytest.raises(UnsupportedDtypeError, match="float4"), backend.force(net, {"*": "float4"}):
+        pass
+
+
+@pytest.mark.parametrize("plan", [None, CastPlan("cpu", "float16")])
+def test_a_replay_draws_the_same_masks_and_leaves_everything_as_it_was(backend, net, batch, plan):
+    def step(model):
+        return (model(batch * random.random() + paddle.to_tensor(np.random.rand(3).astype("float32"))) ** 2).mean()
+
+    step(net).backward()  # gradients that wait
+    state = {name: value.numpy() for name, value in net.state_dict().items()}
+    waiting = [parameter.grad.numpy() for parameter in trained(net)]
+    first, second = (backend.replay(net, step, plan, scale) for scale in (1.0, 1024.0))
+    assert first.loss == second.loss
+    assert all(np.array_equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+    assert list(first.parameters) == list(first.gradients)
+    assert len(first.parameters) == len(trained(net))
+    assert first.parameters["last.weight"] == describe(net.last.weight.numpy())
+    assert all(np.array_equal(net.state_dict()[name].numpy(), value) for name, value in state.items())
+    assert all(np.array_equal(a.grad.numpy(), b) for a, b in zip(trained(net), waiting, strict=True))
+    # The batch itself, computed by Paddle alone from the same random numbers, is the oracle.
+    net.clear_gradients()
+    loss = step(net)
+    loss.backward()
+    assert first.loss == float(loss)
+    assert np.array_equal(first.gradients["last.weight"], net.last.weight.grad.numpy())
+
+
+def test_a_replay_restores_when_the_step_raises(backend, net, batch):
+    def step(model):
+        model(batch)
+        raise ZeroDivisionError
+
+    state = {name: value.numpy() for name, value in net.state_dict().items()}
+    paddle.seed(3)
+    expected = paddle.rand([2]).tolist()
+    paddle.seed(3)
+    with pytest.raises(ZeroDivisionError):
+        backend.replay(net, step, None)
+    assert paddle.rand([2]).tolist() == expected
+    assert all(np.array_equal(net.state_dict()[name].numpy(), value) for name, value in state.items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(backend, net, batch):
+    replayed = backend.replay(net, lambda model: model.first(batch).sum(), None)
+    assert list(replayed.gradients) == ["first.weight", "first.bias"]
+
+
+def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_optimizer(net, batch):
+    amp = ampx.init("paddle", level="O0", loss_scale="dynamic")
+    opt = amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+    for _ in range(2):
+        with ampx.scale_loss(net(batch).mean(), opt) as scaled:
+            scaled.backward()
+        amp.backend.replay(net, lambda model: model(batch).mean(), None)
+        opt.step()
+        assert opt.last_step.applied
+        opt.clear_grad()
+
+
+def test_what_is_no_loss_is_refused(backend, net, batch):
+    for wrong in (lambda model: model(batch), lambda model: model(batch).mean().detach(), lambda model: 1.0):
+        with pytest.raises(LossError):
+            backend.replay(net, wrong, None)
+
+
+def test_static_graphs_are_refused(backend, net):
+    paddle.enable_static()
+    with pytest.raises(UnsupportedByBackendError, match="static graph"), backend.watch(net, Watching()):
+        pass
