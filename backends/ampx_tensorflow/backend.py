@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan, reject_unknown
+from ampx.backend import CastPlan, Replayed, Step, Watch, Watching, reject_unknown
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.run import Run
@@ -37,6 +37,10 @@ class TensorFlowBackend(ampx.Backend):
         device_scale=True,
         traceable=True,
         automates=True,
+        watches=True,
+        forces=True,
+        replays=True,
+        simulates=frozenset(("float8_e4m3", "float8_e5m2")),
     )
 
     # Verbs that stand in modules of their own.
@@ -110,6 +114,32 @@ class TensorFlowBackend(ampx.Backend):
         else:
             prepared = casting.prepare(model, plan)
         return prepared if optimizer is None else (prepared, optimizer)
+
+    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
+        """Return a region that reads layers, `tf.Module`s and operations; functions run as Python inside."""
+        from . import numerics  # few programs use it
+
+        return numerics.watch(model, watching)
+
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
+        """Return a region in which modules compute in dtypes of their own.
+
+        Of a `tf.Module` that is no layer, low precision is that of its products, as under `ampx run`: results are
+        float32 again, as the variables are.
+        """
+        from . import numerics  # as above
+
+        return numerics.force(model, dtypes)
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        """Compute the loss of a batch and its gradients; functions run as Python.
+
+        Where the program has set no seed, random operations draw from one of ampx during the replay. An operation with
+        a seed of its own starts from it again, in the replay and after it.
+        """
+        from . import numerics  # as above
+
+        return numerics.replay(model, step, plan, scale, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
 
     def demo(self) -> Any:
         """Return the trainer behind `ampx demo`."""

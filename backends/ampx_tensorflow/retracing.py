@@ -12,8 +12,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any, Final, TypeVar
+from unittest import mock
 
 import tensorflow as tf
 from tensorflow.core.function.polymorphism.function_cache import FunctionCache, FunctionContext
@@ -147,3 +149,40 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 def _with_decisions(context: Any) -> FunctionContext:
     context = context or FunctionContext()
     return context._replace(context=(context.context, *(decision() for decision in _decisions)))
+
+
+_alone: Final[list[object]] = []
+
+
+@decided_by
+def _region() -> Hashable:
+    return tuple(map(id, _alone))
+
+
+@contextmanager
+def anew() -> Iterator[None]:
+    """Return a region in which every function has traces of its own."""
+    key = object()
+    _alone.append(key)
+    try:
+        with ExitStack() as stack:
+            for name in ("lookup", "add", "delete", "generalize"):
+                method = _keyed(getattr(FunctionCache, name), key, name)
+                stack.enter_context(mock.patch.object(FunctionCache, name, method))
+            yield
+    finally:
+        _alone.remove(key)
+
+
+def _keyed(native: Callable[..., Any], key: object, name: str) -> Callable[..., Any]:
+    """Return a method of a cache that looks under a key, too; caches of `depend` have it among their decisions."""
+
+    def keyed(self: Any, first: Any, second: Any = None) -> Any:
+        if type(self) is not FunctionCache:
+            return native(self, first, second)
+        passed = first if name == "generalize" else second
+        context = passed or FunctionContext()
+        context = context._replace(context=(context.context, key))
+        return native(self, context, second) if name == "generalize" else native(self, first, context)
+
+    return keyed

@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import random
 from typing import Any, ClassVar
 
 import pytest
@@ -88,6 +89,22 @@ class TensorFlowHarness(Harness):
 
     def computes_in(self):
         return keras.layers.Dense(2)(tf.ones((2, 2))).dtype.name
+
+    def chain(self, weights, inputs, noise=False):
+        names = [f"layer_{position}" for position in range(len(weights))]
+        layers = [
+            keras.layers.Dense(1, use_bias=False, name=name, kernel_initializer=keras.initializers.Constant(weight))
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        if noise:
+            layers += [keras.layers.BatchNormalization(scale=False, center=False), keras.layers.Dropout(0.5)]
+        model = keras.Sequential([keras.Input((1,)), *layers])
+        batch = tf.constant([[value] for value in inputs], tf.float32)
+        return model, lambda model: tf.reduce_sum(tf.cast(model(batch, training=noise), tf.float32)), names
+
+    def model_state(self, model):
+        state = [variable.numpy().tolist() for variable in model.variables]
+        return state, tf.random.get_global_generator().state.numpy().tolist(), random.getstate()
 
     def surroundings(self):
         return keras.config.floatx(), keras.config.dtype_policy().name, keras.config.image_data_format()

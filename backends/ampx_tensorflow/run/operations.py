@@ -6,55 +6,23 @@ them: float32 operands become low precision and the result float32 again, as a s
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
+from ampx.policy import Dtype
 from ampx.run import Recorder, Sampler
-from ampx_tensorflow.casting import DTYPES, compute_dtype
+from ampx_tensorflow import products
+from ampx_tensorflow.casting import compute_dtype
 
 if TYPE_CHECKING:
     from .manager import KerasManager
 
-# What the rewriter casts, with the operands: by the functions that all of TensorFlow and Keras goes through.
-_PRODUCTS: Final[tuple[tuple[Any, Mapping[str, tuple[str, ...]]], ...]] = (
-    (
-        gen_math_ops,
-        {
-            "mat_mul": ("a", "b"),
-            "batch_mat_mul": ("x", "y"),
-            "batch_mat_mul_v2": ("x", "y"),
-        },
-    ),
-    (gen_linalg_ops, {"einsum": ("inputs",)}),
-    (
-        gen_nn_ops,
-        {
-            "conv2d": ("input", "filter"),
-            "conv2d_backprop_filter": ("input", "out_backprop"),
-            "conv2d_backprop_input": ("filter", "out_backprop"),
-            "conv3d": ("input", "filter"),
-            "conv3d_backprop_filter_v2": ("input", "out_backprop"),
-            "conv3d_backprop_input_v2": ("filter", "out_backprop"),
-            "depthwise_conv2d_native": ("input", "filter"),
-            "depthwise_conv2d_native_backprop_filter": ("input", "out_backprop"),
-            "depthwise_conv2d_native_backprop_input": ("filter", "out_backprop"),
-        },
-    ),
-)
 _IN_GRAPHS: Final = re.compile("MatMul|Einsum|Conv[23]D|Conv2d|RNN|LSTM|GRU")
-
-
-def _flat(passed: Mapping[str, Any], operands: tuple[str, ...]) -> Sequence[Any]:
-    return list(passed["inputs"]) if operands == ("inputs",) else [passed[name] for name in operands]
 
 
 class Operations(Sampler):
@@ -127,37 +95,25 @@ class Operations(Sampler):
                 name = node.op.removeprefix("_Mkl").removeprefix("_").removeprefix("Native")
                 self.recorder.count_op(name, tf.dtypes.as_dtype(node.attr["T"].type).name)
 
-    def cast(self, native: Callable[..., Any], operands: tuple[str, ...]) -> Callable[..., Any]:
-        """Return a product's function that casts and counts outside of graphs."""
-        names = tuple(inspect.signature(native).parameters)
-        kind = native.__name__.title().replace("_", "")  # "mat_mul" is MatMul, "conv2d" Conv2D
+    @property
+    def applies(self) -> bool:
+        """Whether products are looked at one by one."""
+        return self._on and tf.executing_eagerly()
 
-        @functools.wraps(native)
-        def product(*args: Any, **kwargs: Any) -> Any:
-            if not self._on or not tf.executing_eagerly():
-                return native(*args, **kwargs)
-            passed = {**dict(zip(names, args, strict=False)), **kwargs}
-            values = [tf.convert_to_tensor(value) for value in _flat(passed, operands)]
-            dtype = DTYPES[compute_dtype()]
-            casts = self._casts and dtype != tf.float32 and all(value.dtype == tf.float32 for value in values)
-            if casts:
-                values = [tf.cast(value, dtype) for value in values]
-            passed.update({"inputs": values} if operands == ("inputs",) else zip(operands, values, strict=True))
-            result = native(**passed)
-            if self.recorder.sampling:
-                self._only_graphs = False
-                self.recorder.count_op(kind, result.dtype.name)
-            return tf.cast(result, tf.float32) if casts else result
+    def dtype(self) -> Dtype:
+        """Return the dtype of products outside of graphs."""
+        return compute_dtype() if self._casts else "float32"
 
-        return product
+    def count_product(self, kind: str, dtype: str) -> None:
+        """Count a product outside of graphs."""
+        if self.recorder.sampling:
+            self._only_graphs = False
+            self.recorder.count_op(kind, dtype)
 
 
 @contextmanager
 def products_cast(manager: KerasManager) -> Iterator[None]:
     """Patch TensorFlow's functions of products."""
-    with ExitStack() as stack:
-        for module, functions in _PRODUCTS:
-            for name, operands in functions.items():
-                cast = manager.operations.cast(getattr(module, name), operands)
-                stack.enter_context(mock.patch.object(module, name, cast))
+    operations = manager.operations
+    with products.cast(operations.dtype, lambda: operations.applies, operations.count_product):
         yield

@@ -1,0 +1,215 @@
+"""Compute named modules in a dtype of their own: layers by dtype policies, other modules by what they receive.
+
+A policy is set as long as the region lasts. Functions are traced anew inside, since a trace keeps the dtypes that it
+was made in.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Final
+
+import keras
+import tensorflow as tf
+
+from ampx.errors import UnsupportedDtypeError
+from ampx.policy import Dtype
+from ampx_tensorflow import casting, devices, products, retracing
+
+from .names import Call, Modules, check_patterns, matching
+
+# Dtypes to which values are rounded.
+SIMULATED: Final = {
+    "float8_e4m3": tf.dtypes.experimental.float8_e4m3fn,
+    "float8_e5m2": tf.dtypes.experimental.float8_e5m2,
+}
+# Layers whose policy a region has set, by the number of such regions.
+_forced: Final[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+
+class ForcedPolicy(keras.DTypePolicy):  # type: ignore[misc]
+    """Computation in one dtype, whatever the session and its regions say; variables as they are."""
+
+    def __init__(self, dtype: Dtype, variables: str) -> None:
+        super().__init__("float32" if dtype == "float32" else f"mixed_{dtype}")
+        self._forced: Final = dtype, variables
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that was forced."""
+        return self._forced[0]
+
+    @property
+    def variable_dtype(self) -> str:
+        """The dtype of the variables that there are."""
+        return self._forced[1]
+
+
+class Policies:
+    """Policies of layers that are set for a while."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, Any]] = []
+
+    def set(self, layer: Any, dtype: Dtype) -> None:
+        """Let a layer compute in a dtype."""
+        before = layer._dtype_policy
+        if layer.quantization_mode is not None or before.compute_dtype is None:
+            return
+        self._before.append((layer, before))
+        _forced[layer] = _forced.get(layer, 0) + 1
+        layer._dtype_policy = ForcedPolicy(dtype, layer.variable_dtype)
+
+    def restore(self) -> None:
+        """Leave all layers as they were."""
+        for layer, before in reversed(self._before):
+            layer._dtype_policy = before
+            _forced[layer] -= 1
+            if not _forced[layer]:
+                del _forced[layer]
+        self._before.clear()
+
+
+def is_forced(layer: Any) -> bool:
+    """Return whether a region has set the policy of a layer."""
+    return layer in _forced
+
+
+class _Innermost(threading.local):
+    """The dtype of products in the innermost forced module that is no layer; None in a layer."""
+
+    dtype: Dtype | None = None
+
+
+class Forcing:
+    """What one region forces."""
+
+    def __init__(self, modules: Modules, dtypes: Mapping[str, str]) -> None:
+        self.modules: Final = modules
+        self.policies: Final = Policies()
+        self._dtypes: Final = dict(dtypes)
+        self._innermost = _Innermost()
+        modules.on_root = self.assign
+
+    def own(self, name: str) -> str | None:
+        """Return the dtype of the last pattern that matches a name; None where none does."""
+        return next(
+            (dtype for pattern, dtype in reversed(self._dtypes.items()) if matching(pattern, name)),
+            None,
+        )
+
+    def of(self, name: str) -> str | None:
+        """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
+        own = self.own(name)
+        outer = _outer(name)
+        return own if own is not None or outer is None else self.of(outer)
+
+    def assign(self, calls: list[Call]) -> None:
+        """Set the policies of layers."""
+        for call in calls:
+            dtype = self.of(call.name)
+            if dtype is not None and dtype not in SIMULATED and isinstance(call.module, keras.layers.Layer):
+                self.policies.set(call.module, dtype)  # type: ignore[arg-type]
+
+    def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module in its dtype."""
+        dtype = self.of(call.name)
+        if dtype is None:
+            return native(*args, **kwargs)
+        if dtype in SIMULATED:
+            args, kwargs = _rounded((args, kwargs), dtype, gradients=False)
+            return _rounded(native(*args, **kwargs), dtype, gradients=True)
+        is_layer = isinstance(call.module, keras.layers.Layer)
+        if not is_layer and self.own(call.name) is not None and dtype == "float32":
+            args, kwargs = casting.cast((args, kwargs), "float32")
+        before = self._innermost.dtype
+        self._innermost.dtype = None if is_layer else dtype  # type: ignore[assignment]
+        try:
+            with casting.Region(dtype):  # type: ignore[arg-type]
+                return native(*args, **kwargs)
+        finally:
+            self._innermost.dtype = before
+
+    @contextmanager
+    def products(self) -> Iterator[None]:
+        """Return a region in which products in forced modules that are no layers are cast."""
+        with products.cast(lambda: self._innermost.dtype or "float32"):
+            yield
+
+    @property
+    def is_low(self) -> bool:
+        """Whether some dtype is low precision that computes."""
+        return any(dtype in ("float16", "bfloat16") for dtype in self._dtypes.values())
+
+
+def _outer(name: str) -> str | None:
+    """Return the name of the module around another; None for the outermost."""
+    if "." in name:
+        return name.rpartition(".")[0]
+    root = name.rpartition(":")
+    outer = root[0] + root[1]
+    return None if name == outer else outer
+
+
+def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
+    """Round the floating tensors of a tree to a dtype, and keep the one they have.
+
+    Args:
+        tree: Tensors in any structure.
+        dtype: Of `SIMULATED`.
+        gradients: Round their gradients, too.
+    """
+
+    def nearest(value: Any) -> Any:
+        return tf.cast(tf.cast(tf.cast(value, tf.float32), SIMULATED[dtype]), value.dtype)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def rounding(value: Any) -> Any:
+        return nearest(value), nearest if gradients else lambda upstream: upstream
+
+    def visit(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor) or not leaf.dtype.is_floating:
+            return leaf
+        result = rounding(leaf)
+        mask = getattr(leaf, "_keras_mask", None)
+        if mask is not None:
+            result._keras_mask = mask
+        return result
+
+    return tf.nest.map_structure(visit, tree)
+
+
+def check_dtypes(dtypes: Mapping[str, str]) -> None:
+    """Raise for a dtype that can neither be computed nor simulated.
+
+    Raises:
+        UnsupportedDtypeError: There is one.
+    """
+    device = devices.describe("auto")
+    accepted = ["float32", *sorted(device.native | device.emulated), *SIMULATED]
+    for pattern, dtype in dtypes.items():
+        if dtype not in accepted:
+            raise UnsupportedDtypeError(
+                f"force got {dtype!r} for {pattern!r}, which TensorFlow can neither compute on {device.name!r} nor "
+                f"simulate; accepted: {', '.join(accepted)}. Choose one of these."
+            )
+
+
+@contextmanager
+def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+    """Compute named modules in dtypes of their own: see `ampx.backend.Backend.force`."""
+    check_dtypes(dtypes)
+    modules = Modules(model)
+    if model is not None:
+        check_patterns(list(dtypes), modules.names)
+    forcing = Forcing(modules, dtypes)
+    with ExitStack() as stack:
+        stack.callback(forcing.policies.restore)
+        modules.start()
+        stack.enter_context(retracing.anew())
+        stack.enter_context(modules.around(forcing.around, in_graphs=True))
+        stack.enter_context(forcing.products() if forcing.is_low else nullcontext())
+        yield

@@ -1,0 +1,325 @@
+"""Read the outputs of layers and operations, and the gradients of outputs.
+
+TensorFlow's own op callbacks (what `tf.debugging.enable_check_numerics` stands on) see operations; of a backward pass
+they do not tell where the operation came from. The function that TensorFlow calls for the gradient of an operation
+does: it gets tensors of the forward pass, which were noted there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from unittest import mock
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import backprop, record
+from tensorflow.python.framework import op_callbacks
+
+from ampx.backend import Direction, Reading, Watching
+from ampx.callers import script_line
+
+from . import stats
+from .names import Call, Modules, check_patterns, matching
+
+
+@dataclass
+class _Seen:
+    """One reading to be: what was reduced stays on the device.
+
+    Attributes:
+        module: Name of the module.
+        kind: Its class.
+        operation: As `Reading`.
+        direction: As `Reading`.
+        call: As `Reading`.
+        dtype: Of the first tensor.
+        values: By position among the outputs, what they were reduced to.
+        inputs: What the inputs were reduced to.
+        samples: Positions as above, with the tensors that a sample is taken of.
+        seconds: As `Reading`.
+        place: As `Reading`.
+    """
+
+    module: str
+    kind: str
+    operation: str
+    direction: Direction
+    call: int
+    dtype: str
+    values: dict[int, Any] = field(default_factory=dict)
+    inputs: Sequence[Any] = ()
+    samples: Any = None
+    gradients: dict[int, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where an operation of the forward pass ran."""
+
+    inputs: tuple[Any, ...]
+    call: Call | None
+    place: str
+
+
+class _Place(threading.local):
+    """Where the calling thread is in a backward pass.
+
+    Attributes:
+        depth: In how many `GradientTape.gradient`.
+        module: The module whose operations are differentiated, as far as is known.
+        origin: The line of the operation that is differentiated; "" where that is not known.
+    """
+
+    depth = 0
+    module: Call | None = None
+    line = ""
+
+
+class TensorFlowWatch:
+    """What a region sees: see `ampx.backend.Watch`."""
+
+    def __init__(self, modules: Modules, watching: Watching) -> None:
+        self.modules: Final = modules
+        self.watching: Final = watching
+        self._seen: list[_Seen] = []
+        self._calls: Counter[tuple[str, str, Direction]] = Counter()
+        self._place = _Place()
+        self._origins: dict[tuple[str, int, Any], list[_Origin]] = {}
+
+    def readings(self) -> list[Reading]:
+        """Return what was seen so far, in order of execution. Sync: one a device."""
+        seen = list(self._seen)
+        values = stats.read([list(entry.values.values()) for entry in seen])
+        inputs = stats.read([entry.inputs for entry in seen])
+        return [
+            Reading(
+                module=entry.module,
+                kind=entry.kind,
+                operation=entry.operation,
+                direction=entry.direction,
+                call=entry.call,
+                dtype=entry.dtype,
+                value=value,
+                inputs=received,
+                sample=self._sample(entry),
+                seconds=entry.seconds,
+                place=entry.place,
+            )
+            for entry, value, received in zip(seen, values, inputs, strict=True)
+        ]
+
+    def _sample(self, entry: _Seen) -> Any:
+        if not self.watching.samples:
+            return None
+        if entry.samples is None:
+            tensors = [entry.gradients[position] for position in sorted(entry.gradients)]
+            entry.samples = stats.sample(tensors, self.watching.samples)
+        return entry.samples.numpy()
+
+    def _note(self, call: Call | None, operation: str, direction: Direction, tensors: Sequence[Any]) -> _Seen:
+        name, kind = (call.name, call.kind) if call else ("", "")
+        key = name, operation, direction
+        entry = _Seen(name, kind, operation, direction, self._calls[key], tensors[0].dtype.name)
+        self._calls[key] += 1
+        if self.watching.samples and (direction == "forward" or operation):
+            entry.samples = stats.sample(tensors, self.watching.samples)
+        self._seen.append(entry)
+        return entry
+
+    def _is_wanted(self, name: str) -> bool:
+        patterns = self.watching.modules
+        return not patterns or any(matching(pattern, name) for pattern in patterns)
+
+    # -- modules -----------------------------------------------------------------------------------
+
+    def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, and note what it received and returned."""
+        if not self._is_wanted(call.name):
+            return native(*args, **kwargs)
+        received = stats.reduce(stats.floating((args, kwargs)), self.watching.dtype)
+        began = self._now()
+        output = native(*args, **kwargs)
+        seconds = self._now() - began if self.watching.times else None
+        tensors = stats.floating(output)
+        if not tensors:
+            return output
+        entry = self._note(call, "", "forward", tensors)
+        entry.inputs, entry.seconds = received, seconds
+        entry.values = dict(enumerate(stats.reduce(tensors, self.watching.dtype)))
+        return self._tapped(call, output)
+
+    def _now(self) -> float:
+        if not self.watching.times:
+            return 0.0
+        if tf.config.list_logical_devices("GPU"):
+            tf.test.experimental.sync_devices()
+        return time.perf_counter()
+
+    def _tapped(self, call: Call, output: Any) -> Any:
+        """Return an output whose gradients are seen: the same values, under other names."""
+        gradients: list[_Seen] = []  # one for each time that a backward pass comes by
+        positions = iter(range(len(tf.nest.flatten(output))))
+
+        def tap(leaf: Any) -> Any:
+            position = next(positions)
+            watched = isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
+            if not watched or not record.should_record_backprop([leaf]):
+                return leaf
+
+            @tf.custom_gradient  # type: ignore[untyped-decorator]
+            def identity(value: Any) -> Any:
+                def backward(upstream: Any) -> Any:
+                    self._note_gradient(call, gradients, position, upstream)
+                    return upstream
+
+                return tf.identity(value), backward
+
+            with stats.unwatched():
+                tapped = identity(leaf)
+            vars(tapped).update(vars(leaf))  # Keras hangs masks on tensors
+            return tapped
+
+        return tf.nest.map_structure(tap, output)
+
+    def _note_gradient(self, call: Call, gradients: list[_Seen], position: int, upstream: Any) -> None:
+        self._place.module, self._place.line = call, ""
+        tensors = stats.floating(upstream)
+        if not tensors or not tf.executing_eagerly():
+            return
+        if not gradients or position in gradients[-1].values:
+            gradients.append(self._note(call, "", "backward", tensors))
+        entry = gradients[-1]
+        (entry.values[position],) = stats.reduce(tensors[:1], self.watching.dtype)
+        if self.watching.samples:
+            entry.gradients[position] = tensors[0]
+
+    # -- operations --------------------------------------------------------------------------------
+
+    def operation(
+        self, kind: Any, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None
+    ) -> None:
+        """Note an operation that ran: a callback of TensorFlow."""
+        if graph is not None or stats.is_unwatched():
+            return
+        name = kind.decode() if isinstance(kind, bytes) else str(kind)
+        tensors, backward = stats.floating(list(outputs)), self._place.depth > 0
+        if not tensors or name.startswith("__"):
+            return
+        with stats.unwatched():
+            call = self._place.module if backward else self.modules.innermost
+            if not self._is_wanted(call.name if call else ""):
+                return
+            line = self._place.line if backward else script_line()
+            if not backward:
+                self._remember(name, inputs, _Origin(tuple(map(_identity, inputs)), call, line))
+            entry = self._note(call, name, "backward" if backward else "forward", tensors)
+            entry.place = line
+            entry.values = dict(enumerate(stats.reduce(tensors, self.watching.dtype)))
+            entry.inputs = stats.reduce(stats.floating(list(inputs)), self.watching.dtype)
+
+    def _remember(self, name: str, inputs: Sequence[Any], origin: _Origin) -> None:
+        for position, value in enumerate(inputs):
+            self._origins.setdefault((name, position, _identity(value)), []).append(origin)
+
+    def differentiate(self, name: str, inputs: Sequence[Any]) -> None:
+        """Note which operation's gradient is computed next.
+
+        Args:
+            name: The operation.
+            inputs: What it received; None for what its gradient does not need.
+        """
+        kept = {position: _identity(value) for position, value in enumerate(inputs) if value is not None}
+        for position, identity in kept.items():
+            for origin in reversed(self._origins.get((name, position, identity), ())):
+                if all(origin.inputs[other] == wanted for other, wanted in kept.items()):
+                    self._place.module, self._place.line = origin.call, origin.place
+                    return
+        self._place.line = ""
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note that a backward pass runs in this thread."""
+        self._place.depth += 1
+        try:
+            yield
+        finally:
+            self._place.depth -= 1
+            if not self._place.depth:
+                self._place.module, self._place.line = None, ""
+
+
+def _identity(value: Any) -> Any:
+    return getattr(value, "_id", None)
+
+
+_differentiating: Final[list[TensorFlowWatch]] = []
+
+
+def _gradient_function(name: str, attributes: Any, count: int, inputs: Any, *rest: Any) -> Any:
+    for watch in _differentiating:
+        watch.differentiate(name, inputs or ())
+    return backprop._gradient_function(name, attributes, count, inputs, *rest)
+
+
+@contextmanager
+def _operations_seen(watch: TensorFlowWatch) -> Iterator[None]:
+    _differentiating.append(watch)
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(_gradient_function)
+    op_callbacks.add_op_callback(watch.operation)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(watch.operation)
+        _differentiating.remove(watch)
+        if not _differentiating:
+            pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Return a region in which every `tf.function` runs as Python."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    # TensorFlow warns that pipelines of tf.data stay compiled, where there is nothing to see.
+    warnings.filterwarnings("ignore", "Even though the `tf.config.experimental_run_functions_eagerly`")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+        if ours in warnings.filters:
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def watch(model: Any | None, watching: Watching) -> Iterator[TensorFlowWatch]:
+    """Read the modules of a model, or of every model that is called: see `ampx.backend.Backend.watch`."""
+    modules = Modules(model)
+    if model is not None:
+        check_patterns(watching.modules, modules.names)
+    watched = TensorFlowWatch(modules, watching)
+    native = tf.GradientTape.gradient
+
+    @functools.wraps(native)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def gradient(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with watched.backward():
+            return native(self, *args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        stack.enter_context(modules.around(watched.around, in_graphs=False))
+        if watching.operations:
+            stack.enter_context(mock.patch.object(tf.GradientTape, "gradient", gradient))
+            stack.enter_context(_operations_seen(watched))
+        yield watched

@@ -1,0 +1,357 @@
+"""Watch, force and replay: what they read equals NumPy's count, and they leave no trace."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ampx
+from ampx.backend import CastPlan, Watching
+from ampx.numerics.rounding import describe, round_to, sample
+from ampx_tensorflow.backend import TensorFlowBackend
+
+BACKEND = TensorFlowBackend()
+X = np.linspace(-2, 2, 12, dtype="float32").reshape(4, 3)
+HARD = np.array(
+    [
+        0,
+        -0.0,
+        1,
+        -1,
+        65504,
+        65519,
+        65520,
+        -1e6,
+        1e-8,
+        2.9e-8,
+        2.0**-25,
+        -(2.0**-149),
+        464,
+        465,
+        57344,
+        61440,
+        2.0**-10,
+        np.inf,
+        -np.inf,
+        np.nan,
+        3.39e38,
+        2.0**-134,
+        2.0**-133,
+    ],
+    "float32",
+)
+
+
+def layers():
+    inner = keras.Sequential([keras.layers.Dense(2, name="low"), keras.layers.Dense(2, name="exact")], name="block")
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="first"), inner])
+
+
+def values(array):
+    return keras.layers.Lambda(lambda x: tf.constant(array), name="values")
+
+
+def differentiate(model, inputs=X):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.cast(model(tf.constant(inputs)), tf.float32) ** 2)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def modules(readings, direction="forward"):
+    return {entry.module: entry for entry in readings if not entry.operation and entry.direction == direction}
+
+
+class Scaled(tf.Module):
+    """A module that is no layer, with a layer inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = tf.Variable([2.0, 3.0, 4.0])
+        self.dense = keras.layers.Dense(2)
+
+    def __call__(self, inputs):
+        return self.dense(inputs * self.weight)
+
+
+# -- watch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2", "float32"])
+def test_readings_are_what_numpy_counts(dtype):
+    model = keras.Sequential([keras.Input((HARD.size,)), values(HARD)])
+    with BACKEND.watch(model, Watching(dtype, samples=5)) as watch:
+        model(tf.zeros((1, HARD.size)))
+    entry = modules(watch.readings())["values"]
+    assert entry.value == describe(HARD, dtype)
+    np.testing.assert_array_equal(entry.sample, sample(HARD, 5))
+    assert entry.inputs == describe(np.zeros(HARD.size), dtype)
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+def test_values_in_low_precision_are_counted_exactly(low):
+    rounded = HARD[np.isfinite(round_to(HARD, low))]
+    model = keras.Sequential(
+        [keras.Input((rounded.size,)), keras.layers.Lambda(lambda x: tf.cast(tf.constant(rounded), low), name="values")]
+    )
+    with BACKEND.watch(model, Watching("float8_e5m2")) as watch:
+        model(tf.zeros((1, rounded.size)))
+    entry = modules(watch.readings())["values"]
+    assert (entry.dtype, entry.value) == (low, describe(round_to(rounded, low), "float8_e5m2"))
+
+
+def test_gradients_of_outputs_are_those_of_a_tape_and_nothing_else_changes():
+    model = layers()
+    plain = differentiate(model)
+    first, block = model.get_layer("first"), model.get_layer("block")
+    with tf.GradientTape() as tape:
+        hidden = first(tf.constant(X))
+        output = block(hidden)
+        loss = tf.reduce_sum(output**2)
+    expected = tape.gradient(loss, [output, hidden])
+    patched = keras.layers.Layer.__call__, tf.GradientTape.gradient
+    with BACKEND.watch(model, Watching(operations=True)) as watch:
+        watched = differentiate(model)
+    assert (keras.layers.Layer.__call__, tf.GradientTape.gradient) == patched
+    for before, inside in zip(plain, watched, strict=True):
+        np.testing.assert_array_equal(before, inside)
+    assert list(modules(watch.readings())) == ["first", "block.low", "block.exact", "block", ""]
+    backward = modules(watch.readings(), "backward")
+    assert list(backward) == ["", "block", "block.exact", "block.low", "first"]
+    assert backward["block"].value == describe(expected[0])
+    assert backward["first"].value == describe(expected[1])
+
+
+def test_compiled_functions_and_fit_are_seen_and_names_start_at_the_model():
+    model = layers()
+    model.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
+    model.fit(X, np.ones((4, 2)), verbose=0)
+    compiled = tf.function(lambda: model(tf.constant(X)))
+    compiled()
+    with BACKEND.watch(None, Watching()) as watch:
+        compiled()
+        model.fit(X, np.ones((4, 2)), verbose=0)
+        keras.Sequential([keras.layers.Dense(1, name="other")])(X)
+    seen = watch.readings()
+    assert [(entry.call, entry.value.elements) for entry in seen if entry.module == "block.low"] == [
+        (0, 8),
+        (1, 8),
+        (0, 8),
+    ]
+    assert {"Sequential:", "Sequential:other"} < set(modules(seen))
+    assert not tf.config.functions_run_eagerly()
+
+
+def test_operations_name_their_module_and_line_also_backward():
+    model = layers()
+    with BACKEND.watch(model, Watching(operations=True)) as watch:
+        differentiate(model)
+    products = [entry for entry in watch.readings() if entry.operation == "MatMul"]
+    assert [(entry.module, entry.direction) for entry in products] == [
+        *((name, "forward") for name in ("first", "block.low", "block.exact")),
+        *((name, "backward") for name in ("block.exact", "block.exact", "block.low", "block.low", "first")),
+    ]
+    with open(__file__) as file:
+        line = next(number for number, text in enumerate(file, 1) if "loss = tf.reduce_sum(tf.cast(model(" in text)
+    assert {entry.place for entry in products} == {f"{__file__}:{line}"}
+
+
+def test_masks_survive_and_a_module_that_is_no_layer_is_seen():
+    masked = keras.Sequential([keras.layers.Masking(), keras.layers.LSTM(2)])
+    inputs = np.array([[[1.0], [2.0], [0.0]]], "float32")
+    plain, module = masked(inputs), Scaled()
+    module(X)
+    with BACKEND.watch(None, Watching()) as watch, tf.GradientTape() as tape:
+        np.testing.assert_array_equal(masked(inputs), plain)
+        loss = tf.reduce_sum(module(tf.constant(X)))
+    tape.gradient(loss, module.trainable_variables)
+    assert {"Scaled:", "Scaled:dense"} < set(modules(watch.readings()))
+    with BACKEND.watch(module, Watching(modules=("dense",), times=True)) as watch:
+        module(X)
+    (entry,) = watch.readings()
+    assert (entry.module, entry.kind, entry.seconds > 0) == ("dense", "Dense", True)
+
+
+@pytest.mark.parametrize("verb", ["watch", "force"])
+def test_patterns_that_match_nothing_are_refused(verb):
+    model = layers()
+    regions = {
+        "watch": lambda: BACKEND.watch(model, Watching(modules=("nothing",))),
+        "force": lambda: BACKEND.force(model, {"nothing": "float32"}),
+    }
+    with pytest.raises(ampx.UnsupportedOpError, match=r"'nothing'.*'first'"), regions[verb]():
+        pass
+
+
+# -- force ---------------------------------------------------------------------------------------------
+
+
+def dtypes_of(model, forced, inside=None):
+    with BACKEND.force(inside, forced), BACKEND.watch(model, Watching()) as watch:
+        differentiate(model)
+    seen = watch.readings()
+    return {entry.module: entry.dtype for entry in seen if entry.direction == "forward"}, modules(seen, "backward")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_modules_compute_in_their_own_dtype_and_the_inner_entry_holds(inside):
+    model = layers()
+    policies = [layer.dtype_policy for layer in model._flatten_layers()]
+    forced = {"block": "float16", "*.exact": "float32"}
+    forward, backward = dtypes_of(model, forced, model if inside else None)
+    assert forward == {
+        "first": "float32",
+        "block.low": "float16",
+        "block.exact": "float32",
+        "block": "float32",
+        "": "float32",
+    }
+    assert backward["block.low"].dtype == "float16"
+    assert all(a is b.dtype_policy for a, b in zip(policies, model._flatten_layers(), strict=True))
+    assert model(X).dtype == tf.float32
+
+
+def test_forced_float32_holds_in_a_session_that_casts():
+    amp = ampx.init("tensorflow", dtype="bfloat16")
+    model = layers()
+    with amp:
+        assert model(X).dtype == tf.bfloat16
+        forward, _ = dtypes_of(model, {"first": "float32"})
+        assert forward == {
+            "first": "float32",
+            "block.low": "bfloat16",
+            "block.exact": "bfloat16",
+            "block": "bfloat16",
+            "": "bfloat16",
+        }
+
+
+def test_functions_are_traced_anew_inside_and_the_old_traces_hold_after():
+    model = layers()
+    compiled = tf.function(lambda x: model(x))
+    assert compiled(tf.constant(X)).dtype == tf.float32
+    with BACKEND.force(None, {"*": "float16"}):
+        assert compiled(tf.constant(X)).dtype == tf.float16
+        with BACKEND.force(model, {"": "float32"}):
+            assert compiled(tf.constant(X)).dtype == tf.float32
+        assert compiled(tf.constant(X)).dtype == tf.float16
+    traces = compiled.experimental_get_tracing_count()
+    assert compiled(tf.constant(X)).dtype == tf.float32
+    assert compiled.experimental_get_tracing_count() == traces
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
+def test_simulated_dtypes_round_inputs_outputs_and_gradients(dtype):
+    layer = keras.layers.Lambda(lambda x: x * 1.1)
+    inputs, slopes = np.array([3.3, 300.0, -0.07], "float32"), np.array([0.3, 2.7, -9.9], "float32")
+    with BACKEND.force(layer, {"": dtype}), tf.GradientTape() as tape:
+        received = tf.constant(inputs)
+        tape.watch(received)
+        output = layer(received)
+    np.testing.assert_array_equal(output, round_to(round_to(inputs, dtype) * np.float32(1.1), dtype))
+    gradient = tape.gradient(output, received, output_gradients=tf.constant(slopes))
+    np.testing.assert_array_equal(gradient, round_to(slopes, dtype) * np.float32(1.1))
+
+
+def test_products_of_modules_that_are_no_layers_are_cast():
+    class Product(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable([[1.0 + 2.0**-12]])
+
+        def __call__(self, inputs):
+            return inputs @ self.weight
+
+    module = Product()
+    with BACKEND.force(module, {"": "float16"}):
+        assert float(module(tf.ones((1, 1)))[0, 0]) == 1.0
+    assert float(module(tf.ones((1, 1)))[0, 0]) == 1.0 + 2.0**-12
+
+
+def test_dtypes_that_tensorflow_neither_computes_nor_simulates_are_refused():
+    with (
+        pytest.raises(ampx.UnsupportedDtypeError, match=r"float8_e3m4.*float8_e4m3"),
+        BACKEND.force(None, {"*": "float8_e3m4"}),
+    ):
+        pass
+
+
+# -- replay --------------------------------------------------------------------------------------------
+
+
+def noisy():
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    )
+
+
+def test_replays_agree_and_leave_everything_as_it_was():
+    model, generator = noisy(), tf.random.Generator.from_seed(1)
+    counter = tf.Variable(0)
+
+    def step(model):
+        counter.assign_add(1)
+        noise = tf.random.uniform((4, 3)) + generator.normal((4, 3)) + keras.random.normal((4, 3))
+        noise += np.random.rand() + random.random()
+        return tf.reduce_sum(model(X, training=True) * noise)
+
+    before = [variable.numpy() for variable in (*model.variables, generator.state, counter)]
+    first, second = BACKEND.replay(model, step, None), BACKEND.replay(model, step, None, scale=1024.0)
+    after = [variable.numpy() for variable in (*model.variables, generator.state, counter)]
+    assert first.loss == second.loss
+    for name, gradient in first.gradients.items():
+        np.testing.assert_array_equal(gradient, second.gradients[name])
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert float(step(model)) == first.loss  # the next step draws what the replays drew
+    names = {layer.name: layer for layer in model.layers}
+    assert set(first.gradients) == set(first.parameters)
+    assert set(first.gradients) == {
+        f"{name}.{weight.name}" for name in names for weight in names[name].trainable_weights
+    }
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_replays_cast_as_planned_whatever_a_session_does(prepared):
+    model = layers()
+    with ampx.init("tensorflow", dtype="bfloat16") as amp:
+        if prepared:
+            amp.prepare(model)
+        seen = []
+
+        def step(model):
+            output = model(tf.constant(X))
+            seen.append(output.dtype.name)
+            return tf.reduce_sum(tf.cast(output, tf.float32))
+
+        exact = BACKEND.replay(model, step, None)
+        BACKEND.replay(model, step, CastPlan("cpu", "float16"), 8.0)
+        with BACKEND.force(model, {"*": "float32"}):
+            BACKEND.replay(model, step, CastPlan("cpu", "float16"))
+        assert seen == ["float32", "float16", "float32"]
+    kernel = model.get_layer("first").kernel.numpy()
+    assert exact.parameters["first.kernel"] == describe(kernel)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(tf.constant(X)))
+    plain = tape.gradient(loss, model.get_layer("first").kernel)
+    np.testing.assert_array_equal(exact.gradients["first.kernel"], plain)
+
+
+def test_variables_in_a_dict_are_replayed_product_by_product():
+    weights = {"used": tf.Variable([[1.0 + 2.0**-12]]), "unused": tf.Variable(1.0)}
+
+    def step(weights):
+        return tf.reduce_sum(tf.ones((1, 1)) @ weights["used"])
+
+    assert BACKEND.replay(weights, step, None).loss == 1.0 + 2.0**-12
+    low = BACKEND.replay(weights, step, CastPlan("cpu", "float16"))
+    assert (low.loss, set(low.gradients), set(low.parameters)) == (1.0, {"used"}, {"used", "unused"})
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda model: 1.0, lambda model: model(X), lambda model: tf.constant(1.0), lambda model: tf.constant(1)]
+)
+def test_what_is_no_loss_is_refused(loss):
+    with pytest.raises(ampx.LossError, match="accepted:"):
+        BACKEND.replay(layers(), loss, None)
