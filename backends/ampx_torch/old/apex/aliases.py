@@ -8,8 +8,8 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
@@ -114,26 +114,8 @@ class _Apex(importlib.metadata.Distribution):
         return path
 
 
-@dataclass
-class _Installation:
-    """What `install` changed.
-
-    Attributes:
-        before: The modules of old names that it took out of `sys.modules`.
-        names: The old names that it put in.
-        attributes: (module, name) of what it added to modules.
-        completed: Whether a real apex stayed and was completed.
-        finder: What answers for the rest.
-    """
-
-    before: dict[str, ModuleType] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-    attributes: list[tuple[ModuleType, str]] = field(default_factory=list)
-    completed: bool = False
-    finder: _LastFinder = field(default_factory=_LastFinder)
-
-
-_installations: list[_Installation] = []
+# What undoes `install`, and whether a real apex stayed and was completed.
+_installations: list[tuple[ExitStack, bool]] = []
 
 
 def install(force: bool = False) -> None:
@@ -150,12 +132,12 @@ def install(force: bool = False) -> None:
         ApexPresentError: An installed apex has `apex.amp`, or misses it and cannot be imported; and not `force`.
     """
     if _installations:
-        if not (force and _installations[0].completed):
+        if not (force and _installations[0][1]):
             return
         uninstall()
     spec = None if force else _find_installed()
     if spec is None:
-        _installations.append(_take_over())
+        _installations.append((_take_over(), False))
         return
     folders = list(spec.submodule_search_locations or [])
     if PathFinder.find_spec("apex.amp", folders) is not None:
@@ -163,20 +145,13 @@ def install(force: bool = False) -> None:
             f"install() found an apex that has amp, at {spec.origin}; accepted: an environment without apex, or with "
             f"one that lacks apex.amp. Use that apex as it is, or pass force=True to replace it in this process."
         )
-    _installations.append(_complete(spec, folders))
+    _installations.append((_complete(spec, folders), True))
 
 
 def uninstall() -> None:
     """Undo `install`: the old names mean what they meant before. Without `install` it does nothing."""
     while _installations:
-        done = _installations.pop()
-        if done.finder in sys.meta_path:
-            sys.meta_path.remove(done.finder)
-        for name in done.names:
-            sys.modules.pop(name, None)
-        for module, name in done.attributes:
-            delattr(module, name)
-        sys.modules.update(done.before)
+        _installations.pop()[0].close()
 
 
 def installed() -> bool:
@@ -191,27 +166,21 @@ def _find_installed() -> ModuleSpec | None:
     return importlib.util.find_spec("apex")
 
 
-def _take_over() -> _Installation:
-    modules = _load("apex", set(_COMPILED))
-    done = _Installation()
-    for name in list(sys.modules):
-        if name in ("apex", *_COMPILED) or name.startswith("apex."):
-            done.before[name] = sys.modules.pop(name)
-    sys.modules.update(modules)
-    done.names = list(modules)
-    done.attributes = list(_bind(modules))
-    sys.meta_path.append(done.finder)
-    return done
+def _take_over() -> ExitStack:
+    modules, undo = _load("apex", set(_COMPILED)), ExitStack()
+    old = [name for name in sys.modules if name in _COMPILED or f"{name}.".startswith("apex.")]
+    undo.callback(sys.modules.update, {name: sys.modules.pop(name) for name in old})
+    _put_in(modules, undo)
+    return undo
 
 
-def _complete(spec: ModuleSpec, folders: list[str]) -> _Installation:
-    """Return a real apex the parts it misses."""
+def _complete(spec: ModuleSpec, folders: list[str]) -> ExitStack:
+    """Give a real apex the parts it misses."""
     missing = [part for part in _PARTS if PathFinder.find_spec(f"apex.{part}", folders) is None]
     compiled = {name for name in _COMPILED if importlib.util.find_spec(name) is None}
     modules: dict[str, ModuleType] = {}
     for part in missing:
         modules.update(_load(f"apex.{part}", compiled))
-    done = _Installation(completed=True)
     try:
         real = importlib.import_module("apex")
     except Exception as error:
@@ -219,24 +188,35 @@ def _complete(spec: ModuleSpec, folders: list[str]) -> _Installation:
             f"install() found an apex without amp, at {spec.origin}, that fails to import: {error}; accepted: an apex "
             f"that imports, or none. Repair or remove it, or pass force=True to replace it in this process."
         ) from error
+    undo = ExitStack()
     for part in missing:
         if part not in vars(real):
-            setattr(real, part, modules[f"apex.{part}"])
-            done.attributes.append((real, part))
-    done.names = [name for name in modules if name not in sys.modules]
-    sys.modules.update({name: modules[name] for name in done.names})
-    done.attributes += _bind({name: modules[name] for name in done.names})
-    sys.meta_path.append(done.finder)
-    return done
+            _set(real, part, modules[f"apex.{part}"], undo)
+    _put_in({name: module for name, module in modules.items() if name not in sys.modules}, undo)
+    return undo
 
 
-def _bind(modules: dict[str, ModuleType]) -> Iterator[tuple[ModuleType, str]]:
-    """Set modules on those that their old names say they are in, as an import does; give what was set."""
+def _put_in(modules: dict[str, ModuleType], undo: ExitStack) -> None:
+    """Put modules in by their old names, and on those that these names say they are in, as an import does."""
+    finder = _LastFinder()
+
+    def take_out() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    undo.callback(take_out)
     for name, module in modules.items():
+        undo.callback(sys.modules.pop, name, None)
         parent, _, attribute = name.rpartition(".")
         if parent in modules and not hasattr(modules[parent], attribute):
-            setattr(modules[parent], attribute, module)
-            yield modules[parent], attribute
+            _set(modules[parent], attribute, module, undo)
+    sys.modules.update(modules)
+    sys.meta_path.append(finder)
+
+
+def _set(module: ModuleType, name: str, value: ModuleType, undo: ExitStack) -> None:
+    setattr(module, name, value)
+    undo.callback(delattr, module, name)
 
 
 def _load(old: str, compiled: set[str]) -> dict[str, ModuleType]:
