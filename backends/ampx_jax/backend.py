@@ -46,7 +46,6 @@ class JaxBackend(ampx.Backend):
     widest = staticmethod(casting.widest)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is an optax transformation."""
         return isinstance(candidate, optax.GradientTransformation)
 
     def autocast(self, plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
@@ -58,7 +57,6 @@ class JaxBackend(ampx.Backend):
         casting.switch(rules.resolve(plan))
 
     def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`."""
         casting.switch(None)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
@@ -75,7 +73,6 @@ class JaxBackend(ampx.Backend):
         return LossInfo(loss.size, str(loss.dtype), jnp.issubdtype(loss.dtype, jnp.floating), True, nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
-        """Return the loss in float32 times the scale."""
         return loss.astype(jnp.float32) * scale
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
@@ -84,7 +81,6 @@ class JaxBackend(ampx.Backend):
         return _wrap(optimizer, member.group, options)
 
     def state_handle(self, state: Any, call: str) -> StateHandle:
-        """Return the handle of an optimizer state."""
         return StateHandle(state, call)
 
     def peak_memory(self) -> int | None:
@@ -99,7 +95,6 @@ class JaxBackend(ampx.Backend):
         return automate(run)
 
     def demo(self) -> Any:
-        """Return the trainer behind `ampx demo`."""
         from .demo import JaxTrainer
 
         return JaxTrainer()

@@ -56,7 +56,6 @@ class JaxTrainer(DigitsTrainer):
     framework: ClassVar[str] = "jax"
 
     def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
-        """Make the parameters, the optimizer's state and the compiled step."""
         self.amp = amp
         self.results: list[Any] = []
         images, labels, self.test_images, self.test_labels = (jnp.asarray(part) for part in data)
@@ -83,21 +82,17 @@ class JaxTrainer(DigitsTrainer):
         self.compiled = step
 
     def set_learning_rate(self, rate: float) -> None:
-        """Keep it for the steps."""
         self.rate = rate
 
     def step(self, rows: Any, factor: float) -> Any:
-        """Train one step."""
         self.parameters, self.state, loss, result = self.compiled(self.parameters, self.state, rows, factor, self.rate)
         self.results.append(result)
         return loss
 
     def accuracy(self) -> float:
-        """Test."""
         return float((self.network(self.parameters, self.test_images).argmax(1) == self.test_labels).mean())
 
     def history(self, steps: int) -> History:
-        """Read what the compiled steps returned."""
         results, last = jax.device_get(self.results), self.amp.observe(self.state)
         skipped = [number for number, result in enumerate(results) if not result.applied]
         return History([float(result.scale) for result in results], skipped, 1.0 if last is None else last.next_scale)

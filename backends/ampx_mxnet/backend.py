@@ -48,7 +48,6 @@ class MXNetBackend(ampx.GenericBackend):
     scale = staticmethod(scale_loss)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is a gluon trainer, not wrapped."""
         return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
 
     def deactivate(self, plan: CastPlan) -> None:
@@ -63,11 +62,9 @@ class MXNetBackend(ampx.GenericBackend):
         return gradients.collect(optimizer, True)
 
     def zero_gradients(self, optimizer: Any) -> None:
-        """Set gradients to zero."""
         gradients.clear(optimizer)
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
-        """Divide gradients by the scale in place and test them."""
         return Unscaled(grads, gradients.unscale(grads, scale))
 
     def apply(self, optimizer: Any, grads: Any) -> None:
@@ -75,11 +72,9 @@ class MXNetBackend(ampx.GenericBackend):
         optimizer.update(1, ignore_stale_grad=True)
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        """Return a gluon trainer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
-        """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.trainer, model)
 
     def seed(self, number: int) -> None:
@@ -87,13 +82,11 @@ class MXNetBackend(ampx.GenericBackend):
         mx.random.seed(number)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
-        """Return a region in which unedited scripts train in mixed precision."""
         from .run import automate  # patches, which nothing else should come near
 
         return automate(run)
 
     def demo(self) -> Any:
-        """Return the trainer behind `ampx demo`."""
         from .demo import MxnetTrainer  # scikit-learn is needed for the demo only
 
         return MxnetTrainer()

@@ -41,7 +41,6 @@ class MxnetTrainer(DigitsTrainer):
     framework: ClassVar[str] = "mxnet"
 
     def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
-        """Make the network and its trainer."""
         self.context = mx.gpu(0) if amp.effective.device.startswith("gpu") else mx.cpu()
         self.data = Digits(*(mx.nd.array(part, ctx=self.context, dtype=part.dtype) for part in data))
         self.network = make_network(run.seed, self.context)
@@ -50,11 +49,9 @@ class MxnetTrainer(DigitsTrainer):
         self.loss_function = mx.gluon.loss.SoftmaxCrossEntropyLoss()
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it."""
         self.optimizer.set_learning_rate(rate)
 
     def step(self, rows: Any, factor: float) -> Any:
-        """Train one step."""
         batch = mx.nd.array(rows, ctx=self.context, dtype="int32")
         with mx.autograd.record():
             outputs = self.network(self.data.train_images[batch])
@@ -65,10 +62,8 @@ class MxnetTrainer(DigitsTrainer):
         return loss.detach()
 
     def number(self, loss: Any) -> float:
-        """Read a loss."""
         return float(loss.asscalar())
 
     def accuracy(self) -> float:
-        """Test."""
         digits = self.network(self.data.test_images).astype("float32").argmax(1).astype("int64")
         return float((digits == self.data.test_labels).astype("float32").mean().asscalar())

@@ -60,24 +60,19 @@ class PaddleBackend(ampx.GenericBackend):
     prepare = staticmethod(prepare)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is a Paddle optimizer, not wrapped."""
         wrapped = isinstance(candidate, (AmpOptimizer, StaticOptimizer))
         return isinstance(candidate, paddle.optimizer.Optimizer) and not wrapped
 
     def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`."""
         casting.deactivate()
 
     def zero_gradients(self, optimizer: Any) -> None:
-        """Forget the gradients."""
         optimizer.clear_grad()
 
     def unscale(self, grads: Any, scale: Any) -> Unscaled:
-        """Divide gradients by the scale in place and test them, in one pass."""
         return Unscaled(grads, gradients.unscale(grads, scale))
 
     def clip(self, grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
-        """Clip true gradients in place."""
         return grads, gradients.clip(grads, max_norm, max_value)
 
     def apply(self, optimizer: Any, grads: Any) -> None:
@@ -89,11 +84,9 @@ class PaddleBackend(ampx.GenericBackend):
             optimizer.step()
 
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        """Return a Paddle optimizer that delegates to the raw one."""
         return make_wrapper(self, optimizer, member, options)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
-        """List the parameters with non-finite gradients."""
         return gradients.name_nonfinite(optimizer.optimizer, model)
 
     def seed(self, number: int) -> None:
@@ -117,13 +110,11 @@ class PaddleBackend(ampx.GenericBackend):
         return numerics.replay(self, model, step, plan, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
-        """Return a region in which unedited scripts train in mixed precision."""
         from .run import automate  # patches, which nothing else should come near
 
         return automate(run)
 
     def demo(self) -> Any:
-        """Return the trainer behind `ampx demo`."""
         from .demo import PaddleTrainer  # scikit-learn is needed for the demo only
 
         return PaddleTrainer()

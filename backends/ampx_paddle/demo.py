@@ -42,7 +42,6 @@ class PaddleTrainer(DigitsTrainer):
             paddle.set_rng_state(state)
 
     def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
-        """Make the model and the optimizer."""
         self.data = Digits(*(paddle.to_tensor(part) for part in data))
         self.model = make_network()
         raw = paddle.optimizer.AdamW(LEARNING_RATE, parameters=self.model.parameters())
@@ -50,11 +49,9 @@ class PaddleTrainer(DigitsTrainer):
         self.loss_function = nn.CrossEntropyLoss()
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it."""
         self.optimizer.set_lr(rate)
 
     def step(self, rows: Any, factor: float) -> Any:
-        """Train one step."""
         batch = paddle.to_tensor(rows)
         loss = self.loss_function(self.model(self.data.train_images[batch]), self.data.train_labels[batch])
         with ampx.scale_loss(loss * factor, self.optimizer) as scaled:
@@ -64,7 +61,6 @@ class PaddleTrainer(DigitsTrainer):
         return loss.detach()
 
     def accuracy(self) -> float:
-        """Test."""
         self.model.eval()
         with paddle.no_grad():
             right = self.model(self.data.test_images).argmax(1) == self.data.test_labels

@@ -51,7 +51,6 @@ class TensorFlowBackend(ampx.Backend):
     scale = staticmethod(losses.scale_loss)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is an optimizer of Keras, tf_keras or TensorFlow 1, not wrapped."""
         if isinstance(candidate, WrappedOptimizer):
             return False
         return isinstance(candidate, keras.optimizers.Optimizer) or tf1.is_optimizer(candidate) or _is_old(candidate)
@@ -142,7 +141,6 @@ class TensorFlowBackend(ampx.Backend):
         return numerics.replay(model, step, plan, scale, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
 
     def demo(self) -> Any:
-        """Return the trainer behind `ampx demo`."""
         from .demo import KerasTrainer  # scikit-learn is needed for the demo only
 
         return KerasTrainer()

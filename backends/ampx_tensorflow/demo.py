@@ -37,7 +37,6 @@ class KerasTrainer(DigitsTrainer):
     framework: ClassVar[str] = "tensorflow"
 
     def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
-        """Make the model, the optimizer and the compiled step."""
         images, self.test_images = (tf.constant(part.transpose(0, 2, 3, 1)) for part in (data[0], data[2]))
         labels, self.test_labels = tf.constant(data.train_labels), data.test_labels
         self.model = model = make_network(run.seed)
@@ -60,20 +59,16 @@ class KerasTrainer(DigitsTrainer):
         self.compiled = step
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it."""
         self.optimizer.learning_rate = rate
 
     def step(self, rows: Any, factor: float) -> Any:
-        """Train one step."""
         loss, *result = self.compiled(tf.constant(rows), tf.constant(factor))
         self.results.append(tuple(result))
         return loss
 
     def accuracy(self) -> float:
-        """Test."""
         return float((tf.argmax(self.model(self.test_images), 1).numpy() == self.test_labels).mean())
 
     def history(self, steps: int) -> History:
-        """Read what the compiled steps returned."""
         skipped = [number for number, (applied, _) in enumerate(self.results) if not bool(applied)]
         return History([float(scale) for _, scale in self.results], skipped, float(self.optimizer.loss_scale))

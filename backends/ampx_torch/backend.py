@@ -66,7 +66,6 @@ class TorchBackend(ampx.Backend):
     force = staticmethod(numerics.force)
 
     def is_optimizer(self, candidate: object) -> bool:
-        """Return whether this is a torch optimizer, not wrapped."""
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)
 
     def inspect_loss(self, loss: Any, check_nan: bool | None) -> LossInfo:
@@ -105,7 +104,6 @@ class TorchBackend(ampx.Backend):
         return loss * scale
 
     def smallest(self, scales: Sequence[Any]) -> Any:
-        """Return the smallest scale; no sync for device scalars."""
         if not any(isinstance(scale, torch.Tensor) for scale in scales):
             return min(scales)
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
@@ -120,13 +118,11 @@ class TorchBackend(ampx.Backend):
         return numerics.replay(self, model, step, plan, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
-        """Patch torch for a script that is not edited."""
         from .run import automate  # only `ampx run` needs it
 
         return automate(run)
 
     def demo(self) -> Any:
-        """Return the trainer behind `ampx demo`."""
         from .demo import TorchTrainer  # scikit-learn is needed for the demo only
 
         return TorchTrainer()

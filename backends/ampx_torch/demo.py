@@ -46,23 +46,19 @@ class TorchTrainer(DigitsTrainer):
             torch.set_num_threads(threads)
 
     def shuffle(self, images: int, seed: int) -> Callable[[], torch.Tensor]:
-        """Return what draws the order of an epoch."""
         return lambda: torch.randperm(images)
 
     def start(self, data: Digits, run: Run, amp: ampx.Amp) -> None:
-        """Make the model and the optimizer."""
         self.data = Digits(*(torch.as_tensor(part, device=amp.effective.device) for part in data))
         self.model = make_network().to(amp.effective.device)
         raw = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE)
         self.optimizer = ampx.wrap_optimizer(raw, loss_scale=run.loss_scale)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set it in every group."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     def step(self, rows: torch.Tensor, factor: float) -> torch.Tensor:
-        """Train one step."""
         rows = rows.to(self.data.train_labels.device)
         loss = functional.cross_entropy(self.model(self.data.train_images[rows]), self.data.train_labels[rows])
         with ampx.scale_loss(loss * factor, self.optimizer) as scaled:
@@ -72,7 +68,6 @@ class TorchTrainer(DigitsTrainer):
         return loss.detach()
 
     def accuracy(self) -> float:
-        """Test."""
         self.model.eval()
         with torch.no_grad():
             return (self.model(self.data.test_images).argmax(1) == self.data.test_labels).float().mean().item()
