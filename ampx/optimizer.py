@@ -322,11 +322,7 @@ def _is_empty(grads: Any) -> bool:
 
 
 def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
-    """Return the wrapped optimizers of one argument.
-
-    Raises:
-        NotWrappedError: One is not wrapped.
-    """
+    """Return the wrapped optimizers of one argument."""
     optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
     for optimizer in optimizers:
         if not isinstance(optimizer, WrappedOptimizer):
@@ -338,22 +334,14 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
 
 
 def check_bound(name: str, bound: object) -> None:
-    """Raise unless a bound is None or a positive number.
-
-    Raises:
-        InvalidOptionError: It is neither.
-    """
+    """Raise unless a bound is None or a positive number."""
     number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
     if bound is not None and not (number and bound > 0):  # type: ignore[operator]
         raise InvalidOptionError(f"{name}={bound!r} is not a bound; accepted: a positive number, or None. Change it.")
 
 
 def check_clipping(backend: Backend) -> None:
-    """Raise where a backend does not clip gradients.
-
-    Raises:
-        UnsupportedByBackendError: `capabilities.clipping` is not declared.
-    """
+    """Raise where a backend does not clip gradients."""
     if not backend.capabilities.clipping:
         backend.refuse("gradient clipping (max_grad_norm, max_grad_value, clip_grad_norm)")
 

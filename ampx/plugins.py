@@ -73,33 +73,19 @@ def ampx_event(event: Event) -> Any:
 
 @dataclass(frozen=True)
 class Registration:
-    """What a plugin said about one framework.
-
-    Attributes:
-        name: The framework's name.
-        load: Gives the backend.
-        roots: Root modules of the framework's objects.
-        requires: The requirement to install.
-        plugin: Name of the plugin.
-        module: Name of the plugin's module, for messages.
-        stands_in_for: Modules that `ampx run` can provide to a script where they are missing.
-    """
+    """What a plugin said about one framework."""
 
     name: str
     load: Callable[[], Backend]
-    roots: tuple[str, ...]
-    requires: str
+    roots: tuple[str, ...]  # root modules of the framework's objects
+    requires: str  # the requirement to install
     plugin: str
-    module: str
-    stands_in_for: tuple[str, ...] = ()
+    module: str  # name of the plugin's module, for messages
+    stands_in_for: tuple[str, ...] = ()  # modules that `ampx run` can provide to a script where they are missing
 
 
 def check_registration(name: object, load: object, roots: object, requires: object) -> None:
-    """Check what a plugin passes to `register`.
-
-    Raises:
-        PluginError: It cannot be meant so.
-    """
+    """Check what a plugin passes to `register`."""
     listed = isinstance(roots, (list, tuple, set, frozenset)) and all(isinstance(root, str) for root in roots)
     texts = isinstance(name, str) and isinstance(requires, str)
     if not (listed and roots and texts and callable(load)):
@@ -117,13 +103,7 @@ def implemented_hooks(plugin: Any) -> list[str]:
 
 
 def load_backend(registration: Registration) -> Backend:
-    """Load a framework's backend.
-
-    Raises:
-        FrameworkNotInstalledError: The framework is not importable.
-        BackendLoadError: It is there, but loading it failed; or what was loaded is no backend of that name.
-        AmpxError: The plugin itself refuses what it found, and says why.
-    """
+    """Load a framework's backend."""
     try:
         backend = registration.load()
     except AmpxError:
@@ -170,11 +150,7 @@ class Registry:
     """Plugins, the frameworks they register, and the backends loaded so far."""
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
-        """Remember where to look; nothing is imported yet.
-
-        Args:
-            entry_points: Instead of those of the installed distributions (for tests).
-        """
+        """Remember where to look; nothing is imported yet."""
         self._entry_points = entry_points
         self._manager: pluggy.PluginManager | None = None
         self._registrations: dict[str, Registration] = {}
@@ -301,13 +277,7 @@ class Registry:
         return sorted(self._registrations)
 
     def registration(self, name: str) -> Registration:
-        """Look a framework up, importing nothing.
-
-        Raises:
-            PluginError: The plugin of that name is broken.
-            DuplicateBackendError: Likewise, by claiming a taken name.
-            UnknownFrameworkError: No plugin has it.
-        """
+        """Look a framework up, importing nothing."""
         self._ensure()
         registration = self._registrations.get(name) if isinstance(name, str) else None
         if registration is not None:
@@ -321,13 +291,7 @@ class Registry:
         )
 
     def load(self, name: str) -> Backend:
-        """Return the backend of a framework, importing the framework where that is new.
-
-        Raises:
-            UnknownFrameworkError: No plugin has it.
-            FrameworkNotInstalledError: The framework is not importable.
-            BackendLoadError: It is there, but loading it failed; the cause is chained.
-        """
+        """Return the backend of a framework, importing the framework where that is new."""
         registration = self.registration(name)
         backend = self._backends.get(name)
         if backend is None:
@@ -352,11 +316,7 @@ class Registry:
         ]
 
     def guess(self) -> str:
-        """Name the only registered framework that is imported already.
-
-        Raises:
-            AmbiguousFrameworkError: There is none, or more than one.
-        """
+        """Name the only registered framework that is imported already."""
         candidates = self.imported()
         if len(candidates) == 1:
             return candidates[0]

@@ -105,23 +105,14 @@ OptLevel = Literal["O0", "O1", "O2", "O3"]
 
 @dataclass(frozen=True)
 class Level:
-    """What an opt level switches on.
-
-    Attributes:
-        name: The level's name.
-        casts_ops: Operations are cast by the framework's op lists while autocast is on.
-        casts_params: `prepare` turns parameters into the compute dtype.
-        keeps_norms: `prepare` leaves normalization layers in float32.
-        master_weights: `prepare` gives the optimizer float32 copies to update.
-        scales_loss: The loss scale is dynamic by default (for float16; bfloat16 needs none).
-    """
+    """What an opt level switches on."""
 
     name: OptLevel
-    casts_ops: bool
-    casts_params: bool
-    keeps_norms: bool
-    master_weights: bool
-    scales_loss: bool
+    casts_ops: bool  # operations are cast by the framework's op lists while autocast is on
+    casts_params: bool  # `prepare` turns parameters into the compute dtype
+    keeps_norms: bool  # `prepare` leaves normalization layers in float32
+    master_weights: bool  # `prepare` gives the optimizer float32 copies to update
+    scales_loss: bool  # the loss scale is dynamic by default (for float16; bfloat16 needs none)
 
     def policy(self, dtype: Dtype) -> Policy:
         """Return the dtypes of parameters, computation and outputs when `dtype` is the compute dtype."""
@@ -139,11 +130,7 @@ LEVELS: Final[dict[str, Level]] = {
 
 
 def find_level(level: object) -> Level:
-    """Look a level up by name.
-
-    Raises:
-        UnsupportedLevelError: There is no such level.
-    """
+    """Look a level up by name."""
     entry = LEVELS.get(level) if isinstance(level, str) else None
     if entry is None:
         raise UnsupportedLevelError(

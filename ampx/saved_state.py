@@ -17,15 +17,7 @@ GroupState = tuple[LossScale, dict[int, LossScaleState]]
 
 
 def dump_state(framework: str | None, groups: Sequence[GroupState]) -> dict[str, Any]:
-    """Return the portable form of some loss scales.
-
-    Args:
-        framework: Who wrote it, for readers; loading ignores it.
-        groups: Configuration and state by loss id, one pair a group, in order of wrapping.
-
-    Returns:
-        `{"schema": …, "framework": …, "groups": [{"config": {…}, "losses": [{"loss_id": 0, …}]}]}`.
-    """
+    """Return the portable form of some loss scales."""
     return {
         "schema": SCHEMA,
         "framework": framework,
@@ -40,15 +32,7 @@ def dump_state(framework: str | None, groups: Sequence[GroupState]) -> dict[str,
 
 
 def parse_state(data: object) -> list[GroupState]:
-    """Read the portable form, checking every value.
-
-    Args:
-        data: What `dump_state` gave, perhaps through JSON.
-
-    Raises:
-        UnknownSchemaError: It is not of schema `ampx.loss_scale/1`.
-        InvalidStateError: A value is missing or not acceptable.
-    """
+    """Read the portable form, checking every value."""
     try:
         return _parse(data)
     except StateError:
@@ -105,11 +89,7 @@ def _parse_group(group: object, where: str) -> GroupState:
 
 
 def parse_loss_state(data: Mapping[str, Any], where: str) -> LossScaleState:
-    """Read one loss scale's four numbers.
-
-    Raises:
-        InvalidStateError: One is missing, of another type, negative, infinite or NaN.
-    """
+    """Read one loss scale's four numbers."""
     missing = [name for name in _STATE_FIELDS if name not in data]
     if missing:
         raise _invalid(where, sorted(map(str, data)), f"a dict that also has {', '.join(missing)}")
@@ -140,10 +120,6 @@ def dump_session(framework: str, groups: Sequence[ScaleGroup]) -> dict[str, Any]
 
 def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
     """Put the states of a portable state into some loss scales; all or none.
-
-    Raises:
-        UnknownSchemaError: The state is of another schema.
-        InvalidStateError: A value is not acceptable, or the numbers of loss scales differ.
 
     Sync: as their ledgers need.
     """

@@ -229,9 +229,6 @@ class ScaleLoss:
 def check_loss(backend: Backend, loss: Loss, check_nan: bool | None, call: str = "scale_loss") -> None:
     """Raise for a loss that cannot be scaled or differentiated, and name the call that got it.
 
-    Raises:
-        LossShapeError, LossDtypeError, DetachedLossError, NonFiniteLossError: See `Amp.scale_loss`.
-
     Sync: as `Backend.inspect_loss`.
     """
     info = backend.inspect_loss(loss, check_nan)
