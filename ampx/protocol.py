@@ -89,48 +89,30 @@ Move: TypeAlias = tuple[int, int, LossScaleState, LossScaleState, bool]
 
 @dataclass(eq=False)
 class Outcome:
-    """What one step of one member found; completed when the group's scale moves.
-
-    Attributes:
-        member: Who stepped.
-        finite: Finiteness by loss id; bools, or device scalars until a `Ledger` resolves them.
-        scale: The loss scale that the gradients carried.
-        grad_norm: Norm of the true gradients, a number or a device scalar, or None.
-        latest: No step of the member without gradients came since, of which `last_step` tells.
-    """
+    """What one step of one member found; completed when the group's scale moves."""
 
     member: Member
-    finite: dict[int, Any]
-    scale: Scalar
-    grad_norm: Any = None
-    latest: bool = True
+    finite: dict[int, Any]  # finiteness by loss id; bools, or device scalars until a `Ledger` resolves them
+    scale: Scalar  # the loss scale that the gradients carried
+    grad_norm: Any = None  # norm of the true gradients, a number or a device scalar, or None
+    latest: bool = True  # no step of the member without gradients came since, of which `last_step` tells
 
 
 @dataclass(eq=False)
 class ScaleGroup:
-    """One loss scale (one per loss id) and its members.
+    """One loss scale (one per loss id) and its members."""
 
-    Attributes:
-        framework: Name of the framework, for events.
-        config: The loss scale's configuration.
-        enabled: False makes every call transparent.
-        states: Host view of the state by loss id; read it after `resolve`.
-        index: Position in `amp.state_dict()`.
-        steps: Counted steps.
-        ledger: Where the scale lives.
-        emit: Receives the framework's name and an event; None for nobody.
-    """
-
-    framework: str
-    config: LossScale
-    enabled: bool = True
-    index: int = 0
-    steps: int = 0
-    ledger: Ledger = HOST_LEDGER
+    framework: str  # name of the framework, for events
+    config: LossScale  # the loss scale's configuration
+    enabled: bool = True  # False makes every call transparent
+    index: int = 0  # position in `amp.state_dict()`
+    steps: int = 0  # counted steps
+    ledger: Ledger = HOST_LEDGER  # where the scale lives
+    # Host view of the state by loss id; read it after `resolve`.
     states: dict[int, LossScaleState] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
     window: list[Outcome] = field(default_factory=list)
-    emit: Emit | None = None
+    emit: Emit | None = None  # receives the framework's name and an event; None for nobody
     _due: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -334,22 +316,16 @@ def refuse_values(call: str, backend: str, sees: str) -> NoReturn:
 
 
 class Member:
-    """One optimizer's place in the protocol of its group.
-
-    Attributes:
-        group: The group.
-        stage: Where the optimizer is between two steps.
-        factors: The scale that pending gradients carry, by loss id. Frozen until the step; replaced, never changed.
-        mixes: The wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`.
-        held: The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
-    """
+    """One optimizer's place in the protocol of its group."""
 
     def __init__(self, group: ScaleGroup) -> None:
         self.group = group
-        self.stage: Stage = "idle"
+        self.stage: Stage = "idle"  # where the optimizer is between two steps
+        # The scale that pending gradients carry, by loss id. Frozen until the step; replaced, never changed.
         self.factors: dict[int, Scalar] = {}
-        self.mixes = False
+        self.mixes = False  # the wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`
         self._result: StepResult | tuple[Any, ...] | None = None
+        # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
         self.held: list[Any] = []
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
         self._region: Region | None = None

@@ -24,16 +24,9 @@ probe_child.run(sys.argv[2], json.loads(sys.argv[3]))
 
 
 def probe(question: str, *arguments: Any, time_limit: float = TIME_LIMIT, what: str = "the import") -> dict[str, Any]:
-    """Ask a child process; whatever happens there becomes an answer.
+    """Ask a child process a function of `probe_child`; whatever happens is an answer, `{"error": why}` at worst.
 
-    Args:
-        question: A function of `probe_child`.
-        *arguments: Its arguments; plain JSON types.
-        time_limit: Seconds until the child is killed.
-        what: What the child does, for messages.
-
-    Returns:
-        What the function gave, or `{"error": why there is no answer}`.
+    The arguments are plain JSON types; `what` says in messages what the child does.
     """
     with tempfile.TemporaryDirectory(prefix="ampx-") as folder:
         answer, noise = Path(folder, "answer.json"), Path(folder, "stderr.txt")

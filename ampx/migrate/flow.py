@@ -184,9 +184,7 @@ class Flow:
     def origins(self, node: ast.expr, home: ast.AST | None = None) -> list[Binding] | None:
         """Return the assignments that an expression's value comes from, through parameters; None if not known.
 
-        Args:
-            node: The expression.
-            home: A function or module; what it assigns is an origin, also where that is another name of something.
+        What `home`, a function or module, assigns is an origin, also where that is another name of something.
         """
         place = self.place(node)
         return None if place is None else self._origins(place, home, set())

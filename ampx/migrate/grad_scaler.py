@@ -56,14 +56,7 @@ class ScalerRewriter:
     def __init__(
         self, plan: Plan, framework: str, constructors: Set[str], write_init: Callable[[ast.Call], str]
     ) -> None:
-        """Take what the dialect knows.
-
-        Args:
-            plan: Receives the edits.
-            framework: Its name, for messages.
-            constructors: Full names of the scaler's class.
-            write_init: Gives the `ampx.init` call for a constructor call.
-        """
+        """Take what the dialect knows; `write_init` gives the `ampx.init` call for a constructor call."""
         self._plan = plan
         self._program = plan.program
         self._framework = framework

@@ -16,13 +16,10 @@ Key = tuple[str, str]
 
 
 def fix(before: Edits, roots: Mapping[str, bool], more: Mapping[str, str]) -> Source:
-    """Return an edited file with its imports in order.
+    """Return an edited file with its imports in order, and `more` modules at the top, each with a comment for the line.
 
-    Args:
-        before: The edits of the file.
-        roots: Full names of the old modules; what is imported from them goes when nothing uses it any more. The value
-            says whether `import ampx` takes the place of such an import in a `try` or a function.
-        more: Further modules to import at the top, with a comment for the line.
+    What is imported from `roots`, full names of the old modules, goes when nothing uses it any more; their values say
+    whether `import ampx` takes the place of such an import in a `try` or a function.
     """
     after = _Imports(before.source.with_text(before.apply()))
     used_before = {key for key, count in before.program.uses_of_imports(before.source.tree).items() if count}
@@ -65,10 +62,8 @@ class _Imports:
     def remove(self, gone: Set[Key], in_place: Set[Key], at: int | None = None) -> ast.stmt | None:
         """Take names out of the imports; return the first statement of the module that lost one.
 
-        Args:
-            gone: What goes.
-            in_place: For what `import ampx` stands in its place, below the top level.
-            at: Line of an import of the top level that it stands in place of.
+        Below the top level `import ampx` stands in place of some; at the top level in place of the import in line
+        `at`.
         """
         first: ast.stmt | None = None
         for statement in self.program.imports(self.source.tree):

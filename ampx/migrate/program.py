@@ -71,9 +71,7 @@ class Modules:
     def find(self, name: str, importer: Path) -> tuple[Path, list[str]] | None:
         """Return the file that holds a full name, and what of the name is left for the object in it.
 
-        Args:
-            name: As `package.module.object`, with leading dots where the import is relative.
-            importer: The file in which it is imported.
+        The name has leading dots where the importer imports it relatively.
         """
         key = name, os.path.dirname(os.path.abspath(importer))
         if key not in self._known:
@@ -167,10 +165,8 @@ class Program:
     ) -> None:
         """Start without a file.
 
-        Args:
-            modules: Knows which file an import means.
-            load: Parses a further file that is asked for; None where it cannot be had.
-            importers: Gives what the files that import a file hold, but for those of the program.
+        `load` parses a further file, or returns None where it cannot be had; `importers` gives what the files that
+        import a file hold, but for those of the program.
         """
         self.sources: list[Source] = []  # the files, in the order in which they were added
         self._modules = modules or Modules()

@@ -129,13 +129,7 @@ class ImportAlias(FirstFinder):
     """Installs modules under names of others, when the script first asks for one of these."""
 
     def __init__(self, names: Sequence[str], install: Callable[[str], bool], uninstall: Callable[[], None]) -> None:
-        """Remember how.
-
-        Args:
-            names: The names.
-            install: Called with the name that was asked for; puts all of them into `sys.modules`, or returns False.
-            uninstall: Called at the end, where the script asked.
-        """
+        """Take the names, what puts all of them into `sys.modules` or returns False, and what takes them out again."""
         self.asked = False  # the script asked for one of the names
         self._names = names
         self._install = install

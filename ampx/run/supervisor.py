@@ -95,22 +95,13 @@ class Finished:
 def supervise(
     program: Program, settings: RunSettings, framework: str | None = None, finished: Finished | None = None
 ) -> Finished:
-    """Run a program to its end.
+    """Run a program to its end, and return how it ended; the frameworks are as they were.
 
-    Args:
-        program: What to run.
-        settings: What the user asked for.
-        framework: The only framework to automate, which is imported before the program; None for those that the
-            program imports and trains with.
-        finished: What to write to, for those who look before the end.
-
-    Returns:
-        How it ended. The frameworks are as they were.
+    A framework that is named is imported first; without one, those are automated that the program imports and
+    trains with. Who wants to look before the end passes what is written to as `finished`.
 
     Raises:
         AmpxError: There is no such program; a setting is none; or the framework that was named cannot be automated.
-
-    Sync: none of its own.
     """
     finished = finished or Finished()
     _judge(settings)

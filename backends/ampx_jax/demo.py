@@ -17,14 +17,7 @@ Parameters = dict[str, Any]
 
 
 def make_parameters(key: Any) -> Parameters:
-    """Return the parameters of a small convolutional network, drawn as torch draws them.
-
-    Args:
-        key: A PRNG key.
-
-    Returns:
-        float32 arrays: two kernels of shape (out, in, 3, 3), one matrix of shape (128, 10), and their biases.
-    """
+    """Return the float32 parameters of a small convolutional network, drawn as torch draws them."""
     shapes = {"conv1": (16, 1, 3, 3), "conv2": (32, 16, 3, 3), "dense": (128, 10)}
     parameters: Parameters = {}
     for name, key_of_layer in zip(shapes, jax.random.split(key, len(shapes)), strict=True):

@@ -124,11 +124,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def unscale(grads: Any, scale: Any) -> tuple[Any, Any]:
-    """Divide floating gradients by the scale, in float32 or wider, and test all of them.
-
-    Returns:
-        The true gradients with unchanged dtypes, and whether all are finite (a boolean array).
-    """
+    """Divide floating gradients by the scale, in float32 or wider; return them, and whether all are finite."""
 
     def divide(leaf: Any) -> Any:
         if not _is_inexact(leaf):
@@ -152,11 +148,9 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[Any, Any]:
-    """Clip true gradients by value, then by global L2 norm.
+    """Clip true gradients by value, then by global L2 norm; return them and the norm before, or None.
 
-    Returns:
-        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None; infinite
-        only where float32 cannot hold the norm).
+    The norm is float32, and infinite only where float32 cannot hold it.
     """
 
     def each(function: Callable[[Any], Any], tree: Any) -> Any:

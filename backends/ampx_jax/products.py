@@ -27,18 +27,10 @@ _DOT: Final = jax.lax.dot_general_p
 
 
 def product(left: Any, right: Any, dtype: Any, visible: bool, **params: Any) -> Any:
-    """Multiply two factors in low precision.
+    """Multiply two floating factors, at most float32, in a low dtype; the derivatives have the dtypes of the factors.
 
-    Args:
-        left: Floating array, at most float32.
-        right: Another.
-        dtype: The dtype in which they are multiplied, and of the product.
-        visible: A trace shows `dot_general`, for which policies of `jax.checkpoint` look; then it is compiled for a CPU
-            as for any device.
-        params: The parameters of `dot_general` but `preferred_element_type`.
-
-    Returns:
-        The product. Its derivatives have the factors' dtypes.
+    Where it is to be `visible`, a trace shows `dot_general`, for which policies of `jax.checkpoint` look; then it is
+    compiled for a CPU as for any device. `params` are those of `dot_general` but `preferred_element_type`.
     """
     dtype = jnp.dtype(dtype)
     options = {"dtype": dtype, "result": dtype, **params}

@@ -186,20 +186,12 @@ def _testable(kind: str, gradient: Any) -> Any:
 def clip(
     gradients: Batches, max_norm: float | None, max_value: float | None, finite: Any = None
 ) -> tuple[bool, float | None]:
-    """Clip finite gradients in place by value, then by global L2 norm; others stay as they are.
+    """Clip finite gradients in place by value, then by global L2 norm; return whether they are, and the norm.
 
-    Every context is clipped by the norm of its own gradients: where the trainer reduces them, all contexts hold the
-    same; where it does not, every context trains a model of its own.
-
-    Args:
-        gradients: What `collect` gave.
-        max_norm: Bound of the norm, or None.
-        max_value: Bound of every element, or None.
-        finite: One float32 element, not 0 where all gradients are finite, as `all_finite` gave it; None where
-            they are known to be.
-
-    Returns:
-        Whether they are finite, and the first context's norm before clipping by norm, None where `max_norm` is None.
+    Every context is clipped by the norm of its own gradients, and the first one's is returned: where the trainer
+    reduces them, all contexts hold the same; where it does not, every context trains a model of its own. `finite`
+    is one float32 element, not 0 where all gradients are finite; None where they are known to be. Others stay as
+    they are.
 
     Sync: one; where finite gradients have a norm beyond float32, and for sparse ones, some more.
     """

@@ -52,10 +52,6 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     True gradients are what hangs on the parameters, divided by the loss scale. The batch size divides later, in `step`,
     as in MXNet: bounds of clipping are compared before that.
-
-    Attributes:
-        trainer: The raw trainer.
-        ampx_member: Its place in the protocol.
     """
 
     _finite: Any

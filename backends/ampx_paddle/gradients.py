@@ -43,14 +43,7 @@ def any_nonzero(owners: Sequence[paddle.Tensor]) -> bool:
 def unscale(owners: Sequence[paddle.Tensor], scale: float) -> Finding:
     """Divide gradients by the scale in place and test them, with Paddle's own kernel, in one call a dtype.
 
-    After an overflow Paddle's kernel leaves zeros and NaN where the gradients were.
-
-    Args:
-        owners: Parameters that have a gradient, dense or sparse (SelectedRows).
-        scale: The scale that the gradients carry; 1 to test only.
-
-    Returns:
-        Whether all gradients were and are finite, when it is asked.
+    After an overflow Paddle's kernel leaves zeros and NaN where the gradients were. Gradients may be dense or sparse.
     """
     batches: dict[Any, list[paddle.Tensor]] = {}
     last: Any = None
@@ -74,14 +67,11 @@ def unscale(owners: Sequence[paddle.Tensor], scale: float) -> Finding:
 
 
 class Finding:
-    """What a test of gradients found: it stays on the device until somebody asks, and is read once.
-
-    Attributes:
-        squares: The sum of squares that was read along, inf where float32 overflows; None where none was.
-    """
+    """What a test of gradients found: it stays on the device until somebody asks, and is read once."""
 
     def __init__(self, overflows: Sequence[paddle.Tensor], squares: paddle.Tensor | None = None) -> None:
         """Put scalars together: true for what is not finite, and a sum of squares to be read along."""
+        # The sum of squares that was read along, inf where float32 overflows; None where none was.
         self.squares: float | None = None
         self._overflows = list(overflows)
         self._squares = squares
@@ -177,19 +167,10 @@ def sum_of_squares(owners: Sequence[paddle.Tensor], max_value: float | None = No
 def clip(
     owners: Sequence[paddle.Tensor], max_norm: float | None, max_value: float | None, squares: float | None = None
 ) -> float | None:
-    """Clip true, finite gradients in place by value, then by global L2 norm.
+    """Clip true, finite gradients in place by value, then by global L2 norm; return the norm before, or None.
 
-    Args:
-        owners: Parameters that have a gradient.
-        max_norm: Bound of the norm, or None.
-        max_value: Bound of every element, or None.
-        squares: What `sum_of_squares` returned, where it was read already.
-
-    Returns:
-        The norm before clipping by norm; None where `max_norm` is None.
-
-    Sync: none where `squares` is given or `max_norm` is None; else one. Where the norm is beyond float32, one a
-        gradient.
+    Sync: none where `squares` is what `sum_of_squares` returned, or without a bound; else one. Where the norm is
+    beyond float32, one a gradient.
     """
     if max_norm is not None and squares is None:
         squares = float(sum_of_squares(owners, max_value))

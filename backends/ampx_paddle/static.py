@@ -110,9 +110,6 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     `minimize(loss)` scales, differentiates, checks, and applies under a condition. The scale moves as the
     specification says, floors and ceilings included.
-
-    Attributes:
-        ampx_values: Values of the program to fetch, after `minimize`: `"scale"` and `"scaled_loss"`.
     """
 
     # `paddle.static.amp.decorate` does none of this in Paddle 3.3's graphs, so there is nothing of it to stand on: it
@@ -127,6 +124,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._backend = backend
         self._plan = options["plan"]
         self._clips = (options["max_grad_norm"], options["max_grad_value"])
+        # Values of the program to fetch, after `minimize`: `"scale"` and `"scaled_loss"`.
         self.ampx_values: dict[str, Any] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -21,15 +21,11 @@ from .replicas import several
 
 
 class Slots(NamedTuple):
-    """What one optimizer keeps in variables.
+    """What one optimizer keeps in variables."""
 
-    Attributes:
-        pending: The scale that waiting gradients carry; 0 where none wait.
-        last: Of the last step: the scale its gradients carried, whether they were finite, and their norm (NaN
-            where none was measured). All 0 before the first.
-    """
-
-    pending: Any
+    pending: Any  # the scale that waiting gradients carry; 0 where none wait
+    # Of the last step: the scale its gradients carried, whether they were finite, and their norm (NaN where none was
+    # measured). All 0 before the first.
     last: Any
 
 
@@ -37,13 +33,7 @@ class VariableLedger(Ledger):
     """Keeps one group's scale in variables."""
 
     def __init__(self, group: ScaleGroup, scale: Any, counters: Any) -> None:
-        """Take the variables.
-
-        Args:
-            group: The group on the host.
-            scale: Float32 scalar.
-            counters: Int64 vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps.
-        """
+        """Take the scale, and a vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps."""
         self.scale = scale
         self.counters = counters
         self.history = history.History()
@@ -224,10 +214,7 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
 def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> None:
     """Repeat on the host the steps that traces made, so that their events become due.
 
-    Args:
-        group: The loss scale as the host knows it.
-        missed: What traces did since.
-        state: Where they left the scale. Another one means that somebody wrote it, as a checkpoint does: no events.
+    Where the variables' state is another one, somebody wrote it, as a checkpoint does: no events then.
     """
     if missed.lost:
         warnings.warn(

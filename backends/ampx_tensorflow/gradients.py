@@ -44,13 +44,10 @@ def finite(grads: Sequence[Any]) -> Any:
 
 
 def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) -> tuple[list[Any], Any]:
-    """Clip true gradients by value, then by global L2 norm.
+    """Clip true gradients by value, then by global L2 norm; return them and the norm before, or None.
 
-    Rows of `IndexedSlices` that name one row twice are added up first: their sum is what is clipped.
-
-    Returns:
-        The clipped gradients, and the float32 norm before clipping by norm (None where `max_norm` is None; infinite
-        only where float32 cannot hold the norm).
+    Rows of `IndexedSlices` that name one row twice are added up first: their sum is what is clipped. The norm is
+    float32, and infinite only where float32 cannot hold it.
     """
     merged = [_merge(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
     if max_value is not None:

@@ -26,17 +26,12 @@ LOOK_EVERY: Final = 256
 
 
 class Missed(NamedTuple):
-    """What traces did since the host looked last.
+    """What traces did since the host looked last."""
 
-    Attributes:
-        steps: How many steps.
-        stretches: Of steps that overflowed in a row: the number of the first, counted from 1, and how many.
-        lost: How many stretches were overwritten before anybody looked; `stretches` holds the latest.
-    """
-
-    steps: int
+    steps: int  # how many steps
+    # Of steps that overflowed in a row: the number of the first, counted from 1, and how many.
     stretches: list[tuple[int, int]]
-    lost: int
+    lost: int  # how many stretches were overwritten before anybody looked; `stretches` holds the latest
 
 
 class History:
@@ -63,14 +58,7 @@ class History:
         self._seen = 0, 0, 0
 
     def note(self, finite: Any) -> list[Any]:
-        """Note one more step, in a trace or a graph.
-
-        Args:
-            finite: Boolean scalar tensor, or True or False where the trace knows.
-
-        Returns:
-            The operations that do it, for graphs.
-        """
+        """Note one more step, in a trace or a graph, and return the operations that do it; `finite` may be a tensor."""
         if finite is True:
             return [self.counts.assign_add([1, 0, 0])]
         counts, stretches = self._value(self.counts), self._value(self.stretches)

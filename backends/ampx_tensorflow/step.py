@@ -33,15 +33,10 @@ _ONLY_KERAS_2: Final = ("jit_compile", "is_legacy_optimizer")
 
 
 class LedgerOptimizer(WrappedOptimizer):
-    """An optimizer whose loss scale lives in a `VariableLedger`.
+    """An optimizer whose loss scale lives in a `VariableLedger`."""
 
-    Attributes:
-        max_grad_norm: The bound of the global norm, or None.
-        max_grad_value: The bound of each element, or None.
-    """
-
-    max_grad_norm: float | None
-    max_grad_value: float | None
+    max_grad_norm: float | None  # the bound of the global norm, or None
+    max_grad_value: float | None  # the bound of each element, or None
     _ledger: VariableLedger
     _place: int
     # One backward of optimizers with several scales takes the smallest, which need not be this one's.
@@ -50,15 +45,7 @@ class LedgerOptimizer(WrappedOptimizer):
     # -- the step -------------------------------------------------------------------------------------
 
     def _step(self, grads: Sequence[Any], variables: Sequence[Any] | None, aggregate: bool = True) -> None:
-        """Unscale if not done, check, clip, apply or skip, move the loss scale.
-
-        Args:
-            grads: What the caller collected.
-            variables: Those they belong to; None for those that the optimizer was built with.
-            aggregate: Add up the gradients of several replicas.
-
-        Sync: one outside of traced code, else none.
-        """
+        """Unscale if not done, check, clip, apply or skip, move the loss scale. Sync: one outside of traces."""
         member = self._caught_up()
         if not member.group.enabled:
             self._build(variables)

@@ -23,9 +23,6 @@ class GradientSet:
     """The gradients behind an optimizer's parameter groups, sorted by device and dtype.
 
     The sorting is done once and checked cheaply afterwards; only the gradients are looked up in every step.
-
-    Attributes:
-        reads_fast: The parameters are on a CPU and mostly large, so that reading takes less time than torch's kernel.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accepts_half: bool) -> None:
@@ -36,6 +33,7 @@ class GradientSet:
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
         self._unusual = False  # some gradients were sparse or complex: torch's kernel is not tried on them again
+        # The parameters are on a CPU and mostly large, so that reading takes less time than torch's kernel.
         self.reads_fast = False
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -76,14 +74,9 @@ class GradientSet:
     ) -> list[torch.Tensor]:
         """Divide gradients by the scale in place and test them for inf and NaN, in one pass; return a flag a device.
 
-        Args:
-            gradients: What `collect` returned.
-            scale: Python float, or a float32 scalar tensor on the device.
-            fresh: Return flags that stay as they are; else flags that `finite` resets for the next step.
-            grows: A scale on the device may be below 1, so that quotients may overflow.
-
-        Raises:
-            LowPrecisionParametersError: A float16 parameter came in after `wrap_optimizer`; nothing was divided.
+        Fresh flags stay as they are; the others `finite` resets for the next step. `grows` says that a scale on the
+        device may be below 1, so that quotients may overflow. Where a float16 parameter came in after `wrap_optimizer`
+        it raises, and nothing was divided.
         """
         flags: dict[torch.device, torch.Tensor] = {}
         if not self._accepts_half:
@@ -203,12 +196,8 @@ def clip(
     Gradients on a CPU are clipped as torch clips them, bit for bit. Elsewhere the norm is taken in float64, because
     nobody could look without waiting whether a norm in float32 is infinite though the gradients are finite.
 
-    Args:
-        parameters: Whose gradients are clipped; those without are passed over.
-        max_norm: Bound of the norm, or None.
-        max_value: Bound of every element, or None.
-        overflow: Whether the gradients are not finite: None, True, or a flag on the device. Such gradients stay as
-            they are (dividing by their norm would make all of them NaN).
+    Gradients that are not finite (`overflow` is True, or a flag on the device) stay as they are: dividing by their
+    norm would make all of them NaN.
     """
     parameters = list(parameters)
     if max_value is not None:

@@ -54,11 +54,7 @@ class LoDTensor:
 
 
 class Executor:
-    """Runs programs on a device.
-
-    Attributes:
-        place: The device.
-    """
+    """Runs programs on a device."""
 
     def __init__(self, place: Any = None) -> None:
         """Make an executor; None is the device that Paddle prefers."""

@@ -102,14 +102,10 @@ def _session(dtype: str) -> ampx.Amp:
 
 
 class OptimizerWithMixedPrecision:
-    """What `decorate` returns.
-
-    Attributes:
-        optimizer: What `ampx.wrap_optimizer` made of the script's optimizer.
-    """
+    """What `decorate` returns."""
 
     def __init__(self, optimizer: StaticOptimizer, session: ampx.Amp, lists: AutoMixedPrecisionLists) -> None:
-        self.optimizer = optimizer
+        self.optimizer = optimizer  # what `ampx.wrap_optimizer` made of the script's optimizer
         self._session = session
         self._lists = lists
 
