@@ -36,18 +36,13 @@ class _Loaded:
 
 
 def run_program(program: Program) -> BaseException | None:
-    """Run a program to its end, as `__main__`.
+    """Run a program to its end, as `__main__`; return None, or what it ended with: its traceback begins in the program.
 
     `sys.argv`, `sys.path[0]` and `sys.modules["__main__"]` stay as the program had them, because functions that it
     registered with `atexit` run later.
 
-    Returns:
-        What it ended with: None, `SystemExit`, or another exception whose traceback begins in the program.
-
     Raises:
         InvalidOptionError: There is no such program.
-
-    Sync: none of its own.
     """
     main = ModuleType("__main__")
     sys.argv = [program.name, *program.arguments]

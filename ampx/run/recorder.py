@@ -42,22 +42,14 @@ class _Phase:
 
 @dataclass
 class OptimizerRecord:
-    """One wrapped optimizer, or one list of optimizers that share a loss scale.
+    """One wrapped optimizer, or one list of optimizers that share a loss scale."""
 
-    Attributes:
-        kind: Name of its class.
-        initial_scale: The loss scale at the start.
-        place: The script's line that made it, which tells two of one class apart; "" where it is not known.
-        steps: Steps that the script asked for and that had gradients; skipped ones included.
-        skipped: Numbers of the skipped ones, from 1.
-        scales: `[step, scale]` after every step that moved the loss scale.
-    """
-
-    kind: str
-    initial_scale: float
-    place: str = ""
-    steps: int = 0
-    skipped: list[int] = field(default_factory=list)
+    kind: str  # name of its class
+    initial_scale: float  # the loss scale at the start
+    place: str = ""  # the script's line that made it, which tells two of one class apart; "" where it is not known
+    steps: int = 0  # steps that the script asked for and that had gradients; skipped ones included
+    skipped: list[int] = field(default_factory=list)  # numbers of the skipped ones, from 1
+    # `[step, scale]` after every step that moved the loss scale.
     scales: list[tuple[int, float]] = field(default_factory=list)
 
     def trace(self) -> str:
@@ -93,23 +85,17 @@ class Recorder:
     as events of the session that `Run.session` started. What lies between two phases counts as `"forward"`: the
     forward pass and all else in the training loop. A framework that trains in one call (`fit`, a compiled step)
     uses one phase, `"train"`.
-
-    Attributes:
-        optimizers: What was wrapped, by the position of its loss scale in `amp.state_dict()`.
-        seconds: Time on the host by phase.
-        ops: How often an operation ran in a dtype while sampling: `(name, dtype)`.
-        notes: Sentences for the end of the summary.
-        sampled_steps: How many steps are sampled.
-        observer: Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls
-            `observer.loss`.
     """
 
     def __init__(self, sampled_steps: int = SAMPLED_STEPS) -> None:
+        # What was wrapped, by the position of its loss scale in `amp.state_dict()`.
         self.optimizers: dict[int, OptimizerRecord] = {}
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # time on the host by phase
+        # How often an operation ran in a dtype while sampling: `(name, dtype)`.
         self.ops: Counter[tuple[str, str]] = Counter()
-        self.notes: list[str] = []
-        self.sampled_steps = sampled_steps
+        self.notes: list[str] = []  # sentences for the end of the summary
+        self.sampled_steps = sampled_steps  # how many steps are sampled
+        # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
         self._sampled_from = 0
         self._phases: dict[str, _Phase] = {}
@@ -210,11 +196,7 @@ class Recorder:
     # -- time --------------------------------------------------------------------------------------
 
     def phase(self, name: str) -> _Phase:
-        """Return a region whose time counts under this name; a region inside takes its own time out of it.
-
-        Args:
-            name: `"backward"`, `"step"`, or `"train"`.
-        """
+        """Return a region whose time counts as "backward", "step" or "train", without that of a region inside."""
         phase = self._phases.get(name)
         if phase is None:
             phase = self._phases[name] = _Phase(self, name)

@@ -24,19 +24,11 @@ _PREFIX: Final = "pd_op."
 def cast_program(
     program: Any, dtype: Dtype, allow: Collection[str] = (), deny: Collection[str] = (), keep: Collection[str] = ()
 ) -> int:
-    """Have the operators of Paddle's white list compute in a dtype; all others go on to compute in float32.
+    """Have the operators of Paddle's white list compute in a dtype, and return how many: all others compute in float32.
 
-    Values of the program that the caller holds stay valid. To be called before the backward is added.
-
-    Args:
-        program: A program in Paddle's present form, without backward.
-        dtype: `"float16"` or `"bfloat16"`.
-        allow: Operators to cast beyond the white list, as `ampx_paddle.casting.check_plan` names them.
-        deny: Operators to leave alone.
-        keep: Names of parameters and inputs; operators that read one of them are left alone.
-
-    Returns:
-        How many operators were cast.
+    Values of the program that the caller holds stay valid. To be called before the backward is added. `allow` names
+    operators to cast beyond the white list, as `ampx_paddle.casting.check_plan` does, and `deny` those to leave alone,
+    as well as operators that read a parameter or input named in `keep`.
     """
     white = _today(white_list()[dtype]["O1"]) - {"max_pool2d_with_index"}  # pooling multiplies nothing
     wanted = (white | _today(allow)) - _today(deny)

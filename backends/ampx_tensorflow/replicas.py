@@ -69,13 +69,7 @@ def conditionally(
 ) -> None:
     """Call a function on each replica where `finite`, which `everywhere` gave, is true, and another where it is not.
 
-    Args:
-        finite: Boolean scalar tensor, the same on all replicas.
-        if_finite: Changes variables and returns nothing.
-        *args: What it gets; tensors are those of the replica.
-        otherwise: Changes variables of a single replica.
-
-    Sync: as `tf.cond`.
+    Both change variables and return nothing; the first gets `args`, where tensors are those of the replica.
     """
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         _choose(finite, lambda: if_finite(*args), otherwise)

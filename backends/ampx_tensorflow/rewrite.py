@@ -41,17 +41,7 @@ def is_function(candidate: object) -> bool:
 
 
 def prepare(function: Any, plan: CastPlan) -> PreparedFunction:
-    """Return a `tf.function` that TensorFlow's rewriter casts.
-
-    Args:
-        function: What `tf.function` gave.
-        plan: The session's casting.
-
-    Raises:
-        UnsupportedByBackendError: The rewriter does not cast it here; the message says why.
-
-    Sync: one, the first time.
-    """
+    """Return a `tf.function` that the rewriter casts; raise where it does not here. Sync: one, the first time."""
     if getattr(function, "_jit_compile", False):
         raise UnsupportedByBackendError(
             "prepare got a tf.function with jit_compile=True, which TensorFlow's rewriter does not see; accepted: "
@@ -62,13 +52,7 @@ def prepare(function: Any, plan: CastPlan) -> PreparedFunction:
 
 
 def check(plan: CastPlan) -> None:
-    """Raise unless the rewriter casts as a plan says.
-
-    Raises:
-        UnsupportedByBackendError: It does not; it is tried.
-
-    Sync: one, the first time.
-    """
+    """Try whether the rewriter casts as a plan says, and raise where it does not. Sync: one, the first time."""
     _option(plan.device, plan.dtype)
 
 

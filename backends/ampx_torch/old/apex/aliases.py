@@ -175,7 +175,7 @@ def _take_over() -> ExitStack:
 
 
 def _complete(spec: ModuleSpec, folders: list[str]) -> ExitStack:
-    """Give a real apex the parts it misses."""
+    """Complete a real apex with the parts it misses."""
     missing = [part for part in _PARTS if PathFinder.find_spec(f"apex.{part}", folders) is None]
     compiled = {name for name in _COMPILED if importlib.util.find_spec(name) is None}
     modules: dict[str, ModuleType] = {}
