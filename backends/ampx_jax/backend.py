@@ -15,8 +15,9 @@ from ampx.backend import CastPlan, LossInfo, reject_unknown
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, optimizer, rules
+from . import casting, devices, numerics, optimizer, rules
 from .state import StateHandle
+from .taps import SIMULATED
 
 
 class JaxBackend(ampx.Backend):
@@ -37,6 +38,10 @@ class JaxBackend(ampx.Backend):
         traceable=True,
         state_values=True,
         automates=True,
+        watches=True,
+        forces=True,
+        replays=True,
+        simulates=frozenset(SIMULATED),
     )
 
     # Verbs that stand in modules of their own.
@@ -44,6 +49,9 @@ class JaxBackend(ampx.Backend):
     check_plan = staticmethod(rules.resolve)
     cast = staticmethod(casting.cast)
     widest = staticmethod(casting.widest)
+    watch = staticmethod(numerics.watch)
+    force = staticmethod(numerics.force)
+    replay = staticmethod(numerics.replay)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, optax.GradientTransformation)

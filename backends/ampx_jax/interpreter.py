@@ -3,30 +3,72 @@
 What arrives at an operation may be narrower than it was traced with, never wider. An operation on the list `low` casts
 its inputs to the plan's dtype, one on the list `full` to float32, one that follows takes the widest that arrives. All
 others, unknown primitives included, run in the dtypes that they were traced with.
+
+In a module that is forced into a dtype, what arrives from outside is cast to it first. In float32 nothing is cast
+inside, and nothing becomes narrower; in a low dtype operations are cast by the lists.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from .casting import mark_of, to_dtype
 from .products import product
-from .rules import FOLLOW, JaxPlan, primitives
+from .rules import FOLLOW, FULL, LOW, JaxPlan, primitives
+from .scopes import Scope, dtype_for, scopes_of
+from .taps import SIMULATED, rounded_input, rounded_output, tap, tap_p
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
 watch: Callable[[str, str], None] | None = None
 
 
-def evaluate(plan: JaxPlan | None, closed: Any, inputs: Sequence[Any]) -> list[Any]:
+@dataclass(frozen=True)
+class Mode:
+    """How operations are run.
+
+    Attributes:
+        plan: The plan; None runs everything as it was traced.
+        low: The plan of modules that are forced into a low dtype.
+        forced: Patterns of names of modules, and the dtype of each.
+        taps: What goes into and comes out of a `jax.named_scope` passes taps.
+        seen: Takes the names of all modules.
+        path: The stack of names of what the operations stand in.
+        region: The forced module that they stand in.
+    """
+
+    plan: JaxPlan | None
+    low: JaxPlan | None = None
+    forced: tuple[tuple[str, str], ...] = ()
+    taps: bool = False
+    seen: set[str] = field(default_factory=set, compare=False)
+    path: str = ""
+    region: _Region | None = None
+
+    def within(self, equation: Any) -> str:
+        """Return the stack of names of an operation."""
+        stack = str(equation.source_info.name_stack)
+        return f"{self.path}/{stack}" if self.path and stack else self.path or stack
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A call of a forced module: its name, its dtype, and its place among those of one function."""
+
+    name: str
+    dtype: str
+    serial: int
+
+
+def evaluate(mode: Mode, closed: Any, inputs: Sequence[Any]) -> list[Any]:
     """Run a closed jaxpr; results have the dtypes that they were traced with."""
-    return like(_run(plan, closed.jaxpr, closed.consts, inputs), closed.out_avals)
+    return like(_run(mode, closed.jaxpr, closed.consts, inputs), closed.out_avals)
 
 
 def like(values: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -45,33 +87,174 @@ def _all_to(values: Sequence[Any], avals: Sequence[Any], dtype: Any) -> list[Any
     return [to_dtype(value, dtype) if is_narrow(aval) else value for value, aval in zip(values, avals, strict=True)]
 
 
-def _run(plan: JaxPlan | None, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _run(mode: Mode, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    if mode.forced or mode.taps:
+        return _ByModule(mode).run(jaxpr, consts, inputs)
     computed: dict[Any, Any] = {}
+    for variable, value in (*zip(jaxpr.constvars, consts, strict=True), *zip(jaxpr.invars, inputs, strict=True)):
+        computed[variable] = value
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else computed[atom]
 
-    for variable, value in (*zip(jaxpr.constvars, consts, strict=True), *zip(jaxpr.invars, inputs, strict=True)):
-        computed[variable] = value
     for equation in jaxpr.eqns:
         values = [read(atom) for atom in equation.invars]
-        results = _equation(plan, equation, values)
+        with named_like(equation):
+            results = _equation(mode, equation, values)
         computed.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
-    plan = _in_region(plan, equation)
-    name, avals = equation.primitive.name, [atom.aval for atom in equation.invars]
+def named_like(equation: Any) -> Any:
+    """Return a region in which operations have the names and the line of code of another, within those of now."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+class _ByModule:
+    """Runs a function with some of its modules in dtypes of their own, or with taps."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.values: dict[Any, Any] = {}
+        self.homes: dict[Any, _Region | None] = {}  # the forced module that computed a value
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        mode = self.mode
+        self.write([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], mode.region)
+        starts, ends = _named_scopes(mode, jaxpr) if mode.taps else ({}, {})
+        region = mode.region
+        for place, equation in enumerate(jaxpr.eqns):
+            for scope, variables in starts.get(place, ()):
+                self.tap(variables, scope, "inputs")
+            scopes = scopes_of(mode.within(equation))
+            mode.seen.update(scope.name for scope in scopes)
+            region = _region(mode, scopes, region, place)
+            with named_like(equation):
+                if equation.primitive is tap_p:  # it only looks
+                    values = [self.leaving(atom, scopes) for atom in equation.invars]
+                    self.write(equation.outvars, bind(equation, values, equation.params), region)
+                    for atom, variable, value in zip(equation.invars, equation.outvars, values, strict=True):
+                        if value is self.read(atom):
+                            self.homes[variable] = self._home(atom)
+                else:
+                    values = [self.arriving(atom, region, scopes) for atom in equation.invars]
+                    self.write(equation.outvars, _equation(replace(mode, region=region), equation, values), region)
+            for scope, variables in ends.get(place, ()):
+                for variable in variables:
+                    home = self.homes[variable]
+                    if home is not None and home.name == scope.name:
+                        self.write([variable], [self.leaving(variable, ())], None)
+                self.tap(variables, scope, "forward")
+        around = () if mode.region is None else (Scope(mode.region.name, ""),)
+        return [self.arriving(atom, mode.region, around) for atom in jaxpr.outvars]
+
+    def read(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, core.Literal) else self.values[atom]
+
+    def _home(self, atom: Any) -> _Region | None:
+        return None if isinstance(atom, core.Literal) else self.homes[atom]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any], region: _Region | None) -> None:
+        self.values.update(zip(variables, values, strict=True))
+        self.homes.update(dict.fromkeys(variables, region))
+
+    def tap(self, variables: Sequence[Any], scope: Scope, direction: str) -> None:
+        values = [self.read(variable) for variable in variables]
+        self.values.update(zip(variables, tap(values, *scope, direction), strict=True))
+
+    def leaving(self, atom: Any, scopes: Sequence[Scope]) -> Any:
+        """Return a value as it is behind the forced module that computed it."""
+        value, home = self.read(atom), self._home(atom)
+        if home is None or home.dtype not in SIMULATED or not is_narrow(value):
+            return value
+        return value if home.name in [scope.name for scope in scopes] else rounded_output(value, home.dtype)
+
+    def arriving(self, atom: Any, region: _Region | None, scopes: Sequence[Scope]) -> Any:
+        """Return a value as it enters a forced module."""
+        value = self.read(atom)
+        if isinstance(atom, core.Literal) or self.homes[atom] == region or not is_narrow(value):
+            return value
+        value = self.leaving(atom, scopes)
+        if region is None:
+            return value
+        return rounded_input(value, region.dtype) if region.dtype in SIMULATED else to_dtype(value, region.dtype)
+
+
+def _region(mode: Mode, scopes: Sequence[Scope], last: _Region | None, place: int) -> _Region | None:
+    """Return the innermost forced module that an operation is in, the same for all operations of one call."""
+    for scope in reversed(scopes):
+        dtype = dtype_for(scope.name, mode.forced)
+        if dtype is not None:
+            for region in (mode.region, last):
+                if region is not None and (region.name, region.dtype) == (scope.name, dtype):
+                    return region
+            return _Region(scope.name, dtype, place)
+    return None
+
+
+_Bounds = dict[int, list[tuple[Scope, list[Any]]]]
+
+
+def _named_scopes(mode: Mode, jaxpr: Any) -> tuple[_Bounds, _Bounds]:
+    """Return what goes into each `jax.named_scope` of a function and comes out, by the place of the operation.
+
+    Parameters do not count: what the function receives at the outermost level.
+    """
+    outside = scopes_of(mode.path)
+    stacks = [mode.within(equation) for equation in jaxpr.eqns]
+    chains = [() if "transpose(" in stack else scopes_of(stack)[len(outside) :] for stack in stacks]
+    parameters = set() if mode.path else set(jaxpr.invars)
+    last_use = {atom: len(jaxpr.eqns) for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+    for place, equation in reversed(list(enumerate(jaxpr.eqns))):
+        for atom in equation.invars:
+            if not isinstance(atom, core.Literal):
+                last_use.setdefault(atom, place)
+    starts: _Bounds = {}
+    ends: _Bounds = {}
+    open_since: list[int] = []  # the places at which the scopes of `chain` began
+    chain: tuple[Scope, ...] = ()
+    for place, following in enumerate([*chains, ()]):
+        common = 0
+        while common < min(len(chain), len(following)) and chain[common] == following[common]:
+            common += 1
+        for depth in reversed(range(common, len(chain))):
+            first, scope = open_since.pop(), chain[depth]
+            if scope.kind:
+                continue
+            inside = jaxpr.eqns[first:place]
+            produced = [variable for equation in inside for variable in equation.outvars]
+            atoms = [atom for equation in inside for atom in equation.invars if not isinstance(atom, core.Literal)]
+            inputs = [v for v in dict.fromkeys(atoms) if v not in parameters.union(produced) and is_narrow(v.aval)]
+            outputs = [v for v in produced if last_use.get(v, 0) >= place and is_narrow(v.aval)]
+            if outputs:
+                starts.setdefault(first, []).insert(0, (scope, inputs))
+                ends.setdefault(place - 1, []).append((scope, outputs))
+        open_since += [place] * (len(following) - common)
+        chain = following
+    return starts, ends
+
+
+def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
+    name, avals = equation.primitive.name, equation_avals(equation)
+    region = mode.region
+    if region is not None and region.dtype == "float32":
+        return _wide(mode, equation, values)
+    if region is not None and region.dtype not in SIMULATED and mode.low is not None:
+        mode = replace(mode, plan=replace(mode.low, dtype=region.dtype))  # type: ignore[arg-type]
+    mode = _in_region(mode, equation)
+    plan = mode.plan
     if plan is not None and name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call"):
         label = equation.params.get("name") or _label(equation)
         if label in plan.full:
             plan = None
         elif label in plan.low:
             plan, values = _wholly_low(plan), _all_to(values, values, plan.dtype)
+        mode = replace(mode, plan=plan)
     recursion = NESTED.get(name)
     if recursion is not None:
-        return recursion(plan, equation, values)
+        return recursion(replace(mode, path=mode.within(equation)), equation, values)
     params = equation.params
     if plan is None or any(not is_narrow(aval) and _is_wide(aval) for aval in avals):
         values = like(values, avals)
@@ -89,7 +272,24 @@ def _equation(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[An
             values = _all_to(values, avals, dtype)
     else:
         values = like(values, avals)
-    return _bind(equation, values, params)
+    return bind(equation, values, params)
+
+
+def _wide(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
+    """Run an operation of a module that is forced into float32."""
+    name, params = equation.primitive.name, equation.params
+    recursion = NESTED.get(name)
+    if recursion is not None:
+        return recursion(replace(mode, plan=None, path=mode.within(equation)), equation, values)
+    if name == "convert_element_type" and is_narrow(equation.outvars[0].aval):
+        params = {**params, "new_dtype": jnp.dtype(jnp.float32)}
+    elif name in FOLLOW | FULL | LOW and all(map(is_narrow, filter(_is_wide, values))):
+        values = _all_to(values, values, jnp.float32)
+        if params.get("preferred_element_type") is not None and is_narrow(equation.outvars[0].aval):
+            params = {**params, "preferred_element_type": jnp.dtype(jnp.float32)}
+    else:
+        values = like(values, equation_avals(equation))
+    return bind(equation, values, params)
 
 
 def _product(plan: JaxPlan, equation: Any, values: list[Any]) -> Any:
@@ -114,7 +314,8 @@ def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
     return dtype if held else jnp.dtype(jnp.float32)
 
 
-def _bind(equation: Any, values: Sequence[Any], params: Any) -> list[Any]:
+def bind(equation: Any, values: Sequence[Any], params: Any) -> list[Any]:
+    """Run an operation as it is, with other parameters."""
     bound = equation.primitive.get_bind_params(params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # a pair up to some JAX version
     if watch is not None and values and is_narrow(values[0]):
@@ -128,11 +329,11 @@ def _is_wide(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
 
 
-def _in_region(plan: JaxPlan | None, equation: Any) -> JaxPlan | None:
+def _in_region(mode: Mode, equation: Any) -> Mode:
     mark = mark_of(equation.source_info.name_stack)
-    if plan is None or mark is None:
-        return plan
-    return None if mark == "off" else replace(plan, dtype=mark)  # type: ignore[arg-type]
+    if mode.plan is None or mark is None:
+        return mode
+    return replace(mode, plan=None if mark == "off" else replace(mode.plan, dtype=mark))  # type: ignore[arg-type]
 
 
 def _label(equation: Any) -> str | None:
@@ -149,14 +350,16 @@ def _wholly_low(plan: JaxPlan) -> JaxPlan:
 # -- primitives that hold functions ---------------------------------------------------------------------------
 
 
-def _jit(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     params = equation.params
     closed = params["jaxpr"]
     explicit = [s for key in ("in_shardings", "out_shardings") for s in params[key] if hasattr(s, "device_set")]
+    if explicit and (mode.forced or mode.taps):
+        return _run(mode, closed.jaxpr, closed.consts, values)
     if explicit:  # shardings belong to the call as it was traced
-        return _bind(equation, like(values, equation_avals(equation)), params)
+        return bind(equation, like(values, equation_avals(equation)), params)
     inner = jax.jit(
-        lambda *args: _run(plan, closed.jaxpr, closed.consts, args), inline=params["inline"], keep_unused=True
+        lambda *args: _run(mode, closed.jaxpr, closed.consts, args), inline=params["inline"], keep_unused=True
     )
     return inner(*values)  # type: ignore[no-any-return]
 
@@ -166,44 +369,44 @@ def equation_avals(equation: Any) -> list[Any]:
     return [atom.aval for atom in equation.invars]
 
 
-def _checkpoint(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _checkpoint(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     params = equation.params
     inner = jax.checkpoint(
-        lambda *args: _run(plan, params["jaxpr"], (), args), prevent_cse=params["prevent_cse"], policy=params["policy"]
+        lambda *args: _run(mode, params["jaxpr"], (), args), prevent_cse=params["prevent_cse"], policy=params["policy"]
     )
     return inner(*values)  # type: ignore[no-any-return]
 
 
-def _cond(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _cond(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     index, *operands = values
 
     def branch(closed: Any) -> Callable[..., Any]:
-        return lambda *args: evaluate(plan, closed, args)
+        return lambda *args: evaluate(mode, closed, args)
 
     branches = [branch(closed) for closed in equation.params["branches"]]
     return jax.lax.switch(index, branches, *operands)  # type: ignore[no-any-return]
 
 
-def _while(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _while(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     params = equation.params
     first, second = params["cond_nconsts"], params["body_nconsts"]
     test_consts, body_consts, start = values[:first], values[first : first + second], values[first + second :]
     start = like(start, equation_avals(equation)[first + second :])
     return jax.lax.while_loop(  # type: ignore[no-any-return]
-        lambda carry: evaluate(plan, params["cond_jaxpr"], [*test_consts, *carry])[0],
-        lambda carry: evaluate(plan, params["body_jaxpr"], [*body_consts, *carry]),
+        lambda carry: evaluate(mode, params["cond_jaxpr"], [*test_consts, *carry])[0],
+        lambda carry: evaluate(mode, params["body_jaxpr"], [*body_consts, *carry]),
         start,
     )
 
 
-def _scan(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _scan(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     params = equation.params
     consts, carried = params["num_consts"], params["num_carry"]
     constants, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
     start = like(start, equation_avals(equation)[consts : consts + carried])
 
     def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = evaluate(plan, params["jaxpr"], [*constants, *carry, *row])
+        results = evaluate(mode, params["jaxpr"], [*constants, *carry, *row])
         return results[:carried], results[carried:]
 
     last, stacked = jax.lax.scan(
@@ -212,56 +415,58 @@ def _scan(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
     return [*last, *stacked]
 
 
-def _custom_jvp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _custom_jvp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Keep the function's own derivative; both it and the function are cast."""
+    mode = replace(mode, taps=False)
     avals, closed = equation_avals(equation), equation.params["call_jaxpr"]
 
     @jax.custom_jvp
     def function(*args: Any) -> list[Any]:
-        return _run(plan, closed.jaxpr, closed.consts, args)
+        return _run(mode, closed.jaxpr, closed.consts, args)
 
     @function.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
         shapes = jax.eval_shape(function, *primals)
-        own = jax.make_jaxpr(lambda p, t: jax.jvp(lambda *a: _bind(equation, a, equation.params), p, t))
+        own = jax.make_jaxpr(lambda p, t: jax.jvp(lambda *a: bind(equation, a, equation.params), p, t))
         wide = tuple(like(primals, avals)), tuple(like(tangents, avals))
-        results = evaluate(plan, own(*wide), [*wide[0], *wide[1]])
+        results = evaluate(mode, own(*wide), [*wide[0], *wide[1]])
         half = len(results) // 2
         return like(results[:half], shapes), like(results[half:], shapes)
 
     return function(*values)  # type: ignore[no-any-return]
 
 
-def _custom_vjp(plan: JaxPlan | None, equation: Any, values: list[Any]) -> list[Any]:
+def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Keep the function's own derivative; both rules and the function are cast."""
+    mode = replace(mode, taps=False)
     closed, count = equation.params["call_jaxpr"], equation.params["num_consts"]
     structure: list[Any] = []
     values = like(values, equation_avals(equation))
 
     @jax.custom_vjp
     def function(*args: Any) -> list[Any]:
-        return evaluate(plan, closed, args)
+        return evaluate(mode, closed, args)
 
     def forward(*args: Any) -> tuple[list[Any], list[Any]]:
         def both(*inner: Any) -> list[Any]:
             closed_over, inputs = inner[:count], inner[count:]  # JAX differentiates only the latter
-            results, pullback = jax.vjp(lambda *a: _bind(equation, [*closed_over, *a], equation.params), *inputs)
+            results, pullback = jax.vjp(lambda *a: bind(equation, [*closed_over, *a], equation.params), *inputs)
             leaves, tree = jax.tree.flatten(pullback)
             structure[:] = [len(results), tree]
             return [*results, *leaves]
 
-        computed = evaluate(plan, jax.make_jaxpr(both)(*args), args)
+        computed = evaluate(mode, jax.make_jaxpr(both)(*args), args)
         return computed[: structure[0]], computed[structure[0] :]
 
     def backward(leaves: list[Any], upstream: list[Any]) -> tuple[Any, ...]:
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        return (*(None for _ in range(count)), *evaluate(plan, own, [*leaves, *upstream]))
+        return (*(None for _ in range(count)), *evaluate(mode, own, [*leaves, *upstream]))
 
     function.defvjp(forward, backward)
     return function(*values)  # type: ignore[no-any-return]
 
 
-NESTED: dict[str, Callable[[JaxPlan | None, Any, list[Any]], list[Any]]] = {
+NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {
     "jit": _jit,
     "pjit": _jit,
     "checkpoint": _checkpoint,

@@ -11,7 +11,7 @@ import jax
 
 from . import modules
 from .casting import active, is_array
-from .interpreter import evaluate
+from .interpreter import Mode, evaluate
 from .rules import JaxPlan
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -68,7 +68,7 @@ def _cast(plan: JaxPlan, function: Callable[..., Any]) -> Callable[..., Any]:
         arrays = [leaves[place] for place in places]
         closed = jax.make_jaxpr(traced)(*arrays)
         shape, result = results
-        computed = iter(evaluate(plan, closed, arrays))
+        computed = iter(evaluate(Mode(plan), closed, arrays))
         return jax.tree.unflatten(shape, [next(computed) if is_array(leaf) else leaf for leaf in result])
 
     return casting

@@ -12,6 +12,7 @@ from hypothesis import settings
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 optax = pytest.importorskip("optax", reason="optax is not installed")
+nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 
 import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
 
@@ -37,6 +38,27 @@ pull.defvjp(
 def updated(opt: Any, gradients: Any, state: Any, parameters: Any) -> Any:
     updates, state = opt.update(gradients, state, parameters)
     return optax.apply_updates(parameters, updates), state
+
+
+def is_key(leaf):
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+class Chain(nnx.Module):
+    """Layers that multiply, and behind them what makes noise."""
+
+    def __init__(self, weights, noise):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(1, 1, use_bias=False, rngs=rngs) for _ in weights])
+        for layer, weight in zip(self.layers, weights, strict=True):
+            layer.kernel[...] = jnp.full((1, 1), weight)
+        self.norm = nnx.BatchNorm(1, rngs=rngs) if noise else None
+        self.dropout = nnx.Dropout(0.5, rngs=rngs) if noise else None
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.norm is None else self.dropout(self.norm(x))
 
 
 class JaxHarness(ValueHarness):
@@ -92,6 +114,17 @@ class JaxHarness(ValueHarness):
 
     def operation(self):
         return "dot_general"
+
+    def chain(self, weights, inputs, noise=False):
+        rows = jnp.array(inputs, "float32")[:, None]
+        names = [f"layers.{place}" for place in range(len(weights))]
+        return Chain(weights, noise), lambda model: jnp.sum(model(rows)), names
+
+    def model_state(self, model):
+        return [
+            jax.random.key_data(leaf).tolist() if is_key(leaf) else leaf.tolist()
+            for leaf in jax.tree.leaves(nnx.state(model))
+        ]
 
     def surroundings(self):
         return jnp.zeros(()).dtype, jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision

@@ -1,0 +1,624 @@
+"""`watch`, `force` and `replay`: what values a traced step has, where, and in which dtype modules compute.
+
+A step is traced with its modules marked (`scopes`), run in other dtypes where modules are forced (`interpreter`), and
+differentiated. The trace of all that is run by `_Reader`, operation by operation, which reduces values where they are.
+What runs in a loop of unknown length (`while`) is not read.
+
+Where a step is called inside of `watch` without `replay`, nothing is compiled, and what modules of flax receive and
+return is read as it comes; so are the gradients where the step is differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core, source_info_util
+
+import ampx
+from ampx.backend import CastPlan, Direction, Reading, Replayed, Stats, Step, Watching
+from ampx.numerics.formats import FORMATS
+
+from . import casting, interpreter, rules, scopes, taps
+from .interpreter import Mode
+from .taps import SIMULATED, is_floating
+
+LOW: Final = frozenset({"float16", "bfloat16"})
+
+
+# -- what is read of a value ----------------------------------------------------------------------------------
+
+
+def _thresholds(dtype: str) -> tuple[float, float]:
+    """Return the largest magnitude that a dtype rounds to zero, and the smallest that it rounds to infinity or NaN."""
+    limits = FORMATS[dtype]
+    ulp = 2.0 ** (math.frexp(limits.largest)[1] - limits.bits)
+    middle = limits.largest + ulp / 2
+    # A tie goes to the even neighbour.
+    overflows = middle if (limits.largest / ulp) % 2 else math.nextafter(middle, math.inf)
+    return limits.smallest / 2, overflows
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "samples"))
+def _measure(value: Any, dtype: str, samples: int) -> tuple[Any, Any, Any]:
+    """Reduce a floating array: five counts, three magnitudes, and a sample as float32.
+
+    All is done with the bits of the numbers, since a CPU may take subnormal ones for zero.
+    """
+    wide = jnp.finfo(value.dtype).bits > 32
+    number, integer, width = (np.float64, np.uint64, 64) if wide else (np.float32, np.uint32, 32)
+    value = value.astype(number).ravel()
+    bits = jax.lax.bitcast_convert_type(value, integer)
+    sign = integer(1 << (width - 1))
+    infinity = np.asarray(math.inf, number).view(integer)[()]
+    magnitude = bits & ~sign
+    finite, zero = magnitude < infinity, magnitude == 0
+
+    def limit(bound: float, side: str) -> Any:
+        with np.errstate(over="ignore"):
+            rounded = np.asarray(bound, number)
+        if side == "least" and float(rounded) < bound:
+            rounded = np.nextafter(rounded, number(math.inf))
+        return rounded.view(integer)[()]
+
+    flushed, overflows = _thresholds(dtype)
+    counts = [
+        ~finite,
+        magnitude > infinity,
+        zero,
+        ~zero & (magnitude <= limit(flushed, "most")),
+        finite & (magnitude >= limit(overflows, "least")),
+    ]
+    top = integer(2 ** (width - 1) - 1)
+    negative = bits >= sign
+    ordered = jnp.where(negative, top - magnitude, sign + magnitude)
+    extremes = [
+        jnp.max(jnp.where(finite, magnitude, 0), initial=0),
+        jnp.min(jnp.where(finite & ~zero, magnitude, infinity), initial=infinity),
+        jnp.min(jnp.where(finite, ordered, integer(2**width - 1)), initial=integer(2**width - 1)),
+    ]
+    stride = -(-value.size // samples) if samples and value.size else 1
+    sample = value[::stride].astype(np.float32) if samples else jnp.zeros(0, np.float32)
+    return jnp.stack([jnp.sum(count, dtype=np.int32) for count in counts]), jnp.stack(extremes), sample
+
+
+def _stats(elements: int, measured: Sequence[Any]) -> Stats:
+    """Join the measures of several arrays."""
+    joined = Stats(elements)
+    lowest: list[float] = []
+    smallest: list[float] = []
+    for counts, extremes, _ in measured:
+        kind = np.float64 if extremes.dtype == np.uint64 else np.float32
+        width = 8 * extremes.dtype.itemsize
+        largest, least, ordered = (int(number) for number in extremes)
+        sign = 1 << (width - 1)
+
+        def number_of(bits: int, kind: Any = kind, extremes: Any = extremes) -> float:
+            return float(np.asarray(bits, extremes.dtype).view(kind))
+
+        if math.isfinite(number_of(least)):
+            smallest.append(number_of(least))
+        if ordered != 2**width - 1:
+            negative = ordered < sign
+            lowest.append(-number_of(sign - 1 - ordered) if negative else number_of(ordered - sign))
+        nonfinite, nan, zeros, flushed, overflowed = (int(count) for count in counts)
+        joined = replace(
+            joined,
+            nonfinite=joined.nonfinite + nonfinite,
+            nan=joined.nan + nan,
+            zeros=joined.zeros + zeros,
+            largest=max(joined.largest, number_of(largest)),
+            flushed=joined.flushed + flushed,
+            overflowed=joined.overflowed + overflowed,
+        )
+    return replace(joined, smallest=min(smallest, default=0.0), lowest=min(lowest, default=0.0))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "inputs"],
+    meta_fields=["module", "kind", "operation", "direction", "dtype", "place", "seconds", "elements"],
+)
+@dataclass
+class _Entry:
+    """One value that was read; its numbers are on the device.
+
+    Attributes:
+        value: Measures of its arrays.
+        inputs: Measures of what the module or operation received.
+        elements: Of the value, and of the inputs.
+    """
+
+    value: list[Any]
+    inputs: list[Any]
+    module: str
+    kind: str
+    operation: str
+    direction: Direction
+    dtype: str
+    place: str
+    seconds: float | None
+    elements: tuple[int, int]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["turn"], meta_fields=["length", "backwards"])
+@dataclass
+class _Loop:
+    """What a loop read: `turn`, whose arrays have a first axis more, of as many rows as the loop has turns."""
+
+    turn: list[Any]
+    length: int
+    backwards: bool
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["index", "branches"], meta_fields=[])
+@dataclass
+class _Choice:
+    """What the branches of a condition read; only that at `index` was run."""
+
+    index: Any
+    branches: list[list[Any]]
+
+
+def _flatten(entries: Sequence[Any]) -> Iterator[_Entry]:
+    """List what was read in order of execution; arrays are those of NumPy."""
+    for entry in entries:
+        if isinstance(entry, _Loop):
+            for turn in reversed(range(entry.length)) if entry.backwards else range(entry.length):
+                yield from _flatten(jax.tree.map(lambda array, turn=turn: array[turn], entry.turn))
+        elif isinstance(entry, _Choice):
+            yield from _flatten(entry.branches[int(entry.index)])
+        else:
+            yield entry
+
+
+# -- regions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class WatchRegion:
+    """A region of `watch`: what it looks at, and what it has seen.
+
+    Attributes:
+        watching: What to look at.
+        entries: What was read, on the device.
+    """
+
+    watching: Watching
+    entries: list[Any] = field(default_factory=list)
+
+    def readings(self) -> list[Reading]:
+        """Return what was seen so far, in order of execution. Sync: one a device."""
+        calls: Counter[tuple[str, str, str]] = Counter()
+        readings = []
+        for entry in _flatten(jax.device_get(self.entries)):
+            key = (entry.module, entry.operation, entry.direction)
+            sample = None
+            if self.watching.samples:
+                sample = np.concatenate([measured[2] for measured in entry.value])
+            readings.append(
+                Reading(
+                    module=entry.module,
+                    kind=entry.kind,
+                    operation=entry.operation,
+                    direction=entry.direction,
+                    call=calls[key],
+                    dtype=entry.dtype,
+                    value=_stats(entry.elements[0], entry.value),
+                    inputs=_stats(entry.elements[1], entry.inputs),
+                    sample=sample,
+                    seconds=entry.seconds,
+                    place=entry.place,
+                )
+            )
+            calls[key] += 1
+        return readings
+
+
+class _Regions(threading.local):
+    """The regions that a thread is in, the outermost first."""
+
+    watches: tuple[WatchRegion, ...] = ()
+    forced: tuple[tuple[str, str], ...] = ()
+
+
+_regions: Final = _Regions()
+
+
+@contextmanager
+def watch(model: Any, watching: Watching) -> Iterator[WatchRegion]:
+    """Read what is computed in this thread; compiled functions run uncompiled inside, and loops turn by turn.
+
+    Raises:
+        UnsupportedOpError: A pattern matches no module of flax nnx; where the model is no such module, `replay` raises.
+        UnsupportedDtypeError: `watching.dtype` is not known.
+    """
+    if watching.dtype not in FORMATS:
+        raise ampx.UnsupportedDtypeError(
+            f"watch got dtype={watching.dtype!r}; accepted: {', '.join(FORMATS)}. Pass one of these."
+        )
+    _check_patterns(model, watching.modules, "watch")
+    region, before = WatchRegion(watching), _regions.watches
+    heard = taps.listening.heard
+    _regions.watches = (*before, region)
+    try:
+        with scopes.naming(model, True), jax.disable_jit():
+            taps.listening.heard = Reader(_regions.watches).hear
+            yield region
+    finally:
+        _regions.watches, taps.listening.heard = before, heard
+
+
+@contextmanager
+def force(model: Any, dtypes: Mapping[str, str]) -> Iterator[None]:
+    """Compute modules in other dtypes in the next replays in this thread.
+
+    Raises:
+        UnsupportedOpError: As in `watch`.
+        UnsupportedDtypeError: A dtype is not known.
+    """
+    accepted = ("float32", *sorted(LOW), *SIMULATED)
+    for pattern, dtype in dtypes.items():
+        if dtype not in accepted:
+            raise ampx.UnsupportedDtypeError(
+                f"force got {dtype!r} for {pattern!r}; accepted: {', '.join(accepted)}. Pass one of these."
+            )
+    _check_patterns(model, dtypes, "force")
+    before = _regions.forced
+    _regions.forced = (*before, *dtypes.items())
+    try:
+        yield
+    finally:
+        _regions.forced = before
+
+
+def _check_patterns(model: Any, patterns: Iterable[str], call: str) -> None:
+    names = [name for name, _ in scopes.module_names(model).values()]
+    if names:
+        require_matches(patterns, names, call)
+
+
+def require_matches(patterns: Iterable[str], names: Collection[str], call: str) -> None:
+    """Raise where a pattern matches none of the names of modules.
+
+    Raises:
+        UnsupportedOpError: There is one.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            listed = ", ".join(repr(name) for name in sorted(names)[:8]) or "none"
+            raise ampx.UnsupportedOpError(
+                f"{call} got the pattern {pattern!r}, which matches no module; accepted: patterns of {listed}"
+                f"{', …' if len(names) > 8 else ''}. Pass one of these names; a module is one of flax, or a "
+                f"jax.named_scope."
+            )
+
+
+# -- reading --------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Runs a trace and measures what its taps, and its operations, see."""
+
+    def __init__(self, watches: Sequence[WatchRegion]) -> None:
+        self._watches = watches
+        self._received: list[tuple[str, list[Any], float]] = []
+        self.seen: set[str] = set()
+
+    def run(self, closed: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+        """Return the results of a closed jaxpr, and what was read, for every region."""
+        entries: list[list[Any]] = [[] for _ in self._watches]
+        return self._run(closed.jaxpr, closed.consts, inputs, "", entries, eager=True), entries
+
+    def hear(self, values: list[Any], **names: str) -> None:
+        """Read what has passed a tap outside of traces."""
+        entries = [region.entries for region in self._watches]
+        self._tap(values, "", entries, True, **names)
+
+    def _run(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], path: str, entries: list[list[Any]], eager: bool
+    ) -> list[Any]:
+        computed: dict[Any, Any] = {}
+        last_use: dict[Any, int] = {}
+        for place, equation in enumerate(jaxpr.eqns):
+            last_use.update((atom, place) for atom in equation.invars if not isinstance(atom, core.Literal))
+        kept = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else computed[atom]
+
+        for variables, values in ((jaxpr.constvars, consts), (jaxpr.invars, inputs)):
+            computed.update(zip(variables, values, strict=True))
+        for place, equation in enumerate(jaxpr.eqns):
+            values = [read(atom) for atom in equation.invars]
+            stack = str(equation.source_info.name_stack)
+            within = f"{path}/{stack}" if path and stack else path or stack
+            with interpreter.named_like(equation):
+                results = self._equation(equation, values, within, entries, eager)
+            computed.update(zip(equation.outvars, results, strict=True))
+            for atom in equation.invars:  # arrays that nothing needs any more are freed
+                if not isinstance(atom, core.Literal) and last_use[atom] == place and atom not in kept:
+                    computed.pop(atom, None)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(
+        self, equation: Any, values: list[Any], path: str, entries: list[list[Any]], eager: bool
+    ) -> list[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name == "ampx_tap":
+            self._tap(values, path, entries, eager, **params)
+            return values
+        if name in (
+            "jit",
+            "pjit",
+            "closed_call",
+            "core_call",
+            "custom_jvp_call",
+            "custom_vjp_call",
+            "remat2",
+            "checkpoint",
+        ):
+            closed = params.get("jaxpr", params.get("call_jaxpr"))
+            inner, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+            return self._run(inner, consts, values, path, entries, eager)
+        if name == "scan":
+            return self._scan(equation, values, path, entries)
+        if name == "cond":
+            return self._cond(equation, values, path, entries)
+        results = interpreter.bind(equation, values, params)
+        for region, own in zip(self._watches, entries, strict=True):
+            if region.watching.operations:
+                self._operation(region.watching, equation, values, results, path, own)
+        return results
+
+    def _scan(self, equation: Any, values: list[Any], path: str, entries: list[list[Any]]) -> list[Any]:
+        params = equation.params
+        consts, carried = params["num_consts"], params["num_carry"]
+        closed = params["jaxpr"]
+        constants, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
+
+        def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], Any]:
+            own: list[list[Any]] = [[] for _ in entries]
+            results = self._run(closed.jaxpr, closed.consts, [*constants, *carry, *row], path, own, False)
+            return results[:carried], (results[carried:], own)
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        last, (stacked, turns) = jax.lax.scan(body, start, rows, **options)
+        for own, turn in zip(entries, turns, strict=True):
+            if turn:
+                own.append(_Loop(turn, params["length"], params["reverse"]))
+        return [*last, *stacked]
+
+    def _cond(self, equation: Any, values: list[Any], path: str, entries: list[list[Any]]) -> list[Any]:
+        index, *operands = values
+        branches = equation.params["branches"]
+
+        def run(branch: Any, *operands: Any) -> tuple[list[Any], list[list[Any]]]:
+            own: list[list[Any]] = [[] for _ in entries]
+            return self._run(branch.jaxpr, branch.consts, operands, path, own, False), own
+
+        kinds = [jax.eval_shape(functools.partial(run, branch), *operands)[1] for branch in branches]
+
+        def taken(place: int) -> Callable[..., Any]:
+            def call(*operands: Any) -> Any:
+                results, own = run(branches[place], *operands)
+                read = [jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kind) for kind in kinds]
+                read[place] = own
+                return results, read
+
+            return call
+
+        results, read = jax.lax.switch(index, [taken(place) for place in range(len(branches))], *operands)
+        for place, own in enumerate(entries):
+            if any(branch[place] for branch in read):
+                own.append(_Choice(jnp.clip(index, 0, len(branches) - 1), [branch[place] for branch in read]))
+        return results  # type: ignore[no-any-return]
+
+    def _tap(
+        self,
+        values: list[Any],
+        path: str,
+        entries: list[list[Any]],
+        eager: bool,
+        module: str,
+        kind: str,
+        direction: str,
+    ) -> None:
+        if "rematted_computation" in path or direction == "tangent":
+            return
+        self.seen.add(module)
+        timed = eager and any(region.watching.times for region in self._watches) and direction != "backward"
+        if timed:
+            jax.block_until_ready(values)
+        if direction == "inputs":
+            self._received.append((module, values, time.perf_counter()))
+            return
+        inputs, seconds = [], None
+        if direction == "forward":
+            while self._received:
+                received, arrays, since = self._received.pop()
+                if received == module:
+                    inputs, seconds = arrays, time.perf_counter() - since if timed else None
+                    break
+        for region, own in zip(self._watches, entries, strict=True):
+            watching = region.watching
+            if not _matches(watching, module):
+                continue
+            own.append(
+                self._entry(
+                    watching, values, inputs, module, kind, "", direction, "", seconds if watching.times else None
+                )
+            )
+
+    def _operation(
+        self, watching: Watching, equation: Any, values: list[Any], results: list[Any], path: str, own: list[Any]
+    ) -> None:
+        around = scopes.scopes_of(path)
+        module, kind = around[-1] if around else ("", "")
+        self.seen.update(scope.name for scope in around)
+        if "rematted_computation" in path or not _matches(watching, module):
+            return
+        outputs = [value for value in results if is_floating(value)]
+        if not outputs:
+            return
+        inputs = [value for value in values if is_floating(value)]
+        direction: Direction = "backward" if "transpose(" in path else "forward"
+        name, place = equation.primitive.name, place_of(equation)
+        own.append(self._entry(watching, outputs, inputs, module, kind, name, direction, place, None))
+
+    def _entry(
+        self, watching: Watching, values: list[Any], inputs: list[Any], module: str, kind: str, operation: str,
+        direction: Any, place: str, seconds: float | None
+    ) -> _Entry:  # fmt: skip
+        with jax.disable_jit(False):
+            measured = (
+                [_measure(value, watching.dtype, watching.samples) for value in values],
+                [_measure(value, watching.dtype, 0) for value in inputs],
+            )
+        return _Entry(
+            *measured,
+            module,
+            kind,
+            operation,
+            direction,
+            str(values[0].dtype),
+            place,
+            seconds,
+            (sum(value.size for value in values), sum(value.size for value in inputs)),
+        )
+
+
+def _matches(watching: Watching, module: str) -> bool:
+    return not watching.modules or any(fnmatchcase(module, pattern) for pattern in watching.modules)
+
+
+_FRAME: Final = re.compile(r"(.*?):(\d+)(?::\d+)? \(.*\)")
+_OTHERS: Final = re.compile(r"[/\\](flax|optax|haiku|equinox|ampx|ampx_jax)[/\\]")
+
+
+def place_of(equation: Any) -> str:
+    """Return the line of the user's code that called an operation, as `"file:line"`; "" where it is not known."""
+    for line in reversed(source_info_util.summarize(equation.source_info, 30).splitlines()):
+        frame = _FRAME.fullmatch(line)
+        if frame is not None and not _OTHERS.search(frame[1]):
+            return f"{frame[1]}:{frame[2]}"
+    return ""
+
+
+# -- replay ---------------------------------------------------------------------------------------------------
+
+
+def path_name(path: Any) -> str:
+    """Return the name of a leaf of a tree: its keys, with dots."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")  # of a variable of flax nnx
+
+
+def _trainable(leaf: Any) -> bool:
+    return casting.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _split(model: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]]:
+    """Return what is trained of a model, by name, and a function that makes such a model of new values."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(model, nnx.Module):
+        graph, trained, rest = nnx.split(model, nnx.Param, ...)
+        values, kept = jax.tree.flatten(rest)
+        tree, rebuild = trained, lambda tree: nnx.merge(graph, tree, jax.tree.unflatten(kept, values))
+    else:
+        tree, rebuild = model, lambda tree: tree
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    named = {path_name(path): leaf for path, leaf in paths if _trainable(leaf)}
+    leaves = [leaf for _, leaf in paths]
+    places = [place for place, leaf in enumerate(leaves) if _trainable(leaf)]
+
+    def merge(values: list[Any]) -> Any:
+        filled = list(leaves)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        return rebuild(jax.tree.unflatten(structure, filled))
+
+    return named, merge
+
+
+def mode_of(plan: CastPlan | None, forced: tuple[tuple[str, str], ...], taps: bool) -> Mode:
+    """Return how operations are run."""
+    own = None if plan is None else rules.resolve(plan)
+    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    return Mode(own, own or rules.resolve(CastPlan(device, "bfloat16")), forced, taps)
+
+
+def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+    """Compute the loss of a batch and its gradients, one operation after another; the model is not touched.
+
+    Raises:
+        LossError: What `step` returned is no loss.
+        UnsupportedOpError: A pattern of a region around matches no module.
+    """
+    watches, forced = _regions.watches, _regions.forced
+    named, merge = _split(model)
+    mode = mode_of(plan, forced, bool(watches))
+    arrays = [jnp.asarray(leaf) for leaf in named.values()]
+
+    def loss_of(arrays: list[Any]) -> Any:
+        own = merge(arrays)
+        with scopes.naming(own, bool(watches)):
+            return _checked(step(own))
+
+    def both(arrays: list[Any], scale: Any) -> tuple[Any, list[Any]]:
+        closed = jax.make_jaxpr(loss_of)(arrays)
+        loss, pull = jax.vjp(lambda arrays: interpreter.evaluate(mode, closed, arrays)[0].astype(jnp.float32), arrays)
+        return loss, pull(scale)[0]
+
+    reader = Reader(watches)
+    with casting.active(None), jax.disable_jit(False):
+        closed = jax.make_jaxpr(both)(arrays, jnp.float32(scale))
+        (loss, *gradients), entries = reader.run(closed, [*arrays, jnp.float32(scale)])
+    names = mode.seen | reader.seen
+    for region, own in zip(watches, entries, strict=True):
+        require_matches(region.watching.modules, names, "watch")
+        region.entries.extend(own)
+    require_matches(dict(forced), names, "force")
+    reached = _reached(closed.jaxpr)
+    measured = [_measure(array, "float32", 0) for array in arrays]
+    loss, gradients, measured = jax.device_get((loss, gradients, measured))
+    return Replayed(
+        float(loss),
+        {
+            name: np.asarray(gradient, np.float32) / np.float32(scale)
+            for name, gradient, counts in zip(named, gradients, reached, strict=True)
+            if counts
+        },
+        {name: _stats(leaf.size, [own]) for (name, leaf), own in zip(named.items(), measured, strict=True)},
+    )
+
+
+def _checked(loss: Any) -> Any:
+    if casting.is_array(loss) and loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
+        return loss
+    kind = f"an array of shape {loss.shape}, {loss.dtype}" if casting.is_array(loss) else type(loss).__name__
+    raise ampx.LossError(
+        f"replay got a step that returned {kind}; accepted: a function that returns a floating scalar. Return the "
+        f"loss of one batch, not scaled."
+    )
+
+
+def _reached(jaxpr: Any) -> list[bool]:
+    """Return which of the gradients depend on the scale, the last input: the others are zeros that JAX filled in."""
+    depend = {jaxpr.invars[-1]}
+    for equation in jaxpr.eqns:
+        if any(not isinstance(atom, core.Literal) and atom in depend for atom in equation.invars):
+            depend.update(equation.outvars)
+    return [not isinstance(atom, core.Literal) and atom in depend for atom in jaxpr.outvars[1:]]

@@ -1,0 +1,383 @@
+"""`watch`, `force` and `replay` in JAX, by flax linen, flax nnx and plain `jax.named_scope`; NumPy is the oracle."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ampx
+from ampx.backend import CastPlan, Stats, Watching
+from ampx.numerics.rounding import describe, round_to, sample
+from ampx_jax import numerics
+
+nn = pytest.importorskip("flax.linen", reason="flax is not installed")
+nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+
+X = np.array([[1.0, -2.0], [3e-8, 0.0], [7e4, 0.5]], np.float32)
+W = np.array([[2.0, 0.25], [0.5, -1.0]], np.float32)
+V = np.array([[4.0], [-8.0]], np.float32)
+# By hand: the sum of (x w) v, whose products are exact.
+HIDDEN = X @ W
+PARAMS = {"first": jnp.asarray(W), "second": jnp.asarray(V)}
+
+
+def scoped(params):
+    with jax.named_scope("first"):
+        hidden = jnp.asarray(X) @ params["first"]
+    with jax.named_scope("rest"), jax.named_scope("second"):
+        out = hidden @ params["second"]
+    return out.sum()
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(2, use_bias=False, name="first")(x)
+        return nn.Dense(1, use_bias=False, name="second")(x)
+
+
+def linen(params):
+    return Linen().apply({"params": {name: {"kernel": value} for name, value in params.items()}}, jnp.asarray(X)).sum()
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(2, 2, use_bias=False, rngs=rngs)
+        self.second = nnx.Linear(2, 1, use_bias=False, rngs=rngs)
+        self.first.kernel[...], self.second.kernel[...] = PARAMS["first"], PARAMS["second"]
+
+    def __call__(self, x):
+        return self.second(self.first(x))
+
+
+def by_nnx(model):
+    return model(jnp.asarray(X)).sum()
+
+
+WAYS = {
+    "named_scope": (lambda: PARAMS, scoped, "rest.second"),
+    "linen": (lambda: PARAMS, linen, "second"),
+    "nnx": (Nnx, by_nnx, "second"),
+}
+
+
+def read(model, step, watching=None, dtypes=None, plan=None):
+    """Replay a step, and return the readings by module, operation and direction."""
+    with numerics.watch(model, watching or Watching(samples=64)) as watch, numerics.force(model, dtypes or {}):
+        replayed = numerics.replay(model, step, plan)
+    return replayed, watch.readings()
+
+
+def of(readings, module, direction="forward", operation=""):
+    return [r for r in readings if (r.module, r.direction, r.operation) == (module, direction, operation)]
+
+
+# -- what is read ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_inputs_and_gradients_of_modules_equal_a_count_in_numpy(way):
+    make, step, last = WAYS[way]
+    replayed, readings = read(make(), step)
+    expected = {
+        ("first", "forward"): (HIDDEN, X),
+        (last, "forward"): (HIDDEN @ V, HIDDEN),
+        (last, "backward"): (np.ones((3, 1), np.float32), None),
+        ("first", "backward"): (np.broadcast_to(V.T, (3, 2)), None),
+    }
+    for (module, direction), (value, received) in expected.items():
+        (reading,) = of(readings, module, direction)
+        assert reading.value == describe(value)
+        assert reading.inputs == (Stats() if received is None else describe(received))
+        np.testing.assert_array_equal(reading.sample, sample(value, 64))
+    order = [(r.module, r.direction) for r in readings if (r.module, r.direction) in expected]
+    assert order == list(expected)
+    assert replayed.loss == (HIDDEN @ V).sum()
+    first = next(value for name, value in replayed.gradients.items() if "first" in name)
+    np.testing.assert_array_equal(first, X.T @ np.broadcast_to(V.T, (3, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
+def test_every_count_is_that_of_numpy_at_the_edges_of_a_dtype(dtype):
+    limits = numerics.FORMATS[dtype]
+    edges = [limits.largest, limits.smallest, limits.smallest / 2, limits.smallest / 2 * 1.01, 2.0**-149, 3e38, 464.0]
+    edges += [limits.largest * (1 + 2.0 ** -(limits.bits + k)) for k in range(-1, 3)]
+    values = np.array([*edges, 0.0, math.inf, -math.inf, math.nan], np.float64).clip(-math.inf, math.inf)
+    with np.errstate(over="ignore"):
+        values = np.concatenate([values, -values]).astype(np.float32)
+
+    for value in (values, np.zeros(0, np.float32), np.full(3, -2.0, np.float32)):
+        measured = jax.device_get(numerics._measure(jnp.asarray(value), dtype, 0))
+        assert numerics._stats(value.size, [measured]) == describe(value, dtype)
+
+
+def test_low_precision_values_are_counted_in_their_own_dtype():
+    for dtype in ("float16", "bfloat16"):
+        value = jnp.asarray([1e-7, -3.0, jnp.inf, 0.0], dtype)
+        measured = jax.device_get(numerics._measure(value, "float8_e4m3", 2))
+        wide = np.asarray(value.astype("float32"))
+        assert numerics._stats(4, [measured]) == describe(wide, "float8_e4m3")
+        np.testing.assert_array_equal(measured[2], wide[::2])
+
+
+def test_operations_are_read_in_both_directions_with_the_line_that_called_them():
+    _, readings = read(PARAMS, scoped, Watching(operations=True))
+    (forward,) = of(readings, "first", "forward", "dot_general")
+    assert (forward.value, forward.inputs.elements) == (describe(HIDDEN), X.size + W.size)
+    assert forward.place.startswith(f"{__file__}:")
+    assert forward.place.endswith(f":{scoped.__code__.co_firstlineno + 2}")
+    backward = of(readings, "rest.second", "backward", "dot_general")
+    assert describe(HIDDEN.T @ np.ones((3, 1), np.float32)) in [reading.value for reading in backward]
+
+
+def test_a_module_that_is_called_twice_is_read_twice():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            shared = nn.Dense(2, use_bias=False, name="shared")
+            return shared(shared(x))
+
+    params = {"params": {"shared": {"kernel": jnp.asarray(W)}}}
+    _, readings = read(params, lambda p: Twice().apply(p, jnp.asarray(X)).sum())
+    assert [(r.call, r.value) for r in of(readings, "shared")] == [(0, describe(HIDDEN)), (1, describe(HIDDEN @ W))]
+    assert [r.call for r in of(readings, "shared", "backward")] == [0, 1]
+
+
+def looped(params):
+    def turn(carry, row):
+        with jax.named_scope("cell"):
+            carry = carry * params["w"] + row
+        return carry, carry
+
+    with jax.named_scope("loop"):
+        last, _ = jax.lax.scan(turn, jnp.float32(1.0), jnp.asarray([1.0, 2.0, 3.0]))
+    return last
+
+
+def conditional(params):
+    def left(w):
+        with jax.named_scope("left"):
+            return w * 2
+
+    def right(w):
+        with jax.named_scope("right"):
+            return w * 3
+
+    return jax.lax.cond(params["w"] > 0, left, right, params["w"])
+
+
+def wrapped(transformation):
+    def step(params):
+        def inner(w):
+            with jax.named_scope("inner"):
+                return w * w * 3
+
+        return transformation(inner)(params["w"])
+
+    return step
+
+
+@jax.custom_vjp
+def own_derivative(w):
+    return w * 5
+
+
+own_derivative.defvjp(lambda w: (w * 5, None), lambda _, g: (g * 7,))
+
+
+def custom(params):
+    with jax.named_scope("own"):
+        return own_derivative(params["w"])
+
+
+def test_every_turn_of_a_loop_is_read_in_order_forward_and_backward():
+    replayed, readings = read({"w": jnp.float32(2.0)}, looped)
+    turns = of(readings, "loop.cell")
+    assert [(r.call, float(r.sample[0])) for r in turns] == [(0, 3.0), (1, 8.0), (2, 19.0)]
+    # The last turn comes first; each gradient is the next one's times w.
+    assert [float(r.sample[0]) for r in of(readings, "loop.cell", "backward")] == [1.0, 2.0, 4.0]
+    assert replayed.gradients["w"] == 1.0 * 4 + 3.0 * 2 + 8.0
+
+
+def test_only_the_branch_that_was_taken_is_read():
+    for w, name, factor in ((1.5, "left", 2.0), (-1.5, "right", 3.0)):
+        replayed, readings = read({"w": jnp.float32(w)}, conditional)
+        assert {r.module for r in readings} == {name}
+        assert [float(r.sample[0]) for r in of(readings, name)] == [w * factor]
+        assert replayed.gradients["w"] == factor
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f)), lambda f: lambda w: jax.vmap(f)(w[None])[0]],
+    ids=["jit", "checkpoint", "jit of checkpoint", "vmap"],
+)
+def test_transformations_inside_hide_no_module_and_show_none_twice(transformation):
+    replayed, readings = read({"w": jnp.float32(2.0)}, wrapped(transformation))
+    assert [(r.module, r.direction, r.value.largest) for r in readings] == [
+        ("inner", "forward", 12.0),
+        ("inner", "backward", 1.0),
+    ]
+    assert replayed.gradients["w"] == 12.0
+
+
+def test_functions_with_derivatives_of_their_own_keep_them():
+    replayed, readings = read({"w": jnp.float32(2.0)}, custom)
+    assert [(r.module, r.direction, r.value.largest) for r in readings] == [
+        ("own", "forward", 10.0),
+        ("own", "backward", 1.0),
+    ]
+    assert replayed.gradients["w"] == 7.0
+
+
+def test_a_loop_of_unknown_length_runs_and_is_not_read():
+    def step(params):
+        count = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1.0, jnp.float32(0.0))
+        with jax.named_scope("after"):
+            return params["w"] * count
+
+    replayed, readings = read({"w": jnp.float32(2.0)}, step)
+    assert replayed.loss == 6.0
+    assert {r.module for r in readings} == {"after"}
+
+
+# -- forced dtypes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_forced_module_multiplies_in_its_dtype_forward_and_backward(way, dtype):
+    make, step, last = WAYS[way]
+    third = 1 / 3
+
+    def scaled(model):
+        return step(jax.tree.map(lambda leaf: leaf * third, model)) if way != "nnx" else step(model)
+
+    _, readings = read(make(), scaled, Watching(operations=True), {last: dtype})
+    products = [r for r in readings if r.operation in ("dot_general", "ampx_product")]
+    inside = {(r.direction, r.dtype) for r in products if r.module == last}
+    assert {("forward", dtype), ("backward", dtype)} <= inside
+    assert {r.dtype for r in products if r.module == "first"} == {"float32"}
+
+
+def test_a_module_forced_into_float32_loses_nothing_where_the_rest_is_cast():
+    w = {"first": jnp.asarray(W) / 3, "second": jnp.asarray(V) / 3}
+    plan = CastPlan("cpu", "bfloat16")
+    low, _ = read(w, scoped, plan=plan)
+    _, readings = read(w, scoped, dtypes={"first": "float32"}, plan=plan)
+    (first,), (second,) = of(readings, "first"), of(readings, "rest.second")
+    assert (first.dtype, second.dtype) == ("float32", "bfloat16")
+    np.testing.assert_allclose(first.sample, (X @ (W / 3)).ravel(), rtol=1e-6)
+    assert low.loss != numerics.replay(w, scoped, None).loss
+
+
+def test_a_module_forced_into_float32_ignores_a_dtype_of_its_own():
+    def step(params):
+        return nn.Dense(2, use_bias=False, dtype=jnp.bfloat16).apply({"params": params}, jnp.asarray(X)).sum()
+
+    params = {"kernel": jnp.asarray(W) / 3}
+    _, readings = read(params, step, dtypes={"": "float32"})
+    np.testing.assert_allclose(of(readings, "")[0].sample, (X @ (W / 3)).ravel(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_simulated_dtype_rounds_what_enters_and_leaves_as_numpy_does(way, dtype):
+    make, step, last = WAYS[way]
+    _, readings = read(make(), step, dtypes={last: dtype})
+    (reading,) = of(readings, last)
+    product = round_to(HIDDEN, dtype) @ round_to(V, dtype)
+    np.testing.assert_array_equal(reading.sample, round_to(product, dtype).ravel())
+    assert reading.dtype == "float32"
+
+
+def test_a_module_inside_another_obeys_its_own_entry():
+    def step(params):
+        with jax.named_scope("outer"):
+            x = jnp.asarray(X) @ params["first"]
+            with jax.named_scope("inner"):
+                return (x @ params["second"]).sum()
+
+    _, readings = read(PARAMS, step, Watching(operations=True), {"outer": "bfloat16", "outer.inner": "float32"})
+    dtypes = {r.module: r.dtype for r in readings if r.operation in ("dot_general", "ampx_product")}
+    assert dtypes == {"outer": "bfloat16", "outer.inner": "float32"}
+
+
+def test_forcing_reaches_into_loops_and_compiled_functions():
+    for step, name in ((looped, "loop.cell"), (wrapped(jax.jit), "inner")):
+        _, readings = read({"w": jnp.float32(1 / 3)}, step, Watching(operations=True), {name: "bfloat16"})
+        assert {r.dtype for r in of(readings, name, operation="mul")} == {"bfloat16"}
+
+
+# -- replay ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_jax_and_parameters_that_are_not_reached_are_missing():
+    params = {**PARAMS, "unused": jnp.ones(2), "stopped": jnp.ones(()), "count": jnp.arange(3)}
+    replayed = numerics.replay(params, lambda p: scoped(p) + jax.lax.stop_gradient(p["stopped"]), None, 2.0**10)
+    expected = jax.grad(scoped)(PARAMS)
+    assert replayed.gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(replayed.gradients[name], gradient)
+    assert replayed.parameters.keys() == {"first", "second", "unused", "stopped"}
+    assert replayed.parameters["first"] == describe(W)
+
+
+def test_two_replays_of_a_model_with_noise_agree_and_leave_it_as_it_was():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(1)
+            self.norm, self.dropout = nnx.BatchNorm(2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.linear = nnx.Linear(2, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.linear(x)))
+
+    model = Noisy()
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Not(nnx.RngKey)))
+    results = [read(model, lambda m: (m(jnp.asarray(X)) ** 2).sum()) for _ in range(2)]
+    (first, seen), (second, again) = results
+    assert first.loss == second.loss
+    assert all(np.array_equal(a.sample, b.sample) for a, b in zip(seen, again, strict=True))
+    assert {r.module for r in seen} == {"", "norm", "dropout", "linear"}
+    after = nnx.state(model, nnx.Not(nnx.RngKey))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+
+
+@pytest.mark.parametrize("loss", ["loss", 1.0, jnp.ones(2), jnp.int32(1)])
+def test_a_step_that_returns_no_scalar_is_refused(loss):
+    with pytest.raises(ampx.LossError, match="accepted: a function that returns a floating scalar"):
+        numerics.replay(PARAMS, lambda p: loss, None)
+
+
+def test_a_pattern_that_matches_no_scope_is_refused_by_the_replay():
+    for region in (numerics.watch(PARAMS, Watching(modules=("nowhere",))), numerics.force(PARAMS, {"no*": "float32"})):
+        with region, pytest.raises(ampx.UnsupportedOpError, match="which matches no module; accepted: patterns of"):
+            numerics.replay(PARAMS, scoped, None)
+
+
+def test_a_step_that_is_called_inside_is_read_without_a_replay():
+    """Compiled functions run uncompiled, and the gradients of a plain jax.grad are seen."""
+    params = {"params": {name: {"kernel": value} for name, value in PARAMS.items()}}
+    with numerics.watch(None, Watching(samples=8)) as watch:
+        jax.jit(jax.grad(lambda p: Linen().apply(p, jnp.asarray(X)).sum()))(params)
+    readings = watch.readings()
+    assert of(readings, "first")[0].value == describe(HIDDEN)
+    assert of(readings, "first", "backward")[0].value == describe(np.broadcast_to(V.T, (3, 2)))
+
+
+def test_a_second_model_is_named_by_its_class():
+    class Other(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1, name="second")(x)
+
+    other = Other()
+    variables = other.init(jax.random.key(0), jnp.asarray(X))
+    with numerics.watch(None, Watching()) as watch:
+        linen(PARAMS)
+        other.apply(variables, jnp.asarray(X))
+    assert [r.module for r in watch.readings()] == ["first", "second", "", "Other:second", "Other:"]
