@@ -1,0 +1,530 @@
+"""Find where a batch first fails, and why: precision, the data, the learning rate, or the model itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ampx.backend import Direction, Reading, Stats, Step, Watching
+from ampx.policy import OptLevel
+
+from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
+from .formats import FORMATS
+from .operations import family
+
+Kind = Literal[
+    "healthy",
+    "overflow",
+    "sum",
+    "epsilon",
+    "mask",
+    "logarithm",
+    "division",
+    "loss scale",
+    "data",
+    "weights",
+    "learning rate",
+    "model",
+]
+# Weights that training keeps in bounds are smaller by far; inputs, too.
+LARGE_WEIGHT: Final = 1e4
+LARGE_INPUT: Final = 1e15
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value in the run of a batch: see `ampx.Reading` for what the fields are."""
+
+    module: str
+    kind: str
+    operation: str
+    direction: Direction
+    call: int
+    dtype: str
+    value: Stats
+    inputs: Stats
+    place: str
+
+    @classmethod
+    def of(cls, reading: Reading) -> Place:
+        """Return the place of a reading."""
+        return cls(**{name: getattr(reading, name) for name in cls.__dataclass_fields__})
+
+    def __str__(self) -> str:
+        """Name the place."""
+        module = f"module {self.module!r}" if self.module else "the model or the step itself"
+        operation = f", operation {self.operation}" if self.operation else ""
+        line = f" ({self.place})" if self.place else ""
+        return f"{self.direction} pass, {module}{operation}{line}"
+
+
+@dataclass(frozen=True)
+class Risk:
+    """What does no harm in this batch and may do some in another, or costs speed.
+
+    Attributes:
+        kind: `"shape"`, `"constant"`, `"loss"` or `"normalization"`.
+        where: Names of modules or parameters.
+        text: One sentence.
+    """
+
+    kind: Literal["shape", "constant", "loss", "normalization"]
+    where: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where a batch first fails, and why.
+
+    Attributes:
+        kind: What it is: `"healthy"` for nothing. Precision is at fault for `"overflow"` (a value beyond the dtype's
+            largest number), `"sum"` (one that only the sum is), `"epsilon"` (a divisor that is zero in this dtype),
+            `"mask"` (a constant such as -1e9), and for `"logarithm"` and `"division"` (of or by zero) unless
+            `float32_fails`. It is not for `"loss scale"` (the scale will back off), `"data"`, `"weights"` (they are
+            not finite), `"learning rate"` (they grew) and `"model"`.
+        dtype: What was computed in.
+        scale: The loss scale.
+        loss: The loss.
+        reference_loss: The loss in float32.
+        float32_fails: Float32 fails on this batch, too.
+        last_finite: The last place before that at which all is finite; None where it is the batch itself.
+        first_nonfinite: The first place that is not finite.
+        why: One sentence.
+        advice: What to do, as code; empty where nothing is to be done.
+        risks: What may do harm elsewhere.
+    """
+
+    kind: Kind
+    dtype: str
+    scale: float
+    loss: float
+    reference_loss: float
+    float32_fails: bool
+    last_finite: Place | None
+    first_nonfinite: Place | None
+    why: str
+    advice: str
+    risks: tuple[Risk, ...] = ()
+
+    @property
+    def precision_is_innocent(self) -> bool:
+        """Whether the batch fails whatever the precision, or does not fail at all."""
+        return self.float32_fails or self.kind in ("healthy", "loss scale", "data", "weights", "learning rate", "model")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON types; numbers that are not finite are strings."""
+        result: dict[str, Any] = plain(self)
+        return {**result, "precision_is_innocent": self.precision_is_innocent}
+
+    def __str__(self) -> str:
+        """Return the bracket, why, and what to do, as text."""
+        lines = [f"{self.kind}: {self.why}"]
+        if self.first_nonfinite is not None:
+            place = self.first_nonfinite
+            if self.last_finite is not None:
+                lines.append(f"  last finite:      {self.last_finite}: {_range(self.last_finite.value)}")
+            lines.append(f"  first non-finite: {place}: {_range(place.value)}, from {_range(place.inputs)}")
+        if self.advice:
+            lines += ["", *(f"    {line}" for line in self.advice.splitlines())]
+        return "\n".join([*lines, *(f"  risk: {risk.text}" for risk in self.risks)])
+
+
+def _range(stats: Stats) -> str:
+    if not stats.elements:
+        return "nothing"
+    bad = f"{stats.nonfinite} of {stats.elements} not finite ({stats.nan} NaN), the others " if stats.nonfinite else ""
+    return f"{bad}of magnitude {stats.smallest:.3g} to {stats.largest:.3g}, lowest {stats.lowest:.3g}"
+
+
+# -- the first place -------------------------------------------------------------------------------
+
+
+Key = tuple[str, str, str, int]
+
+
+def _key(reading: Reading) -> Key:
+    return reading.module, reading.operation, reading.direction, reading.call
+
+
+def _fails(seen: Seen) -> bool:
+    return not math.isfinite(seen.replayed.loss) or not finite_gradients(seen.replayed)
+
+
+def first_failing(readings: Sequence[Reading], healthy: Mapping[Key, Reading] | None) -> int | None:
+    """Return the position of the first value that is not finite, and should be; None where there is none.
+
+    Args:
+        readings: Of the run that fails.
+        healthy: Of a run that does not: what is not finite there, either, such as a mask of -inf, is meant to be so.
+            None where every run fails.
+    """
+    candidates = [position for position, entry in enumerate(readings) if entry.value.nonfinite]
+    if healthy is not None:
+        candidates = [
+            position
+            for position in candidates
+            if (key := _key(readings[position])) not in healthy
+            or healthy[key].value.nonfinite < readings[position].value.nonfinite
+        ]
+    elif meant := [
+        position
+        for position in candidates
+        if not (family(readings[position].operation) == "mask" and not readings[position].value.nan)
+    ]:
+        candidates = meant  # a mask of -inf is no failure, unless there is nothing else
+    return candidates[0] if candidates else None
+
+
+def _before(readings: Sequence[Reading], position: int) -> Place | None:
+    """Return the last finite value before a position that is no cast."""
+    for entry in reversed(readings[:position]):
+        if not entry.value.nonfinite and entry.value.elements and family(entry.operation) != "cast":
+            return Place.of(entry)
+    return None
+
+
+# -- why -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A failing place, and what is known of it."""
+
+    place: Reading
+    reference: Reading | None  # the same place in float32, where that is finite
+    dtype: str
+    readings: Sequence[Reading]
+    scale: float = 1.0
+    float32_fails: bool = False
+
+    @property
+    def exact(self) -> tuple[Stats, ...]:
+        """What is known of the true values in the forward pass; a cast that only low precision has shows its inputs."""
+        if self.place.direction == "backward":
+            return ()
+        if self.reference is not None:
+            return self.reference.value, self.reference.inputs
+        return (self.place.inputs,) if family(self.place.operation) == "cast" and not self.float32_fails else ()
+
+    @property
+    def largest(self) -> float:
+        return FORMATS[self.dtype].largest
+
+    @property
+    def new_zeros(self) -> bool:
+        """Whether inputs are zero that are not zero in float32; where nothing is known of float32, any."""
+        if self.reference is None:
+            return self.place.inputs.zeros > 0
+        return self.place.inputs.zeros > self.reference.inputs.zeros
+
+    @property
+    def beyond(self) -> bool:
+        """Whether float32's value does not fit into the dtype."""
+        if self.reference is None:
+            return any(stats.largest > self.largest for stats in self.exact)
+        scale = self.scale if self.place.direction == "backward" else 1.0
+        return bool(self.reference.value.overflowed) or self.reference.value.largest * scale > self.largest
+
+
+def _mask_constant(stats: Stats, largest: float) -> bool:
+    """Return whether the lowest value is a constant that nobody computes: -1e9, or the lowest number of a dtype."""
+    low = -stats.lowest
+    if low <= largest or stats.largest > low:
+        return False
+    digits = math.log10(low)
+    powers = abs(digits - round(digits)) < 1e-3
+    return powers or any(abs(low / form.largest - 1) < 1e-3 for form in FORMATS.values())
+
+
+def _cause(case: _Case) -> tuple[Kind, str]:
+    """Return the kind and a sentence, of a place whose inputs are finite."""
+    place, form, dtype = case.place, FORMATS[case.dtype], case.dtype
+    does = family(place.operation)
+    reference = case.reference
+    true = f"{reference.value.largest:.4g} in float32" if reference else f"up to {place.inputs.largest:.4g} before"
+    stats = next((stats for stats in case.exact if _mask_constant(stats, form.largest)), None)
+    if stats is not None:
+        bound = f"{dtype}'s lowest number, {-form.largest:.5g}"
+        return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
+    if does == "division" and case.new_zeros:
+        if reference is None:
+            return "division", "it divides by zero"
+        return "epsilon", (
+            f"the divisor is zero in {dtype}, whose smallest number is {form.smallest:.2g}; in float32 it is not, for "
+            f"there the smallest input is {reference.inputs.smallest:.2g}"
+        )
+    if does in ("logarithm", "root") and place.inputs.lowest < 0 and place.value.nan:
+        return "logarithm", f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which is negative"
+    if does == "logarithm" and case.new_zeros:
+        flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {dtype} flushes" if reference else ""
+        return "logarithm", f"it takes the logarithm of zero{flushed}"
+    if place.direction == "backward":
+        forward = _forward_at_zero(case)
+        if forward is not None:
+            return "logarithm", (
+                f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs "
+                f"are zero"
+            )
+    if does == "sum" and reference is not None and place.inputs.largest <= form.largest and place.inputs.elements > 2:
+        return "sum", (
+            f"it sums {place.inputs.elements} elements of up to {place.inputs.largest:.4g} in {dtype}, whose largest "
+            f"number is {form.largest:.5g}; the result is {true}"
+        )
+    if case.beyond:
+        scaled = f" times the loss scale of {case.scale:g}" if place.direction == "backward" and case.scale != 1 else ""
+        return "overflow", f"the value, {true}{scaled}, is beyond {dtype}'s largest number, {form.largest:.5g}"
+    if not case.float32_fails:
+        return "overflow", (
+            f"it is not finite in {dtype}, whose largest number is {form.largest:.5g}, and is {true}: a part of it is "
+            f"beyond the dtype"
+        )
+    return "model", "it is not finite in float32, either, with finite inputs and weights"
+
+
+def _forward_at_zero(case: _Case) -> Reading | None:
+    """Return the root or logarithm of zero, in the forward pass, that a failing backward belongs to."""
+    for entry in case.readings:
+        if entry.direction == "forward" and entry.module == case.place.module and entry.inputs.zeros:
+            same_line = not (entry.place and case.place.place) or entry.place == case.place.place
+            if family(entry.operation) in ("root", "logarithm") and same_line:
+                return entry
+    return None
+
+
+_INIT: Final = "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])"
+
+
+def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
+    """Return what to do, as code."""
+    form = FORMATS[dtype]
+    entry = f"module:{place.module}" if place is not None and place.module else ""
+    deny = (
+        f"{_INIT.format(dtype=dtype, entry=entry)}  # keep it in float32"
+        if entry
+        else "with ampx.autocast(enabled=False):  # around this line: compute it in float32\n    ..."
+    )
+    wide = '\n# or use the exponents of float32:\namp = ampx.init(dtype="bfloat16")' if dtype == "float16" else ""
+    return {
+        "healthy": "",
+        "loss scale": "",
+        "overflow": deny + wide,
+        "sum": deny + wide,
+        "epsilon": f"eps = {form.smallest_normal * 2:.1g}  # {dtype} holds it\n# or:\n{deny}",
+        "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
+        "logarithm": f"x = x.clip({form.smallest_normal:.1g})  # before the logarithm or root; or use log_softmax\n"
+        f"# or:\n{deny}",
+        "division": f"x = y / (z + {form.smallest_normal * 2:.1g})",
+        "data": "assert numpy.isfinite(batch).all()  # in the data pipeline: drop or mend the sample",
+        "weights": "# load the last checkpoint with finite weights; skip steps whose gradients are not finite:\n"
+        "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)",
+        "learning rate": "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)  # and a smaller learning rate",
+        "model": "# look at the operation above: float32 does not help",
+    }[kind]
+
+
+# -- diagnosis -------------------------------------------------------------------------------------
+
+
+def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscaled: Seen | None = None) -> Diagnosis:
+    """Say where a batch first fails, and why.
+
+    Args:
+        low: The batch in the precision that fails, watched, with operations where the backend sees them.
+        reference: The same batch in float32, from the same weights and random numbers, watched alike.
+        dtype: The precision, of `FORMATS`.
+        scale: The loss scale of `low`.
+        unscaled: The batch in that precision with a loss scale of 1, where that was replayed.
+    """
+    float32_fails = _fails(reference)
+
+    def result(kind: Kind, why: str, position: int | None = None, seen: Seen = low) -> Diagnosis:
+        place = None if position is None else seen.readings[position]
+        return Diagnosis(
+            kind,
+            dtype,
+            scale,
+            low.replayed.loss,
+            reference.replayed.loss,
+            float32_fails,
+            None if position is None else _before(seen.readings, position),
+            None if place is None else Place.of(place),
+            f"{why}.",
+            _advice(kind, place, dtype if not float32_fails else "float32"),
+            risks(low, reference, dtype),
+        )
+
+    if not _fails(low):
+        return result("healthy", f"the loss and all gradients are finite in {dtype}")
+    if float32_fails:
+        return _of_float32(reference, result)
+    if math.isfinite(low.replayed.loss) and unscaled is not None and not _fails(unscaled):
+        position = first_failing(low.readings, {_key(entry): entry for entry in reference.readings})
+        return result(
+            "loss scale",
+            f"the gradients overflow only times the loss scale of {scale:g}: the step is skipped and the scale backs "
+            f"off, as it should",
+            position,
+        )
+    exact = {_key(entry): entry for entry in reference.readings}
+    position = first_failing(low.readings, exact)
+    if position is None:
+        return result("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
+    place = low.readings[position]
+    case = _Case(place, exact.get(_key(place)), dtype, low.readings, scale)
+    kind, why = _cause(case)
+    return result(kind, f"in {Place.of(place)}, {why}", position)
+
+
+def _of_float32(reference: Seen, result: Callable[..., Diagnosis]) -> Diagnosis:
+    """Say why a batch fails in float32: precision is innocent."""
+    parameters = reference.replayed.parameters
+    broken = [name for name, stats in parameters.items() if stats.nonfinite]
+    position = first_failing(reference.readings, None)
+    place = None if position is None else reference.readings[position]
+    if broken:
+        return result(
+            "weights",
+            f"the weights are not finite already ({_listed(broken)}): a former step wrote inf or NaN to them",
+            position,
+            reference,
+        )
+    entering = next((entry for entry in reference.readings if entry.inputs.elements), None)
+    if place is not None and place.inputs.nonfinite and place.direction == "forward":
+        return result(
+            "data",
+            f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of {Place.of(place)} are not finite, and "
+            f"nothing before it computed them: they came with the batch",
+            position,
+            reference,
+        )
+    grown = {name: stats.largest for name, stats in parameters.items() if stats.largest > LARGE_WEIGHT}
+    if grown:
+        largest = max(grown, key=lambda name: grown[name])
+        return result(
+            "learning rate",
+            f"weights have grown to {grown[largest]:.3g} ({_listed([largest])}): float32 overflows, too, so that "
+            f"no precision helps",
+            position,
+            reference,
+        )
+    if entering is not None and entering.inputs.largest > LARGE_INPUT:
+        return result(
+            "data",
+            f"the inputs of {Place.of(entering)} are as large as {entering.inputs.largest:.3g}, beyond what float32 "
+            f"can square",
+            position,
+            reference,
+        )
+    if place is None:
+        return result("model", "the loss or a gradient is not finite in float32, either")
+    kind, why = _cause(_Case(place, None, "float32", reference.readings, float32_fails=True))
+    return result(kind, f"in {Place.of(place)}, {why}; float32 fails, too", position, reference)
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest
+
+
+# -- risks -----------------------------------------------------------------------------------------
+
+
+def risks(low: Seen, reference: Seen, dtype: str) -> tuple[Risk, ...]:
+    """Return what may do harm with other data, or costs speed, as far as one batch shows it."""
+    if dtype == "float32":
+        return ()
+    result: list[Risk] = []
+    multiple = 16 if FORMATS[dtype].bits < 8 else 8
+    odd = [
+        name
+        for name, gradient in reference.replayed.gradients.items()
+        if len(gradient.shape) >= 2 and any(size % multiple for size in sorted(gradient.shape)[-2:])
+    ]
+    if odd:
+        result.append(
+            Risk(
+                "shape",
+                tuple(odd),
+                f"dimensions of {_listed(odd)} are no multiples of {multiple}: matrix units of accelerators pad them",
+            )
+        )
+    constants = _modules(
+        entry
+        for entry in reference.readings
+        if entry.direction == "forward" and _mask_constant(entry.value, FORMATS[dtype].largest)
+    )
+    if constants:
+        text = f"constants in {_listed(constants)} are beyond {dtype}'s lowest number, {-FORMATS[dtype].largest:.5g}"
+        result.append(Risk("constant", constants, text))
+    for kind, does in (("loss", "loss"), ("normalization", "norm")):
+        where = _modules(
+            entry
+            for entry in low.readings
+            if entry.direction == "forward" and entry.dtype == dtype and family(entry.operation) == does
+        )
+        if where:
+            text = f"a {kind} is computed in {dtype} in {_listed(where)}: small differences are lost"
+            result.append(Risk(kind, where, text))  # type: ignore[arg-type]
+    return tuple(result)
+
+
+def _modules(readings: Iterable[Reading]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(entry.module or entry.operation for entry in readings))
+
+
+def diagnose(
+    step: Step,
+    model: Any,
+    *,
+    dtype: object = None,
+    framework: str | None = None,
+    device: str | None = None,
+    level: OptLevel = "O1",
+    allow: Iterable[Any] = (),
+    deny: Iterable[Any] = (),
+    loss_scale: float | None = None,
+) -> Diagnosis:
+    """Compute one batch in low precision and in float32, and say where it first fails, and why.
+
+    Nothing is stepped: weights, buffers, gradients and random state stay as they are. Call it after the fact, with the
+    batch whose loss was NaN.
+
+    Args:
+        step: A function that takes the model and returns the loss of one batch, without a backward.
+        model: The model; its parameters where these are a value (JAX).
+        dtype: The precision that fails; by default the session's, or what the device prefers.
+        framework: Name of the framework; by default that of the only session, or the only one imported.
+        device: Name of the device; by default the session's, or the best.
+        level: `"O1"`, or `"O0"` for float32.
+        allow: As in `init`; `"module:pattern"` names modules.
+        deny: As in `init`; `"module:pattern"` names modules.
+        loss_scale: What the loss was multiplied by; by default the largest, up to 65536, whose gradients the dtype can
+            hold, and 1 for dtypes with the exponents of float32.
+
+    Returns:
+        The diagnosis; print it for the place, why, and what to do. Its `kind` is `"healthy"` where the batch does not
+        fail.
+
+    Raises:
+        UnsupportedDtypeError: The device neither computes nor simulates the dtype.
+        UnsupportedByBackendError: The backend does not watch or does not replay.
+
+    Sync: many.
+    """
+    batch = Batch(step, model, framework, device)
+    chosen = batch.dtype(dtype)
+    casting = batch.casting(chosen, level, allow, deny)
+    watching = Watching(dtype=chosen, operations=True)
+    reference = batch.run(watching=watching)
+    scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale
+    if casting is FLOAT32:
+        return diagnosed(reference, reference, chosen, scale)
+    low = batch.run(casting, scale, watching)
+    unscaled = None
+    if scale != 1 and math.isfinite(low.replayed.loss) and not finite_gradients(low.replayed):
+        unscaled = batch.run(casting)
+    return diagnosed(low, reference, chosen, scale, unscaled)

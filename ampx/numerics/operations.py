@@ -1,0 +1,50 @@
+"""What an operation does, whatever its framework calls it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Final, Literal
+
+Family = Literal[
+    "cast", "division", "exponential", "logarithm", "loss", "mask", "matmul", "norm", "root", "sum", "other"
+]
+
+# Names as `normalised` leaves them, of PyTorch, TensorFlow, Keras, MXNet, PaddlePaddle and JAX.
+_FAMILIES: Final[dict[Family, str]] = {
+    "cast": "tocopy to cast ampcast convertelementtype astype copy",
+    "division": "div divide truedivide realdiv divnonan xdivy rdiv reciprocal rsqrt rcbrt rcp inv",
+    "exponential": "exp expm1 exp2 pow power integerpow rpower square cosh sinh logsumexp softplus",
+    "logarithm": "log log2 log10 log1p logit xlogy logsigmoid",
+    "loss": "nllloss nllloss2d nllloss2dforward nlllossforward crossentropy crossentropyloss crossentropywithsoftmax "
+    "softmaxwithcrossentropy softmaxcrossentropywithlogits sparsesoftmaxcrossentropywithlogits softmaxcrossentropy "
+    "binarycrossentropy binarycrossentropywithlogits bceloss mseloss l1loss smoothl1loss huberloss kldiv kldivloss "
+    "ctcloss l2loss softmaxoutput sigmoidcrossentropywithlogits pickloss",
+    "mask": "maskedfill where select selectn selectv2 fill full fulllike constant triu tril",
+    "matmul": "mm addmm bmm baddbmm matmul linear dot dotgeneral batchdot batchmatmul einsum fullyconnected dense "
+    "convolution conv1d conv2d conv3d convgeneraldilated conv mkldnnconvolution convolutionoverrideable "
+    "scaleddotproductattention scaleddotproductflashattentionforcpu deconvolution inner tensordot addmv mv "
+    "mkldnnlinear",
+    "norm": "layernorm nativelayernorm batchnorm nativebatchnorm cudnnbatchnorm groupnorm nativegroupnorm instancenorm "
+    "rmsnorm fusedrmsnorm fusedbatchnorm nativebatchnormlegit softmax logsoftmax l2normalize l2normalization "
+    "normalize batchnormex syncbatchnorm lrn",
+    "root": "sqrt cbrt norm linalgvectornorm linalgnorm vectornorm pnorm euclideannorm",
+    "sum": "sum mean cumsum nansum var varmean std stdmean prod cumprod windowsum segmentsum "
+    "avgpool2d adaptiveavgpool2d avgpool squaresum",
+}
+_PREFIXES: Final = re.compile(r"^_*(npi_|npx_|np_|contrib_|broadcast_|elemwise_|elementwise_|reduce_|fused_|unsafe_)?")
+_SUFFIXES: Final = re.compile(r"(_scalar|_backward|_grad|_v\d|v\d|_op)+$")
+
+
+@functools.cache
+def normalised(name: str) -> str:
+    """Return the name of an operation without what frameworks put around it: prefixes, case, versions."""
+    word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition("::")[2].partition(".")[0]).lower()
+    return _SUFFIXES.sub("", _PREFIXES.sub("", word)).replace("_", "")
+
+
+@functools.cache
+def family(name: str) -> Family:
+    """Return what an operation does; `"other"` where the table does not have it."""
+    word = normalised(name)
+    return next((kind for kind, words in _FAMILIES.items() if word in words.split()), "other")

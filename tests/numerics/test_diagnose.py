@@ -1,0 +1,224 @@
+"""A diagnosis names the place and the cause, and accuses nobody where nothing is wrong."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import ampx
+from ampx.backend import Reading, Replayed
+from ampx.numerics.batch import Seen
+from ampx.numerics.diagnose import diagnosed
+from ampx.numerics.operations import family
+from ampx.numerics.rounding import describe, round_to
+from toy import framework, plugin
+from toy.framework import Dense, Dropout, Module, Tensor, total
+
+
+@pytest.fixture(autouse=True)
+def toys():
+    ampx.shutdown()
+    if "toy" not in ampx.backends():
+        ampx.register_plugin(plugin)
+    yield
+    ampx.shutdown()
+
+
+def read(operation, inputs, value, module="block", direction="forward", dtype="float16", call=0):
+    return Reading(
+        module,
+        "Block",
+        operation,
+        direction,
+        call,
+        dtype,
+        describe(value, "float16"),
+        describe(inputs),
+        place="net.py:7",
+    )
+
+
+def seen(*readings, loss=1.0, gradients=(1.0,), weights=(1.0,)):
+    stats = describe(weights)
+    return Seen(Replayed(loss, {"w": np.array(gradients, np.float32)}, {"w": stats}), tuple(readings))
+
+
+def in_both(operation, inputs, compute, dtype="float16"):
+    """Compute an operation in float32 and in a dtype, and diagnose it: a value before it is finite."""
+    with np.errstate(all="ignore"):
+        exact_inputs = np.asarray(inputs, np.float32)
+        low_inputs = round_to(exact_inputs, dtype)
+        exact = compute(exact_inputs)
+        low = round_to(compute(low_inputs), dtype)
+    before = read("relu", [1.0], [1.0], module="before")
+    reference = seen(before, read(operation, exact_inputs, exact, dtype="float32"))
+    failing = seen(before, read(operation, low_inputs, low), loss=math.nan)
+    return diagnosed(failing, reference, dtype)
+
+
+@pytest.mark.parametrize(
+    ("operation", "inputs", "compute", "kind"),
+    [
+        ("bmm", [300.0, 400.0], lambda x: x[:1] * x[1:], "overflow"),
+        ("aten::exp", [20.0], np.exp, "overflow"),
+        ("sum", [30_000.0] * 8, lambda x: x.sum(keepdims=True), "sum"),
+        ("reduce_sum", [30_000.0] * 8, lambda x: x.sum(keepdims=True), "sum"),
+        ("Rsqrt", [1e-8, 1.0], lambda x: 1 / np.sqrt(x), "epsilon"),
+        ("_npi_true_divide", [1e-8, 1.0], lambda x: x[1:] / x[:1], "epsilon"),
+        ("RealDiv", [1e-8, 0.0], lambda x: x[1:] / x[:1], "epsilon"),
+        ("div", [1e-8, 1.0], lambda x: x[1:] / x[:1], "epsilon"),
+        ("masked_fill", [1.0, -1e9], lambda x: x, "mask"),
+        ("SelectV2", [1.0, float(np.finfo(np.float32).min)], lambda x: x, "mask"),
+        ("log", [1e-9, 0.5], np.log, "logarithm"),
+        ("broadcast_power", [300.0], np.square, "overflow"),
+    ],
+)
+def test_an_operation_that_fails_only_in_low_precision_is_named_with_its_cause(operation, inputs, compute, kind):
+    diagnosis = in_both(operation, inputs, compute)
+    assert diagnosis.kind == kind
+    assert not diagnosis.precision_is_innocent
+    place = diagnosis.first_nonfinite
+    assert (place.module, place.operation, place.direction, place.place) == ("block", operation, "forward", "net.py:7")
+    assert diagnosis.last_finite.module == "before"
+    assert diagnosis.advice
+    assert "net.py:7" in str(diagnosis)
+
+
+def test_a_cast_that_overflows_is_an_overflow_though_float32_has_no_such_cast():
+    cast = read("_to_copy", [1e5], [math.inf])
+    diagnosis = diagnosed(seen(cast, loss=math.inf), seen(read("add", [1.0], [1e5])), "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("overflow", "_to_copy")
+    assert diagnosed(seen(read("Cast", [-1e9, 0.0], [-math.inf]), loss=math.nan), seen(), "float16").kind == "mask"
+
+
+def test_a_mask_of_minus_infinity_is_meant_and_what_fails_behind_it_is_named():
+    mask = read("masked_fill", [1.0], [-math.inf, 1.0])
+    broken, sound = read("exp", [20.0], [math.inf]), read("exp", [20.0], [math.exp(20)])
+    assert diagnosed(seen(mask), seen(mask), "float16").kind == "healthy"
+    assert diagnosed(seen(mask, broken, loss=math.inf), seen(mask, sound), "float16").first_nonfinite.operation == "exp"
+    both = diagnosed(
+        seen(mask, broken, loss=math.inf), seen(mask, read("log", [0.0], [-math.inf]), loss=math.inf), "float16"
+    )
+    assert (both.kind, both.first_nonfinite.operation) == ("logarithm", "log")
+
+
+def test_a_backward_pass_that_overflows_is_told_from_a_scale_that_is_too_large():
+    forward = read("", [1.0], [1.0])
+    low = seen(forward, read("", [], [math.inf], direction="backward"), gradients=[math.inf])
+    large = seen(forward, read("", [], [1e5], direction="backward", dtype="float32"))
+    small = seen(forward, read("", [], [10.0], direction="backward", dtype="float32"))
+    diagnosis = diagnosed(low, large, "float16", 8.0, unscaled=low)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.direction) == ("overflow", "backward")
+    scaled = diagnosed(low, small, "float16", 2.0**16, unscaled=small)
+    assert (scaled.kind, scaled.precision_is_innocent) == ("loss scale", True)
+
+
+def test_the_derivative_of_a_root_at_zero_is_told_by_the_forward_pass():
+    root = read("sqrt", [0.0, 1.0], [0.0, 1.0])
+    failing = seen(root, read("div", [1.0], [math.inf], direction="backward"), gradients=[math.nan])
+    diagnosis = diagnosed(failing, failing, "float16")
+    assert (diagnosis.kind, diagnosis.float32_fails) == ("logarithm", True)
+    assert "derivative of sqrt at zero" in diagnosis.why
+
+
+FAILS = {"loss": math.nan, "gradients": [math.nan]}
+
+
+@pytest.mark.parametrize(
+    ("run", "kind"),
+    [
+        (seen(read("matmul", [1.0, math.nan], [math.nan]), **FAILS), "data"),
+        (seen(read("matmul", [1e25], [math.inf]), **FAILS), "data"),
+        (seen(read("matmul", [1.0], [math.nan]), weights=[math.nan], **FAILS), "weights"),
+        (seen(read("matmul", [1e30], [math.inf]), weights=[1e30], **FAILS), "learning rate"),
+        (seen(read("custom", [1.0], [math.nan]), **FAILS), "model"),
+        (seen(read("div", [0.0, 1.0], [math.inf]), **FAILS), "division"),
+        (seen(read("log", [-1.0], [math.nan]), **FAILS), "logarithm"),
+        (seen(**FAILS), "model"),
+    ],
+)
+def test_precision_is_innocent_where_float32_fails_too(run, kind):
+    diagnosis = diagnosed(run, run, "float16")
+    assert diagnosis.kind == kind
+    assert diagnosis.precision_is_innocent
+    assert json.loads(json.dumps(diagnosis.to_json(), allow_nan=False))["precision_is_innocent"]
+
+
+def test_risks_are_shapes_constants_and_losses_in_low_precision():
+    reference = seen(read("where", [1.0, -1e9], [1.0, -1e9]), gradients=np.ones((8, 10)))
+    low = seen(read("softmax", [1.0], [1.0]), read("mse_loss", [1.0], [1.0]), gradients=np.ones((8, 10)))
+    diagnosis = diagnosed(low, reference, "float16")
+    assert diagnosis.kind == "healthy"
+    assert [risk.kind for risk in diagnosis.risks] == ["shape", "constant", "loss", "normalization"]
+    assert not diagnosed(seen(gradients=np.ones((8, 16))), seen(gradients=np.ones((8, 16))), "float16").risks
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("sum ReduceSum Sum _npi_sum reduce_sum mean", "sum"),
+        ("aten::mm dot_general BatchMatMulV2 FullyConnected matmul_v2 Conv2D conv_general_dilated", "matmul"),
+        ("div RealDiv broadcast_div elementwise_div _rdiv_scalar rsqrt Reciprocal divide", "division"),
+        ("_to_copy convert_element_type Cast amp_cast", "cast"),
+        ("native_layer_norm LayerNorm FusedBatchNormV3 _softmax log_softmax", "norm"),
+        ("masked_fill_ select_n SelectV2 where", "mask"),
+        ("sqrt linalg_vector_norm p_norm", "root"),
+        ("log Log1p _npi_log", "logarithm"),
+        ("relu add tanh AddV2", "other"),
+    ],
+)
+def test_operations_of_all_frameworks_are_known_by_what_they_do(names, expected):
+    assert {name: family(name) for name in names.split()} == dict.fromkeys(names.split(), expected)
+
+
+def model(*weights, **more):
+    layers = {f"layer{index}": Dense(Tensor([w], parameter=True)) for index, w in enumerate(weights)}
+    return Module(**layers, **more)
+
+
+def step_of(*inputs):
+    return lambda model: total(model(Tensor(inputs)))
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "kind", "module", "direction"),
+    [
+        ((2.0, 300.0, 400.0, 2.0**-9), (1.0, 2.0), "overflow", "layer2", "forward"),
+        ((2.0**-8, 2.0**-8, 500.0, 500.0), (1.0, 2.0), "overflow", "layer2", "backward"),
+        ((1.0, 1.0), (1.0, math.nan), "data", "layer0", "forward"),
+        ((1.0, 1e30, 1e30), (1.0, 2.0), "learning rate", "layer2", "forward"),
+    ],
+)
+def test_a_planted_fault_of_a_model_is_named_in_code(weights, inputs, kind, module, direction):
+    toy = model(*weights)
+    before = framework.generator.getstate(), [parameter.data for _, parameter in toy.named_parameters()]
+    diagnosis = ampx.diagnose(step_of(*inputs), toy, framework="toy", dtype="float16")
+    place = diagnosis.first_nonfinite
+    assert (diagnosis.kind, place.module, place.direction, place.operation) == (kind, module, direction, "product")
+    assert before == (framework.generator.getstate(), [parameter.data for _, parameter in toy.named_parameters()])
+
+
+def test_a_scale_that_is_too_large_for_a_sound_model_is_no_fault():
+    diagnosis = ampx.diagnose(step_of(1.0), model(2.0, 300.0), framework="toy", dtype="float16", loss_scale=2.0**16)
+    assert diagnosis.kind == "loss scale"
+    assert diagnosis.advice == ""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "float32"])
+def test_clean_models_are_accused_of_nothing(dtype):
+    source = np.random.default_rng(0)
+    for _ in range(10):
+        toy = model(*source.uniform(0.5, 2.0, 4), dropout=Dropout())
+        diagnosis = ampx.diagnose(step_of(*source.normal(size=16)), toy, framework="toy", dtype=dtype)
+        assert (diagnosis.kind, diagnosis.risks, diagnosis.first_nonfinite) == ("healthy", (), None)
+        assert diagnosis.precision_is_innocent
+
+
+def test_a_place_without_operations_is_named_by_its_module():
+    low = Reading("deep.block", "Linear", "", "forward", 0, "float16", describe([math.inf]), describe([1.0]))
+    exact = Reading("deep.block", "Linear", "", "forward", 0, "float32", describe([1e6]), describe([1.0]))
+    diagnosis = diagnosed(seen(low, loss=math.inf), seen(exact), "float16")
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "deep.block")
+    assert "deny=['module:deep.block']" in diagnosis.advice
+    assert diagnosis.last_finite is None
