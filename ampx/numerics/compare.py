@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -169,6 +169,16 @@ def relative_error(value: Array, reference: Array) -> float:
     return 0.0 if distance == 0 else distance / norm if norm else 1.0
 
 
+def unscaled(readings: Sequence[Reading], scale: float) -> list[Reading]:
+    """Return readings whose gradients are divided by the loss scale, in float32; their statistics stay as they are."""
+    return [
+        replace(entry, sample=entry.sample / np.float32(scale))
+        if entry.direction == "backward" and entry.sample is not None
+        else entry
+        for entry in readings
+    ]
+
+
 def module_errors(reference: Sequence[Reading], low: Sequence[Reading], dtype: str) -> tuple[ModuleError, ...]:
     """Compare the values of modules, in order of execution.
 
@@ -237,7 +247,7 @@ def compared(
         low[0].loss,
         whole,
         each,
-        module_errors(reference[1], low[1], dtype),
+        module_errors(reference[1], unscaled(low[1], scale), dtype),
     )
 
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ampx.backend import Reading, Watching
+from ampx.backend import Watching
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
+from .batch import plain
+from .compare import WORST, ModuleError, module_errors, unscaled
 from .formats import FORMATS
 from .trial import Outcome, Trial, run_trial
 
@@ -24,7 +26,6 @@ REFERENCE: Final = "float32"
 ROUNDINGS: Final = 8
 # Below this a ratio of speeds is no difference.
 ALIKE: Final = 0.02
-WORST: Final = 10
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256
 
@@ -275,7 +276,8 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
         return f"the loss agrees with float32's within rounding in all {len(losses)} steps"
     before = [step for step in facts["skipped"] if step <= facts["parts_at"]]
     skips = f" (step {', '.join(map(str, before))} skipped)" if before else ""
-    where = f", first in {modules['first'] or 'the model'}" if modules is not None and modules["first"] else ""
+    first = None if modules is None else modules["first"]
+    where = "" if first is None else f", first in {first['module'] or 'the model'}"
     broken = sum(isinstance(loss, str) for loss in losses)
     end = "ends alike" if facts["ends_alike"] else f"has {broken} values not finite" if broken else "ends elsewhere"
     return f"the loss parts from float32's at step {facts['parts_at']} of {len(losses)}{skips}{where}, and {end}"
@@ -285,74 +287,55 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
 
 
 def _watched(trial: Trial, name: str, parts_at: int | None, last: int, run: Runner) -> dict[str, Any] | None:
-    """Run in float32 and in the dtype once more, and compare what modules compute in some steps; None if none can.
+    """Run again in float32 and in the dtype, and compare what modules compute in some steps; None if none can.
 
-    Steps after the first are of two trainings, which part on their own; the first is of the same weights.
+    The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
+    which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
     """
     spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
     steps = tuple(sorted(spread | ({parts_at} if parts_at is not None else set())))
-    watched = replace(
-        trial, steps=steps[-1], watched=steps, watching=Watching(name, samples=_SAMPLES), warm_up=0, block=1
-    )
-    reference, low = (
-        run(replace(watched, settings=replace(trial.settings, dtype=dtype, watched=True)))
-        for dtype in (REFERENCE, name)
-    )
-    errors = {
-        step: relative_errors(reference.readings[step], low.readings[step])
-        for step in steps
-        if reference.readings.get(step) and low.readings.get(step)
-    }
-    if not any(errors.values()):
+    settings = replace(trial.settings, watched=True)
+    watching = Watching(name, samples=_SAMPLES)
+    watched = replace(trial, steps=steps[-1], watched=steps, watching=watching, warm_up=0, block=1)
+    reference, low = (run(replace(watched, settings=replace(settings, dtype=dtype))) for dtype in (REFERENCE, name))
+    errors = {step: _errors(reference, low, step, name) for step in steps}
+    first = errors[1]
+    if not first:
         return None
-    chosen = parts_at if parts_at in errors else next(step for step in errors if errors[step])
-    bound = ROUNDINGS * 2.0 ** -FORMATS[name].bits
-    forward = [(module, error) for (module, direction), error in errors[chosen].items() if direction == "forward"]
-    backward = [(module, error) for (module, direction), error in errors[chosen].items() if direction == "backward"]
-    rows = [module for module, _ in forward]
+    parted = None
+    if parts_at == 1:
+        parted = next((entry for entry in first if entry.parts), None)
+    elif parts_at is not None:
+        same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
+        exact = run(replace(same, settings=replace(settings, dtype=name)))
+        parted = next((entry for entry in _errors(exact, low, parts_at, name) if entry.parts), None)
+    rows = list(dict.fromkeys(entry.module for entry in first if entry.direction == "forward"))
+    largest = {
+        step: {module: _largest(entries, module) for module in rows} for step, entries in errors.items() if entries
+    }
     return {
-        "steps": list(errors),
-        "first": next((module for module, error in forward if error > bound), None) if parts_at is not None else None,
-        "worst_outputs": _worst(forward),
-        "worst_gradients": _worst(backward),
-        "map": {
-            "modules": rows,
-            "errors": [[_number(errors[step].get((module, "forward"))) for step in errors] for module in rows],
-        },
+        "steps": list(largest),
+        "first": None if parted is None else plain(parted),
+        "worst_outputs": _worst(first, "forward"),
+        "worst_gradients": _worst(first, "backward"),
+        "map": {"modules": rows, "errors": plain([[column[module] for column in largest.values()] for module in rows])},
     }
 
 
-def relative_errors(reference: Sequence[Reading], low: Sequence[Reading]) -> dict[tuple[str, str], float]:
-    """Return, by module and direction in order of execution, how far values are from the reference's.
-
-    That is the norm of the difference divided by the norm of the reference, over the sampled elements of the call that
-    is furthest off; infinity where only one of the two is finite.
-    """
-    import numpy
-
-    wide = {(entry.module, entry.direction, entry.call): entry for entry in reference if not entry.operation}
-    errors: dict[tuple[str, str], float] = {}
-    for entry in low:
-        true = wide.get((entry.module, entry.direction, entry.call))
-        if entry.operation or true is None or true.sample is None or entry.sample is None:
-            continue
-        if true.sample.shape != entry.sample.shape:
-            continue
-        with numpy.errstate(all="ignore"):
-            exact, rounded = true.sample.astype(numpy.float64), entry.sample.astype(numpy.float64)
-            norm, distance = float(numpy.linalg.norm(exact)), float(numpy.linalg.norm(rounded - exact))
-        error = 0.0 if distance == 0 else distance / norm if norm else math.inf
-        if not math.isfinite(error):
-            error = math.inf if math.isfinite(norm) else 0.0
-        key = (entry.module, entry.direction)
-        errors[key] = max(error, errors.get(key, 0.0))
-    return errors
+def _errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tuple[ModuleError, ...]:
+    exact, rounded = (unscaled(outcome.readings.get(step, ()), outcome.scale_at(step)) for outcome in (reference, low))
+    return module_errors(exact, rounded, dtype)
 
 
-def _worst(errors: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-    largest = sorted(errors, key=lambda entry: -entry[1])[:WORST]
-    return [{"module": module, "error": _number(error)} for module, error in largest]
+def _largest(errors: Sequence[ModuleError], module: str) -> float | None:
+    own = [entry.error for entry in errors if entry.module == module and entry.direction == "forward"]
+    return max(own, default=None)
 
 
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+def _worst(errors: Sequence[ModuleError], direction: str) -> list[Any]:
+    """Return the modules with the largest error, each with its worst call."""
+    largest: dict[str, ModuleError] = {}
+    for entry in sorted(errors, key=lambda entry: -entry.error):
+        if entry.direction == direction:
+            largest.setdefault(entry.module, entry)
+    return [plain(entry) for entry in list(largest.values())[:WORST]]

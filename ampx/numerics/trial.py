@@ -136,6 +136,13 @@ class Outcome:
             return float(scales[-1][1] if scales else optimizer["initial_scale"])
         return None
 
+    def scale_at(self, step: int) -> float:
+        """Return the loss scale of a step, of the first optimizer."""
+        for optimizer in self.run["optimizers"]:
+            moved = [scale for after, scale in optimizer["scales"] if after < step]
+            return float(moved[-1] if moved else optimizer["initial_scale"])
+        return 1.0
+
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types, without the readings."""
         return {

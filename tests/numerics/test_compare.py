@@ -69,7 +69,7 @@ def test_the_first_module_that_loses_its_digits_is_named_and_the_worst_are_liste
     values = np.arange(1, 9)
     reference = [read(name, values) for name in "abcd"] + [read("d", values, "backward")]
     low = [read("a", values), read("b", values * 1.5), read("c", values * 2), read("d", values)]
-    low.append(read("d", values * 1.25, "backward"))
+    low.append(read("d", values * 1.25 * 8.0, "backward"))  # as it is in the backward: times the loss scale
     comparison = compared((replayed(), reference), (replayed(), low), "float16", 8.0)
     assert comparison.parts_at.module == "b"
     assert [(entry.module, entry.error) for entry in comparison.worst()] == [
