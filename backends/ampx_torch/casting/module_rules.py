@@ -194,24 +194,35 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
     by_class = {
         module: rule for model in models for module in model.modules() if (rule := class_rule(module, plan)) is not None
     }
-    by_name: dict[nn.Module, tuple[Kind, str]] = {}
+    by_name, hits = match_names(named, plan)
     for kind, pattern in plan.patterns:
-        hits = [module for name, module in named if fnmatch.fnmatchcase(name, pattern)]
-        if not hits and pattern not in plan.resolved:
+        if pattern not in hits | plan.resolved:
             raise UnsupportedOpError(
                 f"{kind} got the pattern {pattern!r}, which matches no module of the model; its modules: "
                 f"{', '.join(name for name, _ in named[:8]) or 'none'}{', …' if len(named) > 8 else ''}. Correct it; "
                 f"several models go into one call: ampx.prepare([first, second])."
             )
-        for module in hits:
+    _check_names(plan, {name for name, _ in named})
+    return {**by_class, **by_name}
+
+
+def match_names(
+    named: Iterable[tuple[str, nn.Module]], plan: TorchPlan
+) -> tuple[dict[nn.Module, tuple[Kind, Any]], set[str]]:
+    """Find the modules that the name patterns of a plan are about; return with them the patterns that match any."""
+    by_name: dict[nn.Module, tuple[Kind, Any]] = {}
+    hits = set()
+    for name, module in named:
+        for kind, pattern in plan.patterns:
+            if not fnmatch.fnmatchcase(name, pattern):
+                continue
+            hits.add(pattern)
             if by_name.setdefault(module, (kind, pattern))[0] != kind:
-                name = next(name for name, candidate in named if candidate is module)
                 raise UnsupportedOpError(
                     f"allow and deny both match the module {name!r}: by "
                     f"{by_name[module][1]!r} and {pattern!r}. Make one of them narrower."
                 )
-    _check_names(plan, {name for name, _ in named})
-    return {**by_class, **by_name}
+    return by_name, hits
 
 
 def _check_names(plan: TorchPlan, names: set[str]) -> None:

@@ -50,10 +50,19 @@ def each_model(model: nn.Module | None, take: Callable[[Names], None]) -> Iterat
         if model is not None:
             take(named(model))
         else:
-            arrivals = _Arrivals(take)
-            _listen(arrivals)
-            stack.callback(_stop, arrivals)
+            stack.enter_context(called_models(take))
         yield
+
+
+@contextmanager
+def called_models(take: Callable[[Names], None]) -> Iterator[None]:
+    """Hand over the modules of every model that is called inside the region, before its first call."""
+    arrivals = _Arrivals(take)
+    _listen(arrivals)
+    try:
+        yield
+    finally:
+        _stop(arrivals)
 
 
 class _Arrivals:

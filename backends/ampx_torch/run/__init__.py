@@ -5,6 +5,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 - `manager`: `torch.optim.Optimizer.__init__`, so that every optimizer of the script gets a loss scale;
 - `backward`: `torch.autograd.backward`, so that the loss is scaled for the optimizers it reaches;
 - `gradients`: `torch.Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
+- `modules`: `torch.nn.Module.__call__`, where `allow` or `deny` name modules;
 - `native` and `scaler`: `torch.autocast` and `GradScaler`, which are refused, or carried out by ampx;
 - `old_names`: `import apex`, which ampx provides where it is missing.
 """
@@ -19,6 +20,7 @@ from ampx.run import Run
 from .backward import backward_scaled
 from .gradients import gradients_true
 from .manager import TorchManager, optimizers_managed
+from .modules import modules_ruled
 from .native import autocast_watched
 from .old_names import old_names
 from .scaler import scaler_watched
@@ -28,6 +30,6 @@ from .scaler import scaler_watched
 def automate(run: Run) -> Iterator[None]:
     """Patch torch for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
-    patches = (optimizers_managed, backward_scaled, gradients_true, autocast_watched, scaler_watched)
+    patches = (optimizers_managed, backward_scaled, gradients_true, modules_ruled, autocast_watched, scaler_watched)
     with TorchManager(run).region(old_names, *(() if run.settings.stand_ins_only else patches)):
         yield

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
+from ampx.run import asked_by_script
+from ampx.run.recorder import Observer
+from ampx_torch.backend import TorchBackend
 from ampx_torch.trees import LOW
 
 from .manager import TorchManaged, TorchManager
+from .native import OWN
 
+_THROUGH: Final = ("torch._tensor", "torch.autograd")
+_TRUE: Final = "_ampx_true_loss"  # on a scaled loss: the loss
 _LEAF: Final = "AccumulateGrad"
 _HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
 
@@ -37,6 +45,9 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
 
         if manager.held:
             manager.decide()
+        observer = manager.run.recorder.observer
+        if observer is not None and not manager.inside and asked_by_script(OWN, _THROUGH):
+            _report_loss(observer, tensors, weights)
         if manager.stood_down:
             with manager.records_only("backward"):
                 native()
@@ -51,9 +62,6 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             native()
             return
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        if manager.run.recorder.observer is not None:
-            values = [loss.detach() for loss in losses]
-            manager.run.recorder.observer.loss(lambda: sum(map(float, values)))
         with manager.run.recorder.phase("backward"):
             if manager.scales:
                 _backward_scaled(manager, true, losses, optimizers, options)
@@ -62,8 +70,33 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
                     _refuse_by_hand(manager, optimizers, _leaves(losses)[0])
                 _backward(manager, true, losses, optimizers, options)
 
-    with mock.patch.object(torch.autograd, "backward", backward):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
+        if manager.run.recorder.observer is not None:
+            for owner in (TorchBackend, GradScaler):
+                stack.enter_context(mock.patch.object(owner, "scale", _remembering(owner.scale)))
         yield
+
+
+def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that scales a loss and notes on the result what it was."""
+
+    @functools.wraps(scale)
+    def remember(self: Any, loss: Any, *rest: Any) -> Any:
+        scaled = scale(self, loss, *rest)
+        if isinstance(scaled, torch.Tensor) and isinstance(loss, torch.Tensor):
+            setattr(scaled, _TRUE, loss.detach())
+        return scaled
+
+    return remember
+
+
+def _report_loss(observer: Observer, tensors: Any, weights: Any) -> None:
+    """Tell the loss of a backward as it is not scaled, whoever scales it."""
+    losses = _losses(tensors, weights)
+    if losses:
+        values = [getattr(loss, _TRUE, loss).detach().clone() for loss in losses]  # the script may write to its own
+        observer.loss(lambda: sum(map(float, values)))
 
 
 def _backward_scaled(

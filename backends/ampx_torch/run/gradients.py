@@ -71,8 +71,7 @@ def _hooks_true(manager: TorchManager, owner: Any, name: str) -> Iterator[None]:
             result = hook(*module, *(_divided(gradient, factor) for gradient in gradients))
             return None if result is None else _multiplied(result, factor, gradients[0])
 
-        from_torch = str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
-        return true(self, hook if from_torch else hook_on_true_gradients, *args, **kwargs)
+        return true(self, hook if _from_torch(hook) else hook_on_true_gradients, *args, **kwargs)
 
     with mock.patch.object(owner, name, register):
         yield
@@ -92,11 +91,15 @@ def _accumulated_refused(manager: TorchManager) -> Iterator[None]:
                 )
             hook(parameter)
 
-        from_torch = str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
-        return true(self, hook if from_torch else refuse_scaled)
+        return true(self, hook if _from_torch(hook) else refuse_scaled)
 
     with mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", register):
         yield
+
+
+def _from_torch(hook: object) -> bool:
+    """Return whether a hook is none of the script's: torch's, or that of a watch, which sees what was computed."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in ("torch", "ampx_torch")
 
 
 def _divided(tree: Any, factor: Any) -> Any:

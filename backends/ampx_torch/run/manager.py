@@ -19,6 +19,7 @@ from ampx_torch.delegation import TakenOver
 from ampx_torch.gradients import unscale_into
 from ampx_torch.step import AmpOptimizer
 
+from .modules import ModuleRules
 from .native import Native
 from .operations import TorchSampler
 
@@ -110,6 +111,7 @@ class TorchManager(Manager[TorchManaged]):
         # Makes reads of gradients known; called where losses are multiplied.
         self.watch_gradients: Callable[[], None] = lambda: None
         self.owners = Owners()  # whose parameters are whose
+        self.rules = ModuleRules(run)  # about names of modules
         super().__init__(run, TorchSampler(run.recorder))
 
     @property
@@ -135,6 +137,7 @@ class TorchManager(Manager[TorchManaged]):
         if self.run.amp is None:
             self.sampler.start()
             amp = self.run.session(**self.native.options)
+            self.rules.start(amp.plan)
             if self.native.follows:
                 reason = "as the script's own regions say, of which none has computed in low precision"
                 amp.effective = replace(amp.effective, reason=reason)
@@ -255,6 +258,7 @@ class TorchManager(Manager[TorchManaged]):
         if counts and (result is None or result.applied or not result.finite):  # else its gradients had been cleared
             self.run.recorder.stepped(managed.group)
             self.sampler.after_step()
+            self.rules.check(self.run.recorder.steps)
         return managed.returned if loss is None else loss
 
     def _note_true(self, managed: TorchManaged) -> bool:

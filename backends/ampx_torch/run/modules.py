@@ -1,0 +1,79 @@
+"""`"module:name"` in `allow` and `deny` of `ampx run`: the models that the script calls are prepared by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from ampx.backend import CastPlan
+from ampx.errors import UnsupportedOpError
+from ampx.run import Run
+from ampx_torch.casting.module_rules import attach, match_names
+from ampx_torch.casting.oplists import TorchPlan
+from ampx_torch.numerics.names import Names, called_models
+
+if TYPE_CHECKING:
+    from .manager import TorchManager
+
+# A pattern may be about a model that is first called behind the first step.
+_PATIENCE: Final = 3
+
+
+class ModuleRules:
+    """The rules about names of modules, and the models that were called so far."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._names: Names = {}
+        self._plan: TorchPlan | None = None
+        self._hits: set[str] = set()
+        self._checked = False
+
+    def start(self, plan: CastPlan | None) -> None:
+        """Put the rules of a session on the models that were called so far, and from now on on others."""
+        if isinstance(plan, TorchPlan) and plan.patterns:
+            self._plan = plan
+            self._attach(self._names)
+            plan.resolved.update(pattern for _, pattern in plan.patterns)  # `check` sees to it
+
+    def take(self, names: Names) -> None:
+        """Put the rules on a model that is about to be called for the first time."""
+        self._names |= names
+        self._attach(names)
+
+    def _attach(self, names: Names) -> None:
+        if self._plan is not None:
+            try:
+                rules, hits = match_names(((name, module) for module, name in names.items() if name), self._plan)
+            except UnsupportedOpError as error:
+                self._run.reject(error)
+            attach(rules)
+            self._hits |= hits
+
+    def check(self, steps: int) -> None:
+        """Stop the script where a pattern matches no module of the models that it called in the first steps."""
+        if self._plan is None or self._checked or steps < _PATIENCE:
+            return
+        self._checked = True
+        missing = [f"{kind}='module:{pattern}'" for kind, pattern in self._plan.patterns if pattern not in self._hits]
+        names = [name for name in self._names.values() if name]
+        shown = f"{', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"
+        if missing:
+            self._run.reject(
+                UnsupportedOpError(
+                    f"{', '.join(missing)} matches no module of the models called in {steps} steps; accepted: patterns "
+                    f"of names, which are {shown}. Correct it."
+                )
+            )
+
+
+@contextmanager
+def modules_ruled(manager: TorchManager) -> Iterator[None]:
+    """Look at the models that the script calls, where there are rules about modules."""
+    settings = manager.run.settings
+    if not any(entry.startswith("module:") or not entry.isidentifier() for entry in (*settings.allow, *settings.deny)):
+        yield
+        return
+    with called_models(manager.rules.take):
+        yield
