@@ -92,7 +92,7 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report_loss(observer: Observer, tensors: Any, weights: Any) -> None:
-    """Tell the loss of a backward as it is not scaled, whoever scales it."""
+    """Report the loss of a backward as it is not scaled, whoever scales it."""
     losses = _losses(tensors, weights)
     if losses:
         values = [getattr(loss, _TRUE, loss).detach().clone() for loss in losses]  # the script may write to its own
