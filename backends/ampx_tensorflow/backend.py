@@ -64,8 +64,12 @@ class TensorFlowBackend(ampx.Backend):
         return casting.region(plan, enabled)
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
-        """Check a plan; where graphs are to be cast and not layers, it becomes one that says so."""
-        return graph_rewrite.check_plan(super().check_plan(plan))
+        """Check a plan; where graphs are to be cast and not layers, it becomes one that says so.
+
+        Of `allow` and `deny`, `"module:pattern"` is for the layers of models that `prepare` is passed.
+        """
+        casting.check_entries(plan)
+        return graph_rewrite.check_plan(plan)
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process; for layers made from now on, in the calling thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ampx.backend import CastPlan, map_leaves
+from ampx.errors import UnsupportedByBackendError
 from ampx.policy import Dtype
 
 from . import retracing
@@ -167,18 +168,62 @@ def restore() -> None:
     _session.prepared.clear()
 
 
+def module_patterns(entries: Iterable[Any]) -> list[str]:
+    """Return the patterns of names of modules among the entries of `allow` or `deny`."""
+    prefix = "module:"
+    return [entry[len(prefix) :] for entry in entries if isinstance(entry, str) and entry.startswith(prefix)]
+
+
+def check_entries(plan: CastPlan) -> None:
+    """Raise for an entry of `allow` or `deny` that does not name modules.
+
+    Raises:
+        UnsupportedByBackendError: There is one.
+    """
+    for entry in (*plan.allow, *plan.deny):
+        if not module_patterns([entry]):
+            raise UnsupportedByBackendError(
+                f"allow or deny got {entry!r}, and TensorFlow casts by layers, not by operations; accepted: "
+                f"'module:pattern' with a pattern of names of layers. Name the layer, or cast in the code with "
+                f"ampx.half_function and ampx.float_function."
+            )
+
+
 def prepare(model: Any, plan: CastPlan) -> Any:
     """Let the layers of a model that was made before `init` cast, in place; gives the model.
 
-    Layers in low precision altogether, quantized layers and layers with other policies keep them.
+    Layers in low precision altogether, quantized layers and layers with other policies keep them. What `allow` and
+    `deny` name computes in the dtype of the plan, or in float32, with all inside; what is denied stays so.
+
+    Raises:
+        UnsupportedOpError: A pattern matches no layer.
     """
+    forced = _forced_layers(model, plan)
     for layer in model._flatten_layers():
         policy = layer.dtype_policy
         if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
             _session.prepared[layer] = policy
             layer.dtype_policy = policy_for(plan.dtype)
+        if id(layer) in forced and policy.quantization_mode is None:
+            _session.prepared.setdefault(layer, policy)
+            low = forced[id(layer)] != "float32"
+            layer.dtype_policy = policy_for(plan.dtype) if low else keras.DTypePolicy("float32")
         forget_functions(layer)
     return model
+
+
+def _forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
+    """Return the dtypes of layers that `allow` and `deny` name, by identity."""
+    allowed, denied = module_patterns(plan.allow), module_patterns(plan.deny)
+    if not allowed and not denied:
+        return {}
+    from .numerics import forcing, names  # they need this module
+
+    dtypes = {**dict.fromkeys(allowed, str(plan.dtype)), **dict.fromkeys(denied, "float32")}
+    layers = dict(names.walk(model))
+    names.check_patterns(list(dtypes), list(layers))
+    held = {name: forcing.find_dtype(dtypes, name) for name in layers}
+    return {id(layers[name]): dtype for name, dtype in held.items() if dtype is not None}
 
 
 def forget_functions(layer: Any) -> None:

@@ -10,6 +10,9 @@ import tensorflow as tf
 import ampx
 from ampx.backend import CastPlan, Watching
 from ampx.numerics.rounding import describe, round_to, sample
+from ampx.plugins import Registry
+from ampx.run import Run, RunSettings
+from ampx_tensorflow import devices
 from ampx_tensorflow.backend import TensorFlowBackend
 
 BACKEND = TensorFlowBackend()
@@ -355,3 +358,128 @@ def test_variables_in_a_dict_are_replayed_product_by_product():
 def test_what_is_no_loss_is_refused(loss):
     with pytest.raises(ampx.LossError, match="accepted:"):
         BACKEND.replay(layers(), loss, None)
+
+
+# -- module patterns -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before init", "after init"])
+def test_module_patterns_hold_in_prepared_models_eager_traced_and_in_fit(when):
+    model = layers() if when == "before init" else None
+    with ampx.init("tensorflow", dtype="bfloat16", deny=["module:block"], allow=["module:block.low"]) as amp:
+        model = amp.prepare(model or layers())
+        computes = {layer.name: layer.compute_dtype for layer in model._flatten_layers() if layer is not model}
+        assert {name: computes[name] for name in ("first", "block", "low", "exact")} == {
+            "first": "bfloat16",
+            "block": "float32",
+            "low": "bfloat16",
+            "exact": "float32",
+        }
+        assert model(X).dtype == tf.float32
+        assert tf.function(lambda: model(tf.constant(X)))().dtype == tf.float32
+        model.compile(amp.wrap_optimizer(keras.optimizers.SGD(0.0)), "mse")
+        model.fit(X, np.ones((4, 2)), verbose=0)
+        with pytest.raises(ampx.UnsupportedOpError, match=r"'block\.low'"):
+            amp.prepare(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, name="other")]))
+    assert model(X).dtype == tf.float32
+
+
+def test_entries_that_name_operations_are_refused():
+    with pytest.raises(ampx.UnsupportedByBackendError, match=r"'softmax'.*'module:pattern'"):
+        ampx.init("tensorflow", dtype="bfloat16", deny=["softmax"])
+
+
+# -- ampx run ------------------------------------------------------------------------------------------
+
+
+class Looking:
+    """An observer that watches the step after the first."""
+
+    def __init__(self, watches=False):
+        self.told, self.watches, self.region, self.readings = [], watches, None, []
+
+    def loss(self, read):
+        self.told.append(read)
+
+    def stepped(self, steps):
+        self.told.append(steps)
+        if self.region is not None:
+            self.region.__exit__(None, None, None)
+            self.readings, self.region = self.watch.readings(), None
+        elif self.watches and steps == 1:
+            self.region = BACKEND.watch(None, Watching())
+            self.watch = self.region.__enter__()
+
+    def seen(self):
+        return [entry if isinstance(entry, int) else round(entry(), 4) for entry in self.told]
+
+
+KINDS = ("eager", "traced", "all steps in one", "fit", "fit eagerly")
+
+
+def train(kind):
+    """Take three steps of gradient descent on (w * 2 - 4)**2 at w = 1, 1.8, 1.96: losses 4, 0.16, 0.0064."""
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, name="dense", kernel_initializer="ones")]
+    )
+    optimizer, x, y = keras.optimizers.SGD(0.1), tf.constant([[2.0]]), tf.constant([[4.0]])
+    if kind.startswith("fit"):
+        model.compile(optimizer, "mse", run_eagerly=kind == "fit eagerly")
+        model.fit(np.repeat(x, 3, 0), np.repeat(y, 3, 0), batch_size=1, verbose=0)
+        return model
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    def steps():
+        for _ in tf.range(3) if kind == "all steps in one" else range(3):
+            step()
+
+    if kind == "traced":
+        step = tf.function(step)
+    if kind == "all steps in one":
+        tf.function(steps)()
+    else:
+        steps()
+    return model
+
+
+def observe(kind, observer, **settings):
+    run = Run("tensorflow", RunSettings(device="cpu", **settings))
+    run.recorder.observer = observer
+    with Registry().load("tensorflow").automate(run):
+        trained = train(kind)
+    return run, trained
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_observer_is_told_of_losses_and_steps_in_order(kind, dtype):
+    if dtype == "bfloat16" and not devices.describe("cpu").native | devices.describe("cpu").emulated >= {"bfloat16"}:
+        pytest.skip("bfloat16 is not computed here")
+    observer = Looking()
+    run, trained = observe(kind, observer, dtype=dtype)
+    seen = observer.seen()
+    losses, steps = seen[::2], seen[1::2]
+    assert steps == [1, 2, 3]
+    expected = [4.0, 0.16, 0.0064] if kind != "all steps in one" else [4.1664 / 3] * 3
+    np.testing.assert_allclose(losses, expected, rtol=0.02 if dtype == "float32" else 0.2, atol=2e-4)
+    assert run.recorder.steps == 3
+    np.testing.assert_allclose(trained.get_weights()[0], [[1.992]], rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_after_the_first_can_be_watched(kind):
+    observer = Looking(watches=True)
+    observe(kind, observer, dtype="float32", watched=True)
+    (entry,) = [entry for entry in observer.readings if (entry.module, entry.direction) == ("dense", "forward")]
+    assert entry.value.largest == pytest.approx(3.6, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["eager", "traced", "fit"])
+def test_module_patterns_hold_in_a_script_that_prepares_nothing(kind):
+    run, _ = observe(kind, None, dtype="bfloat16", deny=("module:dense", "module:nothing"))
+    assert {dtype for (_, dtype), _ in run.recorder.ops.items()} <= {"float32"}
+    assert "'module:nothing' matched no module that was called" in run.recorder.notes

@@ -28,6 +28,7 @@ SIMULATED: Final = {
 }
 # Layers whose policy a region has set, by the number of such regions.
 _forced: Final[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+_regions: Final[list[object]] = []
 
 
 class ForcedPolicy(keras.DTypePolicy):  # type: ignore[misc]
@@ -73,6 +74,11 @@ class Policies:
         self._before.clear()
 
 
+def is_active() -> bool:
+    """Return whether some region forces modules."""
+    return bool(_regions)
+
+
 def is_forced(layer: Any) -> bool:
     """Return whether a region has set the policy of a layer."""
     return layer in _forced
@@ -94,18 +100,9 @@ class Forcing:
         self._innermost = _Innermost()
         modules.on_root = self.assign
 
-    def own(self, name: str) -> str | None:
-        """Return the dtype of the last pattern that matches a name; None where none does."""
-        return next(
-            (dtype for pattern, dtype in reversed(self._dtypes.items()) if matching(pattern, name)),
-            None,
-        )
-
     def of(self, name: str) -> str | None:
-        """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
-        own = self.own(name)
-        outer = _outer(name)
-        return own if own is not None or outer is None else self.of(outer)
+        """Return the dtype of a module; None where nothing forces it."""
+        return find_dtype(self._dtypes, name)
 
     def assign(self, calls: list[Call]) -> None:
         """Set the policies of layers."""
@@ -123,7 +120,7 @@ class Forcing:
             args, kwargs = _rounded((args, kwargs), dtype, gradients=False)
             return _rounded(native(*args, **kwargs), dtype, gradients=True)
         is_layer = isinstance(call.module, keras.layers.Layer)
-        if not is_layer and self.own(call.name) is not None and dtype == "float32":
+        if not is_layer and own_dtype(self._dtypes, call.name) is not None and dtype == "float32":
             args, kwargs = casting.cast((args, kwargs), "float32")
         before = self._innermost.dtype
         self._innermost.dtype = None if is_layer else dtype  # type: ignore[assignment]
@@ -139,10 +136,26 @@ class Forcing:
         with products.cast(lambda: self._innermost.dtype or "float32"):
             yield
 
+    def unmatched(self) -> list[str]:
+        """List the patterns that matched no module so far."""
+        names = self.modules.names
+        return [pattern for pattern in self._dtypes if not any(matching(pattern, name) for name in names)]
+
     @property
     def is_low(self) -> bool:
         """Whether some dtype is low precision that computes."""
         return any(dtype in ("float16", "bfloat16") for dtype in self._dtypes.values())
+
+
+def own_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
+    """Return the dtype of the last pattern that matches a name; None where none does."""
+    return next((dtype for pattern, dtype in reversed([*dtypes.items()]) if matching(pattern, name)), None)
+
+
+def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
+    """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
+    own, outer = own_dtype(dtypes, name), _outer(name)
+    return own if own is not None or outer is None else find_dtype(dtypes, outer)
 
 
 def _outer(name: str) -> str | None:
@@ -199,7 +212,7 @@ def check_dtypes(dtypes: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
+def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[Forcing]:
     """Compute named modules in dtypes of their own: see `ampx.backend.Backend.force`."""
     check_dtypes(dtypes)
     modules = Modules(model)
@@ -208,8 +221,10 @@ def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
     forcing = Forcing(modules, dtypes)
     with ExitStack() as stack:
         stack.callback(forcing.policies.restore)
+        _regions.append(forcing)
+        stack.callback(_regions.remove, forcing)
         modules.start()
         stack.enter_context(retracing.anew())
         stack.enter_context(modules.around(forcing.around, in_graphs=True))
         stack.enter_context(forcing.products() if forcing.is_low else nullcontext())
-        yield
+        yield forcing

@@ -10,15 +10,19 @@ The script is not ours to edit: TensorFlow is patched, and every patch ends with
 - `gradients`: `tf.GradientTape`, so that the loss is scaled, and the script sees true gradients only;
 - `models`: how Keras compiles and fits models;
 - `operations`: products outside of graphs, and what computed in which dtype;
+- `observing`: functions that are called, where somebody looks on;
 - `tf1`: optimizers and sessions of TensorFlow 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ampx.run import Run
+from ampx_tensorflow import casting, devices, numerics
+from ampx_tensorflow.numerics import forcing
+from ampx_tensorflow.numerics.watching import uncompiled
 
 from .gradients import tapes_watched
 from .manager import KerasManager, optimizers_managed, rewrites_started
@@ -31,5 +35,33 @@ from .tf1 import graphs_managed
 def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
     patches = (rewrites_started, optimizers_managed, tapes_watched, models_cast, products_cast, graphs_managed)
-    with KerasManager(run).region(*patches):
+    manager = KerasManager(run)
+    with ExitStack() as stack:
+        if run.settings.watched:
+            stack.enter_context(uncompiled())
+        if run.recorder.observer is not None:
+            stack.enter_context(manager.observing.calls(manager.count_one_by_one))
+        if dtypes := module_dtypes(run):
+            stack.enter_context(modules_forced(run, dtypes))
+        manager.forces = forcing.is_active()
+        stack.enter_context(manager.region(*patches))
         yield
+
+
+def module_dtypes(run: Run) -> dict[str, str]:
+    """Return the dtypes of modules that the settings name; what is denied comes last, and holds."""
+    if run.settings.dtype == "float32":
+        return {}
+    low = devices.describe(run.settings.device).preferred if run.settings.dtype == "auto" else run.settings.dtype
+    allowed = casting.module_patterns(run.settings.allow) if low else []
+    denied = casting.module_patterns(run.settings.deny)
+    return {**dict.fromkeys(allowed, str(low)), **dict.fromkeys(denied, "float32")}
+
+
+@contextmanager
+def modules_forced(run: Run, dtypes: dict[str, str]) -> Iterator[None]:
+    """Compute modules in dtypes of their own; note patterns that matched none."""
+    with numerics.force(None, dtypes) as forced:
+        yield
+        for pattern in forced.unmatched():
+            run.recorder.note(f"'module:{pattern}' matched no module that was called")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -43,15 +43,18 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
         scale = None
+        if manager.observing.wanted and not manager.depth.value and _is_floating(target):
+            manager.observing.loss(target)
         if output_gradients is None and _is_loss(target) and all(map(_is_variable, tf.nest.flatten(sources))):
             scale = _scale(manager)
         if scale is not None:
             output_gradients = tf.fill(tf.shape(target), tf.cast(scale, target.dtype))
-        if not on_host():
+        with ExitStack() as stack:
+            if on_host():
+                stack.enter_context(manager.run.recorder.phase("backward"))
+            if manager.forces:
+                stack.enter_context(manager.operations.resting())
             result = native(self, target, sources, output_gradients, *args, **kwargs)
-        else:
-            with manager.run.recorder.phase("backward"):
-                result = native(self, target, sources, output_gradients, *args, **kwargs)
         if scale is None:
             return result
         nested = tf.nest.is_nested(sources)
@@ -73,6 +76,10 @@ def _scale(manager: KerasManager) -> Any:
     groups = [(optimizer._ledger, optimizer.ampx_member.group) for optimizer in wrapped]
     scales = [ledger.factor(group, 0) for ledger, group in groups if not is_one(group.config)]
     return tf.reduce_min(tf.stack(scales)) if scales else None
+
+
+def _is_floating(target: Any) -> bool:
+    return isinstance(target, tf.Tensor) and bool(target.dtype.is_floating)
 
 
 def _is_variable(source: Any) -> bool:

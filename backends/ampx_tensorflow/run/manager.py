@@ -26,6 +26,7 @@ from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
 from ampx_tensorflow.step import AmpOptimizer
 
+from .observing import Observing
 from .operations import Operations
 
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
@@ -55,6 +56,8 @@ class KerasManager(Manager[Managed]):
         self.held: set[Any] = set()  # optimizers of TensorFlow 1 whose graphs go on after the script has forgotten them
         self.depth = _Depth()  # where a wrapped optimizer is at work
         self.operations = Operations(run.recorder)  # casts products outside of graphs, and counts
+        self.observing = Observing(run.recorder)
+        self.forces = False  # whether modules have dtypes of their own, which the graph rewriter does not know
         self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
         self._counted: dict[int, int] = {}
         super().__init__(run, self.operations, _kind_of)
@@ -77,7 +80,9 @@ class KerasManager(Manager[Managed]):
         if graphs:
             plan = amp.casting
             with self.inside():  # the rewriter is tried in a session, which is none of the script's
-                if plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
+                if self.forces:
+                    self.operations.cast_in_graphs()
+                elif plan is not None and not rewrite.process.is_on and (not on_host() or rewrite.casts(plan)):
                     with self.working():
                         rewrite.process.on(plan)
             self.operations.start()
@@ -139,7 +144,34 @@ class KerasManager(Manager[Managed]):
         group.resolve()
         missed = group.steps - self._counted[group.index]
         self._counted[group.index] += missed
-        self.run.recorder.stepped(group.index, missed)
+        if missed:
+            self.run.recorder.stepped(group.index, missed)
+
+    def count_one_by_one(self, losses: Any) -> None:
+        """Report every step to the observer that a compiled function has made. Sync: one an optimizer.
+
+        Args:
+            losses: A variable with the sum of its losses, of which each step gets its share; it is cleared.
+        """
+        observer, missed = self.run.recorder.observer, {}
+        for wrapped in self.wrapped:
+            if isinstance(wrapped, AmpOptimizer):
+                group = wrapped.ampx_member.group
+                group.resolve()
+                missed[group.index] = group.steps - self._counted[group.index]
+        steps = sum(missed.values())
+        if not steps or observer is None:
+            return
+        total = None
+        if losses is not None:
+            total = losses.read_value()
+            losses.assign(0.0)
+        for index, count in missed.items():
+            for _ in range(count):
+                if total is not None:
+                    observer.loss(lambda: float(total) / steps)
+                self._counted[index] += 1
+                self.run.recorder.stepped(index)
 
     # -- mixed precision of the script's own -------------------------------------------------------
 
@@ -322,7 +354,10 @@ def _applying_own(manager: KerasManager, native: Callable[..., Any]) -> Callable
         if manager.stood_down:
             manager.run.look()
         if not manager.stood_down or not on_host():
-            return native(self, *args, **kwargs)
+            result = native(self, *args, **kwargs)
+            if manager.observing.wanted and on_host() and self in manager.wrapped:
+                manager.count(self)
+            return result
         with manager.run.recorder.phase("step"):
             result = native(self, *args, **kwargs)
         manager.look(self)

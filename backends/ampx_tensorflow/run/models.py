@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -86,7 +87,7 @@ def prepare(model: Any, plan: CastPlan, kept: list[Any]) -> None:
     """Let the layers of a model cast, but for some, which the script reads."""
     exact = {id(layer) for output in kept for layer in output._flatten_layers()}
     before = {id(layer): layer.dtype_policy for layer in model._flatten_layers()}
-    casting.prepare(model, plan)
+    casting.prepare(model, replace(plan, allow=(), deny=()))  # a region around the run sees to these
     for layer in model._flatten_layers():
         if id(layer) in exact and layer is not model:
             layer.dtype_policy = before[id(layer)]

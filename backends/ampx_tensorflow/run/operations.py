@@ -30,7 +30,7 @@ class Operations(Sampler):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self._on = self._casts = False
+        self._on = self._casts = self._in_graphs = self._resting = False
         self._collecting = False
         self._sampled_runs = 0
         self._only_graphs = True
@@ -44,6 +44,10 @@ class Operations(Sampler):
         self._collecting = self.recorder.sampling
         if self._collecting:
             context.enable_graph_collection()
+
+    def cast_in_graphs(self) -> None:
+        """Cast products one by one in graphs, too, which are not rewritten."""
+        self._in_graphs = True
 
     def after_step(self) -> None:
         """Count the products of graphs where enough was seen."""
@@ -65,7 +69,7 @@ class Operations(Sampler):
         self.take_down()
         if self._collecting:
             context.disable_graph_collection()
-        self._on = self._collecting = False
+        self._on = self._collecting = self._in_graphs = False
         if self._only_graphs:
             self.recorder.sampled_steps = 1  # a graph is counted once, not once a step
 
@@ -98,15 +102,24 @@ class Operations(Sampler):
     @property
     def applies(self) -> bool:
         """Whether products are looked at one by one."""
-        return self._on and tf.executing_eagerly()
+        return self._on and (self._in_graphs or tf.executing_eagerly())
 
     def dtype(self) -> Dtype:
         """Return the dtype of products outside of graphs."""
-        return compute_dtype() if self._casts else "float32"
+        return compute_dtype() if self._casts and not self._resting else "float32"
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Return a region that casts nothing: the gradient of a product that was cast is low precision by itself."""
+        before, self._resting = self._resting, True
+        try:
+            yield
+        finally:
+            self._resting = before
 
     def count_product(self, kind: str, dtype: str) -> None:
         """Count a product outside of graphs."""
-        if self.recorder.sampling:
+        if self.recorder.sampling and tf.executing_eagerly():
             self._only_graphs = False
             self.recorder.count_op(kind, dtype)
 

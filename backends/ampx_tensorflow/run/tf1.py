@@ -45,7 +45,7 @@ def _running(manager: KerasManager, native: Callable[..., Any]) -> Callable[...,
             return native(self, *args, **kwargs)
         with manager.run.recorder.phase("train"):
             result = manager.operations.run_session(native, self, *args, **kwargs)
-            if time.perf_counter() - last > _LOOK_SECONDS:
+            if manager.observing.wanted or time.perf_counter() - last > _LOOK_SECONDS:
                 _look(manager, self)
                 last = time.perf_counter()
         return result
