@@ -250,6 +250,13 @@ def _cause(case: _Case) -> tuple[Kind, str]:
     if stats is not None:
         bound = f"{dtype}'s lowest number, {-form.largest:.5g}"
         return "mask", f"the constant {stats.lowest:.3g} is beyond {bound}: it is -inf"
+    if place.direction == "backward":
+        forward = _forward_at_zero(case)
+        if forward is not None:
+            return "logarithm", (
+                f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs "
+                f"are zero"
+            )
     if does == "division" and case.new_zeros:
         if reference is None:
             return "division", "it divides by zero"
@@ -262,13 +269,6 @@ def _cause(case: _Case) -> tuple[Kind, str]:
     if does == "logarithm" and case.new_zeros:
         flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {dtype} flushes" if reference else ""
         return "logarithm", f"it takes the logarithm of zero{flushed}"
-    if place.direction == "backward":
-        forward = _forward_at_zero(case)
-        if forward is not None:
-            return "logarithm", (
-                f"the derivative of {forward.operation} at zero is infinite, and {forward.inputs.zeros} of its inputs "
-                f"are zero"
-            )
     if does == "sum" and reference is not None and place.inputs.largest <= form.largest and place.inputs.elements > 2:
         return "sum", (
             f"it sums {place.inputs.elements} elements of up to {place.inputs.largest:.4g} in {dtype}, whose largest "
