@@ -233,6 +233,7 @@ def migrate(
 _SCRIPT = typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
 _MODULE = typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")
 _STEPS = typer.Option(min=1, help="End every run after so many steps.")
+_PAGE = typer.Option(dir_okay=False, help="Write a report: out.html or out.json.", show_default=False)
 _SEED = typer.Option(help="What the random numbers of every run start from.")
 _OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
 
@@ -293,6 +294,57 @@ def compare(
     print_comparison(console, result)
     if report is not None:
         console.print(f"Report: {report}", soft_wrap=True)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def diagnose(
+    command: Annotated[list[str], _SCRIPT],
+    at: Annotated[int | None, typer.Option(min=1, help="Look at this step.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Wait no longer than so many steps for a failure.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")] = "auto",
+    report: Annotated[Path | None, _PAGE] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    level: Annotated[str, typer.Option(help="As in ampx.init.")] = "O1",
+    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    seed: Annotated[int, _SEED] = 0,
+    is_module: Annotated[bool, _MODULE] = False,
+    replace_native: Annotated[bool, _OWN] = False,
+) -> None:
+    """Run an unedited script until it fails, and say in which module and operation, why, and what to do."""
+    from rich.console import Console
+
+    from ampx.numerics.diagnose_script import diagnose_script
+    from ampx.numerics.report import PAGES, check_target, write
+    from ampx.run import RunSettings
+    from ampx.run.program import Program
+
+    check_target(report, PAGES)
+    with Console(stderr=True).status("Starting …") as status:
+        diagnosis, result = diagnose_script(
+            Program(command[0], is_module, tuple(command[1:])),
+            RunSettings(dtype, level, device, replace_native),
+            framework=framework,
+            at=at,
+            steps=steps,
+            seed=seed,
+            progress=status.update,
+        )
+    if report is not None:
+        write(report, result)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+        return
+    if diagnosis is None:
+        typer.echo(result["verdict"])
+    else:
+        typer.echo(
+            f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}: {diagnosis}"
+        )
+    for note in result["notes"]:
+        typer.echo(f"note: {note}")
 
 
 # What follows the script's name is the script's: parsing stops there.

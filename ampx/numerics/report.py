@@ -12,15 +12,16 @@ from ampx.run import page
 from ampx.run.command import check_report
 
 KINDS = (".json", ".html", ".png")
+PAGES = (".json", ".html")
 
 
-def check_target(target: Path | None) -> None:
+def check_target(target: Path | None, kinds: Sequence[str] = KINDS) -> None:
     """Check the target of `--report`, before anything has run for hours.
 
     Raises:
         InvalidOptionError: It is of no kind that can be written, or cannot be written.
     """
-    check_report(target, KINDS)
+    check_report(target, kinds)
 
 
 def write(target: Path, report: Mapping[str, Any]) -> None:
@@ -178,7 +179,40 @@ def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
 
 
 def _diagnosed(report: Mapping[str, Any]) -> list[str]:
-    return []
+    parts = []
+    diagnosis = report["diagnosis"]
+    if diagnosis is not None:
+        places = (("last finite", diagnosis["last_finite"]), ("first not finite", diagnosis["first_nonfinite"]))
+        rows = [(name, *_place(place)) for name, place in places if place is not None]
+        if rows:
+            parts.append(page.table(("", "pass", "module", "operation", "dtype", "value", "inputs", "line"), rows))
+        if diagnosis["advice"]:
+            parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
+        if diagnosis["risks"]:
+            parts.append(page.heading("Risks elsewhere"))
+            parts += [page.paragraph(risk["text"]) for risk in diagnosis["risks"]]
+    if any(isinstance(loss, float) for loss in report["losses"]):
+        figure, axes = page.new_figure(3.0)
+        page.draw_losses(axes, {report["dtype"]: report["losses"]})
+        parts += [page.heading("Loss"), page.svg(figure)]
+    if report["modules"]:
+        rows = [
+            (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))
+            for entry in report["modules"]
+        ]
+        parts += [page.heading(f"Modules in step {report['step']}")]
+        parts.append(page.table(("module", "class", "pass", "dtype", "value"), rows))
+    return parts
+
+
+def _place(place: Mapping[str, Any]) -> tuple[str, ...]:
+    names = place["direction"], place["module"] or "the model", place["operation"], place["dtype"]
+    return (*names, _range(place["value"]), _range(place["inputs"]), place["place"])
+
+
+def _range(stats: Mapping[str, Any]) -> str:
+    broken = f"{stats['nonfinite']} of {stats['elements']} not finite; " if stats["nonfinite"] else ""
+    return f"{broken}{stats['smallest']:.3g} to {stats['largest']:.3g}" if stats["elements"] else "–"
 
 
 def _tuned(report: Mapping[str, Any]) -> list[str]:

@@ -42,3 +42,13 @@ def test_compare_writes_a_table_and_a_report(ampx_command, script, tmp_path):
 def test_a_report_of_no_kind_is_refused_before_anything_runs(ampx_command, script):
     done = ampx_command("compare", "--report", "out.pdf", script, code=2)
     assert "ends in .json or .html or .png" in done.stderr
+
+
+def test_diagnose_names_the_step_and_the_line(ampx_command, tmp_path):
+    lines = SCRIPT.replace("torch.randn(4, 8)", "torch.randn(4, 8) * (1e9 if step == 2 else 1)")
+    (tmp_path / "train.py").write_text(lines)
+    done = ampx_command("diagnose", "--dtype", "float16", "--report", "out.json", "train.py")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["step"], result["diagnosis"]["kind"]) == (3, "overflow")
+    assert result["diagnosis"]["first_nonfinite"]["module"] == "0"
+    assert "step 3 of train.py, torch in float16: overflow: " in done.stdout

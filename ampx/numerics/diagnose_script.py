@@ -1,0 +1,205 @@
+"""`ampx diagnose`: the step of an unedited script that fails, run again with watchers, in its dtype and in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ampx.backend import Reading, Replayed, Stats, Watching
+from ampx.errors import TrialError
+from ampx.run import RunSettings
+from ampx.run.page import origin
+from ampx.run.program import Program
+
+from .batch import Seen, plain
+from .diagnose import Diagnosis, diagnosed
+from .trial import Outcome, Trial, run_trial
+
+SCHEMA: Final = "ampx.diagnose/1"
+
+
+def diagnose_script(
+    program: Program,
+    settings: RunSettings,
+    *,
+    framework: str | None = None,
+    at: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    run: Callable[[Trial], Outcome] = run_trial,
+    progress: Callable[[str], Any] = lambda text: None,
+) -> tuple[Diagnosis | None, dict[str, Any]]:
+    """Return the diagnosis, None where nothing failed, and the report, whose layout docs/reference/cli.md tells.
+
+    Args:
+        program: The script.
+        settings: As for `ampx run`.
+        framework: The only framework to automate.
+        at: The step to look at; by default the first with a loss that is not finite, or in which the scale collapses.
+        steps: How many steps to wait for that; by default all that the script makes.
+        seed: What random numbers start from.
+        run: Runs a trial.
+        progress: Is called with what is done now.
+
+    Raises:
+        TrialError: A run failed, or did not come to the step, or the backend cannot watch.
+    """
+    trial = Trial(program, settings, framework, seed, steps, stop_at_fault=True)
+    notes: list[str] = []
+    first = None
+    step, what = at, "asked for"
+    if at is None:
+        progress(f"{program.name}: waiting for a loss that is not finite, or a collapse of the scale …")
+        first = run(trial)
+        notes += first.notes
+        if first.fault is None:
+            return None, _report(trial, first, None, None, "", notes)
+        step, what = first.fault
+    assert step is not None
+    watched = replace(
+        trial,
+        settings=replace(settings, watched=True),
+        steps=step,
+        watched=(step,),
+        watching=Watching("float16", operations=True),
+        stop_at_fault=False,
+    )
+    progress(f"{program.name}: step {step} again, watched …")
+    low = _reach(watched, step, run)
+    dtype = low.dtype
+    if (
+        first is not None
+        and what == "loss"
+        and _loss(low, step) != _loss(first, step)
+        and math.isfinite(_loss(low, step))
+    ):
+        notes.append("The loss was finite when the step was run again: the script draws other numbers in every run.")
+    reference = low
+    if dtype != "float32":
+        progress(f"{program.name}: step {step} again, in float32 …")
+        if step == 1:  # before the first step there is no session whose casting could be switched off
+            exact = replace(watched, settings=replace(watched.settings, dtype="float32"))
+        else:
+            exact = replace(watched, settings=replace(watched.settings, dtype=dtype), float32=(step,))
+        reference = _reach(exact, step, run)
+    unscaled = None
+    if math.isfinite(_loss(low, step)) and step in low.skipped and low.scale_at(step) != 1:
+        progress(f"{program.name}: step {step} again, with a loss scale of 1 …")
+        unscaled = _seen(_reach(replace(watched, settings=replace(watched.settings, loss_scale=1.0)), step, run), step)
+    diagnosis = diagnosed(_seen(low, step), _seen(reference, step), dtype, low.scale_at(step), unscaled)
+    notes += [note for outcome in (low, reference) for note in outcome.notes]
+    return diagnosis, _report(trial, first or low, low, diagnosis, what, notes, step)
+
+
+def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
+    outcome = run(trial)
+    if not outcome.watches:
+        raise TrialError(
+            f"the backend for {outcome.run['framework']} cannot watch modules; accepted: one whose capabilities say "
+            f"watches. `ampx backends` shows them."
+        )
+    if step not in outcome.readings:
+        raise TrialError(
+            f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own; accepted: a "
+            f"step that it makes, and a program whose steps are separate calls. Name another by --at."
+        )
+    return outcome
+
+
+def _loss(outcome: Outcome, step: int) -> float:
+    """Return the loss of a step; NaN for none of a step that was skipped, 0 for none of another."""
+    loss = outcome.losses[step - 1] if step <= len(outcome.losses) else None
+    if loss is None:
+        return math.nan if step in outcome.skipped else 0.0
+    return loss
+
+
+def _seen(outcome: Outcome, step: int) -> Seen:
+    """Return a step of a script as a replay: whether its gradients are finite tells whether it was skipped."""
+    import numpy as np
+
+    readings = outcome.readings[step]
+    broken = step in outcome.skipped or any(
+        entry.value.nonfinite for entry in readings if entry.direction == "backward"
+    )
+    gradients = {"gradients": np.array([math.inf if broken else 0.0], np.float32)}
+    return Seen(Replayed(_loss(outcome, step), gradients, parameters_of(readings)), readings)
+
+
+def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
+    """Return, by module, what its operations received beyond what the module received: its parameters.
+
+    Only what stands out is told: magnitudes beyond those of the module's inputs, and elements that are not finite.
+    """
+    inputs = {
+        (entry.module, entry.call): entry.inputs
+        for entry in readings
+        if entry.direction == "forward" and not entry.operation
+    }
+    parameters: dict[str, Stats] = {}
+    met: set[tuple[str, int]] = set()
+    for entry in readings:
+        received = inputs.get((entry.module, 0))
+        first = (entry.module, entry.call) not in met
+        if entry.direction != "forward" or not entry.operation or not first or received is None:
+            continue
+        met.add((entry.module, entry.call))
+        own = entry.inputs
+        if own.nonfinite > received.nonfinite or (own.largest > received.largest and own.elements > received.elements):
+            parameters[f"{entry.module}.parameters"] = Stats(
+                elements=own.elements - received.elements,
+                nonfinite=max(0, own.nonfinite - received.nonfinite),
+                largest=own.largest,
+            )
+    return parameters
+
+
+def _report(
+    trial: Trial,
+    seen: Outcome,
+    low: Outcome | None,
+    diagnosis: Diagnosis | None,
+    what: str,
+    notes: Sequence[str],
+    step: int | None = None,
+) -> dict[str, Any]:
+    facts: Mapping[str, Any] = seen.run
+    modules = []
+    if low is not None and step is not None:
+        modules = [
+            {
+                name: plain(getattr(entry, name))
+                for name in ("module", "kind", "direction", "call", "dtype", "value", "inputs")
+            }
+            for entry in low.readings[step]
+            if not entry.operation
+        ]
+    if diagnosis is None:
+        verdict = (
+            f"Nothing failed in {seen.steps} steps in {seen.dtype}: the losses are finite, {len(seen.skipped)} steps "
+            f"were skipped, and the loss scale is {seen.last_scale or 1:g}."
+        )
+    else:
+        verdict = f"Step {step}: {diagnosis.kind}: {diagnosis.why}"
+    return {
+        "schema": SCHEMA,
+        "script": trial.program.name,
+        "arguments": list(trial.program.arguments),
+        "framework": facts["framework"],
+        "device": facts["device"],
+        "dtype": seen.dtype,
+        "level": facts["level"],
+        "seed": trial.seed,
+        "steps": seen.steps,
+        "step": step,
+        "fault": what or None,
+        "losses": seen.to_json()["losses"],
+        "skipped": seen.skipped,
+        "diagnosis": None if diagnosis is None else diagnosis.to_json(),
+        "modules": modules,
+        "verdict": verdict,
+        "notes": list(dict.fromkeys(notes)),
+        "origin": origin(seen.versions),
+    }
