@@ -16,10 +16,11 @@ from .render import make_table
 def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
     """Print what `ampx compare` says."""
     script = " ".join([report["script"], *report["arguments"]])
-    title = (
-        f"{script}: {report['framework']} on {report['device']}, {report['steps']} steps, {report['repeats']} runs each"
-    )
+    runs = "1 run" if report["repeats"] == 1 else f"{report['repeats']} runs"
+    title = f"{script}: {report['framework']} on {report['device']}, {report['steps']} steps, {runs} each"
     table = make_table(escape(title), *HEAD)
+    for column in table.columns[:3]:  # dtype and speed are what one looks for
+        column.no_wrap = True
     for row in compared_rows(report):
         table.add_row(*map(escape, row))
     console.print(table)
@@ -35,8 +36,8 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
         _print_sweep(console, report["sweep"])
     for note in report["notes"]:
         console.print(f"note: {escape(note)}", soft_wrap=True)
-    for facts in report["dtypes"].values():
-        console.print(escape(facts["verdict"]), soft_wrap=True)
+    for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
+        console.print(escape(verdict), soft_wrap=True)
 
 
 def _pair(errors: list[dict[str, Any]], position: int) -> tuple[str, str]:

@@ -114,7 +114,7 @@ def compare_script(
         progress: Is called with what is done now.
 
     Raises:
-        TrialError: A run failed, or there is nothing to compare: mixed precision is off.
+        TrialError: A run failed, or computed in float32 though another dtype than `"auto"` was asked for.
     """
     warm_up = min(10, steps // 4)
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
@@ -139,7 +139,8 @@ def compare_script(
         "dtypes": compared,
         "sweep": None,
         "notes": list(dict.fromkeys(note for runs in timed.values() for outcome in runs for note in outcome.notes)),
-        "verdict": " ".join(entry["verdict"] for entry in compared.values()),
+        "verdict": " ".join(entry["verdict"] for entry in compared.values())
+        or f"Nothing to gain on this machine: {reference.run['reason']}. Name a dtype by --dtype to compare it anyway.",
         "origin": origin(reference.versions),
     }
     if sweep is not None:
@@ -161,6 +162,8 @@ def _timed_runs(
         for asked in (REFERENCE, *dtypes):
             progress(f"{trial.program.name} in {asked}, run {repeat + 1} of {repeats} …")
             outcome = run(replace(trial, settings=replace(trial.settings, dtype=asked)))
+            if asked == "auto" and outcome.dtype == REFERENCE:
+                return {REFERENCE: [outcome]}  # which is an answer
             if asked != REFERENCE and outcome.dtype == REFERENCE:
                 raise TrialError(
                     f"{trial.program.name} computed in float32 when it was run in {asked}: {outcome.run['reason']}; "

@@ -45,7 +45,7 @@ def to_page(report: Mapping[str, Any]) -> str:
 
 # -- compare ---------------------------------------------------------------------------------------
 
-HEAD = ("dtype", "steps a second", "to float32", "memory", "to float32", "skipped", "scale", "last loss", "parts at")
+HEAD = ("dtype", "steps/s", "speed", "memory", "skipped", "scale", "last loss", "parts at")
 
 
 def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -61,8 +61,7 @@ def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 name,
                 _short(facts["steps_a_second"]),
                 spread or "–",
-                _memory(facts["peak_memory"]),
-                "–" if ratio is None else f"{ratio:.2f}×",
+                _memory(facts["peak_memory"]) + ("" if ratio is None else f" ({ratio:.2f}×)"),
                 f"{len(facts['skipped'])} of {facts['steps']}",
                 _short(facts["scale"]),
                 _short(losses[-1]) if losses else "not known",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -19,7 +20,7 @@ from ampx.numerics.compare_script import (
     parse_dtypes,
     parting,
 )
-from ampx.numerics.trial import Outcome
+from ampx.numerics.trial import Outcome, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program
 
@@ -101,6 +102,18 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         self.reached += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
+
+
+def test_that_auto_chooses_float32_is_an_answer():
+    def on_an_old_cpu(trial):
+        outcome = pretended(replace(trial, settings=replace(trial.settings, dtype="float32")))
+        return replace(outcome, run={**outcome.run, "reason": "no instructions"})
+
+    report = compare_script(Program("a.py"), RunSettings(), ("auto",), steps=4, run=on_an_old_cpu)
+    assert report["dtypes"] == {}
+    assert report["verdict"].startswith("Nothing to gain on this machine: no instructions.")
+    with pytest.raises(TrialError, match="float16"):
+        compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=on_an_old_cpu)
 
 
 def test_the_page_escapes_names_and_reaches_for_nothing(compared, tmp_path):
