@@ -34,6 +34,7 @@ from ampx.numerics.formats import FORMATS
 
 from . import casting, interpreter, rules, scopes, taps
 from .interpreter import Mode
+from .rules import JaxPlan
 from .taps import SIMULATED, is_floating
 
 LOW: Final = frozenset({"float16", "bfloat16"})
@@ -232,10 +233,11 @@ class _Regions(threading.local):
     """The regions that a thread is in, the outermost first."""
 
     watches: tuple[WatchRegion, ...] = ()
-    forced: tuple[tuple[str, str], ...] = ()
 
 
 _regions: Final = _Regions()
+# What modules are forced into in a thread; part of jax.jit's key.
+_forced: Final = jax.make_user_context(())
 
 
 @contextmanager
@@ -277,12 +279,8 @@ def force(model: Any, dtypes: Mapping[str, str]) -> Iterator[None]:
                 f"force got {dtype!r} for {pattern!r}; accepted: {', '.join(accepted)}. Pass one of these."
             )
     _check_patterns(model, dtypes, "force")
-    before = _regions.forced
-    _regions.forced = (*before, *dtypes.items())
-    try:
+    with _forced((*_forced.value, *dtypes.items())):
         yield
-    finally:
-        _regions.forced = before
 
 
 def _check_patterns(model: Any, patterns: Iterable[str], call: str) -> None:
@@ -553,11 +551,26 @@ def _split(model: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]]:
     return named, merge
 
 
-def mode_of(plan: CastPlan | None, forced: tuple[tuple[str, str], ...], taps: bool) -> Mode:
-    """Return how operations are run."""
-    own = None if plan is None else rules.resolve(plan)
+def watched() -> tuple[WatchRegion, ...]:
+    """Return the regions of `watch` that this thread is in."""
+    return _regions.watches
+
+
+def mode_of(plan: JaxPlan | None) -> Mode:
+    """Return how operations are run in this thread now, by a plan or without one."""
+    forced = (*(() if plan is None else plan.forced), *_forced.value)
     device = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    return Mode(own, own or rules.resolve(CastPlan(device, "bfloat16")), forced, taps)
+    return Mode(plan, plan or JaxPlan(device, "bfloat16"), forced, bool(_regions.watches))
+
+
+def read(closed: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Run a trace of concrete arrays, and let the regions of `watch` read it."""
+    watches = _regions.watches
+    with jax.disable_jit(False):
+        results, entries = Reader(watches).run(closed, arrays)
+    for region, own in zip(watches, entries, strict=True):
+        region.entries.extend(own)
+    return results
 
 
 def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
@@ -567,9 +580,9 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
         LossError: What `step` returned is no loss.
         UnsupportedOpError: A pattern of a region around matches no module.
     """
-    watches, forced = _regions.watches, _regions.forced
+    watches = _regions.watches
     named, merge = _split(model)
-    mode = mode_of(plan, forced, bool(watches))
+    mode = mode_of(None if plan is None else rules.resolve(plan))
     arrays = [jnp.asarray(leaf) for leaf in named.values()]
 
     def loss_of(arrays: list[Any]) -> Any:
@@ -590,7 +603,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
     for region, own in zip(watches, entries, strict=True):
         require_matches(region.watching.modules, names, "watch")
         region.entries.extend(own)
-    require_matches(dict(forced), names, "force")
+    require_matches(dict(_forced.value), names, "force")
     reached = _reached(closed.jaxpr)
     measured = [_measure(array, "float32", 0) for array in arrays]
     loss, gradients, measured = jax.device_get((loss, gradients, measured))

@@ -37,17 +37,22 @@ FOLLOW: Final = _names_in(
 )
 
 
+_MODULE: Final = "module:"
+
+
 @dataclass(frozen=True)
 class JaxPlan(CastPlan):
     """A plan whose lists are resolved to names of primitives and of compiled functions."""
 
     low: frozenset[str] = LOW  # names computed in `dtype`
     full: frozenset[str] = FULL  # names computed in float32
+    forced: tuple[tuple[str, str], ...] = ()  # patterns of names of modules, and the dtype of each
 
 
 def resolve(plan: CastPlan) -> JaxPlan:
     """Check the op lists and give the plan that the interpreter reads."""
     allow, deny = _names("allow", plan.allow), _names("deny", plan.deny)
+    forced = [(entry, plan.dtype) for entry in plan.allow] + [(entry, "float32") for entry in plan.deny]
     return JaxPlan(
         plan.device,
         plan.dtype,
@@ -56,11 +61,17 @@ def resolve(plan: CastPlan) -> JaxPlan:
         plan.deny,
         low=(LOW - deny) | allow,
         full=((FULL - allow) | deny) - (allow - deny),
+        forced=tuple((entry.removeprefix(_MODULE), dtype) for entry, dtype in forced if _is_pattern(entry)),
     )
 
 
 def _names(option: str, entries: Iterable[Any]) -> frozenset[str]:
-    return frozenset(_name(option, entry) for entry in entries)
+    return frozenset(_name(option, entry) for entry in entries if not _is_pattern(entry))
+
+
+def _is_pattern(entry: Any) -> bool:
+    """Return whether an entry names modules."""
+    return isinstance(entry, str) and entry.startswith(_MODULE)
 
 
 def _name(option: str, entry: Any) -> str:
@@ -73,8 +84,9 @@ def _name(option: str, entry: Any) -> str:
             return name
     raise ampx.UnsupportedOpError(
         f"{option} got {entry!r}, which a trace does not show; accepted: the name of a primitive such as "
-        f"'dot_general', a function of jax.numpy or jax.nn, or a function of yours under jax.jit. Pass one of these, "
-        f"or mark your function with ampx.float_function or ampx.half_function."
+        f"'dot_general', a function of jax.numpy or jax.nn, a function of yours under jax.jit, or 'module:' and a "
+        f"pattern of names of modules. Pass one of these, or mark your function with "
+        f"ampx.float_function or ampx.half_function."
     )
 
 

@@ -142,7 +142,7 @@ def _subclasses(kind: type) -> set[type]:
 def _intercept(following: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
     """Call a method of a module of flax linen."""
     module, this = context.module, _thread.naming
-    if this is None or context.method_name == "setup" or module.scope is None:
+    if this is None or context.method_name == "setup" or module.scope is None or module.is_initializing():
         return following(*args, **kwargs)
     root = module
     while isinstance(root.parent, sys.modules["flax.linen"].Module):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import jax
 
-from . import modules
+from . import modules, numerics, scopes
 from .casting import active, is_array
-from .interpreter import Mode, evaluate
-from .rules import JaxPlan
+from .interpreter import evaluate
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -40,18 +40,21 @@ def autocast(function: Function) -> Function:
 
     @functools.wraps(function, updated=updated)
     def casting(*args: Any, **kwargs: Any) -> Any:
-        plan = active.value
-        if plan is None:
+        mode = numerics.mode_of(active.value)
+        if mode.plan is None and not (mode.forced or mode.taps):
             return function(*args, **kwargs)
-        return modules.call(functools.partial(_cast, plan), function, args, kwargs)
+        named = scopes.naming(None, mode.taps) if mode.forced or mode.taps else nullcontext()
+        run = functools.partial(evaluate, mode)
+        with named:
+            return modules.call(functools.partial(traced_by, run), function, args, kwargs)
 
     return casting  # type: ignore[return-value]
 
 
-def _cast(plan: JaxPlan, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that traces `function` and runs it by a plan."""
+def traced_by(run: Callable[[Any, list[Any]], list[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that traces `function`, and runs the closed jaxpr with its arrays by `run`."""
 
-    def casting(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
         results: list[Any] = []
@@ -68,7 +71,7 @@ def _cast(plan: JaxPlan, function: Callable[..., Any]) -> Callable[..., Any]:
         arrays = [leaves[place] for place in places]
         closed = jax.make_jaxpr(traced)(*arrays)
         shape, result = results
-        computed = iter(evaluate(Mode(plan), closed, arrays))
+        computed = iter(run(closed, arrays))
         return jax.tree.unflatten(shape, [next(computed) if is_array(leaf) else leaf for leaf in result])
 
-    return casting
+    return call

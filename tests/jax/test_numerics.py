@@ -1,15 +1,19 @@
 """`watch`, `force` and `replay` in JAX, by flax linen, flax nnx and plain `jax.named_scope`; NumPy is the oracle."""
 
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import ampx
+import ampx_jax
 from ampx.backend import CastPlan, Stats, Watching
 from ampx.numerics.rounding import describe, round_to, sample
+from ampx.run import Run, RunSettings
 from ampx_jax import numerics
 
 nn = pytest.importorskip("flax.linen", reason="flax is not installed")
@@ -381,3 +385,103 @@ def test_a_second_model_is_named_by_its_class():
         linen(PARAMS)
         other.apply(variables, jnp.asarray(X))
     assert [r.module for r in watch.readings()] == ["first", "second", "", "Other:second", "Other:"]
+
+
+# -- entries "module:pattern" of allow and deny ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_denied_modules_stay_in_float32_in_a_cast_function(way):
+    make, step, last = WAYS[way]
+    model = make()
+
+    def dtypes(**options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ampx.PrecisionWarning)
+            with ampx.init("jax", dtype="bfloat16", device="cpu", **options) as amp:
+                _, readings = read(model, step, plan=amp.plan)
+                loss = ampx_jax.autocast(step)(model)
+        return [of(readings, module)[0].dtype for module in ("first", last)], float(loss)
+
+    low, low_loss = dtypes()
+    mixed, _ = dtypes(deny=["module:first"])
+    both, exact_loss = dtypes(deny=["module:*"])
+    assert (low, mixed, both) == (["bfloat16"] * 2, ["float32", "bfloat16"], ["float32"] * 2)
+    assert exact_loss == (HIDDEN @ V).sum()
+    assert low_loss != exact_loss
+
+
+# -- ampx run ------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Watches the second step from between two steps."""
+
+    def __init__(self, watching):
+        self.losses, self.steps, self.readings, self.watching = [], [], [], watching
+        self.region = None
+
+    def loss(self, read):
+        self.losses.append(read)
+
+    def stepped(self, steps):
+        self.steps.append(steps)
+        if self.region is not None:
+            self.region.__exit__(None, None, None)
+            self.readings, self.region = self.watch.readings(), None
+        if steps == 1:
+            self.region = ampx_jax.load().watch(None, self.watching)
+            self.watch = self.region.__enter__()
+
+
+def train(compiled, steps=3):
+    params = {"params": {name: {"kernel": value / 8} for name, value in PARAMS.items()}}
+    tx = optax.sgd(2.0**-4)
+    state = tx.init(params)
+    x = jnp.asarray(np.minimum(X, 4))
+
+    def step(params, state):
+        loss, gradients = jax.value_and_grad(lambda p: (Linen().apply(p, x) ** 2).mean())(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    step = jax.jit(step) if compiled else step
+    losses, seen = [], []
+    for _ in range(steps):
+        seen.append(params)
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return losses, seen
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_observer_hears_of_losses_and_steps_and_watches_one_from_between(compiled, dtype):
+    run = Run("jax", RunSettings(dtype=dtype, device="cpu", watched=True))
+    run.recorder.observer = observer = Watcher(Watching(dtype, operations=True, samples=16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        with ampx_jax.load().automate(run):
+            losses, seen = train(compiled)
+    assert observer.steps == [1, 2, 3]
+    assert [read() for read in observer.losses] == losses
+    assert run.recorder.steps == 3
+    (first,) = of(observer.readings, "first")
+    assert (first.dtype, first.kind, first.call) == (dtype, "Dense", 0)
+    weights = np.asarray(seen[1]["params"]["first"]["kernel"])
+    product = np.minimum(X, 4) @ weights
+    np.testing.assert_allclose(first.sample, product.ravel(), rtol=0, atol=8 * 2.0**-8)
+    assert of(observer.readings, "first", "backward")[0].value.nonfinite == 0
+    products = [r for r in observer.readings if r.operation in ("dot_general", "ampx_product")]
+    assert {r.direction for r in products} == {"forward", "backward"}
+    assert {r.dtype for r in products if r.direction == "forward"} == {dtype}
+
+
+def test_modules_are_forced_for_a_whole_script():
+    run = Run("jax", RunSettings(dtype="bfloat16", device="cpu", watched=True, deny=("module:second",)))
+    run.recorder.observer = observer = Watcher(Watching())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        with ampx_jax.load().force(None, {"first": "float32"}), ampx_jax.load().automate(run):
+            train(True, 2)
+    assert [of(observer.readings, name)[0].dtype for name in ("first", "second")] == ["float32", "float32"]

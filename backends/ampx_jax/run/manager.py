@@ -15,6 +15,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -29,8 +30,9 @@ from ampx.events import ScaleChanged, StepSkipped
 from ampx.protocol import Member, ScaleGroup
 from ampx.run import Run
 from ampx.session import Amp, new_group
-from ampx_jax import casting, devices, interpreter, optimizer, state as states
-from ampx_jax.transform import autocast
+from ampx_jax import casting, devices, interpreter, modules, numerics, optimizer, state as states
+from ampx_jax.taps import is_floating
+from ampx_jax.transform import autocast, traced_by
 
 from . import outcomes
 
@@ -66,6 +68,8 @@ class Automation:
         self.outcomes: outcomes.Outcomes | None = None
         self.regions = ExitStack()
         self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._waiting: deque[Callable[[], None]] = deque()  # what callbacks of compiled code told, for the observer
         self._positions: dict[ScaleGroup, int] = {}
         run.record_own_sessions(self.follow)
 
@@ -78,6 +82,16 @@ class Automation:
     def casts(self) -> bool:
         """Whether the run casts functions now."""
         return self.automates and self.run.amp is not None and casting.active.value is not None
+
+    @property
+    def sees(self) -> bool:
+        """Whether the run looks at what the script differentiates, in whatever dtype."""
+        return self.automates and self.run.amp is not None
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody looks on, who is told of every loss and step as soon as it is over."""
+        return self.run.recorder.observer is not None
 
     @property
     def scales(self) -> bool:
@@ -94,7 +108,7 @@ class Automation:
             group = new_group("jax", amp.effective.loss_scale, amp.enabled)
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
-                self.outcomes = outcomes.Outcomes(group.config, self.stepped)
+                self.outcomes = outcomes.Outcomes(group.config, self.stepped, self.lost if self.observed else None)
             self.run.lines = _lines(amp.effective.dtype, self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
         if low:
@@ -165,10 +179,46 @@ class Automation:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
         if not self.automates or self.member is None:  # a step that was compiled inside runs on outside
             return
+        if self._is_callback(functools.partial(self.stepped, finite)):
+            return
         with self._lock:
-            self.member.note_scaled(self.member.group.states[0].scale)
-            self.run.recorder.stepped(0)
-            self.member.finish({0: bool(finite)})
+            if self.member.group.enabled:
+                self.member.note_scaled(self.member.group.states[0].scale)
+                self.member.finish({0: bool(finite)})
+        self.run.recorder.stepped(0)
+
+    def note_loss(self, loss: Any) -> None:
+        """Have a loss reach the observer, where there is one; it may be traced."""
+        if not self.observed or not is_floating(loss):
+            return
+        if not isinstance(loss, jax.core.Tracer):
+            self.lost(loss)
+            return
+        assert self.outcomes is not None
+        if not self.outcomes.take_loss(loss):
+            self.outcomes.mix()
+            jax.debug.callback(self.lost, loss)
+
+    def lost(self, loss: Any) -> None:
+        """Hand the observer a function that reads a loss. Called at run time."""
+        observer = self.run.recorder.observer
+        if not self.automates or observer is None or self._is_callback(functools.partial(self.lost, loss)):
+            return
+        observer.loss(lambda: float(np.mean(loss)))
+
+    def _is_callback(self, tell: Callable[[], None]) -> bool:
+        """Return whether the device calls; then the observer, who enters regions of a thread, hears of it later."""
+        if not self.observed or threading.get_ident() == self._thread:
+            return False
+        self._waiting.append(tell)
+        return True
+
+    def called(self, hidden: outcomes.Outcomes) -> None:
+        """Note that a compiled function was called. Sync: where somebody looks on and there are callbacks."""
+        if self.observed and hidden.mixed and threading.get_ident() == self._thread:
+            jax.effects_barrier()
+            while self._waiting:
+                self._waiting.popleft()()
 
     # -- a session of the script's own -------------------------------------------------------------
 
@@ -237,7 +287,7 @@ def automate(run: Run) -> Iterator[None]:
     this = Automation(run)
     # Named tuples: every transformation, of optax and of the script, is made here.
     patches = (
-        mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding)),
+        mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding, this.called)),
         mock.patch.object(jax, "grad", _differentiating(this, jax.grad, False)),
         mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
         mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),
@@ -282,16 +332,22 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
 
         @functools.wraps(plain)
         def derivative(*inputs: Any, **named: Any) -> Any:
-            if not this.casts:
+            if not this.sees:
                 return plain(*inputs, **named)
             this.differentiated = True
             with _explained(this, inputs, named):
-                if not this.scales or options.get("holomorphic"):
+                scale = this.read_scale() if this.casts and this.scales and not options.get("holomorphic") else None
+                if scale is None and not (this.observed or numerics.watched()):
                     return cast_derivative(*inputs, **named)
-                return scaled_derivative(*inputs, **named)
+                outputs, grads = _read(differentiate)(scale, inputs, named)
+            this.note_loss(outputs[0] if aux else outputs)
+            if values:
+                return outputs, grads
+            return (grads, outputs[1]) if aux else grads
 
-        def scaled_derivative(*inputs: Any, **named: Any) -> Any:
-            scale = this.read_scale()
+        def differentiate(scale: Any, inputs: Any, named: Any) -> tuple[Any, Any]:
+            if scale is None:
+                return value_and_grad(cast, **options)(*inputs, **named)  # type: ignore[no-any-return]
 
             def scaled(*inputs: Any, **named: Any) -> Any:
                 outputs = cast(*inputs, **named)
@@ -299,14 +355,22 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
                 return loss.astype(jnp.float32) * scale, outputs
 
             (_, outputs), grads = value_and_grad(scaled, **{**options, "has_aux": True})(*inputs, **named)
-            grads, _ = optimizer.unscale(grads, scale)
-            if values:
-                return outputs, grads
-            return (grads, outputs[1]) if aux else grads
+            return outputs, optimizer.unscale(grads, scale)[0]
 
         return derivative
 
     return managed
+
+
+def _read(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose values are read where somebody watches; what is traced by others is not."""
+
+    def call(*args: Any) -> Any:
+        if not numerics.watched() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            return function(*args)
+        return modules.call(functools.partial(traced_by, numerics.read), function, args, {})
+
+    return call
 
 
 @contextmanager
@@ -379,8 +443,10 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(native)
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         with _inside(this) as outermost:
-            enabled = outermost and this.member is not None and this.member.group.enabled
-            if not enabled or not jax.tree.leaves(updates):
+            if not outermost or this.member is None or not jax.tree.leaves(updates):
+                return native(updates, state, params, **extra)
+            if not this.member.group.enabled:  # float32: the step counts, and is the script's own
+                this.report(jnp.array(True), this.stepped)
                 return native(updates, state, params, **extra)
             this.refuse_own_scaling()
             _, finite = optimizer.unscale(updates, jnp.float32(1.0))

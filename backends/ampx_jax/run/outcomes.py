@@ -50,12 +50,18 @@ class _Frame:
 class Outcomes:
     """The steps that the host has not looked at, and the loss scale on the device."""
 
-    def __init__(self, config: LossScale | None, tell: Callable[[Any], None]) -> None:
-        """Start with the scale that `config` gives, or none; `tell` takes the outcomes in order."""
+    def __init__(
+        self, config: LossScale | None, tell: Callable[[Any], None], tell_loss: Callable[[Any], None] | None = None
+    ) -> None:
+        """Start with the scale that `config` gives, or none; `tell` takes the outcomes in order.
+
+        With `tell_loss`, which takes the losses, each before what came of its step, the host looks after every call.
+        """
         # An update tells by a callback, or the scale is read by one.
         self.mixed = _present_trace is None or jax.process_count() > 1
         self._moving = config if config is not None and config.dynamic else None
         self._tell = tell
+        self._tell_loss = tell_loss
         self._thread = threading.get_ident()
         self._outside = _trace()
         self._frame: _Frame | None = None
@@ -85,6 +91,14 @@ class Outcomes:
         frame.flags = (*frame.flags, outcome)
         if self._moving is not None and frame.state is not None:
             frame.state = next_state(self._moving, frame.state, outcome, where=jnp.where)
+        return True
+
+    def take_loss(self, loss: Any) -> bool:
+        """Take a loss for a hidden output; False: tell it by a callback."""
+        frame = self._direct()
+        if frame is None:
+            return False
+        frame.flags = (*frame.flags, {"loss": loss})
         return True
 
     def mix(self) -> None:
@@ -129,7 +143,7 @@ class Outcomes:
                 self.mix()
         if flags:
             self._kept.append(flags)
-            if self.mixed:
+            if self.mixed or self._tell_loss is not None:
                 self.look(0)
             elif len(self._kept) >= _KEPT:
                 self.look(_KEPT // 2)
@@ -142,7 +156,11 @@ class Outcomes:
             if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
                 steps = jax.device_get(steps)
             for outcome in itertools.chain.from_iterable(steps):
-                self._tell(np.asarray(outcome))
+                if isinstance(outcome, dict):
+                    assert self._tell_loss is not None
+                    self._tell_loss(outcome["loss"])
+                else:
+                    self._tell(np.asarray(outcome))
 
 
 def _trace() -> Any:
@@ -167,8 +185,10 @@ class _Body:
         return outcomes.trace(self, numbers, functools.partial(self._function(), *args, **kwargs))
 
 
-def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Callable[..., Any]:
-    """Return `jax.jit` whose functions tell without callbacks."""
+def jit(
+    native: Callable[..., Any], find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None]
+) -> Callable[..., Any]:
+    """Return `jax.jit` whose functions tell without callbacks, and call `called` after each call."""
     # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
     bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
 
@@ -190,20 +210,29 @@ def jit(native: Callable[..., Any], find: Callable[[], Outcomes | None]) -> Call
             return functools.partial(managed, **options)
         plain = native(*function, **options)
         body = body_of(function[0]) if len(function) == 1 and options.keys() <= _KNOWN_OPTIONS else None
-        return plain if body is None else _told(plain, native(body, **options), body, find)
+        return plain if body is None else _told(plain, native(body, **options), body, find, called)
 
     return managed
 
 
-def _told(plain: Any, compiled: Any, body: _Body, find: Callable[[], Outcomes | None]) -> Any:
+def _told(
+    plain: Any,
+    compiled: Any,
+    body: _Body,
+    find: Callable[[], Outcomes | None],
+    called: Callable[[Outcomes], None],
+) -> Any:
     """Return what the script takes for the compiled function `plain`; it has everything that this has."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         outcomes = find()
-        if outcomes is None or not outcomes.open(body):
+        if outcomes is None:
             return plain(*args, **kwargs)
-        return outcomes.call(compiled, args, kwargs)
+        hidden = outcomes.open(body)
+        result = outcomes.call(compiled, args, kwargs) if hidden else plain(*args, **kwargs)
+        called(outcomes)
+        return result
 
     def clear_cache() -> None:
         plain.clear_cache()
