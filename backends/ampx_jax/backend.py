@@ -12,6 +12,7 @@ import optax
 
 import ampx
 from ampx.backend import CastPlan, LossInfo, reject_unknown
+from ampx.numerics import overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -38,6 +39,8 @@ class JaxBackend(ampx.Backend):
         traceable=True,
         state_values=True,
         automates=True,
+        names_gradients=True,
+        traces_overflow=True,
         watches=True,
         forces=True,
         replays=True,
@@ -95,6 +98,14 @@ class JaxBackend(ampx.Backend):
         """Return the peak of the first device's allocator; None where it does not count, as on a CPU."""
         stats = jax.local_devices()[0].memory_stats()
         return None if stats is None else stats.get("peak_bytes_in_use")
+
+    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+        """List what the last step of an optimizer state counted; names are the keys of the parameters' tree."""
+        return StateHandle(optimizer, "nonfinite_parameters").ampx_nonfinite
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Return a region in which the first module with a non-finite output is found."""
+        return overflow.trace_overflow(self, model)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""

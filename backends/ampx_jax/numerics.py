@@ -35,6 +35,7 @@ from ampx.numerics.formats import FORMATS
 from . import casting, interpreter, rules, scopes, taps
 from .interpreter import Mode
 from .rules import JaxPlan
+from .state import path_name
 from .taps import SIMULATED, is_floating
 
 LOW: Final = frozenset({"float16", "bfloat16"})
@@ -517,11 +518,6 @@ def place_of(equation: Any) -> str:
 
 
 # -- replay ---------------------------------------------------------------------------------------------------
-
-
-def path_name(path: Any) -> str:
-    """Return the name of a leaf of a tree: its keys, with dots."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")  # of a variable of flax nnx
 
 
 def _trainable(leaf: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from ampx.scale_state import next_state
 
 from . import state as states
 from .accumulation import let_multi_steps_recover
-from .state import AmpState, Settings
+from .state import AmpState, Settings, path_name
 
 
 class Update:
@@ -72,7 +73,10 @@ def wrap(
                 "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
                 "unscaled twice. Use the object that the first call returned, or wrap only the whole."
             )
-        return states.make(settings, position, max_grad_norm is not None and enabled, first)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        named = tuple((path_name(path), int(jnp.size(leaf))) for path, leaf in leaves)
+        own = dataclasses.replace(settings, parameters=named if enabled else ())
+        return states.make(own, position, max_grad_norm is not None and enabled, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         clips = max_grad_norm is not None or max_grad_value is not None
@@ -82,10 +86,17 @@ def wrap(
             updates, after = inner.update(updates, state.inner, params, **extra)
             return updates, state._replace(inner=after, applied=jnp.array(True), step_scale=jnp.float32(1.0))
         if not jax.tree.leaves(updates):
-            return updates, state._replace(applied=jnp.array(False), finite=jnp.array(True), step_scale=state.scale)
+            return updates, state._replace(
+                applied=jnp.array(False),
+                finite=jnp.array(True),
+                step_scale=state.scale,
+                nonfinite=jnp.zeros_like(state.nonfinite),
+            )
         grads, finite = unscale(updates, state.scale)
+        nonfinite = _count_nonfinite(grads, state.nonfinite)
         for axis in axes:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
+            nonfinite = jax.lax.pmax(nonfinite, axis)
         norm = state.grad_norm
         if clips:
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
@@ -107,6 +118,7 @@ def wrap(
             finite=finite,
             step_scale=state.scale,
             grad_norm=norm,
+            nonfinite=nonfinite,
             settings=state.settings,
             inner=after,
         )
@@ -140,6 +152,15 @@ def unscale(grads: Any, scale: Any) -> tuple[Any, Any]:
     for check in checks:
         finite = finite & check
     return true, finite
+
+
+def _count_nonfinite(grads: Any, like: Any) -> Any:
+    """Return how many elements of each gradient are not finite; zeros where a part of the gradients is left out."""
+    leaves = jax.tree.leaves(grads)
+    if len(leaves) != like.shape[-1]:
+        return jnp.zeros_like(like)
+    counts = [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) if _is_inexact(leaf) else jnp.int32(0) for leaf in leaves]
+    return jnp.stack(counts)
 
 
 def _is_inexact(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import ampx
@@ -29,6 +30,7 @@ class Settings:
 
     config: LossScale
     enabled: bool  # False: the transformation is transparent
+    parameters: tuple[tuple[str, int], ...] = ()  # their names, by the keys of their tree, and elements
 
 
 class AmpState(NamedTuple):
@@ -45,6 +47,7 @@ class AmpState(NamedTuple):
         finite: bool, the last step's gradients were finite.
         step_scale: float32, loss scale of the last step's gradients; 0 before the first.
         grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
+        nonfinite: int32, one number a parameter: the non-finite elements of its last gradient.
         settings: Configuration; no array.
         inner: The state of the transformation that was wrapped.
     """
@@ -59,6 +62,7 @@ class AmpState(NamedTuple):
     finite: Any
     step_scale: Any
     grad_norm: Any
+    nonfinite: Any
     settings: Settings
     inner: Any
 
@@ -74,9 +78,15 @@ def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
         finite=jnp.array(True),
         step_scale=jnp.zeros((), jnp.float32),
         grad_norm=jnp.zeros((), jnp.float32) if norm else None,
+        nonfinite=jnp.zeros(len(settings.parameters), jnp.int32),
         settings=settings,
         inner=inner,
     )
+
+
+def path_name(path: Any) -> str:
+    """Return the name of a leaf of a tree: its keys, with dots."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")  # of a variable of flax nnx
 
 
 def as_arrays(state: LossScaleState) -> dict[str, Any]:
@@ -234,6 +244,16 @@ class StateHandle(Handle):
             grad_norm=None if numbers.applied is False else numbers.grad_norm,
         )
 
+    @property
+    def ampx_nonfinite(self) -> list[tuple[str, int, int]]:
+        """The parameters whose last gradients were not finite: name, such elements, elements; empty under a trace."""
+        if self._traced:
+            return []
+        counts = np.asarray(self._numbers.nonfinite)
+        counts = counts.reshape(-1, counts.shape[-1]).sum(0).tolist()  # `vmap` stacks several states
+        rows = zip(self._settings.parameters, counts, strict=True)
+        return [(name, count, elements) for (name, elements), count in rows if count]
+
     @functools.cached_property
     def ampx_group(self) -> ScaleGroup:
         """The host's view.
@@ -260,6 +280,8 @@ class StateHandle(Handle):
         after = group.states[0]
         before = dataclasses.replace(after, scale=result.scale)
         for event in group.events_of(("jax", group.index, 0, steps), before, after, bool(result.finite)):
+            if isinstance(event, ampx.ScaleCollapsed):
+                event = dataclasses.replace(event, parameters=tuple(name for name, _, _ in self.ampx_nonfinite))
             group.send(event)
         return result
 
@@ -282,7 +304,7 @@ class StateHandle(Handle):
                 name: jax.tree.map(functools.partial(_in_place_of, array), getattr(node, name))
                 for name, array in arrays.items()
             }
-            return node._replace(**fields, settings=Settings(config, node.settings.enabled))
+            return node._replace(**fields, settings=dataclasses.replace(node.settings, config=config))
 
         return jax.tree.map(replace, self._tree, is_leaf=_is_own)
 

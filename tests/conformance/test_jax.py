@@ -120,6 +120,10 @@ class JaxHarness(ValueHarness):
         names = [f"layers.{place}" for place in range(len(weights))]
         return Chain(weights, noise), lambda model: jnp.sum(model(rows)), names
 
+    def overflowing(self):
+        model, step, names = self.chain((1.0, 2.0**100, 2.0**100, 1.0), (1.0, 2.0))
+        return model, lambda: step(model), names[2]
+
     def model_state(self, model):
         return [
             jax.random.key_data(leaf).tolist() if is_key(leaf) else leaf.tolist()
