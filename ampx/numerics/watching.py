@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from ampx.backend import Direction, Reading, Stats, Watching
+from ampx.backend import CastPlan, Direction, Reading, Stats, Watching
 from ampx.errors import UnsupportedOpError
 
 # Of one tensor: its elements, and what `Log.read` makes the numbers of NUMBERS of.
@@ -236,3 +236,17 @@ def combined(parts: Sequence[tuple[int, Sequence[float]]]) -> Stats:
 def stride(elements: int, samples: int) -> int:
     """Return the distance between the elements of a sample."""
     return max(1, -(-elements // samples))
+
+
+_MODULE: Final = "module:"
+
+
+def is_module(entry: Any) -> bool:
+    """Return whether an entry of allow or deny names modules: `"module:pattern"`."""
+    return isinstance(entry, str) and entry.startswith(_MODULE)
+
+
+def module_dtypes(plan: CastPlan) -> dict[str, str]:
+    """Return the dtype of each pattern of modules in a plan, for `last_match`: deny outdoes allow."""
+    low = {entry.removeprefix(_MODULE): str(plan.dtype) for entry in plan.allow if is_module(entry)}
+    return low | {entry.removeprefix(_MODULE): "float32" for entry in plan.deny if is_module(entry)}

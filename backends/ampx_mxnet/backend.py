@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Unscaled
+from ampx.backend import CastPlan, Replayed, Step, Unscaled
+from ampx.numerics.overflow import trace_overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, dtypes, gradients
+from . import casting, devices, dtypes, gradients, numerics
 from .compat import mx
 from .losses import inspect_loss, scale_loss
 from .step import AmpTrainer
@@ -34,7 +35,12 @@ class MXNetBackend(ampx.GenericBackend):
         sparse=True,
         vector_losses=True,
         names_gradients=True,
+        traces_overflow=True,
         automates=True,
+        watches=True,
+        forces=True,
+        replays=True,
+        simulates=numerics.SIMULATED,
     )
 
     # Verbs that stand in modules of their own.
@@ -46,6 +52,7 @@ class MXNetBackend(ampx.GenericBackend):
     widest = staticmethod(dtypes.widest)
     inspect_loss = staticmethod(inspect_loss)
     scale = staticmethod(scale_loss)
+    watch = staticmethod(numerics.watch)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
@@ -80,6 +87,18 @@ class MXNetBackend(ampx.GenericBackend):
     def seed(self, number: int) -> None:
         """Seed MXNet, whose random numbers are then the same in every run."""
         mx.random.seed(number)
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Watch the outputs of all blocks."""
+        return trace_overflow(self, model)
+
+    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
+        """Return a region in which blocks compute in dtypes of their own, or round as these would."""
+        return numerics.force(model, dtypes)
+
+    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
+        """Compute the loss of a batch and its gradients; of MXNet's random numbers others follow than without."""
+        return numerics.replay(self, model, step, plan, scale)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         from .run import automate  # patches, which nothing else should come near

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -32,7 +33,17 @@ def is_floating(tensor: Any) -> bool:
 
 def cast(tree: Any, dtype: Dtype) -> Any:
     """Cast the floating tensors of a tree, keeping its shape and types; the rest is returned as it is."""
-    return map_leaves(tree, lambda leaf: cast_tensor(leaf, dtype) if _is_floating_tensor(leaf) else leaf)
+    return each(tree, lambda tensor: cast_tensor(tensor, dtype))
+
+
+def each(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the floating tensors of a tree, keeping its shape and types and all else that is in it."""
+    return map_leaves(tree, lambda leaf: function(leaf) if _is_floating_tensor(leaf) else leaf)
+
+
+def floating(tree: Any) -> Iterator[Any]:
+    """Return the floating tensors of a tree."""
+    return filter(_is_floating_tensor, leaves(tree))
 
 
 def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
@@ -49,8 +60,7 @@ def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
 def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return float32 if any floating tensor of a tree is wider than `at_least`."""
     wanted = DTYPES[at_least]
-    floating = filter(_is_floating_tensor, leaves(tree))
-    return at_least if all(np.dtype(tensor.dtype) == wanted for tensor in floating) else "float32"
+    return at_least if all(np.dtype(tensor.dtype) == wanted for tensor in floating(tree)) else "float32"
 
 
 def _is_floating_tensor(leaf: Any) -> bool:

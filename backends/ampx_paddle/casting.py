@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
 import paddle
@@ -14,7 +14,10 @@ from paddle.incubate.autograd.phi_ops_map import op_map
 
 from ampx.backend import CastPlan, leaves, map_leaves
 from ampx.errors import UnsupportedOpError
+from ampx.numerics.watching import FORCES, Names, is_module, last_match, module_dtypes
 from ampx.policy import Dtype
+
+from .calls import calls, named
 
 # In `deny`: whatever Paddle's own allow list does not name computes in float32. Paddle calls that level OD.
 EVERYTHING_ELSE: Final = "*"
@@ -33,8 +36,13 @@ _active = _Active()
 def check_plan(plan: CastPlan) -> CastPlan:
     """Turn the entries of allow and deny into names of Paddle's operators; `"*"` in deny stays, at O1."""
     rest = EVERYTHING_ELSE in plan.deny
-    allow = tuple(map(_operator, plan.allow))
-    deny = tuple(_operator(entry) for entry in plan.deny if entry != EVERYTHING_ELSE)
+    if module_dtypes(plan) and not paddle.in_dynamic_mode():
+        raise UnsupportedOpError(
+            "allow and deny name modules, which a static graph does not know; accepted there: operators. Name these, "
+            "or use an eager model."
+        )
+    allow = tuple(map(_entry, plan.allow))
+    deny = tuple(_entry(entry) for entry in plan.deny if entry != EVERYTHING_ELSE)
     if both := sorted(set(allow) & set(deny)):
         raise UnsupportedOpError(
             f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
@@ -54,6 +62,10 @@ def _public_name(function: Any) -> str | None:
             if value is function and hasattr(paddle._C_ops, name):
                 return name
     return None
+
+
+def _entry(entry: Any) -> str:
+    return str(entry) if is_module(entry) else _operator(entry)
 
 
 def _operator(entry: Any) -> str:
@@ -98,12 +110,45 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
     if enabled:
         rest = EVERYTHING_ELSE in plan.deny
         options = {
-            "custom_white_list": set(plan.allow) or None,
-            "custom_black_list": set(plan.deny) - {EVERYTHING_ELSE} or None,
+            "custom_white_list": _operators(plan.allow) or None,
+            "custom_black_list": _operators(plan.deny) - {EVERYTHING_ELSE} or None,
             "level": "OD" if rest else plan.level,
         }
-    with _dtype_restored(), paddle.amp.auto_cast(dtype=plan.dtype, **options):
+    with ExitStack() as stack:
+        if enabled and module_dtypes(plan):
+            stack.enter_context(calls.around((FORCES, _Rules(plan))))
+        stack.enter_context(_dtype_restored())
+        stack.enter_context(paddle.amp.auto_cast(dtype=plan.dtype, **options))
         yield
+
+
+def _operators(entries: Iterable[str]) -> set[str]:
+    return {entry for entry in entries if not is_module(entry)}
+
+
+class _Rules:
+    """Casts layers as `"module:name"` in allow and deny say, where casting is on."""
+
+    def __init__(self, plan: CastPlan) -> None:
+        self._names = Names(None, named)
+        self._dtypes = module_dtypes(plan)
+        self._inner = CastPlan(
+            plan.device, plan.dtype, plan.level, *map(tuple, map(_operators, (plan.allow, plan.deny)))
+        )
+        self._thread = threading.local()
+
+    def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Compute a layer as the last rule about it says; one that is allowed in one that is denied is cast again."""
+        dtype: Any = last_match(self._names.of(layer) or "", self._dtypes)
+        denied = getattr(self._thread, "denied", False)
+        if dtype is None or not (denied or paddle.amp.is_autocast_enabled()):
+            return forward(*inputs, **options)
+        self._thread.denied = dtype == "float32"
+        try:
+            with off() if dtype == "float32" else region(self._inner, True):
+                return forward(*cast(inputs, dtype), **cast(options, dtype))
+        finally:
+            self._thread.denied = denied
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Watch the values of layers, compute layers in a dtype of their own, and compute a batch again.
 
 All three see layers by `paddle.nn.Layer.__call__`, which is replaced while somebody looks. Functions that `to_static`
-compiled run as they are written inside. In static graphs there are no calls to see: these verbs are refused there.
+compiled run as they are written inside. In static graphs there are no calls to see: a model is refused there, and where
+none is named nothing is seen.
 
 On the CPU eager Paddle computes float32 whatever auto_cast says. A replay for float16 or bfloat16 shows float32 there;
 what these dtypes would do is shown inside of `force`, which rounds values on devices that cannot compute a dtype.
@@ -9,7 +10,6 @@ what these dtypes would do is shown inside of `force`, which rounds values on de
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import sys
@@ -31,7 +31,6 @@ from ampx.numerics.formats import FORMATS, Format
 from ampx.numerics.watching import (
     FORCES,
     WATCHERS,
-    Calls,
     Entry,
     Log,
     Names,
@@ -44,6 +43,7 @@ from ampx.policy import Dtype
 from ampx.scaling import check_loss
 
 from . import casting, devices
+from .calls import calls, named
 from .gradients import gradient_of
 from .losses import scale_loss
 from .writes import unnoticed
@@ -64,37 +64,10 @@ _METHODS: Final = {
 }
 
 
-# -- the calls of layers -----------------------------------------------------------------------------------------------
-
-
-def _install() -> None:
-    native = paddle.nn.Layer.__call__
-
-    @functools.wraps(native)
-    def called(layer: Any, *inputs: Any, **options: Any) -> Any:
-        forward = functools.partial(native, layer)
-        return (
-            _calls.run(layer, forward, *inputs, **options) if paddle.in_dynamic_mode() else forward(*inputs, **options)
-        )
-
-    paddle.nn.Layer.__call__ = called
-
-
-def _uninstall() -> None:
-    paddle.nn.Layer.__call__ = paddle.nn.Layer.__call__.__wrapped__
-
-
-_calls: Final = Calls(_install, _uninstall)
-
-
-def _named(layer: Any) -> Iterator[tuple[str, Any]]:
-    return iter(layer.named_sublayers(include_self=True))
-
-
 @contextmanager
-def _uncompiled(backend: PaddleBackend, call: str) -> Iterator[None]:
+def _uncompiled(backend: PaddleBackend, call: str, model: Any | None) -> Iterator[None]:
     """Return a region in which functions that `to_static` compiled run as they are written."""
-    if not paddle.in_dynamic_mode():
+    if model is not None and not paddle.in_dynamic_mode():
         backend.refuse(f"{call} in a static graph (use an eager model)")
     switch = paddle.jit.dy2static.program_translator.ProgramTranslator.get_instance()
     before = switch.enable_to_static
@@ -139,13 +112,13 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def watch(backend: PaddleBackend, model: Any | None, watching: Watching) -> Iterator[Watch]:
     """Read the outputs of layers and the gradients of these outputs: see `Backend.watch`."""
-    names = Names(model, _named)
+    names = Names(model, named)
     names.check(watching.modules, "watch")
     log = Log(watching, _read, _elements)
     watcher = _Watcher(log, names)
     with ExitStack() as stack:
-        stack.enter_context(_uncompiled(backend, "watch"))
-        stack.enter_context(_calls.around((WATCHERS, watcher)))
+        stack.enter_context(_uncompiled(backend, "watch", model))
+        stack.enter_context(calls.around((WATCHERS, watcher)))
         if watching.operations:
             stack.enter_context(_operations_watched(watcher))
         yield log
@@ -189,12 +162,13 @@ class _Watcher:
         _wait()
         return output, time.perf_counter() - begin
 
-    def _note_gradients(self, name: str, kind: str, output: Any) -> None:
+    def _note_gradients(self, name: str, kind: str, output: Any, operation: str = "") -> None:
         entries: list[Entry] = []
+        operation = operation and f"{operation}_grad"
 
         def note(gradient: Any) -> Any:
             if not entries:  # the tensors of an output are one value; its place is where the first comes
-                entries.append(self.log.add(name, kind, "", "backward"))
+                entries.append(self.log.add(name, kind, operation, "backward"))
             self.note(entries[0], gradient)
             return gradient  # Paddle forgets what hooks before made of it otherwise
 
@@ -212,6 +186,14 @@ class _Watcher:
         entry = self.log.add(module, kind, name, "backward" if _thread.backward else "forward")
         entry.inputs, entry.place = received, place
         self.note(entry, output)
+
+        if any(isinstance(argument, (list, tuple)) and list(casting.floating(argument)) for argument in args):
+            # Native defect: Paddle does not take back what a hook behind an operation on lists returns. The gradients
+            # of its inputs are read when they are complete.
+            self._note_gradients(
+                module, kind, [tensor for tensor in casting.floating(args) if not tensor.is_leaf], name
+            )
+            return output
 
         def note(returned: Any, arrived: Any) -> Any:
             entry = self.log.add(module, kind, f"{name}_grad", "backward")
@@ -368,9 +350,9 @@ def force(backend: PaddleBackend, model: Any | None, dtypes: Mapping[str, str]) 
     """Compute layers in dtypes of their own, or round as these would: see `Backend.force`."""
     if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
         raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
-    names = Names(model, _named)
+    names = Names(model, named)
     names.check(dtypes, "force")
-    with _uncompiled(backend, "force"), _calls.around((FORCES, _Force(names, dtypes))):
+    with _uncompiled(backend, "force", model), calls.around((FORCES, _Force(names, dtypes))):
         yield
 
 
@@ -460,7 +442,7 @@ def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None
     """Compute a batch and its gradients, and leave everything as it was: see `Backend.replay`."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
     limits = FORMATS["float16" if plan is None else plan.dtype]
-    with _uncompiled(backend, "replay"), _restored(model), unnoticed(), paddle.enable_grad():
+    with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
         with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
             loss = step(model)
         check_loss(backend, loss, False, "replay")
@@ -495,7 +477,7 @@ def _true(parameter: Any, scale: float) -> Any:
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
     """Return a region after which random numbers, weights, buffers and gradients are as before."""
-    layers = [layer for _, layer in _named(model)]
+    layers = [layer for _, layer in named(model)]
     held = [(layer._buffers, dict(layer._buffers)) for layer in layers]
     tensors = [*model.parameters(), *(tensor for _, buffers in held for tensor in buffers.values())]
     with paddle.no_grad(), casting.off():

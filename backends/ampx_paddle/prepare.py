@@ -8,12 +8,15 @@ import paddle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDeviceError
+from ampx.numerics.watching import Names, module_dtypes
 
+from .calls import named
 from .step import AmpOptimizer
 
 
 def prepare(model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
     """Cast a model to low precision, norms excepted, and make float32 masters for its optimizer; at O1 do nothing."""
+    Names(model, named).check(module_dtypes(plan), "prepare")
     if plan.level == "O2":
         present = paddle.device.get_device()
         if present.partition(":")[0] != plan.device.partition(":")[0]:

@@ -1,7 +1,9 @@
 """The kit on MXNet."""
 
 import importlib.util
+import math
 import pathlib
+import random
 
 import pytest
 
@@ -28,6 +30,13 @@ class Pull(mx.autograd.Function):
 
     def backward(self, upstream):
         return upstream * self.slopes
+
+
+class Times(mx.gluon.nn.Dense):
+    """A dense layer from 1 to 1 that takes any dtype, which MXNet's own does not."""
+
+    def hybrid_forward(self, space, inputs, weight):
+        return super().hybrid_forward(space, inputs.astype("float32"), weight)
 
 
 class MXNetHarness(Harness):
@@ -123,6 +132,43 @@ class MXNetHarness(Harness):
 
     def operation(self):
         return mx.nd.FullyConnected
+
+    def overflowing(self):
+        model = mx.gluon.nn.Sequential()
+        for weight in (1.0, math.inf):
+            layer = mx.gluon.nn.Dense(1, in_units=1)
+            layer.initialize(mx.init.Constant(weight), ctx=self._context())
+            model.add(layer)
+        return model, lambda: model(mx.nd.ones((1, 1), ctx=self._context())), "1"
+
+    def chain(self, weights, inputs, noise=False):
+        model = mx.gluon.nn.HybridSequential()
+        for weight in weights:
+            layer = Times(1, in_units=1, use_bias=False)
+            layer.initialize(mx.init.Constant(weight), ctx=self._context())
+            model.add(layer)
+        if noise:
+            model.add(mx.gluon.nn.BatchNorm(in_channels=1), mx.gluon.nn.Dropout(0.5))
+            model[len(weights)].initialize(ctx=self._context())
+        batch = mx.nd.empty((len(inputs), 1), ctx=self._context())
+        batch[:] = np.array(inputs, "float32").reshape(-1, 1)
+
+        def step(model):
+            with mx.autograd.record():
+                return model(batch).astype("float32").sum()
+
+        return model, step, [str(position) for position in range(len(weights))]
+
+    def model_state(self, model):
+        # Not the random state of MXNet, which tells nobody.
+        parameters = model._collect_params_with_prefix().values()
+        gradients = [
+            None if p.grad_req == "null" else (p.grad().asnumpy().tolist(), p.data()._fresh_grad) for p in parameters
+        ]
+        return [p.data().asnumpy().tolist() for p in parameters], gradients, random.getstate()
+
+    def parameters_of(self, model):
+        return [p for p in model.collect_params().values() if p.grad_req != "null"]
 
     def surroundings(self):
         return mx.autograd.is_recording(), mx.autograd.is_training(), mx.util.is_np_array()

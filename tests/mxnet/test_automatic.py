@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ampx
+from ampx.backend import Watching
 from ampx.run import Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.run import automate
@@ -59,6 +60,50 @@ def batches(count, overflow=()):
         if position in overflow:
             values[0, 0] = np.inf
         yield mx.nd.array(values)
+
+
+# -- who looks on ------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Looks on as `ampx compare` and `ampx diagnose` do: watches the second step."""
+
+    def __init__(self, run):
+        self.backend, self.losses, self.steps, self.regions, self.readings = run.session().backend, [], 0, [], []
+
+    def loss(self, read):
+        self.losses.append(read)
+
+    def stepped(self, steps):
+        self.steps = steps
+        for region, watch in self.regions:
+            self.readings += watch.readings()
+            region.__exit__(None, None, None)
+        region = self.backend.watch(None, Watching())
+        self.regions = [(region, region.__enter__())] if steps == 1 else []
+
+
+@pytest.mark.parametrize("dtype", ["scaled", "float32"])
+def test_who_looks_on_reads_true_losses_and_the_blocks_of_a_hybridized_step(dtype):
+    net, expected = network(), []
+    net.hybridize()
+    run = Run("mxnet", RunSettings(level="O1" if dtype == "float32" else "O0", dtype="float32", device="cpu"))
+    with automate(run):
+        if dtype == "scaled":
+            run.session(loss_scale=2.0**10)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        observer = run.recorder.observer = Watcher(run)
+        for batch in batches(3):
+            with autograd.record():
+                loss = (net(batch) ** 2).mean(axis=1)
+            expected.append(float(loss.mean().asscalar()))
+            loss.backward()
+            trainer.step(5)
+    assert [read() for read in observer.losses] == expected
+    assert observer.steps == 3
+    seen = [(reading.module, reading.direction) for reading in observer.readings]
+    names = ["0.act", "0", "1", ""]
+    assert seen == [*((name, "forward") for name in names), *((name, "backward") for name in ("", "1", "0", "0.act"))]
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------

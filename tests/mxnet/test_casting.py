@@ -228,3 +228,25 @@ nd.FullyConnected(ones, ones, no_bias=True, num_hidden=8).wait_to_read()
     code, out, err = native("import ampx\nprint(ampx.init('mxnet').effective.dtype)")
     assert code == 0, err
     assert out.splitlines()[-1] == "None"
+
+
+class Behind(mx.autograd.Function):
+    """A custom function that does nothing."""
+
+    def forward(self, values):
+        return values.copy()
+
+    def backward(self, slope):
+        return slope
+
+
+@pytest.mark.bfloat16
+def test_a_custom_function_of_low_precision_values_hands_its_gradient_on():
+    weight, inputs = mx.nd.array([[2.0]]), mx.nd.ones((32, 1))
+    weight.attach_grad()
+    ampx.init("mxnet", dtype="bfloat16")
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = Behind()(mx.nd.FullyConnected(inputs, weight, num_hidden=1, no_bias=True)).astype("float32").sum()
+        loss.backward()
+        assert weight.grad.asscalar() == 32.0

@@ -9,6 +9,7 @@ import paddle
 import pytest
 
 import ampx
+from ampx.backend import Watching
 from ampx.run import Run, RunSettings
 from ampx_paddle.run import automate
 from ampx_paddle.step import AmpOptimizer
@@ -56,6 +57,52 @@ def batches(count, overflow=()):
         if position in overflow:
             values[0, 0] = np.inf
         yield paddle.to_tensor(values)
+
+
+# -- who looks on ------------------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Looks on as `ampx compare` and `ampx diagnose` do: watches the second step."""
+
+    def __init__(self, run):
+        self.backend, self.losses, self.steps, self.regions, self.readings = run.session().backend, [], 0, [], []
+
+    def loss(self, read):
+        self.losses.append(read)
+
+    def stepped(self, steps):
+        self.steps = steps
+        for region, watch in self.regions:
+            self.readings += watch.readings()
+            region.__exit__(None, None, None)
+        region = self.backend.watch(None, Watching())
+        self.regions = [(region, region.__enter__())] if steps == 1 else []
+
+
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")
+@pytest.mark.parametrize("dtype", ["scaled", "float32"])
+def test_who_looks_on_reads_true_losses_and_the_layers_of_a_compiled_step(dtype):
+    net = network()
+    compiled = paddle.jit.to_static(net, full_graph=True)
+    opt_of, expected = (lambda: paddle.optimizer.SGD(0.1, parameters=net.parameters())), []
+    run = Run("paddle", RunSettings(level="O1" if dtype == "float32" else "O0", dtype="float32", device="cpu"))
+    with automate(run):
+        if dtype == "scaled":
+            run.session(loss_scale=2.0**10)
+        opt = opt_of()
+        observer = run.recorder.observer = Watcher(run)
+        for batch in batches(3):
+            loss = (compiled(batch) ** 2).mean()
+            expected.append(float(loss))
+            loss.backward()
+            opt.step()
+            opt.clear_grad()
+    assert [read() for read in observer.losses] == expected
+    assert observer.steps == 3
+    seen = [(reading.module, reading.direction) for reading in observer.readings]
+    assert seen[:4] == [("0", "forward"), ("1", "forward"), ("2", "forward"), ("", "forward")]
+    assert {name for name, direction in seen if direction == "backward"} == {"0", "1", "2", ""}
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------

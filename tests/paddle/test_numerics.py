@@ -279,3 +279,33 @@ def test_static_graphs_are_refused(backend, net):
     paddle.enable_static()
     with pytest.raises(UnsupportedByBackendError, match="static graph"), backend.watch(net, Watching()):
         pass
+
+
+# -- rules about modules -------------------------------------------------------------------------------------------
+
+
+def test_modules_are_denied_and_allowed_by_name_where_casting_is_on(backend, net, batch, monkeypatch):
+    """On the CPU auto_cast is never on, so this says that it is, and looks at who switches it off and on again."""
+    plan = backend.check_plan(CastPlan("cpu", "float16", allow=("module:last", "matmul"), deny=("module:*t",)))
+    regions, during = [], {}
+    monkeypatch.setattr(paddle.amp, "is_autocast_enabled", lambda: True)
+    monkeypatch.setattr(casting, "off", lambda: _noting(regions, "off"))
+    for name in ("first", "last"):
+        getattr(net, name).register_forward_post_hook(lambda *_, name=name: during.update({name: list(regions)}))
+    with pytest.warns(UserWarning, match="makes no effect"), backend.autocast(plan, True):
+        net(batch)
+    assert during == {"first": ["off"], "last": ["off"]}  # deny outdoes allow
+    assert paddle.nn.Layer.__call__.__module__.startswith("paddle")
+
+
+@contextlib.contextmanager
+def _noting(regions, name):
+    regions.append(name)
+    yield
+    regions.pop()
+
+
+def test_prepare_refuses_a_pattern_that_matches_no_layer(backend, net):
+    plan = backend.check_plan(CastPlan("cpu", "float16", deny=("module:middle",)))
+    with pytest.raises(UnsupportedOpError, match="'middle'"):
+        backend.prepare(net, None, plan)

@@ -11,8 +11,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
 
@@ -25,8 +25,11 @@ from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
 from . import hybrid, oplists, switch
+from .rules import modules_ruled
 
 _amp = amp.amp
+# Native defect: amp casts what this copies, and so the gradient that a custom function returns is lost on its way.
+_COPY: Final = "_copyto"
 _FLAGS: Final = ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler")
 _lock = threading.RLock()
 
@@ -42,6 +45,7 @@ class _Installed:
     # Module, name, the original and what replaces it; while they are being replaced, all names and None.
     replaced: list[tuple[ModuleType, str, Any, Any]]
     whole: bool = False  # all of it is in place
+    rules: ExitStack = field(default_factory=ExitStack)  # what undoes the rules about modules
 
 
 class _State:
@@ -125,11 +129,12 @@ def _install(plan: CastPlan) -> None:
             "amp.init from the script and start it again."
         )
     # Noted before anything changes, so that it can be undone from wherever it is interrupted.
-    before = [(module, name, value, None) for module in _modules() for name, value in list(vars(module).items())]
+    before = [(module, name, value, None) for module in modules() for name, value in list(vars(module).items())]
     installed = _State.installed = _Installed(plan, {name: getattr(_amp, name) for name in _FLAGS}, before)
     handlers = list(logging.getLogger().handlers)
     try:
         amp.init(plan.dtype, **oplists.lists(plan))
+        installed.rules.enter_context(modules_ruled(plan))
         hybrid.follow()
         accumulation.follow()
         installed.replaced = _replace(before, set(_amp.list_loss_output_functions(DTYPES[plan.dtype])))
@@ -149,7 +154,9 @@ def _replace(
     replaced = []
     for module, name, original, _ in before:
         native = vars(module)[name]
-        if native is not original:
+        if name == _COPY:
+            setattr(module, name, original)
+        elif native is not original:
             ours = _refusing(original) if name in outputs else _choosing(original, native)
             setattr(module, name, ours)
             replaced.append((module, name, original, ours))
@@ -158,6 +165,7 @@ def _replace(
 
 def _uninstall(installed: _Installed) -> None:
     installed.whole = False
+    installed.rules.close()
     hybrid.unfollow()
     accumulation.unfollow()
     for module, name, original, ours in installed.replaced:
@@ -169,7 +177,7 @@ def _uninstall(installed: _Installed) -> None:
     _State.installed = None
 
 
-def _modules() -> list[ModuleType]:
+def modules() -> list[ModuleType]:
     """List the modules in which `amp.init` replaces functions, each once."""
     modules: dict[int, ModuleType] = {}
     for module in (mx.ndarray, mx.symbol):

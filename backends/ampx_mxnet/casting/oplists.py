@@ -9,6 +9,7 @@ from typing import Any
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
+from ampx.numerics.watching import is_module
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
@@ -29,7 +30,7 @@ class NativeLists:
 
 def named(plan: CastPlan) -> set[str]:
     """Return the names of operators in a checked plan."""
-    names = {entry for entry in (*plan.allow, *plan.deny) if isinstance(entry, str)}
+    names = {entry for entry in (*plan.allow, *plan.deny) if isinstance(entry, str) and not is_module(entry)}
     return names.union(*(lists.names() for lists in _native(plan)))
 
 
@@ -63,8 +64,8 @@ def _check_disjoint(which: str, first: Iterable[str], second: Iterable[str]) -> 
 
 
 def _operator(entry: Any, operators: dict[str, tuple[Any, ...]]) -> str:
-    if isinstance(entry, str) and entry in operators:
-        return entry
+    if is_module(entry) or (isinstance(entry, str) and entry in operators):
+        return str(entry)
     if inspect.isfunction(entry):
         wanted = inspect.unwrap(entry)  # while casting is on, mx.nd.dot is the function that chooses
         for name, functions in operators.items():
@@ -93,8 +94,8 @@ def lists(plan: CastPlan) -> dict[str, list[Any]]:
     dtype = plan.dtype if plan.dtype == "float16" else DTYPES[plan.dtype]
     target, fp32 = amp.list_lp16_ops(dtype), amp.list_fp32_ops(dtype)
     conditional = amp.list_conditional_fp32_ops(dtype)
-    low = [entry for entry in plan.allow if isinstance(entry, str)]
-    wide = list(plan.deny)
+    low = [entry for entry in plan.allow if isinstance(entry, str) and not is_module(entry)]
+    wide = [entry for entry in plan.deny if not is_module(entry)]
     for native in _native(plan):
         # What a list names leaves the others, which MXNet would otherwise apply on top.
         if native.target is not None:

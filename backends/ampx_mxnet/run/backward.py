@@ -11,7 +11,7 @@ from ampx.errors import AmpxError
 from ampx_mxnet import gradients
 from ampx_mxnet.casting import switch
 from ampx_mxnet.compat import mx
-from ampx_mxnet.dtypes import is_floating
+from ampx_mxnet.dtypes import cast_tensor, is_floating
 from ampx_mxnet.losses import scale_loss
 
 from .manager import ManagedTrainer, TrainerManager
@@ -48,6 +48,9 @@ def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> No
     if not trainers or not all(isinstance(head, mx.nd.NDArray) and is_floating(head) for head in listed):
         true(heads)
         return
+    if (observer := manager.run.recorder.observer) is not None:
+        values = [head.detach() for head in listed]  # gluon's losses have one element a sample
+        observer.loss(lambda: sum(float(cast_tensor(value, "float32").mean().asscalar()) for value in values))
     with manager.run.recorder.phase("backward"):
         factor = _choose_factor(manager, trainers)
         manager.multiplied = manager.multiplied or factor != 1

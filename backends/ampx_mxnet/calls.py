@@ -1,0 +1,41 @@
+"""Who stands around the calls of blocks: `gluon.Block.__call__` is replaced while there is somebody."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, Final
+
+from ampx.backend import leaves
+from ampx.numerics.watching import Calls
+
+from .compat import mx
+
+
+def _install() -> None:
+    native = mx.gluon.Block.__call__
+
+    @functools.wraps(native)
+    def called(block: Any, *inputs: Any) -> Any:
+        return calls.run(block, functools.partial(native, block), *inputs)
+
+    mx.gluon.Block.__call__ = called
+
+
+def _uninstall() -> None:
+    mx.gluon.Block.__call__ = mx.gluon.Block.__call__.__wrapped__
+
+
+calls: Final = Calls(_install, _uninstall)
+
+
+def is_traced(inputs: Any) -> bool:
+    """Return whether a block is called to be traced: with symbols, not arrays."""
+    return any(isinstance(leaf, mx.sym.Symbol) for leaf in leaves(inputs))
+
+
+def named(block: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Return the blocks in a block with their names, itself included as ""."""
+    yield name, block
+    for child, inner in block._children.items():
+        yield from named(inner, f"{name}.{child}" if name else child)

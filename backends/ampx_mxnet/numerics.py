@@ -1,0 +1,514 @@
+"""Watch the values of blocks, compute blocks in a dtype of their own, and compute a batch again.
+
+All three see blocks by `gluon.Block.__call__`, which is replaced while somebody looks. Hybridized blocks run as they
+are written inside; a `SymbolBlock` is seen from the outside only. The gradient of an output is seen by an operation
+that does nothing and is recorded behind the block: MXNet runs its backward in threads of its own. Operations are seen
+where a script looks them up in MXNet's modules; a function that it has taken from there before is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+
+from ampx.backend import CastPlan, Reading, Replayed, Step, Watch, Watching
+from ampx.callers import script_line
+from ampx.errors import DetachedLossError, UnsupportedDtypeError
+from ampx.numerics.formats import FORMATS, Format
+from ampx.numerics.watching import (
+    FORCES,
+    GRADIENTS,
+    WATCHERS,
+    Entry,
+    Log,
+    Names,
+    Reduced,
+    combined,
+    last_match,
+    stride,
+)
+from ampx.policy import Dtype
+from ampx.scaling import check_loss
+
+from . import casting, devices, dtypes
+from .calls import calls, is_traced, named
+from .casting import switch
+from .compat import mx
+from .losses import scale_loss
+
+if TYPE_CHECKING:
+    from .backend import MXNetBackend
+
+_device: Final = devices.describe("auto")
+# What this machine's best device does not compute in.
+SIMULATED: Final = frozenset(FORMATS) - {"float32"} - _device.native - _device.emulated
+_backward: Final = mx.autograd.backward  # `ampx run` and sessions patch the public name
+# Arguments that operations write to.
+_WRITTEN: Final = frozenset(("out", "moving_mean", "moving_var", "running_mean", "running_var"))
+_NORMS: Final = ("BatchNorm", "SyncBatchNorm")  # whose last two inputs are written to
+_COPY: Final = "_copyto"  # by which MXNet itself hands values over
+# What every replay starts from: MXNet does not tell where its random numbers are.
+_SEED: Final = 0
+
+
+# -- the calls of blocks -----------------------------------------------------------------------------------------------
+
+
+class _AsWritten:
+    """Has hybridized blocks run as they are written, and keeps what was traced of them."""
+
+    def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run a block as it is written."""
+        if is_traced(inputs) or not getattr(block, "_active", False):
+            return forward(*inputs, **options)
+        block._active = False
+        try:
+            return forward(*inputs, **options)
+        finally:
+            block._active = True
+
+
+class _Behind(mx.autograd.Function):  # type: ignore[misc]
+    """Does nothing to a value, and shows its gradient, or changes it."""
+
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._look = look
+
+    def forward(self, value: Any) -> Any:
+        """Return the value."""
+        return value.copy()
+
+    def backward(self, gradient: Any) -> Any:
+        """Return the gradient, or what becomes of it."""
+        with _quiet():
+            # Native defect: oneDNN reorders an array in place where it is read, and MXNet lets several do so at once.
+            held = gradient.copy()
+            changed = self._look(held)
+        return held if changed is None else changed
+
+
+def _behind(tensor: Any, look: Callable[[Any], Any]) -> Any:
+    if tensor.stype != "default" or not mx.autograd.is_recording():
+        return tensor
+    # Native defect: custom functions write nothing to a parameter whose gradients are added up.
+    return _Behind(look)(tensor * 1 if tensor.grad is not None else tensor)
+
+
+# -- watch -------------------------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """What the calling thread does.
+
+    Attributes:
+        blocks: Names and classes of the blocks that it runs.
+        quiet: It measures or rounds: what it calls is no operation of the model.
+    """
+
+    blocks: tuple[tuple[str, str], ...] = ()
+    quiet = False
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Return a region for what ampx computes itself."""
+    quiet, _thread.quiet = _thread.quiet, True
+    try:
+        with switch.Region(None):
+            yield
+    finally:
+        _thread.quiet = quiet
+
+
+@contextmanager
+def watch(model: Any | None, watching: Watching) -> Iterator[Watch]:
+    """Read the outputs of blocks and the gradients of these outputs: see `Backend.watch`."""
+    names = Names(model, named)
+    names.check(watching.modules, "watch")
+    log = _Log(watching, _read, _elements)
+    watcher = _Watcher(log, names)
+    with ExitStack() as stack:
+        stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (WATCHERS, watcher)))
+        if watching.operations:
+            stack.enter_context(_operations_watched(watcher))
+        yield log
+
+
+class _Log(Log):
+    def readings(self) -> list[Reading]:
+        """Return what was seen so far. Sync: one a device."""
+        mx.nd.waitall()  # the backward pass runs in threads of MXNet
+        return super().readings()
+
+
+class _Watcher:
+    """Reads what blocks and operations return."""
+
+    def __init__(self, log: Log, names: Names) -> None:
+        self.log = log
+        self._names = names
+        self._format = FORMATS[log.watching.dtype]
+        self._lock = threading.Lock()
+
+    def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Read the output of a block, and have the gradient of it read when it comes."""
+        name = None if is_traced(inputs) else self._names.of(block)
+        if name is None:
+            return forward(*inputs, **options)
+        kind, watched = type(block).__name__, self.log.watches(name)
+        # Before the block can change them in place.
+        received = self.reduce(inputs) if watched else []
+        blocks = _thread.blocks
+        _thread.blocks = (*blocks, (name, kind))
+        try:
+            output, seconds = self._timed(forward, inputs, options)
+        finally:
+            _thread.blocks = blocks
+        if not watched:
+            return output
+        entry = self.log.add(name, kind, "", "forward")
+        entry.inputs, entry.seconds = received, seconds
+        self.note(entry, output)
+        return self._shown(output, lambda: self.log.add(name, kind, "", "backward"))
+
+    def _timed(self, forward: Callable[..., Any], inputs: Any, options: Any) -> tuple[Any, float | None]:
+        if not self.log.watching.times:
+            return forward(*inputs, **options), None
+        mx.nd.waitall()
+        begin = time.perf_counter()
+        output = forward(*inputs, **options)
+        mx.nd.waitall()
+        return output, time.perf_counter() - begin
+
+    def _shown(self, value: Any, add: Callable[[], Entry], skipped: frozenset[int] = frozenset()) -> Any:
+        """Have the gradients of a value read when they come: as one value, in the place of the first."""
+        entries: list[Entry] = []
+
+        def look(gradient: Any) -> None:
+            with self._lock:
+                if not entries:
+                    entries.append(add())
+            self.note(entries[0], gradient)
+
+        with _quiet():
+            return dtypes.each(value, lambda leaf: leaf if id(leaf) in skipped else _behind(leaf, look))
+
+    def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
+        """Read what an operation returns, and have read what its part of the backward pass returns."""
+        module, kind = _thread.blocks[-1] if _thread.blocks else ("", "")
+        if not self.log.watches(module):
+            return operation(*args, **options)
+        place, received = script_line(), self.reduce((args, options))
+
+        def add() -> Entry:
+            entry = self.log.add(module, kind, f"_backward_{name}", "backward")
+            entry.place = place
+            return entry
+
+        written = {id(value) for key, value in options.items() if key in _WRITTEN}
+        written |= {id(value) for value in args[3:5]} if name in _NORMS else set()
+        args, options = self._shown((args, options), add, frozenset(written))
+        output = operation(*args, **options)
+        entry = self.log.add(module, kind, name, "backward" if _in_backward() else "forward")
+        entry.inputs, entry.place = received, place
+        self.note(entry, output)
+        return output
+
+    def note(self, entry: Entry, value: Any) -> None:
+        """Reduce a value, and keep its sample."""
+        tensors = [tensor for tensor in dtypes.floating(value) if tensor.size]
+        entry.value += self.reduce(tensors)
+        samples = self.log.watching.samples
+        for tensor in tensors:
+            entry.dtype = entry.dtype or dtypes.name_of(tensor.dtype)
+            if samples:
+                with mx.autograd.pause(), _quiet():
+                    values = _values(tensor)
+                    entry.samples.append(values[:: stride(values.size, samples)].astype("float32"))
+
+    def reduce(self, value: Any) -> list[Reduced]:
+        """Reduce the floating arrays of a value, on their device."""
+        return [_reduced(tensor, self._format) for tensor in dtypes.floating(value) if tensor.size]
+
+
+def _in_backward() -> bool:
+    """Return whether this is a thread of MXNet, which run the backward of custom functions only."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _values(tensor: Any) -> Any:
+    """Return the elements in one dimension, in float32 at least."""
+    wide = tensor if dtypes.name_of(tensor.dtype) == "float64" else tensor.astype("float32")
+    dense = wide.tostype("default") if wide.stype != "default" else wide
+    return (dense.as_nd_ndarray() if isinstance(dense, mx.np.ndarray) else dense).reshape((-1,))
+
+
+def _reduced(tensor: Any, limits: Format) -> Reduced:
+    """Reduce an array to the numbers of `NUMBERS`, on its device."""
+    with mx.autograd.pause(), _quiet():
+        values = _values(tensor)
+        finite = mx.nd.contrib.isfinite(values)
+        magnitudes = mx.nd.where(finite, values.abs(), mx.nd.zeros_like(values))
+        none = mx.nd.full(values.shape, math.inf, ctx=values.context, dtype=values.dtype)
+        present = magnitudes > 0
+        numbers = (
+            _count(finite == 0),
+            _count(mx.nd.contrib.isnan(values)),
+            _count(finite * (present == 0)),
+            magnitudes.max(),
+            mx.nd.where(present, magnitudes, none).min(),
+            mx.nd.where(finite, values, none).min(),
+            _count(present * (magnitudes <= limits.flushes_to)),
+            _count(magnitudes >= limits.overflows_from),
+        )
+        return values.size, mx.nd.concat(*(number.astype("float64").reshape((1,)) for number in numbers), dim=0)
+
+
+def _count(mask: Any) -> Any:
+    return mask.astype("float64").sum()  # a sum in float32 stops at 2**24
+
+
+def _read(vectors: Sequence[Any]) -> list[list[float]]:
+    """Bring reduced arrays to the host. Sync: one a device."""
+    contexts: dict[str, list[int]] = {}
+    for index, vector in enumerate(vectors):
+        contexts.setdefault(str(vector.context), []).append(index)
+    read: dict[int, list[float]] = {}
+    with mx.autograd.pause(), _quiet():
+        for indices in contexts.values():
+            stacked = mx.nd.concat(*(vectors[index] for index in indices), dim=0).asnumpy()
+            read.update(zip(indices, stacked.reshape(len(indices), -1).tolist(), strict=True))
+    return [read[index] for index in range(len(vectors))]
+
+
+def _elements(samples: Sequence[Any]) -> Any:
+    """Bring samples to the host."""
+    return np.concatenate([sample.asnumpy() for sample in samples])
+
+
+@contextmanager
+def _operations_watched(watcher: _Watcher) -> Iterator[None]:
+    """Patch the functions of MXNet's operators, also where casting has replaced them."""
+    with ExitStack() as stack:
+        for module in casting.modules():
+            for attribute, value in list(vars(module).items()):
+                if _is_operator(value):
+                    setattr(module, attribute, _operation(watcher, value))
+                    stack.callback(setattr, module, attribute, value)
+        yield
+
+
+def _is_operator(value: Any) -> bool:
+    # MXNet writes the functions of its operators by itself.
+    if not inspect.isfunction(value) or value.__name__ == _COPY:
+        return False
+    return inspect.unwrap(value).__code__.co_filename.startswith("<")
+
+
+def _operation(watcher: _Watcher, native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def operation(*args: Any, **options: Any) -> Any:
+        if _thread.quiet:
+            return native(*args, **options)
+        return watcher.operate(native.__name__, native, args, options)
+
+    return operation
+
+
+# -- force -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def force(model: Any | None, forced: Mapping[str, str]) -> Iterator[None]:
+    """Compute blocks in dtypes of their own, or round as these would: see `Backend.force`."""
+    if unknown := sorted(set(forced.values()) - FORMATS.keys()):
+        raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
+    names = Names(model, named)
+    names.check(forced, "force")
+    force = _Force(names, forced)
+    with ExitStack() as stack:
+        before = switch.current()
+        for dtype in sorted(set(forced.values()) - SIMULATED - {"float32"}):
+            # Installed once, rather than in every call of a block; the thread casts as before, outside of the blocks.
+            stack.enter_context(casting.region(_plan(dtype), True))
+            stack.enter_context(switch.Region(before))
+        stack.enter_context(calls.around((GRADIENTS, _AsWritten()), (GRADIENTS, _Rounding(force)), (FORCES, force)))
+        yield
+
+
+def _plan(dtype: str) -> CastPlan:
+    """Return the plan by which a low dtype is computed: the session's, where it has that dtype."""
+    session = casting.running_session()
+    plan = None if session is None else session.plan
+    return plan if plan is not None and plan.dtype == dtype else CastPlan(_device.name, cast(Dtype, dtype))
+
+
+class _Force:
+    """Computes blocks in dtypes of their own."""
+
+    def __init__(self, names: Names, forced: Mapping[str, str]) -> None:
+        self._names = names
+        self._forced = dict(forced)
+
+    def dtype(self, block: Any) -> str | None:
+        """Return the dtype of a block; None where it has none of its own."""
+        name = self._names.of(block)
+        return None if name is None else last_match(name, self._forced)
+
+    def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Compute a block in its dtype; gradients of outputs are rounded by `_Rounding`."""
+        dtype = None if is_traced(inputs) else self.dtype(block)
+        if dtype is None:
+            return forward(*inputs, **options)
+        if dtype in SIMULATED:
+            output = forward(*_each_rounded(inputs, dtype), **options)
+            return _each_rounded(output, dtype)
+        with switch.Region(None):
+            inputs = dtypes.cast(inputs, cast(Dtype, dtype))
+        with switch.Region(None) if dtype == "float32" else casting.region(_plan(dtype), True):
+            return forward(*inputs, **options)
+
+
+class _Rounding:
+    """Rounds the gradients of outputs, outside of those who watch them."""
+
+    def __init__(self, force: _Force) -> None:
+        self._force = force
+
+    def call(self, block: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Have the gradient of a block's output rounded before anybody sees it."""
+        dtype = self._force.dtype(block)
+        output = forward(*inputs, **options)
+        if dtype is None or dtype not in SIMULATED or is_traced(inputs):
+            return output
+        with _quiet():
+            return dtypes.each(output, lambda leaf: _behind(leaf, lambda gradient: rounded(gradient, dtype)))
+
+
+class _Rounded(mx.autograd.Function):  # type: ignore[misc]
+    """Rounds, and lets the gradient through as it is."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, value: Any) -> Any:
+        """Round."""
+        return rounded(value, self._dtype)
+
+    def backward(self, gradient: Any) -> Any:
+        """Return the gradient."""
+        return gradient
+
+
+def _each_rounded(tree: Any, dtype: str) -> Any:
+    with _quiet():
+        return dtypes.each(tree, lambda leaf: _Rounded(dtype)(leaf) if leaf.stype == "default" else leaf)
+
+
+def rounded(tensor: Any, dtype: str) -> Any:
+    """Round the elements of an array as a dtype would, to nearest even, and keep the array's own dtype."""
+    with mx.autograd.pause(), _quiet():
+        if dtype in dtypes.DTYPES:
+            return dtypes.cast_tensor(tensor, cast(Dtype, dtype)).astype(tensor.dtype)
+        limits = FORMATS[dtype]
+        values = tensor.astype("float32")
+        # A sum with a power of two rounds to the last digit that it holds. What is below the smallest normal number
+        # has the digits of that; what is far too large must not overflow on the way.
+        magnitudes = values.abs().clip(0.0, 2 * limits.largest)
+        powers = 2.0 ** magnitudes.clip(limits.smallest_normal, 2 * limits.largest).log2().floor()
+        shift = powers * 2.0 ** (FORMATS["float32"].bits - limits.bits)
+        nearest = (magnitudes + shift) - shift
+        beyond = mx.nd.full(values.shape, math.inf if limits.infinite else math.nan, ctx=values.context)
+        nearest = mx.nd.where(nearest > limits.largest, beyond, nearest) * values.sign()
+        return mx.nd.where(values == values, nearest, values).astype(tensor.dtype)  # NaN is not equal to itself
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
+    """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
+
+    MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards
+    others follow than without the replay, the same in every run of a seeded script. See `Backend.replay`.
+    """
+    trained = {
+        name: parameter
+        for name, parameter in model._collect_params_with_prefix().items()
+        if parameter.grad_req != "null"
+    }
+    limits = FORMATS["float16" if plan is None else plan.dtype]
+    with _restored(model):
+        with switch.Region(None) if plan is None else casting.region(plan, True), mx.autograd.record():
+            loss = step(model)
+        check_loss(backend, loss, False, "replay")
+        try:
+            with _quiet():
+                scaled = scale_loss(loss, scale)
+            with switch.Region(None):
+                _backward(scaled)
+        except mx.MXNetError as error:
+            raise DetachedLossError(
+                "replay got a loss that no gradient can flow from; accepted: a loss computed from the parameters. "
+                "Remove detach(), asscalar() or autograd.pause around it."
+            ) from error
+        gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
+        value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
+        initialized = {name: parameter for name, parameter in trained.items() if parameter._data is not None}
+    reduced = [_reduced(parameter.list_data()[0], limits) for parameter in initialized.values()]
+    numbers = zip(initialized, reduced, _read([vector for _, vector in reduced]), strict=True)
+    return Replayed(value, gradients, {name: combined([(size, values)]) for name, (size, _), values in numbers})
+
+
+def _is_fresh(parameter: Any) -> bool:
+    return parameter._grad is not None and any(data._fresh_grad for data in parameter._data)
+
+
+def _true(parameter: Any, scale: float) -> Any:
+    """Return the sum of a parameter's gradients on all contexts, divided by the scale, as an array of float32."""
+    parts = [_values(gradient).asnumpy() for gradient in parameter._grad]
+    return np.sum(parts, axis=0, dtype=np.float32).reshape(parameter.shape) / np.float32(scale)
+
+
+@contextmanager
+def _restored(model: Any) -> Iterator[None]:
+    """Return a region after which weights, running statistics and gradients are as before."""
+    parameters = {id(parameter): parameter for parameter in model._collect_params_with_prefix().values()}
+    arrays = [data for parameter in parameters.values() for data in parameter._data or ()]
+    gradients = [gradient for parameter in parameters.values() for gradient in parameter._grad or ()]
+    trained = [data for parameter in parameters.values() if parameter._grad for data in parameter._data]
+    fresh = [(data, data._fresh_grad) for data in trained]
+    with mx.autograd.pause(), _quiet():
+        kept = [(array, array.copy()) for array in (*arrays, *gradients)]
+        after = int(mx.nd.random.randint(0, 2**31 - 1, shape=(1,)).asscalar())
+        for gradient in gradients:
+            gradient[:] = 0  # where gradients are added up
+    for data in trained:
+        data._fresh_grad = False
+    drawn = random.getstate(), np.random.get_state()
+    mx.random.seed(_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        mx.random.seed(after)
+        with mx.autograd.pause(), _quiet():
+            for array, before in kept:
+                before.copyto(array)
+        for data, was_fresh in fresh:
+            data._fresh_grad = was_fresh

@@ -1,0 +1,322 @@
+"""Watching blocks, computing them in a dtype of their own, and computing a batch again."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+import ampx
+from ampx.backend import CastPlan, Watching
+from ampx.errors import LossError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.numerics.rounding import describe, round_to, sample
+from ampx_mxnet.backend import MXNetBackend
+from ampx_mxnet.compat import mx
+from ampx_mxnet.numerics import rounded
+
+nn = mx.gluon.nn
+VALUES = [2.0, -0.5, 1e-9, 7e4, 0.0, math.inf, math.nan, -3e-8, 65519.0, 65520.0, 1e-40]
+DTYPES = ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
+
+
+class Same(mx.gluon.HybridBlock):
+    """Does nothing."""
+
+    def hybrid_forward(self, space, inputs):
+        return space.identity(inputs)
+
+
+class Square(mx.autograd.Function):
+    """A custom function."""
+
+    def forward(self, inputs):
+        self.save_for_backward(inputs)
+        return inputs * inputs
+
+    def backward(self, slope):
+        (inputs,) = self.saved_tensors
+        return slope * inputs * 2
+
+
+class Custom(mx.gluon.Block):
+    """A block that is written in operations."""
+
+    def forward(self, inputs):
+        return Square()(mx.nd.exp(inputs) + 1.0).sum()
+
+
+@pytest.fixture
+def backend():
+    return MXNetBackend()
+
+
+@pytest.fixture
+def net():
+    """Two dense layers, a norm with running statistics and a dropout between them."""
+    net = nn.HybridSequential()
+    between = nn.HybridSequential()
+    between.add(nn.BatchNorm(in_channels=4), nn.Dropout(0.5))
+    net.add(nn.Dense(4, in_units=3), between, nn.Dense(1, in_units=4))
+    net.initialize(mx.init.Xavier())
+    return net
+
+
+@pytest.fixture
+def batch():
+    return mx.nd.array(np.random.default_rng(0).normal(size=(6, 3)).astype("float32"))
+
+
+def named(net):
+    return net._collect_params_with_prefix()
+
+
+def trained(net):
+    return [parameter for parameter in named(net).values() if parameter.grad_req != "null"]
+
+
+def values(net):
+    return {name: parameter.data().asnumpy() for name, parameter in named(net).items()}
+
+
+def by_place(readings):
+    return {(reading.module, reading.operation, reading.direction, reading.call): reading for reading in readings}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_value_is_counted_as_numpy_counts_it(backend, dtype):
+    with backend.watch(None, Watching(dtype=dtype)) as watch:
+        Same()(mx.nd.array(VALUES))
+    (reading,) = watch.readings()
+    assert reading.value == reading.inputs == describe(VALUES, dtype)
+    assert (reading.module, reading.kind, reading.dtype, reading.call) == ("", "Same", "float32", 0)
+
+
+def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, batch):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.Dense(1, in_units=4))
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    with mx.autograd.record():
+        loss = (net(batch) ** 2).sum()
+    loss.backward()
+    wanted = [parameter.grad().asnumpy() for parameter in trained(net)]
+    hidden, output = net[0](batch).asnumpy(), net(batch).asnumpy()
+    expected = {"forward": hidden, "backward": 2 * output @ net[1].weight.data().asnumpy()}
+    with backend.watch(net, Watching(samples=5)) as watch:
+        with mx.autograd.record():
+            loss = (net(batch) ** 2).sum()
+        loss.backward()
+    assert all(np.array_equal(a.grad().asnumpy(), b) for a, b in zip(trained(net), wanted, strict=True))
+    readings = by_place(watch.readings())
+    for direction, numbers in expected.items():
+        reading = readings["0", "", direction, 0]
+        assert reading.value == describe(numbers)
+        assert np.array_equal(reading.sample, sample(numbers, 5))
+    order = [(reading.module, reading.direction) for reading in watch.readings()]
+    assert order[:3] == [("0", "forward"), ("1", "forward"), ("", "forward")]
+    assert [name for name, direction in order if direction == "backward"] == ["", "1", "0"]
+    assert net._active
+    assert net._cached_graph
+
+
+def test_patterns_choose_blocks_and_one_that_matches_none_is_refused(backend, net, batch):
+    with backend.watch(net, Watching(modules=("1.*",), times=True)) as watch:
+        net(batch)
+        net(batch)
+    assert [(r.module, r.call) for r in watch.readings()] == [("1.0", 0), ("1.1", 0), ("1.0", 1), ("1.1", 1)]
+    assert all(reading.seconds > 0 for reading in watch.readings())
+    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.watch(net, Watching(modules=("middle",))):
+        pass
+    with pytest.raises(UnsupportedOpError, match="'middle'"), backend.force(net, {"middle": "float32"}):
+        pass
+
+
+def test_without_a_model_names_begin_at_the_block_that_is_called(backend, net, batch):
+    native = mx.gluon.Block.__call__
+    with backend.watch(None, Watching()) as watch:
+        mx.gluon.loss.L2Loss()(net(batch), mx.nd.zeros((6, 1)))
+    assert [reading.module for reading in watch.readings()] == ["0", "1.0", "1.1", "1", "2", "", "L2Loss:"]
+    assert mx.gluon.Block.__call__ is native
+
+
+def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_their_line(backend):
+    before, layer, numbers = mx.nd.exp, Custom(), np.array([0.5, -1.0], "float32")
+    inputs = mx.nd.array(numbers)
+    inputs.attach_grad()
+    with backend.watch(layer, Watching(operations=True)) as watch:
+        with mx.autograd.record():
+            loss = layer(inputs)
+        loss.backward()
+    readings = by_place(reading for reading in watch.readings() if reading.operation)
+    assert readings["", "exp", "forward", 0].value == describe(mx.nd.exp(inputs).asnumpy())
+    assert readings["", "_plus_scalar", "forward", 0].inputs == describe(mx.nd.exp(inputs).asnumpy())
+    slope = 2 * (math.exp(0.5) + 1) * math.exp(0.5)  # of (e^x + 1)^2
+    assert readings["", "_backward_exp", "backward", 0].value.largest == pytest.approx(slope)
+    assert "test_numerics.py:" in readings["", "exp", "forward", 0].place
+    assert mx.nd.exp is before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_rounded_as_numpy_rounds_them(dtype):
+    numbers = np.random.default_rng(0).normal(size=999) * 10.0 ** np.random.default_rng(1).integers(-12, 12, 999)
+    numbers = np.append(numbers, VALUES[:-1]).astype("float32")  # instructions for bfloat16 flush what is not normal
+    assert np.array_equal(rounded(mx.nd.array(numbers), dtype).asnumpy(), round_to(numbers, dtype), equal_nan=True)
+
+
+def test_forced_blocks_round_inputs_outputs_and_the_gradients_of_outputs(backend):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(2, in_units=3, use_bias=False), Same())
+    net.initialize(mx.init.Xavier())
+    numbers, dtype = np.random.default_rng(1).normal(size=(4, 3)).astype("float32"), "float16"
+    weight, slope = net[0].weight.data(), np.float32(1.2345678)
+    with backend.force(net, {"*": "float32", "0": dtype}), backend.watch(net, Watching(samples=99)) as watch:
+        with mx.autograd.record():
+            output = net(mx.nd.array(numbers))
+            loss = (output * float(slope)).sum()
+        loss.backward()
+    product = mx.nd.dot(mx.nd.array(round_to(numbers, dtype)), weight.T).asnumpy()
+    assert np.allclose(output.asnumpy(), round_to(product, dtype), atol=2.0**-10)
+    assert np.array_equal(output.asnumpy(), round_to(output.asnumpy(), dtype))
+    slopes = np.full((4, 2), round_to(slope, dtype))
+    assert np.array_equal(by_place(watch.readings())["0", "", "backward", 0].sample, slopes.ravel())
+    assert np.allclose(weight.grad.asnumpy(), slopes.T @ round_to(numbers, dtype), rtol=1e-5)
+
+
+def test_forced_into_float16_a_block_overflows_on_a_cpu_and_one_forced_into_float32_does_not(backend):
+    net = nn.HybridSequential()
+    net.add(Same(), Same())
+    with backend.force(net, {"*": "float16", "1": "float32"}), backend.watch(net, Watching()) as watch:
+        inputs = mx.nd.array([300.0])
+        net[1](net[0](inputs) ** 2 * 2)
+        net[0](inputs**2 * 2)
+    assert [reading.value.nonfinite for reading in watch.readings()] == [0, 0, 1]
+
+
+@pytest.mark.bfloat16
+def test_a_block_computes_in_bfloat16_and_one_in_it_in_float32(backend, net, batch):
+    with backend.force(net, {"": "bfloat16", "2": "float32"}), backend.watch(net, Watching()) as watch:
+        net(batch)
+    dtypes = {reading.module: reading.dtype for reading in watch.readings()}
+    assert (dtypes["0"], dtypes["2"]) == ("bfloat16", "float32")
+    with backend.watch(net, Watching()) as watch:
+        net(batch)
+    assert {reading.dtype for reading in watch.readings()} == {"float32"}
+
+
+def test_an_unknown_dtype_is_refused(backend, net):
+    with pytest.raises(UnsupportedDtypeError, match="float4"), backend.force(net, {"*": "float4"}):
+        pass
+
+
+@pytest.mark.parametrize("plan", [None, pytest.param(CastPlan("cpu", "bfloat16"), marks=pytest.mark.bfloat16)])
+def test_a_replay_draws_the_same_masks_and_leaves_weights_statistics_and_gradients(backend, net, batch, plan):
+    def step(model):
+        return (model(batch * random.random() + mx.nd.array(np.random.rand(1, 3))) ** 2).mean()
+
+    with mx.autograd.record():
+        loss = step(net)
+    loss.backward()  # gradients that wait
+    state, waiting = values(net), [parameter.grad().asnumpy() for parameter in trained(net)]
+    first, second = (backend.replay(net, step, plan, scale) for scale in (1.0, 1024.0))
+    assert first.loss == second.loss
+    assert all(np.array_equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
+    assert list(first.parameters) == list(first.gradients)
+    assert len(first.parameters) == len(trained(net))
+    assert first.parameters["2.weight"] == describe(net[2].weight.data().asnumpy())
+    assert all(np.array_equal(values(net)[name], value) for name, value in state.items())
+    assert all(np.array_equal(a.grad().asnumpy(), b) for a, b in zip(trained(net), waiting, strict=True))
+    assert all(parameter.data()._fresh_grad for parameter in trained(net))
+    if plan is None:  # the batch itself, computed by MXNet alone from the same random numbers, is the oracle
+        mx.random.seed(0)
+        with mx.autograd.record():
+            loss = step(net)
+        loss.backward()
+        assert first.loss == loss.asscalar()
+        assert np.array_equal(first.gradients["2.weight"], net[2].weight.grad().asnumpy())
+
+
+def test_a_replay_restores_when_the_step_raises(backend, net, batch):
+    def step(model):
+        model(batch).wait_to_read()
+        raise ZeroDivisionError
+
+    state = values(net)
+    with pytest.raises(ZeroDivisionError):
+        backend.replay(net, step, None)
+    assert all(np.array_equal(values(net)[name], value) for name, value in state.items())
+    assert not any(parameter.data()._fresh_grad for parameter in trained(net))
+
+
+def test_a_seeded_script_draws_the_same_numbers_after_a_replay_whenever_it_runs(backend, net, batch):
+    drawn = []
+    for _ in range(2):
+        mx.random.seed(7)
+        backend.replay(net, lambda model: model(batch).mean(), None)
+        drawn.append(mx.nd.random.uniform(shape=3).asnumpy().tolist())
+    assert drawn[0] == drawn[1]
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(backend, net, batch):
+    replayed = backend.replay(net, lambda model: model[0](batch).sum(), None)
+    assert list(replayed.gradients) == ["0.weight", "0.bias"]
+
+
+def test_gradients_that_add_up_are_those_of_the_batch_alone(backend, net, batch):
+    net.collect_params().setattr("grad_req", "add")
+    for parameter in trained(net):
+        parameter.grad()[:] = 5.0
+    replayed = backend.replay(net, lambda model: model[0](batch).sum(), None)
+    assert np.allclose(replayed.gradients["0.weight"], np.tile(batch.asnumpy().sum(0), (4, 1)), rtol=1e-5)
+    assert all((parameter.grad().asnumpy() == 5.0).all() for parameter in trained(net))
+
+
+def test_a_replay_between_two_steps_is_not_seen_by_a_wrapped_trainer(amp, net, batch):
+    opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}))
+    for _ in range(2):
+        with mx.autograd.record():
+            loss = net(batch).mean()
+            with ampx.scale_loss(loss, opt) as scaled:
+                scaled.backward()
+        amp.backend.replay(net, lambda model: model(batch).mean(), None)
+        opt.step(1)
+        assert opt.last_step.applied
+
+
+def test_what_is_no_loss_is_refused(backend, net, batch):
+    for wrong in (lambda model: model(batch).mean().detach(), lambda model: 1.0):
+        with pytest.raises(LossError):
+            backend.replay(net, wrong, None)
+
+
+# -- rules about modules -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_modules_are_denied_and_allowed_by_name(batch, hybridized):
+    net, inner = nn.HybridSequential(), nn.HybridSequential()
+    inner.add(nn.Dense(4, in_units=4), nn.Dense(4, in_units=4))
+    net.add(nn.Dense(4, in_units=3), inner, nn.Dense(1, in_units=4))
+    net.initialize(mx.init.Xavier())
+    low = {}
+    for deny, allow in (
+        ((), ()),
+        (("module:1",), ()),
+        (("module:1", "module:1.*"), ()),
+        (("module:1",), ("module:1.1",)),
+    ):
+        amp = ampx.init("mxnet", dtype="bfloat16", deny=deny, allow=allow)
+        if hybridized:
+            net.hybridize()
+        else:
+            with amp.backend.watch(net, Watching()) as watch:
+                net(batch)
+            low[deny, allow] = [r.module for r in watch.readings() if r.dtype == "bfloat16"]
+        low[deny, allow, "output"] = net(batch).astype("float32").asnumpy().tolist()
+        ampx.shutdown()
+    if not hybridized:
+        assert [
+            sorted(names) for names in (low[(), ()], low[("module:1",), ()], low[("module:1",), ("module:1.1",)])
+        ] == [*(["", "0", "1", "1.0", "1.1", "2"], ["", "0", "2"], ["", "0", "1", "1.1", "2"])]
+    assert low[("module:1",), (), "output"] != low[(), (), "output"]
+    assert low[("module:1",), (), "output"] == low[("module:1", "module:1.*"), (), "output"]
