@@ -4,25 +4,35 @@ PYTHON ?= python3
 FRAMEWORK ?= torch,tensorflow,jax,paddle,mxnet,example,core
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
+WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
 BENCH ?= torch,tensorflow,mxnet,paddle,jax
 TOX = .venv-tox/bin/tox run
 # Two environments at a time.
 TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
-.PHONY: demo test test-all weakest evidence table lint types docs bench gpu clean
+.PHONY: demo test test-all weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs bench gpu clean
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
 # Longer fuzzing and all trainings of all programs; the workflow runs it every night.
 test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 PYTEST_TIMEOUT=3600 $(TOX_TWO) -e $(FRAMEWORK)
-# What computes in float16 depends on the CPU's instructions; these tests must not.
+# What computes in float16 depends on the CPU's instructions; these tests must not. Two environments at a time.
 weakest: .venv-tox/bin/tox
-	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs" tests/conformance/test_torch.py tests/torch
-	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e tensorflow -- -m "not gpu and not slow" -k "float16 or Tape" tests/conformance/test_tensorflow.py tests/tensorflow
-	ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e paddle -- -m "not gpu and not slow" -k "float16 or recipe or static_programs" tests/conformance/test_paddle.py tests/paddle
-	DNNL_MAX_CPU_ISA=$(WEAKEST) ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) -e mxnet -- -m "not gpu and not slow" -k "not Fuzz and not interruption" tests/conformance/test_mxnet.py tests/mxnet
+	$(TOX_TWO) --notest -e torch,tensorflow,mxnet,paddle
+	$(MAKE) -k -j2 $(WEAKEST_ENVIRONMENTS)
+WEAK = DNNL_MAX_CPU_ISA=$(WEAKEST) ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) --skip-pkg-install
+weakest-torch:
+	$(WEAK) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs" tests/conformance/test_torch.py tests/torch
+weakest-tensorflow:
+	$(WEAK) -e tensorflow -- -m "not gpu and not slow" -k "float16 or Tape" tests/conformance/test_tensorflow.py tests/tensorflow
+weakest-mxnet:
+	$(WEAK) -e mxnet -- -m "not gpu and not slow" -k "not Fuzz and not interruption" tests/conformance/test_mxnet.py tests/mxnet
+weakest-paddle:
+	$(WEAK) -e paddle -- -m "not gpu and not slow" -k "float16 or recipe or static_programs" tests/conformance/test_paddle.py tests/paddle
 evidence: .venv-tox/bin/tox ; for name in $$(echo $(FRAMEWORK) | tr , ' '); do AMPX_TEST_ALL=1 $(TOX) -e $$name -- --regenerate tests/conformance tests/$$name || exit 1; done
 table: .venv-tox/bin/tox ; $(TOX) -e table
+# Lint, types, manual and demo: what stands beside the tests.
+checks: .venv-tox/bin/tox ; $(TOX_TWO) -e demo,types,docs,lint
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 
 import pytest
 
@@ -22,6 +23,12 @@ from evidence import EvidencePlugin  # noqa: E402
 # oneDNN then has no kernel; on a CPU that is so weak it does without oneDNN, as it is told here before it is imported.
 if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"):
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+
+# Many tests compile the same programs. JAX keeps what it compiled in this run, for processes that tests start, too.
+_compiled = tempfile.TemporaryDirectory(prefix="ampx-compiled-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_addoption(parser):

@@ -346,7 +346,7 @@ def test_time_grows_with_the_length_of_a_file():
         assert migrate_bytes(Path("script.py"), data).status == "changed"
         return time.process_time() - start
 
-    assert min(seconds(8_000) for _ in range(2)) < 9 * min(seconds(2_000) for _ in range(2))
+    assert min(seconds(4_000) for _ in range(2)) < 9 * min(seconds(1_000) for _ in range(2))
 
 
 def test_a_file_without_the_names_is_not_even_parsed(tmp_path):
