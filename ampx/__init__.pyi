@@ -88,6 +88,7 @@ from .events import (
 from .foreign_states import import_state as import_state
 from .numerics.compare import Comparison as Comparison, compare as compare
 from .numerics.diagnose import Diagnosis as Diagnosis, diagnose as diagnose
+from .numerics.tune import TunedPolicy as TunedPolicy, tune as tune
 from .optimizer import WrappedOptimizer as WrappedOptimizer
 from .plugins import Register as Register, hookimpl as hookimpl
 from .policy import Effective as Effective, Policy as Policy

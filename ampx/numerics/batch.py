@@ -118,7 +118,7 @@ class Batch:
             )
         if dtype == "float32" or level == "O0":
             return FLOAT32
-        allowed, denied = list(_entries("allow", allow)), list(_entries("deny", deny))
+        allowed, denied = listed("allow", allow), listed("deny", deny)
         forced = {entry.removeprefix(MODULE): dtype for entry in allowed if _is_module(entry)}
         forced |= {entry.removeprefix(MODULE): "float32" for entry in denied if _is_module(entry)}
         can = self.backend.capabilities
@@ -179,12 +179,17 @@ def _is_module(entry: object) -> bool:
     return isinstance(entry, str) and entry.startswith(MODULE)
 
 
-def _entries(name: str, entries: Iterable[Any]) -> Iterable[Any]:
+def listed(name: str, entries: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the entries of allow or deny.
+
+    Raises:
+        InvalidOptionError: It is text.
+    """
     if isinstance(entries, str):
         raise InvalidOptionError(
             f"{name}={shown(entries)} is no list; accepted: a list of entries. Pass [{entries!r}]."
         )
-    return entries
+    return tuple(entries)
 
 
 def plain(value: Any) -> Any:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import glob
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
+from ampx.backend import CastPlan, Reading, Step, Watching
+from ampx.errors import InvalidOptionError, UnsupportedOpError, shown
 from ampx.policy import OptLevel
 
-from .batch import plain
+from .batch import FLOAT32, MODULE, SAMPLES, Batch, Casting, Seen, fitting_scale, listed, plain, scaled
+from .compare import Comparison, ModuleError, bound, compared, relative_error
+
+# Below this a ratio of times is no difference.
+ALIKE: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -102,3 +112,348 @@ def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> f
         candidates = candidates[: passing - 1]
         if not candidates or passes(needed):
             return needed
+
+
+def by_error(modules: Sequence[str], errors: Sequence[ModuleError]) -> list[str]:
+    """Return modules in the order in which they are likely to be needed in float32.
+
+    Modules without others inside come first, that which adds most to the error in front; then those that hold others,
+    the innermost first, for what they compute themselves.
+
+    Args:
+        modules: Names of all modules.
+        errors: Of the values of modules, in order of execution.
+    """
+    holds = {name for name in modules if any(_inside(other, name) for other in modules)}
+    added: dict[str, float] = {}
+    before = {"forward": 0.0, "backward": 0.0}
+    for entry in errors:
+        if entry.module in holds:
+            continue
+        last = before[entry.direction]
+        step = 0.0 if math.isinf(last) else entry.error - last
+        added[entry.module] = max(step, added.get(entry.module, 0.0))
+        before[entry.direction] = entry.error
+    leaves = sorted((name for name in modules if name not in holds), key=lambda name: -added.get(name, 0.0))
+    inner = sorted(holds, key=lambda name: -name.count(".") if name else 1)
+    return leaves + inner
+
+
+def _inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, str]:
+    """Return what `Backend.force` takes to compute modules, and all inside them, in float32."""
+    forced: dict[str, str] = {}
+    for name in sorted(names):
+        forced[glob.escape(name)] = "float32"
+        if any(_inside(other, name) for other in modules):
+            forced[f"{glob.escape(name)}.*" if name else "*"] = "float32"
+    return forced
+
+
+def slow_modules(low: Sequence[Sequence[Reading]], wide: Sequence[Sequence[Reading]]) -> dict[str, tuple[float, float]]:
+    """Return the modules that take no less time in low precision than in float32, with both times in seconds.
+
+    A module's time is the median of the runs; it is slow only where its best time in low precision is worse than its
+    best in float32, too, so that a disturbance decides nothing.
+
+    Args:
+        low: Readings with times, of several runs in low precision.
+        wide: Of as many in float32.
+    """
+    lows, wides = _times(low), _times(wide)
+    return {
+        name: (statistics.median(times), statistics.median(wides[name]))
+        for name, times in lows.items()
+        if name in wides
+        and statistics.median(times) >= statistics.median(wides[name])
+        and min(times) >= min(wides[name])
+    }
+
+
+def _times(runs: Sequence[Sequence[Reading]]) -> dict[str, list[float]]:
+    """Return the seconds of each module that holds no other, one a run."""
+    times: dict[str, list[float]] = {}
+    for readings in runs:
+        names = {entry.module for entry in readings}
+        sums: dict[str, float] = {}
+        for entry in readings:
+            if entry.seconds is not None and not any(_inside(other, entry.module) for other in names):
+                sums[entry.module] = sums.get(entry.module, 0.0) + entry.seconds
+        for name, seconds in sums.items():
+            times.setdefault(name, []).append(seconds)
+    return times
+
+
+def fastest(times: Mapping[str, Sequence[float]]) -> str:
+    """Return the name whose times are the shortest, of runs that alternated; the first where there is no difference.
+
+    Args:
+        times: By name, one time a round, the preferred name first.
+    """
+    first = next(iter(times))
+    best, gain = first, 1 + ALIKE
+    for name, seconds in times.items():
+        ratio = statistics.median(mine / other for mine, other in zip(times[first], seconds, strict=True))
+        if ratio > gain:
+            best, gain = name, ratio
+    return best
+
+
+class _Tuning:
+    """The search: one batch, its values in float32, and what must agree with them."""
+
+    def __init__(self, batch: Batch, casting: Casting, tolerance: float | None, for_inference: bool) -> None:
+        self.batch, self.casting, self.for_inference = batch, casting, for_inference
+        self.watching = Watching(dtype=casting.dtype, samples=SAMPLES)
+        self.reference = batch.run(watching=self.watching)
+        self.scale = 1.0 if for_inference else fitting_scale(casting.dtype, self.reference)
+        values = [entry for entry in self.reference.readings if not entry.operation and entry.direction == "forward"]
+        self.modules = tuple(dict.fromkeys(entry.module for entry in values))
+        self.output = values[-1].module if values else None
+        self.tolerance = bound(casting.dtype, len(self.reference.readings)) if tolerance is None else tolerance
+
+    def run(self, casting: Casting, watched: bool = False) -> Seen:
+        """Compute the batch, watched where its outputs are needed."""
+        if watched:
+            return self.batch.run(casting, self.scale, self.watching)
+        if self.for_inference and self.output is not None:
+            return self.batch.run(casting, self.scale, replace(self.watching, modules=(glob.escape(self.output),)))
+        return self.batch.run(casting, self.scale)
+
+    def compare(self, low: Seen) -> Comparison:
+        """Compare a run with float32."""
+        return compared(
+            (self.reference.replayed, self.reference.readings),
+            (low.replayed, low.readings),
+            self.casting.dtype,
+            self.scale,
+            self.casting.simulated,
+        )
+
+    def agrees(self, low: Seen) -> bool:
+        """Return whether a run agrees with float32: loss and gradients, or for inference loss and output."""
+        if not self.for_inference:
+            whole = compared((self.reference.replayed, ()), (low.replayed, ()), self.casting.dtype)
+            return whole.agrees(self.tolerance)
+        outputs = [entry for entry in self.compare(low).modules if entry.module == self.output]
+        loss = relative_error([low.replayed.loss], [self.reference.replayed.loss])
+        errors = [entry.error for entry in outputs if entry.direction == "forward"]
+        return max([loss, *errors]) <= self.tolerance
+
+    def keeping(self, names: Iterable[str]) -> Casting:
+        """Return the casting with modules in float32."""
+        return replace(self.casting, forced={**self.casting.forced, **kept_in_float32(names, self.modules)})
+
+    def denying(self, operations: Iterable[str]) -> Casting:
+        """Return the casting with operations in float32."""
+        plan = self.casting.plan
+        if plan is None:
+            return self.casting
+        device, dtype, level = plan.device, plan.dtype, plan.level
+        entries = (*plan.deny, *operations)
+        return replace(
+            self.casting, plan=self.batch.backend.check_plan(CastPlan(device, dtype, level, plan.allow, entries))
+        )
+
+    def operations(self) -> list[str]:
+        """Return the operations that the batch runs and that can be denied, those that are not finite in front."""
+        if self.casting.plan is None or not self.batch.backend.capabilities.op_lists:
+            return []
+        seen = self.batch.run(self.casting, self.scale, Watching(dtype=self.casting.dtype, operations=True))
+        readings = sorted(
+            (entry for entry in seen.readings if entry.operation), key=lambda entry: -entry.value.nonfinite
+        )
+        names = []
+        for name in dict.fromkeys(entry.operation for entry in readings):
+            try:
+                self.denying([name])
+            except UnsupportedOpError:
+                continue
+            names.append(name)
+        return names
+
+
+def tune(
+    step: Step,
+    model: Any,
+    *,
+    tolerance: float | None = None,
+    dtype: object = None,
+    framework: str | None = None,
+    device: str | None = None,
+    allow: Iterable[Any] = (),
+    deny: Iterable[Any] = (),
+    for_inference: bool = False,
+    what_if: str | None = None,
+    repeats: int = 5,
+) -> TunedPolicy:
+    """Find the smallest set of modules that must stay in float32, and those that gain nothing from low precision.
+
+    One batch is computed again and again, with other modules in float32 each time: first so that loss and gradients
+    agree with float32's and all is finite, then so that no time is lost. Nothing is stepped.
+
+    Args:
+        step: A function that takes the model and returns the loss of one batch, without a backward.
+        model: The model; its parameters where these are a value (JAX).
+        tolerance: How far loss and gradients may be from float32's, relative to their norm; by default what rounding
+            explains, as in `compare`.
+        dtype: The low precision; by default the session's, or what the device prefers.
+        framework: Name of the framework; by default that of the only session, or the only one imported.
+        device: Name of the device; by default the session's, or the best.
+        allow: As in `init`; `"module:pattern"` names modules.
+        deny: What stays in float32 whatever is measured, as in `init`.
+        for_inference: Compare the model's output and the loss, and no gradients.
+        what_if: A dtype to simulate, whatever the device computes: would the model survive in it?
+        repeats: How often each speed is measured, in turns; 0 measures none.
+
+    Returns:
+        The policy, every choice with what was measured.
+
+    Raises:
+        UnsupportedDtypeError: The device neither computes nor simulates the dtype.
+        UnsupportedByBackendError: The backend does not watch, force or replay.
+        InvalidOptionError: `tolerance` or `repeats` is out of range.
+
+    Sync: many.
+    """
+    if tolerance is not None and not tolerance > 0:
+        raise InvalidOptionError(
+            f"tolerance={shown(tolerance)} is no tolerance; accepted: a positive number, or None for what rounding "
+            f"explains. Pass 0.01 for 1 %."
+        )
+    if repeats < 0:
+        raise InvalidOptionError(f"repeats={shown(repeats)} is negative; accepted: 0 and more. Pass 5.")
+    allow, deny = listed("allow", allow), listed("deny", deny)
+    batch = Batch(step, model, framework, device)
+    casting = batch.casting(batch.dtype(what_if or dtype), "O1", allow, deny, simulate=what_if is not None)
+    if casting is FLOAT32:
+        return _float32(_Tuning(batch, casting, tolerance, for_inference), "float32 was asked for")
+    tuning = _Tuning(batch, casting, tolerance, for_inference)
+    if not tuning.reference.finite:
+        return _float32(tuning, "float32 itself is not finite on this batch: ask ampx.diagnose", agrees=False)
+    fixed = [Choice(str(entry), "asked for") for entry in deny]
+    low = tuning.run(casting, watched=True)
+    comparison = tuning.compare(low)
+    order = by_error(tuning.modules, comparison.modules)
+    first = [tuning.agrees(low)]  # the search asks first what was just computed
+    kept = minimal(order, lambda names: first.pop() if first else tuning.agrees(tuning.run(tuning.keeping(names))))
+    if kept is not None:
+        safe = tuning.keeping(kept)
+        every = len(comparison.modules)
+        errors = [*comparison.worst("backward", every), *comparison.worst("forward", every)]
+        worst = {entry.module: entry for entry in errors}
+        denied = [Choice(_entry(name), _of_error(worst.get(name), casting.dtype)) for name in order if name in kept]
+    else:
+        operations = minimal(
+            tuning.operations(), lambda names: bool(names) and tuning.agrees(tuning.run(tuning.denying(names)))
+        )
+        if operations is None:
+            reason = f"nothing that can be kept in float32 brings the result within {tuning.tolerance:.2g} of float32's"
+            return _float32(tuning, reason, agrees=what_if is None)
+        safe = tuning.denying(operations)
+        denied = [Choice(name, f"fails in {casting.dtype}, outside of modules") for name in sorted(operations)]
+    policy = TunedPolicy(
+        framework=batch.backend.name,
+        device=batch.device.name,
+        dtype=casting.dtype,
+        level="O1",
+        loss_scale="dynamic" if scaled(casting.dtype) and not for_inference else 1.0,
+        deny=(*fixed, *denied),
+        allow=tuple(Choice(str(entry), "asked for") for entry in allow),
+        reasons={
+            "dtype": f"loss and {'output' if for_inference else 'gradients'} agree with float32's within "
+            f"{tuning.tolerance:.2g}" + (f", simulated on {batch.device.name}" if casting.simulated else ""),
+            "level": "casting by the framework's op lists; the parameters stay in float32",
+            "loss_scale": f"the largest scale whose gradients fit is at least {tuning.scale:g} on this batch"
+            if scaled(casting.dtype)
+            else f"{casting.dtype} has the exponents of float32",
+        },
+        modules=tuning.modules,
+        tolerance=tuning.tolerance,
+    )
+    if repeats and not casting.simulated:
+        policy = _for_speed(tuning, policy, safe, repeats)
+    return replace(policy, replays=batch.replays)
+
+
+def _entry(name: str) -> str:
+    return MODULE + glob.escape(name)
+
+
+def _of_error(error: ModuleError | None, dtype: str) -> str:
+    if error is None:
+        return f"float32 is needed here for the loss to agree; {dtype} shows no error of its own"
+    if math.isinf(error.error):
+        return f"not finite in {dtype}"
+    return f"its output is off by {error.error:.2g} of its norm in {dtype}"
+
+
+def _float32(tuning: _Tuning, reason: str, agrees: bool = True, speed: float | None = None) -> TunedPolicy:
+    """Return the policy that casts nothing."""
+    return TunedPolicy(
+        framework=tuning.batch.backend.name,
+        device=tuning.batch.device.name,
+        dtype="float32",
+        level="O0",
+        loss_scale=1.0,
+        reasons={"dtype": reason, "level": "nothing is cast", "loss_scale": "float32 needs none"},
+        modules=tuning.modules,
+        agrees=agrees,
+        tolerance=tuning.tolerance,
+        speed=speed,
+        replays=tuning.batch.replays,
+    )
+
+
+def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int) -> TunedPolicy:
+    """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
+    watching = Watching(times=True)
+    low: list[Sequence[Reading]] = []
+    wide: list[Sequence[Reading]] = []
+    for _ in range(repeats):
+        low.append(tuning.batch.run(safe, tuning.scale, watching).readings)
+        wide.append(tuning.batch.run(FLOAT32, 1.0, watching).readings)
+    denied = {choice.entry for choice in policy.deny}
+    slow = {name: times for name, times in slow_modules(low, wide).items() if _entry(name) not in denied}
+    castings = {"safe": safe, "float32": FLOAT32}
+    if slow:
+        castings["tuned"] = replace(safe, forced={**safe.forced, **kept_in_float32(slow, tuning.modules)})
+        if not tuning.agrees(tuning.run(castings["tuned"])):
+            del castings["tuned"]
+    times = measured(
+        {name: lambda casting=casting: tuning.batch.run(casting, tuning.scale) for name, casting in castings.items()},  # type: ignore[misc]
+        repeats,
+    )
+    choice = fastest(times)
+    ratio = statistics.median(mine / other for mine, other in zip(times["float32"], times[choice], strict=True))
+    if choice == "float32":
+        best = max(
+            statistics.median(mine / other for mine, other in zip(times["float32"], seconds, strict=True))
+            for name, seconds in times.items()
+            if name != "float32"
+        )
+        reason = f"{policy.dtype} agrees with float32 and runs at {best:.2f} times its speed on {policy.device}"
+        return _float32(tuning, reason, speed=1.0)
+    if choice == "tuned":
+        choices = [
+            Choice(_entry(name), f"{1e3 * mine:.3g} ms in {policy.dtype}, {1e3 * other:.3g} ms in float32")
+            for name, (mine, other) in slow.items()
+        ]
+        policy = replace(policy, deny=(*policy.deny, *choices))
+    reason = f"{policy.reasons['dtype']}; {ratio:.2f} times the speed of float32"
+    return replace(policy, speed=ratio, reasons={**policy.reasons, "dtype": reason})
+
+
+def measured(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Return seconds by name, of runs that take turns after one each that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(repeats + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if number:
+                times[name].append(time.perf_counter() - started)
+    return times

@@ -6,7 +6,22 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ampx.numerics.tune import minimal
+import ampx
+from ampx.backend import Reading, Stats
+from ampx.numerics import tune as tuning
+from ampx.numerics.compare import ModuleError
+from ampx.numerics.tune import by_error, fastest, kept_in_float32, minimal, slow_modules
+from toy import plugin
+from toy.framework import Dense, Module, Tensor, casting_state, product, total
+
+
+@pytest.fixture(autouse=True)
+def toys():
+    ampx.shutdown()
+    if "toy" not in ampx.backends():
+        ampx.register_plugin(plugin)
+    yield
+    ampx.shutdown()
 
 
 class Planted:
@@ -60,3 +75,179 @@ def test_what_is_returned_passes_even_where_more_is_not_always_enough():
         return len(kept) == 8 or {"3", "5"} <= kept
 
     assert passes(minimal([str(index) for index in range(8)], passes))
+
+
+class Sensitive(Dense):
+    """Overflows inside in float16, and returns what other layers return."""
+
+    def forward(self, x):
+        large = product(product(x, Tensor([2.0**10])), Tensor([2.0**10]))
+        return product(super().forward(large), Tensor([2.0**-20]))
+
+
+def layers(count, sensitive):
+    kinds = {index: Sensitive if index in sensitive else Dense for index in range(count)}
+    return Module(**{f"layer{index}": kind(Tensor([1.0], parameter=True)) for index, kind in kinds.items()})
+
+
+def step(model):
+    return total(model(Tensor([0.5, 1.0])))
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_a_model_s_planted_layers_and_no_others_stay_in_float32(count):
+    planted = random.Random(count).sample(range(50), count)
+    policy = ampx.tune(step, layers(50, planted), framework="toy", dtype="float16", repeats=0)
+    assert {choice.entry for choice in policy.deny} == {f"module:layer{index}" for index in planted}
+    assert policy.replays <= most_calls(count, 50)
+    assert (policy.dtype, policy.level, policy.loss_scale, policy.agrees) == ("float16", "O1", "dynamic", True)
+    assert "not finite in float16" in {choice.reason for choice in policy.deny}
+    comparison = ampx.compare(
+        step, layers(50, planted), framework="toy", dtype="float16", deny=[choice.entry for choice in policy.deny]
+    )
+    assert comparison.agrees(policy.tolerance)
+
+
+def test_a_sound_model_needs_nothing_and_a_dtype_with_enough_exponents_needs_no_scale():
+    policy = ampx.tune(step, layers(4, ()), framework="toy", dtype="bfloat16", repeats=0)
+    assert (policy.deny, policy.loss_scale, policy.replays) == ((), 1.0, 2)
+    assert policy.modules == ("layer0", "layer1", "layer2", "layer3", "")
+
+
+def test_a_tolerance_that_rounding_exceeds_keeps_what_rounds():
+    def thirds(model):
+        return total(model(Tensor([1 / 3])))
+
+    model = Module(near=Dense(Tensor([1.0], parameter=True)), exact=Dense(Tensor([1.0], parameter=True)))
+    policy = ampx.tune(thirds, model, framework="toy", dtype="bfloat16", tolerance=1e-6, repeats=0)
+    assert {choice.entry for choice in policy.deny} == {"module:near", "module:exact"}
+    assert ampx.tune(thirds, model, framework="toy", dtype="bfloat16", tolerance=0.01, repeats=0).deny == ()
+
+
+def test_a_block_is_kept_as_a_whole_for_what_it_computes_itself():
+    inner = layers(2, ())
+
+    class Block(Module):
+        def forward(self, x):
+            return product(
+                product(super().forward(product(x, Tensor([2.0**16]))), Tensor([2.0**10])), Tensor([2.0**-26])
+            )
+
+    model = Module(first=layers(2, ()), block=Block(**inner.modules), last=layers(1, ()))
+    policy = ampx.tune(step, model, framework="toy", dtype="float16", repeats=0)
+    assert [choice.entry for choice in policy.deny] == ["module:block"]
+
+
+def test_a_fault_outside_of_modules_is_cured_by_an_operation():
+    def outside(model):
+        return total(product(product(step(model), Tensor([2.0**18])), Tensor([2.0**-18])))
+
+    policy = ampx.tune(outside, layers(2, ()), framework="toy", dtype="float16", repeats=0)
+    assert [choice.entry for choice in policy.deny] == ["product"]
+
+
+def test_where_nothing_helps_nothing_is_cast():
+    def hopeless(model):
+        low = casting_state().dtype or "float32"
+        return (step(model).to(low) * 2.0**17).to("float32") * 2.0**-17
+
+    policy = ampx.tune(hopeless, layers(2, ()), framework="toy", dtype="float16", repeats=0)
+    assert (policy.dtype, policy.level, policy.deny) == ("float32", "O0", ())
+    assert "nothing that can be kept" in policy.reasons["dtype"]
+    broken = ampx.tune(lambda model: step(model) * math.inf, layers(2, ()), framework="toy", dtype="float16")
+    assert (broken.dtype, broken.agrees, broken.replays) == ("float32", False, 1)
+
+
+def test_a_dtype_that_the_device_lacks_is_tried_and_its_speed_is_not_measured():
+    def large(model):
+        return total(model(Tensor([300.0, 400.0])))
+
+    model = Module(
+        small=Dense(Tensor([1.0], parameter=True)),
+        doubles=Dense(Tensor([2.0], parameter=True)),
+        halves=Dense(Tensor([0.5], parameter=True)),
+    )
+    policy = ampx.tune(large, model, framework="toy", what_if="float8_e4m3", tolerance=0.2)
+    assert {"module:doubles", "module:halves"} <= {choice.entry for choice in policy.deny}  # 448 is the largest number
+    assert (policy.speed, policy.dtype) == (None, "float8_e4m3")
+    assert ampx.tune(large, model, framework="toy", what_if="float8_e5m2", tolerance=0.2).deny == ()
+
+
+def test_for_inference_gradients_do_not_count():
+    def small(model):
+        return total(model(Tensor([2.0**-12])))
+
+    model = Module(**{f"layer{index}": Dense(Tensor([2.0**9], parameter=True)) for index in range(3)})
+    assert ampx.tune(small, model, framework="toy", dtype="float16", repeats=0).deny
+    policy = ampx.tune(small, model, framework="toy", dtype="float16", repeats=0, for_inference=True)
+    assert (policy.deny, policy.loss_scale) == ((), 1.0)
+
+
+def test_low_precision_that_does_not_pay_is_left_out(monkeypatch):
+    def timed(seconds):
+        return lambda runs, repeats: {name: [seconds[name]] * repeats for name in runs}
+
+    slow = {"layer1": (2e-3, 1e-3)}
+    monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: slow)
+    arguments = {"framework": "toy", "dtype": "bfloat16", "repeats": 2}
+    monkeypatch.setattr(tuning, "measured", timed({"safe": 2.0, "float32": 1.0, "tuned": 1.5}))
+    policy = ampx.tune(step, layers(2, ()), **arguments)
+    assert (policy.dtype, policy.level, policy.speed) == ("float32", "O0", 1.0)
+    assert "0.67 times its speed" in policy.reasons["dtype"]
+    monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.2, "tuned": 0.8}))
+    policy = ampx.tune(step, layers(2, ()), **arguments)
+    assert [(choice.entry, choice.reason) for choice in policy.deny] == [
+        ("module:layer1", "2 ms in bfloat16, 1 ms in float32")
+    ]
+    assert policy.speed == pytest.approx(1.5)
+    monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.2, "tuned": 1.0}))
+    assert ampx.tune(step, layers(2, ()), **arguments).deny == ()
+
+
+def test_the_toy_s_own_times_choose_one_of_the_three():
+    policy = ampx.tune(step, layers(3, ()), framework="toy", dtype="bfloat16", repeats=2)
+    assert policy.speed >= 1 / 1.02
+
+
+def timed(module, seconds):
+    return Reading(module, "Dense", "", "forward", 0, "float32", Stats(), seconds=seconds)
+
+
+def test_a_module_is_slow_only_if_median_and_best_say_so():
+    low = [[timed("a", 3.0), timed("b", 1.0), timed("c", 1.0), timed("", 9.0)]] * 2 + [[timed("c", 5.0)]]
+    wide = [[timed("a", 2.0), timed("b", 1.5), timed("c", 1.5), timed("", 5.0)]] * 2
+    assert slow_modules(low, wide) == {"a": (3.0, 2.0)}
+
+
+def test_the_fastest_of_runs_in_turns_is_that_with_the_best_ratio_beyond_the_spread():
+    assert fastest({"a": [1.0, 2.0, 4.0], "b": [0.5, 1.0, 2.0]}) == "b"
+    assert fastest({"a": [1.0, 2.0, 4.0], "b": [0.99, 1.99, 3.99]}) == "a"
+
+
+def test_the_module_that_adds_most_to_the_error_is_asked_first_and_blocks_come_last():
+    def error(name, value):
+        return ModuleError(name, "Dense", "forward", 0, "float16", value, 0.1)
+
+    errors = [error("a.x", 0.1), error("a.y", 0.5), error("a", 0.5), error("b", 0.55), error("c", math.inf)]
+    errors += [error("d", math.inf), error("", math.inf)]
+    assert by_error(["a.x", "a.y", "a", "b", "c", "d", ""], errors) == ["c", "a.y", "a.x", "b", "d", "a", ""]
+
+
+def test_a_block_is_kept_with_all_inside_and_names_are_no_patterns():
+    modules = ["block.0", "block", "head[1]", ""]
+    assert kept_in_float32(["block", "head[1]"], modules) == {
+        "block": "float32",
+        "block.*": "float32",
+        "head[[]1]": "float32",
+    }
+    assert kept_in_float32([""], modules) == {"": "float32", "*": "float32"}
+
+
+def test_arguments_out_of_range_are_refused():
+    with pytest.raises(ampx.InvalidOptionError, match="no tolerance"):
+        ampx.tune(step, layers(1, ()), framework="toy", dtype="float16", tolerance=0.0)
+    with pytest.raises(ampx.InvalidOptionError, match="negative"):
+        ampx.tune(step, layers(1, ()), framework="toy", dtype="float16", repeats=-1)
+    with pytest.raises(ampx.UnsupportedDtypeError):
+        ampx.tune(step, layers(1, ()), framework="toy", what_if="bfloat16")
+    assert ampx.tune(step, layers(1, ()), framework="toy", dtype="float32").level == "O0"
