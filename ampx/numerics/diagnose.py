@@ -307,7 +307,7 @@ def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
         if entry
         else "with ampx.autocast(enabled=False):  # around this line: compute it in float32\n    ..."
     )
-    wide = '\n# or use the exponents of float32:\namp = ampx.init(dtype="bfloat16")' if dtype == "float16" else ""
+    wide = '\n# or use a dtype with the range of float32:\namp = ampx.init(dtype="bfloat16")' if dtype == "float16" else ""
     return {
         "healthy": "",
         "loss scale": "",
@@ -376,7 +376,7 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
     place = low.readings[position]
     case = _Case(place, exact.get(_key(place)), dtype, low.readings, scale)
     kind, why = _cause(case)
-    return result(kind, f"in {Place.of(place)}, {why}", position)
+    return result(kind, f"in the {Place.of(place)}, {why}", position)
 
 
 def _of_float32(reference: Seen, result: Callable[..., Diagnosis]) -> Diagnosis:
@@ -422,7 +422,7 @@ def _of_float32(reference: Seen, result: Callable[..., Diagnosis]) -> Diagnosis:
     if place is None:
         return result("model", "the loss or a gradient is not finite in float32, either")
     kind, why = _cause(_Case(place, None, "float32", reference.readings, float32_fails=True))
-    return result(kind, f"in {Place.of(place)}, {why}; float32 fails, too", position, reference)
+    return result(kind, f"in the {Place.of(place)}, {why}; float32 fails, too", position, reference)
 
 
 def _listed(names: Sequence[str]) -> str:
