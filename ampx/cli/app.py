@@ -347,6 +347,72 @@ def diagnose(
         typer.echo(f"note: {note}")
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def tune(
+    command: Annotated[list[str], _SCRIPT],
+    steps: Annotated[int, _STEPS] = 20,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0, help="How far losses may be from float32's: 0.01 is 1 %.", show_default=False),
+    ] = None,
+    purpose: Annotated[str, typer.Option("--for", help="training, or inference: outputs only.")] = "training",
+    what_if: Annotated[
+        str | None,
+        typer.Option(help="Answer for a dtype that is simulated, such as float8_e4m3.", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
+        "ampx.toml"
+    ),
+    dtype: Annotated[str, typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")] = "auto",
+    repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
+    report: Annotated[Path | None, _PAGE] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    seed: Annotated[int, _SEED] = 0,
+    is_module: Annotated[bool, _MODULE] = False,
+) -> None:
+    """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
+    from rich.console import Console
+
+    from ampx.numerics import tune_script
+    from ampx.numerics.formats import FORMATS
+    from ampx.numerics.report import PAGES, check_target, write
+    from ampx.run import RunSettings
+    from ampx.run.program import Program
+
+    check_target(report, PAGES)
+    tune_script.check_options(purpose, what_if, tuple(FORMATS), out)
+    with Console(stderr=True).status("Starting …") as status:
+        policy, result = tune_script.tune_script(
+            Program(command[0], is_module, tuple(command[1:])),
+            RunSettings(dtype, "O1", device),
+            framework=framework,
+            steps=steps,
+            tolerance=tolerance,
+            for_inference=purpose == "inference",
+            what_if=what_if,
+            repeats=repeats,
+            seed=seed,
+            progress=status.update,
+        )
+    simulated = what_if is not None
+    if not simulated:
+        out.write_text(result["file"], encoding="utf-8")
+    if report is not None:
+        write(report, result)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+        return
+    typer.echo(result["verdict"])
+    for choice in policy.deny:
+        typer.echo(f"  {choice.entry:<32} {choice.reason}")
+    for name in result["exclusions"]:
+        typer.echo(f"  exclude from the conversion: {name}")
+    if not simulated:
+        typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
+
+
 # What follows the script's name is the script's: parsing stops there.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run_script(

@@ -215,4 +215,11 @@ def _range(stats: Mapping[str, Any]) -> str:
 
 
 def _tuned(report: Mapping[str, Any]) -> list[str]:
-    return []
+    parts = []
+    rows = [(choice["entry"], choice["reason"]) for choice in report["policy"]["deny"]]
+    if rows:
+        parts += [page.heading("What stays in float32"), page.table(("entry", "why"), rows)]
+    parts += [page.heading("The policy file"), page.code(report["file"].splitlines())]
+    if report["exclusions"]:
+        parts += [page.heading("For conversion tools"), page.code(report["exclusions"])]
+    return parts

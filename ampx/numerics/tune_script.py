@@ -1,0 +1,330 @@
+"""`ampx tune`: which modules of an unedited script stay in float32, found by runs of it that end after some steps."""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ampx.backend import Reading, Replayed, Watching
+from ampx.errors import InvalidOptionError, TrialError
+from ampx.policy import PolicyFile
+from ampx.run import RunSettings
+from ampx.run.page import origin
+from ampx.run.program import Program
+
+from .batch import MODULE, Seen, fitting_scale, scaled
+from .compare import bound, module_errors, relative_error, unscaled
+from .trial import Outcome, Trial, run_trial
+from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
+
+SCHEMA: Final = "ampx.tune/1"
+_SAMPLES: Final = 256
+_FLOAT32: Final = "float32"
+
+
+def check_options(purpose: str, what_if: str | None, dtypes: Sequence[str], out: Path) -> None:
+    """Check options before anything runs.
+
+    Raises:
+        InvalidOptionError: One cannot be honoured.
+    """
+    for option, value, accepted in (("--for", purpose, ("training", "inference")), ("--what-if", what_if, dtypes)):
+        if value is not None and value not in accepted:
+            raise InvalidOptionError(f"{option} {value!r} is none; accepted: {', '.join(accepted)}. Pass one of these.")
+    if not out.parent.is_dir():
+        raise InvalidOptionError(
+            f"-o {str(out)!r} cannot be written: there is no folder {str(out.parent)!r}; accepted: a file in a folder "
+            f"that exists. Make the folder."
+        )
+
+
+class _Search:
+    """The runs of a script, and what must agree with float32's."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        dtype: str,
+        tolerance: float | None,
+        for_inference: bool,
+        simulated: bool,
+        run: Callable[[Trial], Outcome],
+        progress: Callable[[str], Any],
+    ) -> None:
+        self.trial, self.dtype, self.for_inference, self.simulated = trial, dtype, for_inference, simulated
+        self.run_trial, self.progress = run, progress
+        self.runs = 0
+        self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES)
+        settings = replace(trial.settings, dtype=_FLOAT32, watched=True)
+        self.reference = self.run(replace(trial, settings=settings, watched=(1,), watching=self.watching))
+        readings = self.reference.readings.get(1, ())
+        if not readings:
+            raise TrialError(
+                f"no module of {trial.program.name} could be watched in its first step; accepted: a framework whose "
+                f"backend watches. `ampx backends` shows which does."
+            )
+        values = [entry for entry in readings if not entry.operation and entry.direction == "forward"]
+        self.modules = tuple(dict.fromkeys(entry.module for entry in values))
+        self.output = values[-1].module
+        self.tolerance = tolerance
+        self.scale = 1.0
+
+    def run(self, trial: Trial) -> Outcome:
+        """Run the script, and count that."""
+        self.runs += 1
+        self.progress(f"{trial.program.name}: run {self.runs} …")
+        return self.run_trial(trial)
+
+    def settle(self, dtype: str) -> None:
+        """Fix the dtype, and with it the loss scale and the tolerance."""
+        readings = self.reference.readings[1]
+        self.dtype = dtype
+        if scaled(dtype):
+            self.scale = fitting_scale(dtype, Seen(Replayed(0.0, {}, {}), readings))
+        if self.tolerance is None:
+            self.tolerance = bound(dtype, len(readings))
+
+    def low(self, names: Iterable[str] = (), **options: Any) -> Trial:
+        """Return the run in the dtype, with modules in float32."""
+        kept = kept_in_float32(names, self.modules)
+        settings = replace(self.trial.settings, watched=bool(options.get("watched")))
+        if self.simulated:
+            forced = {"*": self.dtype, **kept}
+            settings = replace(settings, dtype=_FLOAT32, loss_scale=self.scale)
+            return replace(self.trial, settings=settings, forced=forced, **options)
+        denied = tuple(f"{MODULE}{pattern}" for pattern in kept if pattern)
+        settings = replace(settings, dtype=self.dtype, deny=(*settings.deny, *denied), loss_scale=self.scale)
+        return replace(self.trial, settings=settings, **options)
+
+    def passes(self, names: Iterable[str]) -> bool:
+        """Run with modules in float32, and return whether that agrees with float32."""
+        watched: dict[str, Any] = {}
+        if self.for_inference:
+            watching = replace(self.watching, modules=(glob.escape(self.output),) if self.output else ())
+            watched = {"watched": (1,), "watching": watching}
+        return self.agrees(self.run(self.low(names, **watched)))
+
+    def agrees(self, outcome: Outcome) -> bool:
+        """Return whether losses and skipped steps agree with float32's; for inference the output of the first step."""
+        assert self.tolerance is not None
+        if self.for_inference:
+            key = self.output, "forward"
+            exact, low = (
+                [entry for entry in run.readings.get(1, ()) if (entry.module, entry.direction) == key]
+                for run in (self.reference, outcome)
+            )
+            errors = [entry.error for entry in module_errors(exact, low, self.dtype)]
+            return bool(errors) and max(errors) <= self.tolerance
+        if outcome.skipped:
+            return False
+        pairs = [
+            (low, wide)
+            for low, wide in zip(outcome.losses, self.reference.losses, strict=False)
+            if low is not None and wide is not None
+        ]
+        if not pairs:
+            raise TrialError(
+                f"{self.trial.program.name} has no losses that can be compared: this backend does not report them; "
+                f"accepted: one that does. Use ampx.tune(step, model) in code."
+            )
+        lows, wides = np.array(pairs).T
+        return relative_error(lows, wides) <= self.tolerance
+
+
+def tune_script(
+    program: Program,
+    settings: RunSettings,
+    *,
+    framework: str | None = None,
+    steps: int = 20,
+    tolerance: float | None = None,
+    for_inference: bool = False,
+    what_if: str | None = None,
+    repeats: int = 3,
+    seed: int = 0,
+    run: Callable[[Trial], Outcome] = run_trial,
+    progress: Callable[[str], Any] = lambda text: None,
+) -> tuple[TunedPolicy, dict[str, Any]]:
+    """Return the policy, and the report, whose layout docs/reference/cli.md tells.
+
+    Args:
+        program: The script.
+        settings: As for `ampx run`.
+        framework: The only framework to automate.
+        steps: End every run after so many steps.
+        tolerance: How far losses may be from float32's, relative to their norm; by default what rounding explains.
+        for_inference: Compare the output of the model in the first step, and nothing else.
+        what_if: A dtype to simulate, whatever the device computes.
+        repeats: Rounds of timed runs; 0 measures no speed.
+        seed: What random numbers start from.
+        run: Runs a trial.
+        progress: Is called with what is done now.
+
+    Raises:
+        TrialError: A run failed, or the backend cannot watch modules.
+    """
+    warm_up = min(5, steps // 4)
+    trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up)
+    search = _Search(trial, what_if or settings.dtype, tolerance, for_inference, what_if is not None, run, progress)
+    if what_if is None:
+        probe = run(replace(trial, steps=1))
+        search.settle(probe.dtype)
+    else:
+        search.settle(what_if)
+    first = search.run(search.low(watched=(1,), watching=search.watching))
+    if search.dtype == _FLOAT32:
+        policy = _float32(search, "mixed precision is off on this device: " + str(first.run["reason"]))
+        return policy, _report(trial, search, policy)
+    exact, low = search.reference.readings[1], unscaled(first.readings.get(1, ()), first.scale_at(1))
+    errors = module_errors(exact, low, search.dtype)
+    order = by_error(search.modules, errors)
+    kept = minimal(order, lambda names: search.agrees(first) if not names else search.passes(names))
+    if kept is None:
+        reason = f"losses are not within {search.tolerance:.2g} of float32's whichever modules are kept in it"
+        policy = _float32(search, reason, agrees=False)
+        return policy, _report(trial, search, policy)
+    worst: dict[str, float] = {}
+    for entry in errors:
+        worst[entry.module] = max(entry.error, worst.get(entry.module, 0.0))
+    denied = [
+        Choice(f"{MODULE}{pattern}", _reason(pattern, kept, worst, search.dtype))
+        for pattern in kept_in_float32(kept, search.modules)
+        if pattern
+    ]
+    what = "the output agrees" if for_inference else f"losses of {steps} steps agree"
+    policy = TunedPolicy(
+        framework=str(first.run["framework"]),
+        device=str(first.run["device"]),
+        dtype=search.dtype,
+        level="O1",
+        loss_scale="dynamic" if scaled(search.dtype) and not for_inference else 1.0,
+        deny=tuple(denied),
+        reasons={
+            "dtype": f"{what} with float32's within {search.tolerance:.2g}"
+            + (", simulated" if search.simulated else ""),
+            "loss_scale": f"gradients of the first step fit with {search.scale:g}"
+            if scaled(search.dtype)
+            else f"{search.dtype} has the exponents of float32",
+        },
+        modules=search.modules,
+        tolerance=search.tolerance or 0.0,
+    )
+    if repeats and not search.simulated and not for_inference:
+        policy = _for_speed(search, policy, kept, repeats)
+    policy = replace(policy, replays=search.runs)
+    return policy, _report(trial, search, policy)
+
+
+def _reason(pattern: str, kept: Iterable[str], worst: dict[str, float], dtype: str) -> str:
+    name = next((name for name in kept if glob.escape(name) == pattern), None)
+    if name is None:
+        return "and all inside"
+    error = worst.get(name, 0.0)
+    return f"not finite in {dtype}" if math.isinf(error) else f"relative error of {error:.2g} in {dtype}"
+
+
+def _float32(search: _Search, reason: str, agrees: bool = True, speed: float | None = None) -> TunedPolicy:
+    return TunedPolicy(
+        framework=str(search.reference.run["framework"]),
+        device=str(search.reference.run["device"]),
+        dtype=_FLOAT32,
+        level="O1",
+        loss_scale=1.0,
+        reasons={"dtype": reason},
+        modules=search.modules,
+        agrees=agrees,
+        tolerance=search.tolerance or 0.0,
+        speed=speed,
+        replays=search.runs,
+    )
+
+
+def _for_speed(search: _Search, policy: TunedPolicy, kept: frozenset[str], repeats: int) -> TunedPolicy:
+    """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
+    steps = search.trial.steps or 1
+    watched = tuple(range(max(2, steps - 4), steps + 1))
+    times = Watching(times=True)
+    settings = replace(search.trial.settings, dtype=_FLOAT32, watched=True)
+    wide = search.run(replace(search.trial, settings=settings, watched=watched, watching=times))
+    low = search.run(search.low(kept, watched=watched, watching=times))
+    slow = {name: pair for name, pair in slow_modules(_runs(low), _runs(wide)).items() if name not in kept}
+    block = max(1, (steps - search.trial.warm_up) // 5)
+    choices = {"safe": search.low(kept, block=block)}
+    if slow and search.passes({*kept, *slow}):
+        choices["tuned"] = search.low({*kept, *slow}, block=block)
+    choices[_FLOAT32] = replace(search.trial, settings=replace(settings, watched=False), block=block)
+    seconds: dict[str, list[float]] = {name: [] for name in choices}
+    for _ in range(repeats):
+        for name, trial in choices.items():
+            seconds[name].append(search.run(trial).seconds_a_step or math.nan)
+    choice = fastest(seconds)
+    speeds = {name: float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[name]))) for name in choices}
+    ratio = speeds.pop(choice)
+    if choice == _FLOAT32:
+        reason = f"{policy.dtype} agrees, and runs at {max(speeds.values()):.2f} times the speed of float32 here"
+        return _float32(search, reason, speed=1.0)
+    if choice == "tuned":
+        more = [
+            Choice(
+                f"{MODULE}{glob.escape(name)}", f"{1e3 * mine:.3g} ms in {policy.dtype}, {1e3 * other:.3g} in float32"
+            )
+            for name, (mine, other) in slow.items()
+        ]
+        policy = replace(policy, deny=(*policy.deny, *more))
+    reason = f"{policy.reasons['dtype']}; {ratio:.2f} times the speed of float32"
+    return replace(policy, speed=ratio, reasons={**policy.reasons, "dtype": reason})
+
+
+def _runs(outcome: Outcome) -> list[tuple[Reading, ...]]:
+    return list(outcome.readings.values())
+
+
+def to_file(policy: TunedPolicy) -> PolicyFile:
+    """Return the policy file of what was measured."""
+    reasons = {choice.entry: choice.reason for choice in (*policy.deny, *policy.allow)}
+    return PolicyFile(
+        policy.framework,
+        policy.dtype,
+        policy.level,
+        policy.loss_scale if policy.loss_scale == "dynamic" else "auto",
+        tuple(choice.entry for choice in policy.allow),
+        tuple(choice.entry for choice in policy.deny),
+        {**policy.reasons, **reasons},
+    )
+
+
+def exclusions(policy: TunedPolicy) -> tuple[str, ...]:
+    """Return the modules that stay in float32 as the names of their nodes in an exported ONNX graph, with wildcards."""
+    names = [choice.entry.removeprefix(MODULE) for choice in policy.deny if choice.entry.startswith(MODULE)]
+    return tuple("/" + name.removesuffix(".*").replace(".", "/") + "/*" for name in names if not name.endswith(".*"))
+
+
+def _report(trial: Trial, search: _Search, policy: TunedPolicy) -> dict[str, Any]:
+    file = to_file(policy)
+    count = len(policy.deny)
+    if policy.dtype == _FLOAT32:
+        verdict = f"Stay in float32: {policy.reasons['dtype']}."
+    else:
+        verdict = (
+            f"{policy.dtype}, with {count} of {len(policy.modules)} modules in float32: {policy.reasons['dtype']}."
+        )
+    return {
+        "schema": SCHEMA,
+        "script": trial.program.name,
+        "arguments": list(trial.program.arguments),
+        "seed": trial.seed,
+        "steps": trial.steps,
+        "runs": search.runs,
+        "policy": policy.to_json(),
+        "file": file.text(),
+        "exclusions": list(exclusions(policy)) if search.for_inference else [],
+        "verdict": verdict,
+        "notes": list(search.reference.notes),
+        "origin": origin(search.reference.versions),
+    }

@@ -1,0 +1,93 @@
+"""`ampx tune`: what is said of runs of a script, which are made up here."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import numpy as np
+import pytest
+
+import ampx
+from ampx.backend import Reading, Stats
+from ampx.numerics.trial import Outcome
+from ampx.numerics.tune_script import check_options, exclusions, to_file, tune_script
+from ampx.policy import PolicyFile
+from ampx.run import RunSettings
+from ampx.run.program import Program
+
+LAYERS = [f"layer{number}" for number in range(20)]
+
+
+class Pretended:
+    """Stands for a script whose losses agree with float32's only where some modules are kept in it."""
+
+    def __init__(self, sensitive: tuple[str, ...], speed: float = 2.0):
+        self.sensitive, self.speed = sensitive, speed
+        self.runs = 0
+
+    def __call__(self, trial):
+        self.runs += 1
+        dtype = trial.settings.dtype
+        low = dtype != "float32" or trial.forced
+        patterns = [entry.removeprefix("module:") for entry in trial.settings.deny]
+        patterns += [pattern for pattern, name in trial.forced.items() if name == "float32"]
+        kept = {name for name in LAYERS if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+        fails = low and not set(self.sensitive) <= kept
+        losses = [1.0, 0.5] if not fails else [1.0, 5.0]
+        readings = {step: tuple(self.reading(name, low, kept) for name in [*LAYERS, ""]) for step in trial.watched}
+        run = {"framework": "toy", "device": "cpu", "dtype": "bfloat16" if dtype == "auto" else dtype, "level": "O1"}
+        run |= {"reason": "made up", "steps": 2, "optimizers": []}
+        seconds = 1.0 / self.speed if low else 1.0
+        return Outcome(run, tuple(losses), (seconds,), readings=readings, watches=True)
+
+    def reading(self, name, low, kept):
+        off = 0.5 if low and name in set(self.sensitive) - kept else 0.0
+        sample = np.ones(4, np.float32) * (1 + off)
+        return Reading(name, "Linear", "", "forward", 0, "bfloat16", Stats(4), sample=sample, seconds=0.001)
+
+
+def tuned(script, **options):
+    options = {"steps": 2, "tolerance": 0.01, "repeats": 0, **options}
+    return tune_script(Program("a.py"), RunSettings("bfloat16"), run=script, **options)
+
+
+@pytest.mark.parametrize("sensitive", [(), ("layer3",), ("layer2", "layer7", "layer19")])
+def test_exactly_the_modules_that_need_it_stay_in_float32_after_few_runs(sensitive):
+    script = Pretended(sensitive)
+    policy, result = tuned(script)
+    assert [choice.entry for choice in policy.deny] == [f"module:{name}" for name in sorted(sensitive)]
+    assert script.runs <= 2 * len(sensitive) * np.log2(len(LAYERS)) + 13
+    assert result["verdict"].startswith(f"bfloat16, with {len(sensitive)} of 21 modules in float32: losses of 2 steps")
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    policy, result = tuned(Pretended(("layer3",)))
+    (tmp_path / "ampx.toml").write_text(result["file"])
+    file = PolicyFile.read(tmp_path / "ampx.toml")
+    assert (file.framework, file.dtype, file.deny) == ("toy", "bfloat16", ("module:layer3",))
+    assert file.deny == to_file(policy).deny
+    assert '"module:layer3",  # relative error of 0.5 in bfloat16' in result["file"]
+
+
+def test_a_dtype_that_is_slower_is_not_chosen():
+    policy, result = tuned(Pretended((), speed=0.5), repeats=2)
+    assert (policy.dtype, policy.speed) == ("float32", 1.0)
+    assert "Stay in float32: bfloat16 agrees, and runs at 0.50 times the speed" in result["verdict"]
+    assert tuned(Pretended(()), repeats=2)[0].speed == 2.0
+
+
+def test_a_simulated_dtype_is_forced_upon_the_modules():
+    policy, _ = tuned(Pretended(("layer4",)), what_if="float8_e4m3")
+    assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("float8_e4m3", ["module:layer4"])
+
+
+def test_names_for_conversion_tools_are_those_of_exported_nodes():
+    policy, result = tuned(Pretended(("layer4",)), for_inference=True, tolerance=0.01)
+    assert exclusions(policy) == tuple(result["exclusions"])
+
+
+def test_wrong_options_are_refused_before_anything_runs(tmp_path):
+    check_options("training", None, ("float16",), tmp_path / "a.toml")
+    for purpose, what_if, out in (("fun", None, "a"), ("training", "int8", "a"), ("training", None, "no/where.toml")):
+        with pytest.raises(ampx.InvalidOptionError, match="accepted"):
+            check_options(purpose, what_if, ("float16",), tmp_path / out)
