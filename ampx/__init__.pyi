@@ -80,6 +80,7 @@ from .errors import (
 )
 from .events import (
     Event as Event,
+    PrecisionLost as PrecisionLost,
     ScaleChanged as ScaleChanged,
     ScaleCollapsed as ScaleCollapsed,
     StepResult as StepResult,

@@ -80,4 +80,17 @@ class ScaleCollapsed(Event):
     parameters: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PrecisionLost(Event):
+    """An update of which too much was lost in low precision, of those that the meter looks at: see `opt.meter`.
+
+    Attributes:
+        lost: Share of the elements with a gradient whose weight did not change.
+        flushed: Share of the elements with a gradient that the compute dtype rounds to zero, scaled as it is.
+    """
+
+    lost: float = 0.0
+    flushed: float = 0.0
+
+
 Listener: TypeAlias = Callable[[Event], Any]

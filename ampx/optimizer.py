@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from .backend import Backend, CastPlan, GenericBackend, Unscaled
 from .errors import AmpxError, InvalidOptionError, NotWrappedError
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
 from .scale_state import Scalar
+
+if TYPE_CHECKING:
+    from .numerics.meter import Meter
 
 
 class WrappedOptimizer(Handle):
@@ -44,6 +47,14 @@ class WrappedOptimizer(Handle):
         return result
 
     @property
+    def meter(self) -> Meter | None:
+        """What the last metered update did, which is one in a hundred; None before, or where nothing is metered.
+
+        Sync: one a device.
+        """
+        return self.ampx_meter()
+
+    @property
     def ampx_group(self) -> ScaleGroup:
         """The loss scale, which others may share."""
         return self.ampx_member.group
@@ -56,6 +67,10 @@ class WrappedOptimizer(Handle):
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite, for `ScaleCollapsed`; () for unknown."""
         return ()
+
+    def ampx_meter(self) -> Meter | None:
+        """Return what `meter` returns; None where the backend does not meter."""
+        return None
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped, because another of its list was refused."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ampx.events import Event, ScaleChanged, StepSkipped
+from ampx.events import Event, PrecisionLost, ScaleChanged, StepSkipped
 
 if TYPE_CHECKING:
     from ampx.backend import Backend
@@ -97,6 +97,7 @@ class Recorder:
         self.sampled_steps = sampled_steps  # how many steps are sampled
         # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
+        self._lossy: set[int] = set()
         self._sampled_from = 0
         self._phases: dict[str, _Phase] = {}
         self._stack: list[str] = []
@@ -146,6 +147,12 @@ class Recorder:
             record.skipped.append(event.step)
         elif isinstance(event, ScaleChanged):
             record.scales.append((event.step, event.next_scale))
+        elif isinstance(event, PrecisionLost) and event.group not in self._lossy:
+            self._lossy.add(event.group)  # what is lost once is lost all the time
+            self.note(
+                f"In step {event.step} of {record.kind}, {event.lost:.0%} of the sampled updates rounded to nothing, "
+                f"and {event.flushed:.0%} of the gradients were below what the compute dtype can hold."
+            )
 
     # -- operations --------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -28,14 +28,28 @@ from .folded_step import Folded
 from .gradients import GradientSet, clip, reads_free, refuse_half
 from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
+from .meter import UpdateMeter
 from .prepare import masters
 from .trees import LOW
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
 
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.
 _NOT_COPIED: Final = frozenset(
     [
         *("gradients", "mixer", "leftovers", "checked", "revealed", "_norm", "_clipped", "_entered", "_entering"),
-        *("_thread", "_incomplete", "_casting_off", "_guard", "_guard_handle", "_undo_fused", "step", "_opt_called"),
+        *(
+            "_thread",
+            "_incomplete",
+            "_casting_off",
+            "_guard",
+            "_guard_handle",
+            "_undo_fused",
+            "step",
+            "_opt_called",
+            "_meter",
+        ),
     ]
 )
 
@@ -67,6 +81,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.process_group = options.get("process_group")
         plan = options["plan"]
         self.device_type = None if plan is None else plan.device
+        self._compute = "float32" if plan is None else plan.dtype
         self._max_norm: float | None = options["max_grad_norm"]
         self._max_value: float | None = options["max_grad_value"]
         # Checked at the first scale_loss, because prepare may come after wrap_optimizer.
@@ -86,6 +101,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.gradients = GradientSet(self.optimizer, self._accepts_half)
         self.mixer = LossMixer()
         self.leftovers = Leftovers()
+        self._meter = UpdateMeter(self._compute)
         self.checked: dict[int, Any] = {}
         self.revealed = False
         self._norm: Any = None
@@ -136,6 +152,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if not gradients and (self.process_group is None or member.stage == "idle"):
             self._close_empty()
             return loss
+        sample = self._meter.begin(self)
         folded = self._fold(gradients) if self._max_norm is not None or self.gradients.reads_fast else None
         if folded is None:
             if member.stage == "scaled":
@@ -149,7 +166,10 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if folded is None:
                 self.clip()
             self.apply(overflow, folded)
+            if sample is not None:
+                self._meter.end(self, sample, overflow)
         self.close(self.checked)
+        self._meter.tell(self)
         return loss
 
     # Optimizer._patch_step_function would otherwise wrap `step` a second time for profiling.
@@ -463,6 +483,10 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite. Sync: one a device."""
         return tuple(name for name, _, _ in nonfinite_parameters(self, None))
+
+    def ampx_meter(self) -> Meter | None:
+        """Return what the last metered update did. Sync: one a device."""
+        return self._meter.reading(self)
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as it was."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ampx import callers
 from ampx.backend import reject_unknown
-from ampx.errors import InvalidOptionError
+from ampx.errors import InvalidOptionError, PrecisionWarning
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member
 
@@ -29,6 +30,8 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
         casting.check_resolved(options["plan"])
     if member.group.enabled and options["level"].name != "O3":
         refuse_half(optimizer.param_groups)
+    if options["level"].name != "O3":
+        _warn_of_lost_updates(optimizer)
     device = _device_of_scale(optimizer, options)
     group = member.group
     if group.enabled:
@@ -43,6 +46,20 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
                 )
             group.ledger = HOST_LEDGER
     return AmpOptimizer(optimizer, member, options)
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Warn where the optimizer steps bfloat16 parameters that have no float32 copies."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    low = sum(parameter.dtype is torch.bfloat16 and parameter.requires_grad for parameter in parameters)
+    if low:
+        callers.warn(
+            f"the optimizer holds {low} bfloat16 parameters without float32 copies: an update of less than 1/256 of a "
+            f"weight rounds to nothing, and opt.meter says how many do. Keep the parameters in float32 (autocast "
+            f"computes in bfloat16 all the same), or use ampx.init(level='O2') and "
+            f"model, opt = ampx.prepare(model, opt).",
+            PrecisionWarning,
+        )
 
 
 def _device_of_scale(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> torch.device | None:

@@ -1,0 +1,170 @@
+"""The meter: what an update did to a sample of every parameter, looked at in every hundredth step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampx.events import PrecisionLost
+from ampx.numerics.watching import stride
+
+from .debug import name_parameters
+from .numerics.reductions import Limits, stored
+
+if TYPE_CHECKING:
+    from ampx.numerics.meter import Meter
+
+    from .step import AmpOptimizer
+
+# Those of ampx.numerics.meter, which imports NumPy.
+EVERY = 100
+SAMPLES = 4096
+LOST = 0.5
+FLUSHED = 0.1
+
+
+@dataclass
+class Sample:
+    """Elements of every parameter, one after the other, where they are computed.
+
+    Attributes:
+        step: The step, counted from 1.
+        scale: The loss scale of the gradients.
+        parameters: Those that have a gradient, which is not sparse.
+        gradients: As they are scaled.
+        before: Weights before the update.
+        after: Weights after it.
+        skipped: Not zero where the update did not take place, if that is not known on the host.
+    """
+
+    step: int
+    scale: Any
+    parameters: list[torch.nn.Parameter]
+    gradients: dict[torch.device, torch.Tensor]
+    before: dict[torch.device, torch.Tensor]
+    after: dict[torch.device, torch.Tensor] | None = None
+    skipped: Any = None
+
+
+class UpdateMeter:
+    """The meter of one optimizer: counts its steps, and keeps the last sample."""
+
+    def __init__(self, compute: str) -> None:
+        self._compute = compute
+        self._steps = 0
+        self._last: Sample | None = None
+        # Counts that are on their way to the host, and what says that they are there.
+        self._counts: list[tuple[torch.Tensor, Any]] = []
+
+    def begin(self, optimizer: AmpOptimizer) -> Sample | None:
+        """Count a step; in every hundredth take a sample of gradients and weights, before anything is divided."""
+        self._steps += 1
+        if self._steps % EVERY or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return None
+        member = optimizer.ampx_member
+        scale: Any = member.factor if len(member.factors) == 1 else 1.0
+        parameters = [p for p in optimizer.gradients.parameters() if _is_dense(p.grad)]
+        gradients = _sampled([parameter.grad for parameter in parameters])
+        if member.stage == "unscaled":  # the script looked at them
+            gradients = {device: gradient * _on(scale, device) for device, gradient in gradients.items()}
+        return Sample(self._steps, scale, parameters, gradients, _sampled(parameters))
+
+    def end(self, optimizer: AmpOptimizer, sample: Sample, overflow: bool | torch.Tensor) -> None:
+        """Take the sample of the weights after an update, and count on the device."""
+        sample.after = _sampled(sample.parameters)
+        sample.skipped = overflow if isinstance(overflow, torch.Tensor) else None
+        self._last = sample
+        flushes = Limits.of(self._compute).flushes
+        self._counts = []
+        for device, gradient in sample.gradients.items():
+            magnitude = gradient.float().abs()
+            moved = magnitude.isfinite() & (magnitude != 0)
+            unchanged = moved & (sample.before[device] == sample.after[device])
+            vector = torch.stack([mask.sum() for mask in (moved, unchanged, moved & (magnitude <= flushes))])
+            if sample.skipped is not None:
+                vector = vector * (sample.skipped.to(device) == 0)
+            self._counts.append(_on_its_way(vector))
+
+    def tell(self, optimizer: AmpOptimizer) -> None:
+        """Send an event where the last counts are beyond what training stands, once they are on the host."""
+        if not self._counts or self._last is None:
+            return
+        if any(event is not None and not event.query() for _, event in self._counts):
+            return
+        rows = [vector.tolist() for vector, _ in self._counts]
+        self._counts = []
+        moved, unchanged, flushed = map(sum, zip(*rows, strict=True))
+        if not moved:
+            return
+        lost, flush = unchanged / moved, flushed / moved
+        if lost < LOST and flush < FLUSHED:
+            return
+        group = optimizer.ampx_member.group
+        state = group.states[0]
+        group.send(
+            PrecisionLost(
+                *(group.framework, group.index, 0, self._last.step),
+                *(state.scale, state.scale, state.consecutive_skips, lost, flush),
+            )
+        )
+
+    def reading(self, optimizer: AmpOptimizer) -> Meter | None:
+        """Return what the last update that was looked at did; None before the first. Sync: one a device."""
+        from ampx.numerics.meter import Meter, count  # needs NumPy, which a step does not
+
+        sample = self._last
+        if sample is None or (sample.skipped is not None and bool(sample.skipped)):
+            return None
+        assert sample.after is not None
+        named = name_parameters(optimizer.param_groups, None, optimizer.masters)
+        columns = [_host(values) for values in (sample.gradients, sample.before, sample.after)]
+        taken = {id(parameter) for parameter in sample.parameters}
+        places = dict.fromkeys(sample.before, 0)
+        entries = []
+        for name, parameter in named:
+            size = stored(parameter).numel()
+            size = -(-size // stride(size, SAMPLES))
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            if id(parameter) not in taken:
+                entries.append(count(name, dtype, range(size), range(size), None, self._compute))
+                continue
+            start = places[parameter.device]
+            places[parameter.device] = end = start + size
+            gradient, before, after = (column[parameter.device][start:end] for column in columns)
+            entries.append(count(name, dtype, before, after, gradient, self._compute))
+        return Meter(sample.step, self._compute, float(sample.scale), tuple(entries))
+
+
+def _on_its_way(vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Return numbers that are being copied to the host, and what says that they are there."""
+    if vector.device.type != "cuda":
+        return vector, None
+    there = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    there.copy_(vector, non_blocking=True)
+    return there, torch.cuda.current_stream(vector.device).record_event()
+
+
+def _is_dense(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided
+
+
+def _sampled(tensors: list[Any]) -> dict[torch.device, torch.Tensor]:
+    """Return elements of tensors by device, one after the other: at multiples of a stride, in row-major order."""
+    parts: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            values = stored(tensor).reshape(-1)
+            parts.setdefault(values.device, []).append(values[:: stride(values.numel(), SAMPLES)])
+        return {device: torch.cat(values) if len(values) > 1 else values[0].clone() for device, values in parts.items()}
+
+
+def _on(scale: Any, device: torch.device) -> Any:
+    return scale.to(device) if isinstance(scale, torch.Tensor) else scale
+
+
+def _host(values: dict[torch.device, torch.Tensor]) -> dict[torch.device, Any]:
+    """Return tensors as arrays, which have no bfloat16."""
+    wide = {d: tensor.float() if tensor.dtype.itemsize < 4 else tensor for d, tensor in values.items()}
+    return {device: tensor.cpu().numpy() for device, tensor in wide.items()}
