@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from .backend import Backend, CastPlan, GenericBackend, Unscaled
 from .errors import AmpxError, InvalidOptionError, NotWrappedError
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
 from .scale_state import Scalar
-
-if TYPE_CHECKING:
-    from .numerics.meter import Meter
 
 
 class WrappedOptimizer(Handle):
@@ -47,8 +44,8 @@ class WrappedOptimizer(Handle):
         return result
 
     @property
-    def meter(self) -> Meter | None:
-        """What the last metered update did, which is one in a hundred; None before, or where nothing is metered.
+    def meter(self) -> Any:
+        """What the last metered update did, one in a hundred, as `ampx.numerics.meter.Meter`; None before, or without.
 
         Sync: one a device.
         """
@@ -68,7 +65,7 @@ class WrappedOptimizer(Handle):
         """Return the names of the parameters whose gradients are not finite, for `ScaleCollapsed`; () for unknown."""
         return ()
 
-    def ampx_meter(self) -> Meter | None:
+    def ampx_meter(self) -> Any:
         """Return what `meter` returns; None where the backend does not meter."""
         return None
 
