@@ -16,9 +16,6 @@ KIT = str(ROOT / "tests" / "kit")
 sys.path.insert(0, KIT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), KIT]))
 
-import processes  # noqa: E402 -- after the path on which it is
-from evidence import EvidencePlugin  # noqa: E402
-
 # `make weakest` lets oneDNN pretend to have a weaker CPU. TensorFlow asks the real one, and ends the process where
 # oneDNN then has no kernel; on a CPU that is so weak it does without oneDNN, as it is told here before it is imported.
 if os.environ.get("ONEDNN_MAX_CPU_ISA") in ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"):
@@ -29,6 +26,9 @@ _compiled = tempfile.TemporaryDirectory(prefix="ampx-compiled-")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
+from evidence import EvidencePlugin  # noqa: E402
 
 
 def pytest_addoption(parser):

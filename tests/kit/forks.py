@@ -34,10 +34,10 @@ COMMON = (
     *("numpy", "sklearn.datasets", "sklearn.model_selection", "matplotlib.figure"),
     *("typer", "typer._adapters", "rich.console", "rich.table"),
 )
-# Read while a program runs, and by no framework while it is imported. Libraries set KMP's and TorchInductor's.
+# Read while a program runs, and by no framework while it is imported.
 READ_LATER = (
-    *("AMPX_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "KMP_", "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "XLA_FLAGS"),
-    *("TORCHINDUCTOR_", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PADDLE_"),
+    *("AMPX_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "XLA_FLAGS"),
+    *("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PADDLE_"),
 )
 
 

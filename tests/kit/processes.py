@@ -12,6 +12,9 @@ from pathlib import Path
 
 import forks
 
+# What tests set for others, beside what was there at the start; libraries add variables that are for this one.
+AT_START = frozenset(os.environ)
+SET_BY_TESTS = (*forks.READ_LATER, "DNNL_", "ONEDNN_")
 QUIET = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -83,7 +86,8 @@ def _server():
 
 
 def _environment(**extra):
-    return {**{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}, **QUIET, **extra}
+    handed_on = {name: os.environ[name] for name in os.environ if name in AT_START or name.startswith(SET_BY_TESTS)}
+    return {**handed_on, **QUIET, **extra}
 
 
 def last_json(*command, **options):
