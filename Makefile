@@ -1,7 +1,7 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
 # Those that take longest first.
-FRAMEWORK ?= torch,tensorflow,jax,paddle,mxnet,example,core
+FRAMEWORK ?= torch,tensorflow,jax,mxnet,core,paddle,example
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
