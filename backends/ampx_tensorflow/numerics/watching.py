@@ -246,6 +246,23 @@ class TensorFlowWatch:
                     return
         self._place.line = ""
 
+    def recording(self, native: Callable[..., None]) -> Callable[..., None]:
+        """Return TensorFlow's function that records a custom gradient, whose backward then knows where it came from."""
+
+        @functools.wraps(native)
+        def recorded(kind: Any, outputs: Any, inputs: Any, backward: Any, *rest: Any, **options: Any) -> None:
+            if stats.is_unwatched():
+                return native(kind, outputs, inputs, backward, *rest, **options)
+            call, line = self.modules.innermost, script_line()
+
+            def located(*args: Any) -> Any:
+                self._place.module, self._place.line = call, line
+                return backward(*args)
+
+            return native(kind, outputs, inputs, located, *rest, **options)
+
+        return recorded
+
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Note that a backward pass runs in this thread."""
@@ -277,7 +294,8 @@ def _operations_seen(watch: TensorFlowWatch) -> Iterator[None]:
     pywrap_tfe.TFE_Py_RegisterGradientFunction(_gradient_function)
     op_callbacks.add_op_callback(watch.operation)
     try:
-        yield
+        with mock.patch.object(record, "record_operation", watch.recording(record.record_operation)):
+            yield
     finally:
         op_callbacks.remove_op_callback(watch.operation)
         _differentiating.remove(watch)

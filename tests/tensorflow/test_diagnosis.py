@@ -1,0 +1,166 @@
+"""Models with one planted fault each, which `ampx.diagnose` names, and models without, in which it names nobody."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ampx
+
+layers = keras.layers
+X = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
+ONES = np.ones((4, 3), "float32")
+
+
+class Doing(layers.Layer):
+    """A layer that does one thing to its input."""
+
+    def __init__(self, function, name):
+        super().__init__(name=name)
+        self.function = function
+
+    def call(self, inputs):
+        return self.function(inputs)
+
+
+def chain(*middle):
+    """A dense layer, what is planted, and a dense layer; a loss that float32 computes in the end."""
+    first = layers.Dense(4, name="first", kernel_initializer="ones")
+    last = layers.Dense(1, name="last", kernel_initializer="ones")
+    return keras.Sequential([keras.Input((3,)), first, *middle, last])
+
+
+def loss_of(inputs=ONES):
+    def step(model):
+        return tf.reduce_mean(tf.cast(model(tf.constant(inputs)), tf.float32))
+
+    return step
+
+
+def doing(function, name="planted"):
+    return Doing(function, name)
+
+
+@tf.custom_gradient
+def overflows_backward(values):
+    return values, lambda upstream: upstream * 1e3 * 1e3 * 1e-6
+
+
+def attention_scores(values):
+    queries = values * 200.0
+    scores = tf.matmul(queries, queries, transpose_b=True)
+    return tf.matmul(tf.nn.softmax(scores), values)
+
+
+def masked(values):
+    scores = values + tf.cast(tf.constant([0.0, 0.0, -1e9, 0.0]), values.dtype)
+    return tf.nn.softmax(scores) * scores
+
+
+def normalized(values):
+    centred = (values - tf.reduce_mean(values, -1, keepdims=True)) * 1e-4
+    return centred / tf.sqrt(tf.reduce_mean(centred * centred, -1, keepdims=True) + 1e-12)
+
+
+class Branches(keras.Model):
+    """Three branches, the middle of which overflows."""
+
+    def __init__(self):
+        super().__init__(name="model")
+        self.left = layers.Dense(2, name="left")
+        self.planted = doing(lambda x: x * 3e4 * tf.cast(4.0, x.dtype))
+        self.right = layers.Dense(3, name="right")
+
+    def call(self, inputs):
+        inputs = tf.cast(inputs, self.compute_dtype)
+        return tf.concat([self.left(inputs), self.planted(inputs), self.right(inputs)], -1)
+
+
+def with_weights(value):
+    model = chain()
+    kernel = model.get_layer("last").kernel
+    kernel.assign(tf.fill(kernel.shape, value))
+    return model
+
+
+BROKEN = ONES.copy()
+BROKEN[2, 1] = np.nan
+
+# Name: the model, the batch, the module, the kind, the direction; None where the fault is in no module.
+FAULTS = {
+    "forward overflow": (lambda: chain(doing(lambda x: x * x * 1e4)), ONES, "planted", "overflow", "forward"),
+    "attention scores": (lambda: chain(doing(attention_scores)), ONES, "planted", "overflow", "forward"),
+    "a sum": (
+        lambda: chain(doing(lambda x: x * 0 + tf.cumsum(x * 6000.0, axis=-1)[:, -1:])),
+        ONES,
+        "planted",
+        "sum",
+        "forward",
+    ),
+    "backward overflow": (
+        lambda: chain(doing(lambda x: x * 3e4 * 3e4)),
+        ONES * 1e-6,
+        "planted",
+        "overflow",
+        "backward",
+    ),
+    "custom function": (lambda: chain(doing(overflows_backward)), ONES, "planted", "overflow", "backward"),
+    "epsilon": (
+        lambda: chain(doing(lambda x: x / (x * 0 + tf.cast(1e-8, x.dtype)))),
+        ONES,
+        "planted",
+        "epsilon",
+        "forward",
+    ),
+    "mask": (lambda: chain(doing(masked)), ONES, "planted", "mask", "forward"),
+    "log of zero": (
+        lambda: chain(doing(lambda x: tf.math.log(x * 1e-4 * 1e-5))),
+        ONES,
+        "planted",
+        "logarithm",
+        "forward",
+    ),
+    "normalisation": (lambda: chain(doing(normalized)), X, "planted", "epsilon", "forward"),
+    "NaN in a sample": (chain, BROKEN, None, "data", None),
+    "weights": (lambda: with_weights(np.inf), ONES, None, "weights", None),
+    "learning rate": (lambda: with_weights(1e38), ONES, None, "learning rate", None),
+    "a branch": (Branches, ONES, "planted", "overflow", "forward"),
+    "float32 fails": (
+        lambda: chain(doing(lambda x: tf.math.log(x * 0))),
+        ONES,
+        "planted",
+        "logarithm",
+        "forward",
+    ),
+}
+
+CLEAN = {
+    "dense": lambda: chain(),
+    "relu": lambda: chain(layers.Dense(4, "relu")),
+    "gelu": lambda: chain(layers.Dense(4, "gelu")),
+    "layer normalization": lambda: chain(layers.LayerNormalization()),
+    "batch normalization": lambda: chain(layers.BatchNormalization()),
+    "dropout": lambda: chain(layers.Dropout(0.5)),
+    "softmax": lambda: chain(layers.Softmax()),
+    "nested": lambda: chain(keras.Sequential([layers.Dense(4), layers.Dense(4)])),
+    "a mask that is meant": lambda: chain(
+        doing(lambda x: tf.nn.softmax(tf.where([True, True, False, True], x, tf.cast(-np.inf, x.dtype))))
+    ),
+    "logarithm of what is not zero": lambda: chain(doing(lambda x: tf.math.log(tf.abs(x) + 1.0))),
+    "attention": lambda: chain(layers.Reshape((2, 2)), layers.Lambda(lambda x: x), layers.Flatten()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_with_its_kind_and_its_place(fault):
+    make, inputs, place, kind, direction = FAULTS[fault]
+    diagnosis = ampx.diagnose(loss_of(inputs), make(), dtype="float16", framework="tensorflow")
+    assert diagnosis.kind == kind, str(diagnosis)
+    if place is not None:
+        assert (diagnosis.first_nonfinite.module, diagnosis.first_nonfinite.direction) == (place, direction)
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_nobody_is_accused_in_a_model_without_a_fault(name):
+    diagnosis = ampx.diagnose(loss_of(X), CLEAN[name](), dtype="float16", framework="tensorflow")
+    assert (diagnosis.kind, diagnosis.first_nonfinite) == ("healthy", None), str(diagnosis)
