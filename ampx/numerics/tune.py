@@ -17,6 +17,8 @@ from ampx.policy import OptLevel
 from .batch import FLOAT32, MODULE, SAMPLES, Batch, Casting, Seen, fitting_scale, listed, plain, scaled
 from .compare import Comparison, ModuleError, bound, compared, relative_error
 
+# Gradients that are further off than this are of another direction, whatever rounding explains.
+LARGEST_TOLERANCE: Final = 0.25
 # Below this a ratio of times is no difference.
 ALIKE: Final = 0.02
 
@@ -213,7 +215,8 @@ class _Tuning:
         values = [entry for entry in self.reference.readings if not entry.operation and entry.direction == "forward"]
         self.modules = tuple(dict.fromkeys(entry.module for entry in values))
         self.output = values[-1].module if values else None
-        self.tolerance = bound(casting.dtype, len(self.reference.readings)) if tolerance is None else tolerance
+        explained = min(LARGEST_TOLERANCE, bound(casting.dtype, len(self.reference.readings)))
+        self.tolerance = explained if tolerance is None else tolerance
 
     def run(self, casting: Casting, watched: bool = False) -> Seen:
         """Compute the batch, watched where its outputs are needed."""
@@ -299,7 +302,7 @@ def tune(
         step: A function that takes the model and returns the loss of one batch, without a backward.
         model: The model; its parameters where these are a value (JAX).
         tolerance: How far loss and gradients may be from float32's, relative to their norm; by default what rounding
-            explains, as in `compare`.
+            explains, as in `compare`, and at most a quarter.
         dtype: The low precision; by default the session's, or what the device prefers.
         framework: Name of the framework; by default that of the only session, or the only one imported.
         device: Name of the device; by default the session's, or the best.

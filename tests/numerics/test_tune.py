@@ -111,6 +111,7 @@ def test_a_model_s_planted_layers_and_no_others_stay_in_float32(count):
 def test_a_sound_model_needs_nothing_and_a_dtype_with_enough_exponents_needs_no_scale():
     policy = ampx.tune(step, layers(4, ()), framework="toy", dtype="bfloat16", repeats=0)
     assert (policy.deny, policy.loss_scale, policy.replays) == ((), 1.0, 2)
+    assert ampx.tune(step, layers(4, ()), framework="toy", what_if="float8_e5m2").tolerance == 0.25
     assert policy.modules == ("layer0", "layer1", "layer2", "layer3", "")
 
 
