@@ -307,7 +307,9 @@ def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
         if entry
         else "with ampx.autocast(enabled=False):  # around this line: compute it in float32\n    ..."
     )
-    wide = '\n# or use a dtype with the range of float32:\namp = ampx.init(dtype="bfloat16")' if dtype == "float16" else ""
+    wide = (
+        '\n# or use a dtype with the range of float32:\namp = ampx.init(dtype="bfloat16")' if dtype == "float16" else ""
+    )
     return {
         "healthy": "",
         "loss scale": "",

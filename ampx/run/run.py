@@ -299,8 +299,11 @@ class Run:
             return ()
         if self.lines is not None or self.amp is None:
             return self.lines or ()
+        chosen = f"dtype={self.amp.effective.dtype!r}, level={self.settings.level!r}"
+        if self.settings.policy:
+            chosen = f"policy={self.settings.policy!r}"
         return (
-            f"amp = ampx.init({self.framework!r}, dtype={self.amp.effective.dtype!r}, level={self.settings.level!r})",
+            f"amp = ampx.init({self.framework!r}, {chosen})",
             "optimizer = ampx.wrap_optimizer(optimizer)",
             "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
         )

@@ -52,3 +52,20 @@ def test_diagnose_names_the_step_and_the_line(ampx_command, tmp_path):
     assert (result["step"], result["diagnosis"]["kind"]) == (3, "overflow")
     assert result["diagnosis"]["first_nonfinite"]["module"] == "0"
     assert "step 3 of train.py, torch in float16: overflow: " in done.stdout
+
+
+def test_run_takes_a_policy_file_over(ampx_command, script, tmp_path):
+    (tmp_path / "ampx.toml").write_text('framework = "torch"\ndtype = "bfloat16"\ndeny = ["module:2"]\n')
+    (tmp_path / script).write_text(SCRIPT.replace("range(1000)", "range(3)"))
+    done = ampx_command("run", "--policy", "ampx.toml", "--report", "out.json", script)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["dtype"], result["steps"]) == ("bfloat16", 3)
+    dtypes = {entry["dtype"] for entry in result["ops"] if entry["op"] == "addmm"}
+    assert dtypes == {"bfloat16", "float32"}  # the first layer, and the last
+    assert "policy=" in done.stderr
+
+
+def test_run_refuses_a_policy_file_of_another_framework(ampx_command, script, tmp_path):
+    (tmp_path / "ampx.toml").write_text('framework = "jax"\n')
+    done = ampx_command("run", "--policy", "ampx.toml", script, code=2)
+    assert "is for 'jax', and 'torch' is what computes" in done.stderr
