@@ -271,6 +271,8 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    # `watch` does not see the operations by which `force` rounds, where a dtype is simulated.
+    rounds_unseen: ClassVar[bool] = False
 
     @abc.abstractmethod
     def device(self, name: str) -> Device:

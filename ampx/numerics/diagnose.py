@@ -520,8 +520,8 @@ def diagnose(
     batch = Batch(step, model, framework, device)
     chosen = batch.dtype(dtype)
     casting = batch.casting(chosen, level, allow, deny)
-    # Where a dtype is simulated, operations are those of the rounding, too.
-    watching = Watching(dtype=chosen, operations=not casting.simulated)
+    # Where a dtype is simulated, operations may be those of the rounding, too.
+    watching = Watching(dtype=chosen, operations=not casting.simulated or batch.backend.rounds_unseen)
     reference = batch.run(watching=watching)
     scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale
     if casting is FLOAT32:

@@ -26,6 +26,7 @@ class PaddleBackend(ampx.GenericBackend):
     """PaddlePaddle: auto_cast for casting, Paddle's own check-and-unscale kernel for loss scaling."""
 
     name: ClassVar[str] = "paddle"
+    rounds_unseen: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
