@@ -542,3 +542,24 @@ def test_replay_works_without_gradients_around_and_in_a_protocol_that_is_under_w
     assert torch.equal(model.weight.grad, pending)
     opt.step()
     assert opt.last_step.applied
+
+
+def test_what_somebody_else_puts_around_the_calls_of_modules_stays(monkeypatch):
+    calls = []
+    with BACKEND.watch(None, Watching()) as watch:
+        inner = nn.Module.__call__
+
+        def counted(self, *args, **kwargs):
+            calls.append(type(self))
+            return inner(self, *args, **kwargs)
+
+        monkeypatch.setattr(nn.Module, "__call__", counted)
+        nn.ReLU()(torch.ones(1))
+    with BACKEND.watch(None, Watching()) as later:
+        nn.ReLU()(torch.ones(1))
+    nn.ReLU()(torch.ones(1))
+    assert (len(watch.readings()), len(later.readings()), calls) == (1, 1, [nn.ReLU] * 3)
+    monkeypatch.undo()
+    with BACKEND.watch(None, Watching()):
+        pass
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl

@@ -98,22 +98,28 @@ class _Thread(threading.local):
     depth: int = 0
 
 
-_thread = _Thread()
+class _Patch:
+    """What stood in the place of `nn.Module.__call__` before, and whether `_call` stands there."""
+
+    native: Any = None
+    stands: bool = False
+
+
+_thread, _patch = _Thread(), _Patch()
 _listeners: list[_Arrivals] = []
 _lock = threading.Lock()
-_native: Any = nn.Module.__call__
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module; what is outermost is announced before."""
     if torch.compiler.is_compiling():
-        return _native(self, *args, **kwargs)
+        return _patch.native(self, *args, **kwargs)
     if _thread.depth == 0 and not getattr(self, "_is_replica", False):  # DataParallel's copies share the hooks
         for listener in tuple(_listeners):
             listener.arrive(self)
     _thread.depth += 1
     try:
-        return _native(self, *args, **kwargs)
+        return _patch.native(self, *args, **kwargs)
     finally:
         _thread.depth -= 1
 
@@ -121,11 +127,14 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _listen(arrivals: _Arrivals) -> None:
     with _lock:
         _listeners.append(arrivals)
-        nn.Module.__call__ = _call  # type: ignore[method-assign]
+        if not _patch.stands:
+            _patch.native, _patch.stands = nn.Module.__call__, True
+            nn.Module.__call__ = _call  # type: ignore[method-assign]
 
 
 def _stop(arrivals: _Arrivals) -> None:
     with _lock:
         _listeners.remove(arrivals)
-        if not _listeners:
-            nn.Module.__call__ = _native  # type: ignore[method-assign]
+        if not _listeners and nn.Module.__call__ is _call:  # else somebody else's stands around it
+            nn.Module.__call__ = _patch.native  # type: ignore[method-assign]
+            _patch.stands = False
