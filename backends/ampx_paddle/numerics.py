@@ -201,7 +201,8 @@ class _Watcher:
             self.note(entry, returned)
             return returned
 
-        node = next((tensor.grad_fn for tensor in casting.floating(output) if not tensor.stop_gradient), None)
+        computed = (tensor for tensor in casting.floating(output) if not (tensor.stop_gradient or tensor.is_leaf))
+        node = next((tensor.grad_fn for tensor in computed), None)
         if node is not None:
             node._register_post_hook(note)
         return output
@@ -324,7 +325,9 @@ def _is_operator(name: str, value: Any) -> bool:
 
 def _operation(watcher: _Watcher, name: str, native: Callable[..., Any]) -> Callable[..., Any]:
     def operation(*args: Any, **options: Any) -> Any:
-        if _thread.quiet or not paddle.in_dynamic_mode():
+        # What is written in place without gradients is an update of an optimizer.
+        updates = name.endswith("_") and not paddle.is_grad_enabled()
+        if _thread.quiet or updates or not paddle.in_dynamic_mode():
             return native(*args, **options)
         return watcher.operate(name, native, args, options)
 

@@ -156,6 +156,18 @@ def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_th
     assert mx.nd.exp is before
 
 
+def test_a_step_of_a_trainer_among_operations_is_taken_and_not_read(backend, net, batch):
+    trainer = mx.gluon.Trainer(net.collect_params(), "adam")
+    before = net[2].weight.data().asnumpy()
+    with backend.watch(None, Watching(operations=True)) as watch:
+        with mx.autograd.record():
+            loss = net(batch).mean()
+        loss.backward()
+        trainer.step(1)
+    assert not np.array_equal(net[2].weight.data().asnumpy(), before)
+    assert not [reading for reading in watch.readings() if "adam" in reading.operation]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_rounded_as_numpy_rounds_them(dtype):
     numbers = np.random.default_rng(0).normal(size=999) * 10.0 ** np.random.default_rng(1).integers(-12, 12, 999)

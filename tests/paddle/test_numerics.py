@@ -155,6 +155,16 @@ def test_operations_are_read_with_their_inputs_their_part_of_the_backward_and_th
     assert paddle._C_ops.exp is before
 
 
+def test_a_step_of_an_optimizer_among_operations_is_taken_and_not_read(backend, net, batch):
+    opt = paddle.optimizer.Adam(0.1, parameters=net.parameters())
+    before = net.last.weight.numpy()
+    with backend.watch(None, Watching(operations=True)) as watch:
+        net(batch).mean().backward()
+        opt.step()
+    assert not np.array_equal(net.last.weight.numpy(), before)
+    assert not [reading for reading in watch.readings() if reading.operation.startswith("adam")]
+
+
 def test_compiled_layers_are_seen_and_stay_compiled(backend, batch):
     net = paddle.jit.to_static(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), full_graph=True)
     expected = net(batch).numpy()
