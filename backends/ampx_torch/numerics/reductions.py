@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from math import inf
+from math import frexp, inf
 from typing import Any, TypeAlias
 
 import torch
@@ -37,7 +37,7 @@ class Limits:
     def of(cls, dtype: str) -> Limits:
         """Return those of a dtype of `FORMATS`."""
         form = FORMATS[dtype]
-        exponent = torch.tensor(form.largest, dtype=torch.float64).frexp()[1].item()
+        _, exponent = frexp(form.largest)
         half = 2.0 ** (exponent - form.bits - 1)
         return cls(form.smallest / 2, form.largest + half, form.infinite)
 
