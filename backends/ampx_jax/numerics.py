@@ -317,10 +317,15 @@ class Reader:
         self._received: list[tuple[str, list[Any], float]] = []
         self.seen: set[str] = set()
 
-    def run(self, closed: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
-        """Return the results of a closed jaxpr, and what was read, for every region."""
+    def run(self, closed: Any, inputs: Sequence[Any], loss_first: bool) -> tuple[list[Any], list[list[Any]]]:
+        """Return the results of a closed jaxpr, and what was read, for every region.
+
+        Where the first result is the loss, and nothing else but gradients is returned, what the loss does not need
+        belongs to the backward pass, though it is computed in the forward pass.
+        """
         entries: list[list[Any]] = [[] for _ in self._watches]
-        return self._run(closed.jaxpr, closed.consts, inputs, "", entries, eager=True), entries
+        derivative = _unneeded(closed.jaxpr) if loss_first else frozenset()
+        return self._run(closed.jaxpr, closed.consts, inputs, "", entries, True, derivative), entries
 
     def hear(self, values: list[Any], **names: str) -> None:
         """Read what has passed a tap outside of traces."""
@@ -328,7 +333,14 @@ class Reader:
         self._tap(values, "", entries, True, **names)
 
     def _run(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], path: str, entries: list[list[Any]], eager: bool
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        inputs: Sequence[Any],
+        path: str,
+        entries: list[list[Any]],
+        eager: bool,
+        derivative: frozenset[int] = frozenset(),
     ) -> list[Any]:
         computed: dict[Any, Any] = {}
         last_use: dict[Any, int] = {}
@@ -345,6 +357,8 @@ class Reader:
             values = [read(atom) for atom in equation.invars]
             stack = str(equation.source_info.name_stack)
             within = f"{path}/{stack}" if path and stack else path or stack
+            if place in derivative:
+                within = f"transpose({within})"
             with interpreter.named_like(equation):
                 results = self._equation(equation, values, within, entries, eager)
             computed.update(zip(equation.outvars, results, strict=True))
@@ -475,7 +489,7 @@ class Reader:
             return
         inputs = [value for value in values if is_floating(value)]
         direction: Direction = "backward" if "transpose(" in path else "forward"
-        name, place = equation.primitive.name, place_of(equation)
+        name, place = _PRODUCTS.get(equation.primitive.name, equation.primitive.name), place_of(equation)
         own.append(self._entry(watching, outputs, inputs, module, kind, name, direction, place, None))
 
     def _entry(
@@ -500,10 +514,24 @@ class Reader:
         )
 
 
+def _unneeded(jaxpr: Any) -> frozenset[int]:
+    """Return the places of the operations that the first result does not depend on."""
+    needed = set(map(id, jaxpr.outvars[:1]))
+    places = set()
+    for place, equation in reversed(list(enumerate(jaxpr.eqns))):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed.update(map(id, equation.invars))
+        else:
+            places.add(place)
+    return frozenset(places)
+
+
 def _matches(watching: Watching, module: str) -> bool:
     return not watching.modules or any(fnmatchcase(module, pattern) for pattern in watching.modules)
 
 
+# The product in low precision has the name that it has in float32, so that replays can be compared.
+_PRODUCTS: Final = {"ampx_product": "dot_general"}
 _FRAME: Final = re.compile(r"(.*?):(\d+)(?::\d+)? \(.*\)")
 _OTHERS: Final = re.compile(r"[/\\](flax|optax|haiku|equinox|ampx|ampx_jax)[/\\]")
 
@@ -563,7 +591,7 @@ def read(closed: Any, arrays: Sequence[Any]) -> list[Any]:
     """Run a trace of concrete arrays, and let the regions of `watch` read it."""
     watches = _regions.watches
     with jax.disable_jit(False):
-        results, entries = Reader(watches).run(closed, arrays)
+        results, entries = Reader(watches).run(closed, arrays, False)
     for region, own in zip(watches, entries, strict=True):
         region.entries.extend(own)
     return results
@@ -594,7 +622,7 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
     reader = Reader(watches)
     with casting.active(None), jax.disable_jit(False):
         closed = jax.make_jaxpr(both)(arrays, jnp.float32(scale))
-        (loss, *gradients), entries = reader.run(closed, [*arrays, jnp.float32(scale)])
+        (loss, *gradients), entries = reader.run(closed, [*arrays, jnp.float32(scale)], True)
     names = mode.seen | reader.seen
     for region, own in zip(watches, entries, strict=True):
         require_matches(region.watching.modules, names, "watch")
