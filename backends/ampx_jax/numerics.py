@@ -515,13 +515,13 @@ class Reader:
 
 
 def _unneeded(jaxpr: Any) -> frozenset[int]:
-    """Return the places of the operations that the first result does not depend on."""
+    """Return the places of the operations that the first result does not depend on; casts are kept for both passes."""
     needed = set(map(id, jaxpr.outvars[:1]))
     places = set()
     for place, equation in reversed(list(enumerate(jaxpr.eqns))):
         if any(id(variable) in needed for variable in equation.outvars):
             needed.update(map(id, equation.invars))
-        else:
+        elif equation.primitive.name != "convert_element_type":
             places.add(place)
     return frozenset(places)
 
