@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import ampx
 from ampx.backend import CastPlan, Replayed, Step, Watch, Watching, reject_unknown
+from ampx.numerics import overflow
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.run import Run
@@ -37,6 +38,7 @@ class TensorFlowBackend(ampx.Backend):
         device_scale=True,
         traceable=True,
         automates=True,
+        traces_overflow=True,
         watches=True,
         forces=True,
         replays=True,
@@ -117,6 +119,10 @@ class TensorFlowBackend(ampx.Backend):
         else:
             prepared = casting.prepare(model, plan)
         return prepared if optimizer is None else (prepared, optimizer)
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Return a region whose target tells the first layer with a non-finite output."""
+        return overflow.trace_overflow(self, model)
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Return a region that reads layers, `tf.Module`s and operations; functions run as Python inside."""

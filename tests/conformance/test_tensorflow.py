@@ -102,6 +102,10 @@ class TensorFlowHarness(Harness):
         batch = tf.constant([[value] for value in inputs], tf.float32)
         return model, lambda model: tf.reduce_sum(tf.cast(model(batch, training=noise), tf.float32)), names
 
+    def overflowing(self):
+        model, step, names = self.chain((1.0, float("inf"), 1.0), (1.0,))
+        return model, lambda: step(model), names[1]
+
     def model_state(self, model):
         state = [variable.numpy().tolist() for variable in model.variables]
         return state, tf.random.get_global_generator().state.numpy().tolist(), random.getstate()
