@@ -75,6 +75,35 @@ _STEP = (
     ("memory, ampx", _peak("peak_a")),
     ("memory, the other", _peak("peak_b")),
 )
+
+
+def _of(key: str, total: str) -> Callable[[Row], str]:
+    return lambda row: row.get("missing", f"{row[key]} of {row[total]}" if key in row else "")
+
+
+def _cost(row: Row) -> str:
+    if "ratio" not in row:
+        return ""
+    return f"{row['ratio']:.0f} steps, once" if row["once"] else f"{row['ratio']:.2f}"
+
+
+_DEBUGGERS: tuple[Column, ...] = (
+    ("tool", _text("tool")),
+    ("notices", _of("noticed", "faults")),
+    ("names the place", lambda row: "" if "missing" in row else _of("places", "faults")(row)),
+    ("names the kind", lambda row: "" if "missing" in row else _of("kinds", "faults")(row)),
+    ("accuses clean models", lambda row: "" if "missing" in row else _of("accused", "clean")(row)),
+    ("time of a step, without = 1", _cost),
+    ("middle half", lambda row: _spread(row) if "ratio" in row and not row["once"] else ""),
+)
+
+
+def _faults(**tools: str) -> tuple[Column, ...]:
+    """Return the columns of what each tool named: title and key by tool."""
+    named = ((title, lambda row, key=key: str(row.get(key, "not installed"))) for title, key in tools.items())
+    return (("fault", _text("fault")), ("planted", _text("planted")), ("ampx", _text("ampx.diagnose")), *named)
+
+
 _MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
 
 LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
@@ -137,6 +166,21 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
         1,
         (("import", _text("import")), ("median", _time("seconds"))),
     ),
+    "debuggers_torch": ("who finds a planted fault in PyTorch, and what it costs", 1, _DEBUGGERS),
+    "debuggers_torch:fault": (
+        "what each names of a planted fault in PyTorch",
+        5,
+        _faults(
+            DebugUnderflowOverflow="Hugging Face's DebugUnderflowOverflow",
+            set_detect_anomaly="torch.autograd.set_detect_anomaly",
+        ),
+    ),
+    "debuggers_tensorflow": ("who finds a planted fault in TensorFlow, and what it costs", 1, _DEBUGGERS),
+    "debuggers_tensorflow:fault": (
+        "what each names of a planted fault in TensorFlow",
+        4,
+        _faults(enable_check_numerics="tf.debugging.enable_check_numerics"),
+    ),
     "call_cost:calls": (
         "the calls of one step where there is nothing to compute",
         1,
@@ -149,10 +193,14 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Return the tables of one run."""
     for name, (title, words, columns) in LAYOUT.items():
         part, _, kind = name.partition(":")
-        rows = [row for row in results.get(part, ()) if "left_out" not in row and ("calls" in row) == (kind == "calls")]
+        rows = [row for row in results.get(part, ()) if "left_out" not in row and _kind(row) == kind]
         if rows:
             cells = tuple(tuple(cell(row) for _, cell in columns) for row in rows)
             yield Table(name.replace(":", "_"), title, tuple(name for name, _ in columns), cells, words)
+
+
+def _kind(row: Row) -> str:
+    return next((kind for kind in ("calls", "fault") if kind in row), "")
 
 
 def described(results: dict[str, Any]) -> str:

@@ -29,10 +29,11 @@ PARTS = {
         "convergence",
         "memory",
         "call_cost",
+        "debuggers_torch",
     ),
     "jax": ("jax_step",),
     "paddle": ("paddle_step",),
-    "tensorflow": ("tensorflow_step",),
+    "tensorflow": ("tensorflow_step", "debuggers_tensorflow"),
     "mxnet": ("mxnet_step",),
 }
 """The modules to run, each with `run(quick, advance)` and the number of its measurements, `STEPS`."""
@@ -90,7 +91,7 @@ def _versions() -> dict[str, str]:
 
     shown = {
         "accelerate", "flax", "jax", "jaxlib", "jmp", "keras", "lightning-fabric", "mxnet", "numpy", "optax",
-        "paddlepaddle", "tensorflow-cpu", "tensorflow", "tf-keras", "torch",
+        "paddlepaddle", "tensorflow-cpu", "tensorflow", "tf-keras", "torch", "transformers",
     }  # fmt: skip
     versions = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in distributions()}
     return {name: versions[name] for name in sorted(shown & versions.keys())}
