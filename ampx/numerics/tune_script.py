@@ -26,6 +26,9 @@ from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minim
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
 _FLOAT32: Final = "float32"
+# No rounding explains a gradient that is off by more: its module computes something else. Small gradients have little
+# weight in the error of all together, and may be off by some percent where rounding moves a threshold such as ReLU's.
+_GROSS: Final = 0.25
 
 
 def check_options(purpose: str, what_if: str | None, dtypes: Sequence[str], out: Path) -> None:
@@ -104,14 +107,16 @@ class _Search:
 
     def passes(self, names: Iterable[str]) -> bool:
         """Run with modules in float32, and return whether that agrees with float32."""
-        watched: dict[str, Any] = {}
-        if self.for_inference:
-            watching = replace(self.watching, modules=(glob.escape(self.output),) if self.output else ())
-            watched = {"watched": (1,), "watching": watching}
-        return self.agrees(self.run(self.low(names, **watched)))
+        only = (glob.escape(self.output),) if self.for_inference and self.output else ()
+        watching = replace(self.watching, modules=only)
+        return self.agrees(self.run(self.low(names, watched=(1,), watching=watching)))
 
     def agrees(self, outcome: Outcome) -> bool:
-        """Return whether losses and skipped steps agree with float32's; for inference the output of the first step."""
+        """Return whether losses and skipped steps agree with float32's, and the gradients of the first step.
+
+        A loss may agree by chance, or because it does not move in so few steps. For inference only the output of the
+        first step counts.
+        """
         assert self.tolerance is not None
         if self.for_inference:
             key = self.output, "forward"
@@ -134,7 +139,29 @@ class _Search:
                 f"accepted: one that does. Use ampx.tune(step, model) in code."
             )
         lows, wides = np.array(pairs).T
-        return relative_error(lows, wides) <= self.tolerance
+        if relative_error(lows, wides) > self.tolerance:
+            return False
+        exact = self.reference.readings[1]
+        low = unscaled(outcome.readings.get(1, ()), outcome.scale_at(1))
+        gross = max(self.tolerance, _GROSS)
+        for entry in module_errors(exact, low, self.dtype):
+            if math.isinf(entry.error) or (entry.direction == "backward" and entry.error > gross):
+                return False
+        samples, references = _gradients(low), _gradients(exact)
+        common = [key for key in references if key in samples and samples[key].shape == references[key].shape]
+        if not common:
+            return True
+        joined = [np.concatenate([gradients[key] for key in common]) for gradients in (samples, references)]
+        return relative_error(*joined) <= self.tolerance
+
+
+def _gradients(readings: Iterable[Reading]) -> dict[tuple[str, int], Any]:
+    """Return the sampled gradients of the outputs of modules."""
+    return {
+        (entry.module, entry.call): entry.sample
+        for entry in readings
+        if entry.direction == "backward" and not entry.operation and entry.sample is not None
+    }
 
 
 def tune_script(
@@ -197,7 +224,7 @@ def tune_script(
         for pattern in kept_in_float32(kept, search.modules)
         if pattern
     ]
-    what = "the output agrees" if for_inference else f"losses of {steps} steps agree"
+    what = "the output agrees" if for_inference else f"losses of {steps} steps and the first gradients agree"
     policy = TunedPolicy(
         framework=str(first.run["framework"]),
         device=str(first.run["device"]),

@@ -183,9 +183,9 @@ def check_entries(plan: CastPlan) -> None:
     for entry in (*plan.allow, *plan.deny):
         if not module_patterns([entry]):
             raise UnsupportedByBackendError(
-                f"allow or deny got {entry!r}, and TensorFlow casts by layers, not by operations; accepted: "
-                f"'module:pattern' with a pattern of names of layers. Name the layer, or cast in the code with "
-                f"ampx.half_function and ampx.float_function."
+                f"backend 'tensorflow' does not support operations in allow and deny, and got {entry!r}: it casts by "
+                f"layers; accepted: 'module:pattern' with a pattern of names of layers. Leave it out, or cast in the "
+                f"code with ampx.half_function and ampx.float_function."
             )
 
 

@@ -21,8 +21,8 @@ LAYERS = [f"layer{number}" for number in range(20)]
 class Pretended:
     """Stands for a script whose losses agree with float32's only where some modules are kept in it."""
 
-    def __init__(self, sensitive: tuple[str, ...], speed: float = 2.0):
-        self.sensitive, self.speed = sensitive, speed
+    def __init__(self, sensitive: tuple[str, ...], speed: float = 2.0, only_gradients: bool = False):
+        self.sensitive, self.speed, self.only_gradients = sensitive, speed, only_gradients
         self.runs = 0
 
     def __call__(self, trial):
@@ -33,17 +33,19 @@ class Pretended:
         patterns += [pattern for pattern, name in trial.forced.items() if name == "float32"]
         kept = {name for name in LAYERS if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
         fails = low and not set(self.sensitive) <= kept
-        losses = [1.0, 0.5] if not fails else [1.0, 5.0]
-        readings = {step: tuple(self.reading(name, low, kept) for name in [*LAYERS, ""]) for step in trial.watched}
+        losses = [1.0, 0.5] if not fails or self.only_gradients else [1.0, 5.0]
+        values = [(name, direction) for direction in ("forward", "backward") for name in [*LAYERS, ""]]
+        readings = {step: tuple(self.reading(*value, low, kept) for value in values) for step in trial.watched}
         run = {"framework": "toy", "device": "cpu", "dtype": "bfloat16" if dtype == "auto" else dtype, "level": "O1"}
         run |= {"reason": "made up", "steps": 2, "optimizers": []}
         seconds = 1.0 / self.speed if low else 1.0
         return Outcome(run, tuple(losses), (seconds,), readings=readings, watches=True)
 
-    def reading(self, name, low, kept):
-        off = 0.5 if low and name in set(self.sensitive) - kept else 0.0
+    def reading(self, name, direction, low, kept):
+        wrong = direction == ("backward" if self.only_gradients else "forward")
+        off = 0.5 if low and wrong and name in set(self.sensitive) - kept else 0.0
         sample = np.ones(4, np.float32) * (1 + off)
-        return Reading(name, "Linear", "", "forward", 0, "bfloat16", Stats(4), sample=sample, seconds=0.001)
+        return Reading(name, "Linear", "", direction, 0, "bfloat16", Stats(4), sample=sample, seconds=0.001)
 
 
 def tuned(script, **options):
@@ -58,6 +60,11 @@ def test_exactly_the_modules_that_need_it_stay_in_float32_after_few_runs(sensiti
     assert [choice.entry for choice in policy.deny] == [f"module:{name}" for name in sorted(sensitive)]
     assert script.runs <= 2 * len(sensitive) * np.log2(len(LAYERS)) + 13
     assert result["verdict"].startswith(f"bfloat16, with {len(sensitive)} of 21 modules in float32: losses of 2 steps")
+
+
+def test_modules_whose_gradients_are_wrong_stay_in_float32_though_losses_agree():
+    policy, _ = tuned(Pretended(("layer3",), only_gradients=True))
+    assert [choice.entry for choice in policy.deny] == ["module:layer3"]
 
 
 def test_what_is_written_is_read_back(tmp_path):

@@ -167,7 +167,8 @@ def test_bfloat16_is_native_only_where_onednn_computes_it(monkeypatch, onednn, f
     """Native defect: where oneDNN is told to use no AVX-512 on a CPU that has it, TensorFlow ends the process."""
     monkeypatch.setattr(devices._pywrap_util_port, "IsMklEnabled", lambda: onednn)
     monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(variable, raising=False)
     if limit is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     device = devices.describe("cpu")

@@ -12,7 +12,7 @@ from ampx.backend import CastPlan, Watching
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx.plugins import Registry
 from ampx.run import Run, RunSettings
-from ampx_tensorflow import devices
+from ampx_tensorflow import devices, rewrite
 from ampx_tensorflow.backend import TensorFlowBackend
 
 BACKEND = TensorFlowBackend()
@@ -459,6 +459,8 @@ def observe(kind, observer, **settings):
 def test_an_observer_is_told_of_losses_and_steps_in_order(kind, dtype):
     if dtype == "bfloat16" and not devices.describe("cpu").native | devices.describe("cpu").emulated >= {"bfloat16"}:
         pytest.skip("bfloat16 is not computed here")
+    if dtype == "bfloat16" and kind in ("traced", "all steps in one") and not rewrite._works("cpu", dtype):
+        pytest.skip(f"TensorFlow's rewriter casts nothing to {dtype} here: it was tried")
     observer = Looking()
     run, trained = observe(kind, observer, dtype=dtype)
     seen = observer.seen()
