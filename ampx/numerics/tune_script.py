@@ -120,11 +120,11 @@ class _Search:
         assert self.tolerance is not None
         if self.for_inference:
             key = self.output, "forward"
-            exact, low = (
+            outputs, low = (
                 [entry for entry in run.readings.get(1, ()) if (entry.module, entry.direction) == key]
                 for run in (self.reference, outcome)
             )
-            errors = [entry.error for entry in module_errors(exact, low, self.dtype)]
+            errors = [entry.error for entry in module_errors(outputs, low, self.dtype)]
             return bool(errors) and max(errors) <= self.tolerance
         if outcome.skipped:
             return False
@@ -142,12 +142,12 @@ class _Search:
         if relative_error(lows, wides) > self.tolerance:
             return False
         exact = self.reference.readings[1]
-        low = unscaled(outcome.readings.get(1, ()), outcome.scale_at(1))
+        seen = unscaled(outcome.readings.get(1, ()), outcome.scale_at(1))
         gross = max(self.tolerance, _GROSS)
-        for entry in module_errors(exact, low, self.dtype):
+        for entry in module_errors(exact, seen, self.dtype):
             if math.isinf(entry.error) or (entry.direction == "backward" and entry.error > gross):
                 return False
-        samples, references = _gradients(low), _gradients(exact)
+        samples, references = _gradients(seen), _gradients(exact)
         common = [key for key in references if key in samples and samples[key].shape == references[key].shape]
         if not common:
             return True
