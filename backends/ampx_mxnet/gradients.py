@@ -7,6 +7,10 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
+from ampx.numerics.host_meter import Sampled
+from ampx.numerics.meter import SAMPLES
+from ampx.numerics.watching import stride
+
 from .compat import mx
 from .dtypes import name_of
 
@@ -281,3 +285,25 @@ def _count_nonfinite(gradient: Any) -> int:
         return 0
     with mx.autograd.pause():
         return int(values.size - mx.nd.contrib.isfinite(values.astype("float32")).sum().asscalar())
+
+
+def meter_samples(trainer: Any) -> list[Sampled]:
+    """Sample parameters and dense gradients, of the first context. Sync: two a parameter.
+
+    Those in low precision are left out where MXNet updates float32 copies.
+    """
+    copied = getattr(trainer._optimizer, "multi_precision", False)
+    sampled = []
+    with mx.autograd.pause():
+        for parameter in parameters(trainer):
+            values, gradient = parameter._data[0], parameter._grad[0]
+            dtype = name_of(values.dtype)
+            if not (copied and dtype in ("float16", "bfloat16")):
+                slopes = _sample(gradient) if gradient.stype == "default" else None
+                sampled.append(Sampled(parameter.name, dtype, _sample(values), slopes))
+    return sampled
+
+
+def _sample(tensor: Any) -> Any:
+    values = _classic([tensor])[0].reshape((-1,))
+    return values[:: stride(values.size, SAMPLES)].astype("float32").asnumpy()

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ampx.errors import ProtocolError
 from ampx.events import UNCHECKED
+from ampx.numerics.host_meter import HostMeter
+from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.saved_state import dump_session, load_session
@@ -33,7 +36,7 @@ _OWN: Final = frozenset(
     (
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
         *("_true", "_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook"),
-        *("_left", "_own_scale", "__class__", "__weakref__"),
+        *("_left", "_own_scale", "_meter", "_compute", "__class__", "__weakref__"),
     )
 )
 _NOTHING_PENDING: Final = {
@@ -65,6 +68,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._backend = backend
         self._max_grad_norm: float | None = options.get("max_grad_norm")
         self._max_grad_value: float | None = options.get("max_grad_value")
+        plan = options.get("plan")
+        self._compute = "float32" if plan is None else plan.dtype
         self._in_place = bool(options.get("in_place"))
         self._accumulation = Accumulation()
         self._layout = gradients.Layout()
@@ -84,6 +89,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.ampx_member.belong_to(self)
+        self._meter = HostMeter(self._compute, partial(gradients.meter_samples, self.trainer))
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if self.ampx_member.group.enabled:
             self._hook.watch(self.trainer)
@@ -116,11 +122,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: one, as with MXNet's own scaler.
         """
-        self._step(self.trainer.step, batch_size, ignore_stale_grad)
+        self._metered(self.trainer.step, batch_size, ignore_stale_grad)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Step after `allreduce_grads`; see `step`. Sync: one."""
-        self._step(self.trainer.update, batch_size, ignore_stale_grad)
+        self._metered(self.trainer.update, batch_size, ignore_stale_grad)
 
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients, for `update` or `step`. Sync: as the trainer's store."""
@@ -132,6 +138,13 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._reduced = True
         if changes:
             member.end_change()
+
+    def _metered(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
+        self._meter.step(self.ampx_member, lambda: self._step(run, batch_size, ignore_stale_grad))
+
+    def ampx_meter(self) -> Meter | None:
+        """Return what the last update that was looked at did."""
+        return self._meter.last()
 
     def _step(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
         raw, member = self.trainer, self.ampx_member

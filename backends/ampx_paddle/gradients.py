@@ -10,6 +10,9 @@ from typing import Any, Final
 import paddle
 
 from ampx.errors import UnsupportedByBackendError
+from ampx.numerics.host_meter import Sampled
+from ampx.numerics.meter import SAMPLES
+from ampx.numerics.watching import stride
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
 
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
@@ -206,3 +209,22 @@ def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, in
         if bad:
             result.append((names.get(id(parameter), parameter.name), bad, int(parameter.size)))
     return result
+
+
+@paddle.no_grad()
+def meter_samples(optimizer: Any) -> list[Sampled]:
+    """Sample parameters, or their float32 copies, and dense gradients. Sync: two a parameter."""
+    copies = optimizer._master_weights if optimizer._multi_precision else {}
+    sampled = []
+    for parameter in parameters(optimizer):
+        updated, gradient = copies.get(parameter.name, parameter), gradient_of(parameter)
+        dense = gradient is not None and not gradient.is_selected_rows()
+        slopes = _sample(gradient) if dense else None
+        dtype = str(updated.dtype).rpartition(".")[2]
+        sampled.append(Sampled(parameter.name, dtype, _sample(updated), slopes))
+    return sampled
+
+
+def _sample(tensor: Any) -> Any:
+    values = tensor.detach().reshape([-1])
+    return values[:: stride(int(values.size), SAMPLES)].astype("float32").numpy()

@@ -5,19 +5,32 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
 
 from ampx.backend import Unscaled
 from ampx.errors import UnsupportedByBackendError
+from ampx.numerics.host_meter import HostMeter
+from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import FLOAT32_MAX
 
 from . import sharding
 from .delegation import DelegatingOptimizer
-from .gradients import any_nonzero, clip, collect, gradient_of, name_nonfinite, parameters, sum_of_squares, unscale
+from .gradients import (
+    any_nonzero,
+    clip,
+    collect,
+    gradient_of,
+    meter_samples,
+    name_nonfinite,
+    parameters,
+    sum_of_squares,
+    unscale,
+)
 from .guard import StepGuard
 from .losses_by_id import LossMixer, drop_gradients, refuse_unmixable
 from .writes import Writes
@@ -25,7 +38,7 @@ from .writes import Writes
 if TYPE_CHECKING:
     from .backend import PaddleBackend
 
-_MADE_ANEW: Final = ("optimizer", "_mixer", "_guard", "_writes")  # for a copy
+_MADE_ANEW: Final = ("optimizer", "_mixer", "_guard", "_writes", "_meter")  # for a copy
 # What is the wrapper's own; everything else is read and set on the raw optimizer.
 _OWN: Final = frozenset(
     (
@@ -55,6 +68,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._writes = Writes(self.ampx_member)
         are_scaled = weakref.WeakMethod(self._are_scaled)
         self._guard = StepGuard(self.ampx_member, lambda: (ask := are_scaled()) is not None and ask())
+        dtype = "float32" if self._plan is None else self._plan.dtype
+        self._meter = HostMeter(dtype, partial(meter_samples, self.optimizer))
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
         if self.ampx_member.group.enabled:
@@ -101,7 +116,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if closure is not None:
             with paddle.enable_grad():
                 loss = closure()
-        super().step()
+        self._meter.step(self.ampx_member, super().step)
         return loss
 
     def _refuse_static_graphs(self) -> None:
@@ -316,6 +331,10 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         """Clip the true gradients; the norm before is float64 where float32 does not reach. Sync: one."""
         norm = super().ampx_clip_grad_norm(max_norm)
         return paddle.to_tensor(norm, "float64" if norm > FLOAT32_MAX else "float32")
+
+    def ampx_meter(self) -> Meter | None:
+        """Return what the last update that was looked at did."""
+        return self._meter.last()
 
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite. Sync: one a gradient."""

@@ -1,0 +1,80 @@
+"""The meter where the loss scale lives on the host: a sample of every parameter, in every hundredth step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ampx.backend import Array
+from ampx.events import PrecisionLost
+from ampx.protocol import Member
+
+from .meter import EVERY, Meter, count
+
+# Shares from which on an event is sent.
+LOST: Final = 0.5
+FLUSHED: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Elements of one parameter, as `ampx.numerics.meter.count` takes them."""
+
+    name: str
+    dtype: str
+    values: Array
+    gradient: Array | None
+
+
+class HostMeter:
+    """Counts the steps of one optimizer, and keeps the last sample."""
+
+    def __init__(self, compute: str, look: Callable[[], Sequence[Sampled]]) -> None:
+        """Begin with no step.
+
+        Args:
+            compute: The compute dtype.
+            look: Returns a sample of every parameter and of its gradient as it is now.
+        """
+        self._compute = compute
+        self._look = look
+        self._steps = 0
+        self._last: Meter | None = None
+
+    def step(self, member: Member, run: Callable[[], Any]) -> Any:
+        """Run a step, and meter it if it is its turn and it updates."""
+        self._steps += 1
+        if self._steps % EVERY or not member.group.enabled or member.stage not in ("scaled", "unscaled"):
+            return run()
+        factor = float(member.factor) if len(member.factors) == 1 else 1.0
+        times = factor if member.stage == "unscaled" else 1.0  # somebody has divided the gradients
+        before = self._look()
+        result = run()
+        if member.result is not None and member.result.applied:
+            after = {sampled.name: sampled.values for sampled in self._look()}
+            entries = [
+                count(
+                    *(entry.name, entry.dtype, entry.values, after[entry.name]),
+                    None if entry.gradient is None else entry.gradient * np.float32(times),
+                    self._compute,
+                )
+                for entry in before
+            ]
+            self._last = Meter(self._steps, self._compute, factor, tuple(entries))
+            self._tell(member, self._last)
+        return result
+
+    def _tell(self, member: Member, meter: Meter) -> None:
+        if meter.lost >= LOST or meter.flushed >= FLUSHED:
+            group = member.group
+            state = group.states[0]
+            place = group.framework, group.index, 0, meter.step
+            scales = state.scale, state.scale, state.consecutive_skips
+            group.send(PrecisionLost(*place, *scales, meter.lost, meter.flushed))
+
+    def last(self) -> Meter | None:
+        """Return what the last update that was looked at did; None before the first."""
+        return self._last
