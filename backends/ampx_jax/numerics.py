@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import sys
 import threading
@@ -533,14 +534,18 @@ def _matches(watching: Watching, module: str) -> bool:
 # The product in low precision has the name that it has in float32, so that replays can be compared.
 _PRODUCTS: Final = {"ampx_product": "dot_general"}
 _FRAME: Final = re.compile(r"(.*?):(\d+)(?::\d+)? \(.*\)")
-_OTHERS: Final = re.compile(r"[/\\](flax|optax|haiku|equinox|ampx|ampx_jax)[/\\]")
+# What stands between a user's line and JAX.
+_LIBRARIES: Final = ("flax", "optax", "haiku", "equinox", "ampx", "ampx_jax")
 
 
 def place_of(equation: Any) -> str:
     """Return the line of the user's code that called an operation, as `"file:line"`; "" where it is not known."""
+    # A user's own folder may have the name of a library, so libraries are told by where they are installed.
+    paths = [path for name in _LIBRARIES for path in getattr(sys.modules.get(name), "__path__", ())]
+    folders = tuple(os.path.join(path, "") for path in paths)
     for line in reversed(source_info_util.summarize(equation.source_info, 30).splitlines()):
         frame = _FRAME.fullmatch(line)
-        if frame is not None and not _OTHERS.search(frame[1]):
+        if frame is not None and not frame[1].startswith(folders):
             return f"{frame[1]}:{frame[2]}"
     return ""
 

@@ -1,6 +1,7 @@
 """`watch`, `force` and `replay` in JAX, by flax linen, flax nnx and plain `jax.named_scope`; NumPy is the oracle."""
 
 import math
+import runpy
 import warnings
 
 import jax
@@ -135,6 +136,28 @@ def test_operations_are_read_in_both_directions_with_the_line_that_called_them()
     assert forward.place.endswith(f":{scoped.__code__.co_firstlineno + 2}")
     backward = of(readings, "rest.second", "backward", "dot_general")
     assert describe(HIDDEN.T @ np.ones((3, 1), np.float32)) in [reading.value for reading in backward]
+
+
+MODEL = """
+import flax.linen as nn
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, use_bias=False, name="first")(x)
+"""
+
+
+@pytest.mark.parametrize("folder", ["ampx", "flax", "work"])
+def test_a_line_of_the_user_is_named_whatever_the_folder_is_called(folder, tmp_path):
+    file = tmp_path / folder / "train.py"
+    file.parent.mkdir()
+    file.write_text(MODEL)
+    model = runpy.run_path(str(file))["Model"]()
+    params = {"params": {"first": {"kernel": jnp.asarray(W)}}}
+    _, readings = read(params, lambda p: model.apply(p, jnp.asarray(X)).sum(), Watching(operations=True))
+    (product,) = of(readings, "first", "forward", "dot_general")
+    assert product.place == f"{file}:{len(MODEL.splitlines())}"  # the last line calls the layer
 
 
 def test_a_module_that_is_called_twice_is_read_twice():
@@ -454,6 +477,7 @@ def train(compiled, steps=3):
     return losses, seen
 
 
+@pytest.mark.usefixtures("nothing_of_its_own")
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_an_observer_hears_of_losses_and_steps_and_watches_one_from_between(compiled, dtype):
@@ -477,6 +501,7 @@ def test_an_observer_hears_of_losses_and_steps_and_watches_one_from_between(comp
     assert {r.dtype for r in products if r.direction == "forward"} == {dtype}
 
 
+@pytest.mark.usefixtures("nothing_of_its_own")
 def test_modules_are_forced_for_a_whole_script():
     run = Run("jax", RunSettings(dtype="bfloat16", device="cpu", watched=True, deny=("module:second",)))
     run.recorder.observer = observer = Watcher(Watching())
