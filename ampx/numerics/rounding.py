@@ -9,6 +9,7 @@ import numpy as np
 from ampx.backend import Array, Stats
 
 from .formats import FORMATS
+from .watching import stride
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -59,4 +60,4 @@ def describe(values: Any, dtype: str = "float16") -> Stats:
 def sample(values: Any, samples: int) -> Array:
     """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
     flat = np.asarray(values).reshape(-1)
-    return flat[:: max(1, -(-flat.size // samples))].astype(np.float32)
+    return flat[:: stride(flat.size, samples)].astype(np.float32)

@@ -17,8 +17,8 @@ from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite, oracle
 from ampx.testing.bench import Bench
 from ampx.testing.checks import refused
 from judging import list_tests, suite_for
+from toy.explicit import ExplicitToy
 from toy.harness import ImplicitToyHarness
-from toy.implicit import ImplicitToy
 from toy.mutation import verbs
 
 FOLDER = pathlib.Path(ampx.testing.kit.__file__).parent
@@ -85,8 +85,8 @@ def test_failed_asserts_show_their_values():
 
 
 def test_a_declared_ability_without_its_verb_is_told_by_name():
-    claims = replace(ImplicitToy.capabilities, traces_overflow=True)
-    suite = suite_for(verbs("ClaimsTracing", capabilities=claims))()
+    claims = replace(ExplicitToy.capabilities, traces_overflow=True)
+    suite = suite_for(verbs("ClaimsTracing", ExplicitToy, capabilities=claims))()
     suite.setup_method()
     message = "ClaimsTracing.trace_overflow: Return a region .* Wanted because traces_overflow is declared"
     try:

@@ -14,6 +14,7 @@ from ampx.testing.refusals import REFUSALS
 from judging import judge, list_tests, suite_for
 from toy import framework
 from toy.explicit import BareToy, ExplicitToy
+from toy.misreading import left_open
 from toy.mutants import MUTANTS
 from toy.mutation import HalfToy, patched, verbs
 
@@ -26,7 +27,7 @@ def verdict(mutant, test, base=BackendSuite, **attributes):
         return judge(suite, test, mutant.patches())
     finally:
         framework.set_casting(framework.CastingState())
-        framework.around_modules.clear()
+        left_open.close()
 
 
 @functools.cache

@@ -219,6 +219,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("QuietNames", ExplicitToy, nonfinite_parameters=lambda self, optimizer, model: []),
     verbs("QuietPromotion", ExplicitToy, widest=lambda self, tree, at_least: at_least),
     verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
+    verbs("QuietTrace", ExplicitToy, trace_overflow=lambda self, model: nullcontext()),
     verbs("QuietWatch", BareToy, watch=lambda self, model, watching: nullcontext()),
     verbs("QuietForce", BareToy, force=lambda self, model, dtypes: nullcontext()),
     verbs("QuietReplay", BareToy, replay=lambda self, model, step, plan, scale=1.0: None),

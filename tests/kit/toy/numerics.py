@@ -4,131 +4,131 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
 
 import ampx
-from ampx.backend import CastPlan, Reading, Replayed, Stats, Step, Watching
+from ampx.backend import CastPlan, Direction, Replayed, Step, Watching
 from ampx.numerics.rounding import describe, round_to, sample
+from ampx.numerics.watching import FORCES, NUMBERS, WATCHERS, Calls, Log, Names, Reduced, last_match
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
 from toy.verbs import ToyVerbs, casting_of
 
-
-class Names:
-    """The names of modules: of those of a model, or of every model that is called."""
-
-    def __init__(self, model: Module | None, patterns: tuple[str, ...]) -> None:
-        self.of: dict[int, str] = {}
-        self.models: list[Module] = []
-        if model is None:
-            return
-        self.add(model)
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in self.of.values()):
-                raise ampx.UnsupportedOpError(
-                    f"{pattern!r} matches no module of the model; accepted: patterns of "
-                    f"{', '.join(map(repr, self.of.values()))}. Correct the pattern."
-                )
-
-    def add(self, model: Module) -> None:
-        """Name the modules of a model, unless they have names."""
-        if id(model) not in self.of:
-            prefix = f"{type(model).__name__}:" if self.models else ""
-            self.models.append(model)
-            self.of |= {id(module): prefix + name for name, module in model.named_modules()}
+# Who stands around the calls of modules.
+calls: Final = Calls(
+    lambda: framework.around_modules.append(calls.run), lambda: framework.around_modules.remove(calls.run)
+)
 
 
-class ToyWatch:
+def reduced(values: Any, dtype: str) -> Reduced:
+    """Count: what a framework leaves on its device."""
+    stats = describe(values, dtype)
+    lowest = stats.lowest if stats.elements > stats.nonfinite else math.inf
+    stats = replace(stats, smallest=stats.smallest or math.inf, lowest=lowest)
+    return stats.elements, [float(getattr(stats, name)) for name in NUMBERS]
+
+
+class Watcher:
     """Reads what runs inside its region."""
 
     def __init__(self, names: Names, watching: Watching) -> None:
         self.names, self.watching = names, watching
-        self.seen: list[Reading] = []
-        self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.inside: list[Module] = []
+        self.log = Log(watching, list, np.concatenate)
+        self.inside = [("", "")]
 
-    def readings(self) -> list[Reading]:
-        """Return what was seen."""
-        return list(self.seen)
-
-    def stats(self, *values: Any) -> Stats:
-        """Count."""
-        return describe([number for value in values for number in value], self.watching.dtype)
-
-    def note(self, operation: str, direction: Any, dtype: str, value: Any, **more: Any) -> None:
-        """Add a reading of the innermost module."""
-        module = self.inside[-1] if self.inside else None
-        name = self.names.of.get(id(module), "")
-        patterns = self.watching.modules
-        if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns):
+    def note(
+        self,
+        where: tuple[str, str],
+        operation: str,
+        direction: Direction,
+        dtype: str,
+        value: Any,
+        inputs: Sequence[Tensor] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Add a reading of a module, by its name and class."""
+        if not self.log.watches(where[0]):
             return
-        key = name, operation, direction
-        kept = sample(value, self.watching.samples) if self.watching.samples else None
-        kind = type(module).__name__
-        reading = Reading(
-            name, kind, operation, direction, self.calls[key], dtype, self.stats(value), sample=kept, **more
-        )
-        self.calls[key] += 1
-        self.seen.append(reading)
+        entry = self.log.add(*where, operation, direction)
+        entry.dtype, entry.seconds = dtype, seconds
+        entry.value.append(reduced(value, self.watching.dtype))
+        entry.inputs += [reduced(tensor.data, self.watching.dtype) for tensor in inputs]
+        if self.watching.samples:
+            entry.samples.append(sample(value, self.watching.samples))
 
-    def around_module(self, module: Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Read the output of a module, and its gradient once it is there."""
-        if not self.inside:
-            self.names.add(module)
-        self.inside.append(module)
-        try:
-            started = time.perf_counter()
-            output = call(x)
-            seconds = time.perf_counter() - started if self.watching.times else None
-            self.note("", "forward", output.dtype, output.data, inputs=self.stats(x.data), seconds=seconds)
-        finally:
-            self.inside.pop()
+    def behind(self, tensor: Tensor, where: tuple[str, str], operation: str) -> Tensor:
+        """Return a tensor whose gradient is read."""
 
         def noted(upstream: tuple[Any, ...]) -> tuple[Any, ...]:
-            self.inside.append(module)
-            self.note("", "backward", output.dtype, upstream)
-            self.inside.pop()
+            self.note(where, operation, "backward", tensor.dtype, upstream)
             return upstream
 
-        return Tensor(output.data, output.dtype, [(output, noted)])
+        return Tensor(tensor.data, tensor.dtype, [(tensor, noted)])
+
+    def call(self, module: Module, forward: Callable[..., Any], inputs: tuple[Any, ...], options: Any) -> Tensor:
+        """Read the output of a module, and its gradient once it is there."""
+        name = self.names.of(module)
+        if name is None:
+            return forward(*inputs)
+        where = name, type(module).__name__
+        self.inside.append(where)
+        try:
+            started = time.perf_counter()
+            output = forward(*inputs)
+            seconds = time.perf_counter() - started if self.watching.times else None
+        finally:
+            self.inside.pop()
+        self.note(where, "", "forward", output.dtype, output.data, inputs, seconds)
+        return self.behind(output, where, "")
 
     def around_operation(self, name: str, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Read the output of an operation, and the gradients of its inputs."""
-        module = self.inside[-1] if self.inside else None
-
-        def reads(tensor: Tensor) -> Tensor:
-            def noted(upstream: tuple[Any, ...]) -> tuple[Any, ...]:
-                self.inside.append(module)  # type: ignore[arg-type]
-                self.note(name, "backward", tensor.dtype, upstream)
-                self.inside.pop()
-                return upstream
-
-            return Tensor(tensor.data, tensor.dtype, [(tensor, noted)])
-
-        output = call(*map(reads, inputs))
-        self.note(name, "forward", output.dtype, output.data, inputs=self.stats(*(tensor.data for tensor in inputs)))
+        where = self.inside[-1]
+        output = call(*(self.behind(tensor, where, name) for tensor in inputs))
+        self.note(where, name, "forward", output.dtype, output.data, inputs)
         return output
+
+
+class Forcer:
+    """Computes modules in dtypes of their own."""
+
+    def __init__(self, names: Names, dtypes: Mapping[str, str], simulated: frozenset[str]) -> None:
+        self.names, self.dtypes, self.simulated = names, dtypes, simulated
+
+    def call(self, module: Module, forward: Callable[..., Any], inputs: tuple[Any, ...], options: Any) -> Tensor:
+        """Compute one."""
+        name = self.names.of(module)
+        dtype = None if name is None else last_match(name, self.dtypes)
+        if dtype is None:
+            return forward(*inputs)
+        if dtype in self.simulated:
+            return rounded(forward(*(rounded(x, dtype) for x in inputs)), dtype)
+        with framework.autocast(CastingState(None if dtype == "float32" else dtype)):
+            return forward(*(x.to(dtype) for x in inputs))
 
 
 class ToyNumerics(ToyVerbs):
     """Looks at the toy's modules."""
 
     @contextmanager
-    def watch(self, model: Module | None, watching: Watching) -> Iterator[ToyWatch]:
+    def watch(self, model: Module | None, watching: Watching) -> Iterator[Log]:
         """Read what modules compute."""
-        watch = ToyWatch(Names(model, watching.modules), watching)
-        before = list(framework.around_modules), list(framework.around_operations)
-        framework.around_modules.append(watch.around_module)
-        if watching.operations:
-            framework.around_operations.append(watch.around_operation)
-        try:
-            yield watch
-        finally:
-            framework.around_modules[:], framework.around_operations[:] = before
+        names = Names(model, Module.named_modules)
+        names.check(watching.modules, "watch")
+        watcher = Watcher(names, watching)
+        with calls.around((WATCHERS, watcher)):
+            if watching.operations:
+                framework.around_operations.append(watcher.around_operation)
+            try:
+                yield watcher.log
+            finally:
+                if watching.operations:
+                    framework.around_operations.remove(watcher.around_operation)
 
     @contextmanager
     def force(self, model: Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
@@ -140,32 +140,10 @@ class ToyNumerics(ToyVerbs):
                     f"dtype={dtype!r} is neither computed nor simulated by the toy; accepted: "
                     f"{', '.join([*FLOATING, *sorted(simulated)])}. Pass one of these."
                 )
-        names = Names(model, tuple(dtypes))
-        depth = [0]
-
-        def around(module: Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-            if not depth[0]:
-                names.add(module)
-            name = names.of.get(id(module))
-            matches = [dtype for pattern, dtype in dtypes.items() if name is not None and fnmatchcase(name, pattern)]
-            depth[0] += 1
-            try:
-                if not matches:
-                    return call(x)
-                if matches[-1] in simulated:
-                    return rounded(call(rounded(x, matches[-1])), matches[-1])
-                state = CastingState(None if matches[-1] == "float32" else matches[-1])
-                with framework.autocast(state):
-                    return call(x.to(matches[-1]))
-            finally:
-                depth[0] -= 1
-
-        before = list(framework.around_modules)
-        framework.around_modules.append(around)
-        try:
+        names = Names(model, Module.named_modules)
+        names.check(dtypes, "force")
+        with calls.around((FORCES, Forcer(names, dtypes, simulated))):
             yield
-        finally:
-            framework.around_modules[:] = before
 
     def replay(self, model: Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
         """Compute a batch and its gradients, and put everything back."""
