@@ -1,0 +1,197 @@
+"""What the backends' `watch` and `force` have in common: who stands around calls, names, and numbers to be read."""
+
+import math
+
+import numpy as np
+import pytest
+
+import ampx
+from ampx.backend import CastPlan, Reading, Stats, Watching
+from ampx.numerics.overflow import OverflowTrace, trace_overflow
+from ampx.numerics.rounding import describe
+from ampx.numerics.watching import (
+    FORCES,
+    GRADIENTS,
+    NUMBERS,
+    WATCHERS,
+    Calls,
+    Log,
+    Names,
+    combined,
+    is_module,
+    last_match,
+    module_dtypes,
+)
+from toy.framework import Dense, Module, Tensor
+from toy.harness import ImplicitToyHarness
+from toy.implicit import ImplicitToy
+
+
+class Noting:
+    """Notes that it stands around a call."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def call(self, module, forward, inputs, options):
+        self.notes.append(self.name)
+        return [*forward(*inputs, **options), self.name]
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def calls(notes):
+    return Calls(lambda: notes.append("install"), lambda: notes.append("uninstall"))
+
+
+def test_who_watches_stands_outside_of_who_forces(calls, notes):
+    force, watch, gradient = (Noting(name, notes) for name in ("force", "watch", "gradient"))
+    with calls.around((FORCES, force)), calls.around((WATCHERS, watch), (GRADIENTS, gradient)):
+        assert calls.run(None, lambda x, y: [x + y], 1, y=2) == [3, "force", "watch", "gradient"]
+        assert calls.run(None, lambda: []) == ["force", "watch", "gradient"]
+    assert notes == ["install", *["gradient", "watch", "force"] * 2, "uninstall"]
+
+
+def test_the_last_of_a_rank_stands_innermost(calls, notes):
+    with calls.around((FORCES, Noting("first", notes))), calls.around((FORCES, Noting("second", notes))):
+        assert calls.run(None, lambda: []) == ["second", "first"]
+
+
+def test_calls_are_put_back_after_an_exception(calls, notes):
+    with pytest.raises(KeyError), calls.around((FORCES, Noting("a", notes))):
+        raise KeyError
+    assert notes == ["install", "uninstall"]
+    assert calls.run(None, lambda: [7]) == [7]
+
+
+def weight():
+    return Tensor([1.0], parameter=True)
+
+
+def test_modules_are_named_within_their_model():
+    shared = Dense(weight())
+    model = Module(a=shared, b=Module(c=Dense(weight()), again=shared))
+    names = Names(model, Module.named_modules)
+    b = model.modules["b"]
+    assert [names.of(module) for module in (model, shared, b, b.modules["c"])] == ["", "a", "b", "b.c"]
+    assert names.of(Dense(weight())) is None
+
+
+def test_without_a_model_the_second_that_is_called_has_a_prefix():
+    first, second = Module(a=Dense(weight())), Module(a=Dense(weight()))
+    names = Names(None, Module.named_modules)
+    called = (first, first.modules["a"], second, second.modules["a"], first)
+    assert [names.of(module) for module in called] == ["", "a", "Module:", "Module:a", ""]
+
+
+def test_a_pattern_that_matches_nothing_is_refused_where_the_model_is_known():
+    names = Names(Module(a=Dense(weight())), Module.named_modules)
+    names.check(["a", "*", ""], "watch")
+    with pytest.raises(ampx.UnsupportedOpError, match=r"watch got the pattern 'b\*'.*'', 'a'\. Correct it"):
+        names.check(["a", "b*"], "watch")
+    Names(None, Module.named_modules).check(["b*"], "watch")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("a.b", "float16"), ("a.c", "bfloat16"), ("a", None), ("b", "float32")])
+def test_the_last_pattern_that_matches_holds(name, dtype):
+    assert last_match(name, {"a.*": "bfloat16", "?": "float32", "*b": "float16", "[b]": "float32", "a": None}) == dtype
+
+
+def test_entries_for_modules_are_told_from_operations():
+    plan = CastPlan("cpu", "bfloat16", allow=("mul", "module:a*", abs, "module:c"), deny=("module:a*", "exp"))
+    assert [is_module(entry) for entry in plan.allow] == [False, True, False, True]
+    assert module_dtypes(plan) == {"a*": "float32", "c": "bfloat16"}
+
+
+def numbers(values):
+    """Return what a backend would: no such element is infinity."""
+    stats = describe(values)
+    read = {**vars(stats), "smallest": stats.smallest or math.inf}
+    read["lowest"] = stats.lowest if stats.elements > stats.nonfinite else math.inf
+    return stats.elements, [float(read[name]) for name in NUMBERS]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [[]],
+        [[0.0, 0.0]],
+        [[math.inf, math.nan]],
+        [[1.0, -2.0], [], [math.nan]],
+        [[1e-9, 7e4], [-7e4, 0.0], [math.inf, 3.0]],
+        [[5.0], [2.0, 3.0]],
+    ],
+)
+def test_several_tensors_count_as_all_their_elements(parts):
+    assert combined([numbers(part) for part in parts]) == describe([value for part in parts for value in part])
+
+
+def test_a_log_counts_calls_by_direction_and_leaves_out_what_never_came():
+    brought = []
+
+    def read(device):
+        brought.append(len(device))
+        return list(device)
+
+    log = Log(Watching(modules=("a*",)), read, np.concatenate)
+    assert [log.watches(name) for name in ("a", "a.b", "b", "")] == [True, True, False, False]
+    for values in ([1.0, -3.0], [math.inf]):
+        entry = log.add("a", "Dense", "", "forward")
+        entry.dtype = "float16"
+        entry.value.append(numbers(values))
+        entry.inputs += [numbers([2.0]), numbers([4.0, 8.0])]
+        entry.samples += [np.float32(values), np.float32([9.0])]
+        log.add("a", "Dense", "", "backward")
+    first, second = log.readings()
+    assert brought == [6]  # all at once
+    assert (first.call, second.call, first.seconds, first.place) == (0, 1, None, "")
+    assert second.value == Stats(elements=1, nonfinite=1)
+    assert first.inputs == describe([2.0, 4.0, 8.0])
+    np.testing.assert_array_equal(first.sample, np.float32([1.0, -3.0, 9.0]))
+
+
+def test_without_patterns_every_module_is_watched():
+    assert Log(Watching(), list, np.concatenate).watches("any")
+
+
+class Seen:
+    """A watch that has seen some values."""
+
+    def __init__(self, *readings):
+        self._readings = list(readings)
+
+    def readings(self):
+        return self._readings
+
+
+def reading(module, value, inputs, direction="forward"):
+    return Reading(module, "Dense", "", direction, 0, "float16", describe(value), describe(inputs))
+
+
+def test_an_overflow_is_told_with_where_it_came_from():
+    fine, behind = reading("a", [1.0], [1.0]), reading("b", [math.inf], [1.0], "backward")
+    assert str(OverflowTrace(Seen(fine, behind))) == "no module's output overflowed"
+    trace = OverflowTrace(Seen(fine, reading("", [math.inf, 1.0], [3.5, 2.0]), reading("b", [math.nan], [1.0])))
+    assert str(trace) == (
+        "(the model) (Dense): 1 of 2 outputs in float16 are not finite; its inputs were finite, "
+        "the largest finite one being 3.5"
+    )
+    carried = OverflowTrace(Seen(reading("c", [math.nan], [math.inf, 2.0])))
+    assert "its inputs were not finite either" in str(carried)
+
+
+def test_an_overflow_is_traced_while_the_region_lasts():
+    model, run, name = ImplicitToyHarness().overflowing()
+    with trace_overflow(ImplicitToy(), model) as trace:
+        assert trace.first is None
+        run()
+        assert (trace.first.module, trace.first.dtype) == (name, "float16")
+    with trace_overflow(ImplicitToy(), model) as after:
+        pass
+    run()
+    assert after.first is None
