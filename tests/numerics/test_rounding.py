@@ -91,3 +91,13 @@ def test_nothing_and_nothing_finite_have_no_largest_number():
 @pytest.mark.parametrize(("elements", "samples", "kept"), [(6, 4, [0, 2, 4]), (4, 4, [0, 1, 2, 3]), (9, 2, [0, 5])])
 def test_a_sample_is_strided_in_row_major_order(elements, samples, kept):
     assert sample(np.arange(elements, dtype=np.float32).reshape(-1, 1), samples).tolist() == kept
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_format_knows_where_numbers_flush_and_where_they_overflow(dtype):
+    form = FORMATS[dtype]
+    flushes, overflows = np.float32(form.flushes_to), np.float32(form.overflows_from)
+    values = [flushes, np.nextafter(flushes, np.float32(1)), np.nextafter(overflows, np.float32(0)), overflows]
+    low = round_to(values, dtype)
+    np.testing.assert_array_equal(low[:3], np.float32([0.0, form.smallest, form.largest]))
+    assert not np.isfinite(low[3])

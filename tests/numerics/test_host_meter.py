@@ -1,0 +1,89 @@
+"""Every hundredth step is metered where it updates; samples are of a pretended parameter, so that all is known."""
+
+import types
+
+import numpy as np
+import pytest
+
+from ampx.events import PrecisionLost
+from ampx.numerics.host_meter import HostMeter, Sampled
+
+SCALE = 1024.0
+
+
+class Training:
+    """One parameter, that every step moves by the same."""
+
+    def __init__(self, gradient, moves, stage="scaled", factors=(SCALE,), enabled=True, applied=True):
+        self.values, self.looks, self.events = np.float32([1.0, 1.0, 1.0, 1.0]), 0, []
+        self.gradient, self.moves = gradient, np.float32(moves)
+        state = types.SimpleNamespace(scale=SCALE, consecutive_skips=0)
+        group = types.SimpleNamespace(
+            enabled=enabled, framework="toy", index=1, states={0: state}, send=self.events.append
+        )
+        self.member = types.SimpleNamespace(
+            group=group,
+            stage=stage,
+            factors=dict(enumerate(factors)),
+            factor=factors[0],
+            result=types.SimpleNamespace(applied=applied),
+        )
+        self.meter = HostMeter("float16", self.look)
+
+    def look(self):
+        self.looks += 1
+        return [Sampled("weight", "float32", self.values.copy(), self.gradient)]
+
+    def run(self):
+        self.values = self.values - self.moves
+        return "done"
+
+    def train(self, steps):
+        assert {self.meter.step(self.member, self.run) for _ in range(steps)} == {"done"}
+        return self.meter.last()
+
+
+def test_the_hundredth_step_is_metered_and_no_other():
+    training = Training(np.float32([1.0, 2.0, 4.0, 0.0]), [0.0, 0.25, 0.25, 0.0])
+    assert training.train(99) is None
+    assert training.looks == 0
+    meter = training.train(1)
+    entry = meter.parameters[0]
+    assert (meter.step, meter.dtype, meter.scale) == (100, "float16", SCALE)
+    assert (entry.name, entry.sampled, entry.moved, entry.unchanged, entry.flushed) == ("weight", 4, 3, 1, 0)
+    assert training.train(99) is meter
+    assert training.looks == 2  # before and after
+    assert training.events == []  # a third is less than a half
+
+
+@pytest.mark.parametrize(
+    ("gradient", "moves", "lost", "flushed"),
+    [([1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.5, 0.5], 0.5, 0.0), ([2.0**-26, 1.0, 1.0, 1.0], [0.5] * 4, 0.0, 0.25)],
+)
+def test_precision_that_is_lost_is_an_event(gradient, moves, lost, flushed):
+    training = Training(np.float32(gradient), moves)
+    meter = training.train(100)
+    assert (meter.lost, meter.flushed) == (lost, flushed)
+    assert training.events == [PrecisionLost("toy", 1, 0, 100, SCALE, SCALE, 0, lost, flushed)]
+
+
+@pytest.mark.parametrize(("stage", "flushed"), [("scaled", 4), ("unscaled", 0)])
+def test_gradients_that_were_divided_are_metered_as_the_loss_scale_made_them(stage, flushed):
+    training = Training(np.float32([2.0**-30] * 4), [0.5] * 4, stage)  # times 2**10 it is beyond what flushes
+    assert training.train(100).parameters[0].flushed == flushed
+
+
+def test_with_several_loss_scales_gradients_are_metered_as_they_are():
+    training = Training(np.float32([2.0**-30] * 4), [0.5] * 4, "unscaled", (SCALE, 2.0))
+    meter = training.train(100)
+    assert (meter.scale, meter.parameters[0].flushed) == (1.0, 4)
+
+
+def test_a_parameter_without_a_gradient_has_no_headroom():
+    entry = Training(None, [0.0] * 4).train(100).parameters[0]
+    assert (entry.moved, entry.headroom) == (0, None)
+
+
+@pytest.mark.parametrize("options", [{"enabled": False}, {"stage": "idle"}, {"applied": False}])
+def test_a_step_that_does_not_update_by_scaled_gradients_is_not_metered(options):
+    assert Training(np.float32([1.0] * 4), [0.0] * 4, **options).train(100) is None
