@@ -11,6 +11,7 @@ import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -176,6 +177,10 @@ class Watching:
     operations: bool = False
     samples: int = 0
     times: bool = False
+
+    def watches(self, module: str) -> bool:
+        """Return whether a module of this name is to be read."""
+        return not self.modules or any(fnmatchcase(module, pattern) for pattern in self.modules)
 
 
 @dataclass(frozen=True)

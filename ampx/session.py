@@ -652,7 +652,7 @@ def init(
     found_level = find_level(level)
     wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
     scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)
-    allowed, denied = _entries("allow", allow), _entries("deny", deny)
+    allowed, denied = listed("allow", allow), listed("deny", deny)
     _check_choice("on_unsupported", on_unsupported, ("raise", "warn"))
     _check_choice("nan_loss", nan_loss, ("auto", "raise", "skip"))
     _check_choice("process_wide", process_wide, (True, False))
@@ -757,7 +757,12 @@ def _default_scale(dtype: Dtype | None, level: Level) -> LossScale:
     return LossScale() if level.scales_loss and dtype == "float16" else LossScale.static(1.0)
 
 
-def _entries(name: str, entries: Iterable[Any]) -> tuple[Any, ...]:
+def listed(name: str, entries: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the entries of allow or deny.
+
+    Raises:
+        InvalidOptionError: It is text, or no list.
+    """
     if isinstance(entries, str) or not isinstance(entries, Iterable):
         raise InvalidOptionError(f"{name}={entries!r} is not a list; accepted: a list of entries. Pass [{entries!r}].")
     return tuple(entries)

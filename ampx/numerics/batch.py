@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from ampx.backend import Backend, CastPlan, Device, Reading, Replayed, Step, Watching
-from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedLevelError, shown
+from ampx.errors import UnsupportedDtypeError, UnsupportedLevelError
 from ampx.plugins import default_registry
-from ampx.policy import OptLevel, find_level, normalise_dtype
-from ampx.session import sessions
+from ampx.policy import Dtype, OptLevel, find_level, normalise_dtype
+from ampx.session import listed, sessions
 
 from .formats import FORMATS
+from .watching import is_module, module_dtypes
 
-MODULE: Final = "module:"
 SAMPLES: Final = 4096
 # Where the loss scale of float16 begins, as `LossScale` has it.
 INIT_SCALE: Final = 2.0**16
@@ -119,8 +119,7 @@ class Batch:
         if dtype == "float32" or level == "O0":
             return FLOAT32
         allowed, denied = listed("allow", allow), listed("deny", deny)
-        forced = {entry.removeprefix(MODULE): dtype for entry in allowed if _is_module(entry)}
-        forced |= {entry.removeprefix(MODULE): "float32" for entry in denied if _is_module(entry)}
+        forced = module_dtypes(CastPlan(self.device.name, cast(Dtype, dtype), "O1", allowed, denied))
         can = self.backend.capabilities
         computed = self.device.native | self.device.emulated
         if simulate or dtype not in computed:
@@ -131,7 +130,7 @@ class Batch:
                     f"one of these."
                 )
             return Casting(dtype, None, {"*": dtype, **forced}, simulated=True)
-        operations = [[entry for entry in entries if not _is_module(entry)] for entries in (allowed, denied)]
+        operations = [[entry for entry in entries if not is_module(entry)] for entries in (allowed, denied)]
         plan = CastPlan(self.device.name, normalise_dtype(dtype), "O1", tuple(operations[0]), tuple(operations[1]))
         return Casting(dtype, self.backend.check_plan(plan), forced)
 
@@ -173,23 +172,6 @@ def fitting_scale(dtype: str, reference: Seen) -> float:
 def scaled(dtype: str) -> bool:
     """Return whether a dtype needs a loss scale: it has fewer exponents than float32."""
     return FORMATS[dtype].smallest > FORMATS["bfloat16"].smallest
-
-
-def _is_module(entry: object) -> bool:
-    return isinstance(entry, str) and entry.startswith(MODULE)
-
-
-def listed(name: str, entries: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the entries of allow or deny.
-
-    Raises:
-        InvalidOptionError: It is text.
-    """
-    if isinstance(entries, str):
-        raise InvalidOptionError(
-            f"{name}={shown(entries)} is no list; accepted: a list of entries. Pass [{entries!r}]."
-        )
-    return tuple(entries)
 
 
 def plain(value: Any) -> Any:

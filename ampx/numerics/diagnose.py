@@ -13,6 +13,7 @@ from ampx.policy import OptLevel
 from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
 from .formats import FORMATS
 from .operations import family
+from .watching import MODULE
 
 Kind = Literal[
     "healthy",
@@ -301,7 +302,7 @@ _INIT: Final = "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])"
 def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
     """Return what to do, as code."""
     form = FORMATS[dtype]
-    entry = f"module:{place.module}" if place is not None and place.module else ""
+    entry = f"{MODULE}{place.module}" if place is not None and place.module else ""
     deny = (
         f"{_INIT.format(dtype=dtype, entry=entry)}  # keep it in float32"
         if entry

@@ -13,9 +13,11 @@ from typing import Any, Final
 from ampx.backend import CastPlan, Reading, Step, Watching
 from ampx.errors import InvalidOptionError, UnsupportedOpError, shown
 from ampx.policy import OptLevel
+from ampx.session import listed
 
-from .batch import FLOAT32, MODULE, SAMPLES, Batch, Casting, Seen, fitting_scale, listed, plain, scaled
+from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
 from .compare import Comparison, ModuleError, bound, compared, relative_error
+from .watching import MODULE
 
 # Gradients that are further off than this are of another direction, whatever rounding explains.
 LARGEST_TOLERANCE: Final = 0.25

@@ -18,10 +18,11 @@ from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import MODULE, Seen, fitting_scale, scaled
+from .batch import Seen, fitting_scale, scaled
 from .compare import bound, module_errors, relative_error, unscaled
 from .trial import Outcome, Trial, run_trial
 from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
+from .watching import MODULE, module_patterns
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
@@ -328,7 +329,7 @@ def to_file(policy: TunedPolicy) -> PolicyFile:
 
 def exclusions(policy: TunedPolicy) -> tuple[str, ...]:
     """Return the modules that stay in float32 as the names of their nodes in an exported ONNX graph, with wildcards."""
-    names = [choice.entry.removeprefix(MODULE) for choice in policy.deny if choice.entry.startswith(MODULE)]
+    names = module_patterns(choice.entry for choice in policy.deny)
     return tuple("/" + name.removesuffix(".*").replace(".", "/") + "/*" for name in names if not name.endswith(".*"))
 
 

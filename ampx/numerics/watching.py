@@ -121,13 +121,22 @@ class Names:
         """
         if self._open:
             return
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in self._names.values()):
-                shown = ", ".join(map(repr, list(self._names.values())[:8]))
-                raise UnsupportedOpError(
-                    f"{call} got the pattern {pattern!r}, which matches no module of the model; accepted: patterns of "
-                    f"names such as {shown}. Correct it."
-                )
+        check_patterns(call, patterns, list(self._names.values()))
+
+
+def check_patterns(call: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raise for a pattern that matches none of the names of a model's modules.
+
+    Raises:
+        UnsupportedOpError: There is one.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(map(repr, names[:8]))
+            raise UnsupportedOpError(
+                f"{call} got the pattern {pattern!r}, which matches no module of the model; accepted: patterns of "
+                f"names such as {shown}. Correct it."
+            )
 
 
 def last_match(name: str, dtypes: Mapping[str, str]) -> str | None:
@@ -185,11 +194,6 @@ class Log:
         self._calls: Counter[tuple[str, str, Direction]] = Counter()
         self._lock = threading.Lock()
 
-    def watches(self, module: str) -> bool:
-        """Return whether a module of this name is read."""
-        patterns = self.watching.modules
-        return not patterns or any(fnmatchcase(module, pattern) for pattern in patterns)
-
     def add(self, module: str, kind: str, operation: str, direction: Direction) -> Entry:
         """Note the next call in a direction, and return where its values belong."""
         with self._lock:
@@ -238,15 +242,22 @@ def stride(elements: int, samples: int) -> int:
     return max(1, -(-elements // samples))
 
 
-_MODULE: Final = "module:"
+# What an entry of allow or deny begins with that names modules.
+MODULE: Final = "module:"
 
 
 def is_module(entry: Any) -> bool:
     """Return whether an entry of allow or deny names modules: `"module:pattern"`."""
-    return isinstance(entry, str) and entry.startswith(_MODULE)
+    return isinstance(entry, str) and entry.startswith(MODULE)
+
+
+def module_patterns(entries: Iterable[Any]) -> list[str]:
+    """Return the patterns of names of modules among entries of allow or deny."""
+    return [entry.removeprefix(MODULE) for entry in entries if is_module(entry)]
 
 
 def module_dtypes(plan: CastPlan) -> dict[str, str]:
     """Return the dtype of each pattern of modules in a plan, for `last_match`: deny outdoes allow."""
-    low = {entry.removeprefix(_MODULE): str(plan.dtype) for entry in plan.allow if is_module(entry)}
-    return low | {entry.removeprefix(_MODULE): "float32" for entry in plan.deny if is_module(entry)}
+    denied = dict.fromkeys(module_patterns(plan.deny), "float32")
+    allowed = [pattern for pattern in module_patterns(plan.allow) if pattern not in denied]
+    return {**dict.fromkeys(allowed, str(plan.dtype)), **denied}

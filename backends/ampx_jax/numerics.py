@@ -469,7 +469,7 @@ class Reader:
                     break
         for region, own in zip(self._watches, entries, strict=True):
             watching = region.watching
-            if not _matches(watching, module):
+            if not watching.watches(module):
                 continue
             own.append(
                 self._entry(
@@ -483,7 +483,7 @@ class Reader:
         around = scopes.scopes_of(path)
         module, kind = around[-1] if around else ("", "")
         self.seen.update(scope.name for scope in around)
-        if "rematted_computation" in path or not _matches(watching, module):
+        if "rematted_computation" in path or not watching.watches(module):
             return
         outputs = [value for value in results if is_floating(value)]
         if not outputs:
@@ -525,10 +525,6 @@ def _unneeded(jaxpr: Any) -> frozenset[int]:
         elif equation.primitive.name != "convert_element_type":
             places.add(place)
     return frozenset(places)
-
-
-def _matches(watching: Watching, module: str) -> bool:
-    return not watching.modules or any(fnmatchcase(module, pattern) for pattern in watching.modules)
 
 
 # The product in low precision has the name that it has in float32, so that replays can be compared.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import ampx
 from ampx.backend import CastPlan
+from ampx.numerics.watching import is_module, module_dtypes
 
 
 def _names_in(text: str) -> frozenset[str]:
@@ -37,9 +38,6 @@ FOLLOW: Final = _names_in(
 )
 
 
-_MODULE: Final = "module:"
-
-
 @dataclass(frozen=True)
 class JaxPlan(CastPlan):
     """A plan whose lists are resolved to names of primitives and of compiled functions."""
@@ -52,7 +50,6 @@ class JaxPlan(CastPlan):
 def resolve(plan: CastPlan) -> JaxPlan:
     """Check the op lists and give the plan that the interpreter reads."""
     allow, deny = _names("allow", plan.allow), _names("deny", plan.deny)
-    forced = [(entry, plan.dtype) for entry in plan.allow] + [(entry, "float32") for entry in plan.deny]
     return JaxPlan(
         plan.device,
         plan.dtype,
@@ -61,17 +58,12 @@ def resolve(plan: CastPlan) -> JaxPlan:
         plan.deny,
         low=(LOW - deny) | allow,
         full=((FULL - allow) | deny) - (allow - deny),
-        forced=tuple((entry.removeprefix(_MODULE), dtype) for entry, dtype in forced if _is_pattern(entry)),
+        forced=tuple(module_dtypes(plan).items()),
     )
 
 
 def _names(option: str, entries: Iterable[Any]) -> frozenset[str]:
-    return frozenset(_name(option, entry) for entry in entries if not _is_pattern(entry))
-
-
-def _is_pattern(entry: Any) -> bool:
-    """Return whether an entry names modules."""
-    return isinstance(entry, str) and entry.startswith(_MODULE)
+    return frozenset(_name(option, entry) for entry in entries if not is_module(entry))
 
 
 def _name(option: str, entry: Any) -> str:

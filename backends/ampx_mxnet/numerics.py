@@ -168,7 +168,7 @@ class _Watcher:
         name = None if is_traced(inputs) else self._names.of(block)
         if name is None:
             return forward(*inputs, **options)
-        kind, watched = type(block).__name__, self.log.watches(name)
+        kind, watched = type(block).__name__, self.log.watching.watches(name)
         # Before the block can change them in place.
         received = self.reduce(inputs) if watched else []
         blocks = _thread.blocks
@@ -209,7 +209,7 @@ class _Watcher:
     def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
         """Read what an operation returns, and have read what its part of the backward pass returns."""
         module, kind = _thread.blocks[-1] if _thread.blocks else ("", "")
-        if not self.log.watches(module):
+        if not self.log.watching.watches(module):
             return operation(*args, **options)
         place, received = script_line(), self.reduce((args, options))
 

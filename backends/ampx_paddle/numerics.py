@@ -137,7 +137,7 @@ class _Watcher:
         name = self._names.of(layer)
         if name is None:
             return forward(*inputs, **options)
-        kind, watched = type(layer).__name__, self.log.watches(name)
+        kind, watched = type(layer).__name__, self.log.watching.watches(name)
         # Before the layer can change them in place.
         received = self.reduce((inputs, options)) if watched else []
         layers = _thread.layers
@@ -179,7 +179,7 @@ class _Watcher:
     def operate(self, name: str, operation: Callable[..., Any], args: Any, options: Any) -> Any:
         """Read what an operation returns, and have read what its part of the backward pass returns."""
         module, kind = _thread.layers[-1] if _thread.layers else ("", "")
-        if _thread.quiet or not self.log.watches(module):
+        if _thread.quiet or not self.log.watching.watches(module):
             return operation(*args, **options)
         place, received = script_line(), self.reduce((args, options))
         output = operation(*args, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ampx.backend import CastPlan, map_leaves
 from ampx.errors import UnsupportedByBackendError
+from ampx.numerics.watching import check_patterns, is_module, module_dtypes
 from ampx.policy import Dtype
 
 from . import retracing
@@ -168,12 +169,6 @@ def restore() -> None:
     _session.prepared.clear()
 
 
-def module_patterns(entries: Iterable[Any]) -> list[str]:
-    """Return the patterns of names of modules among the entries of `allow` or `deny`."""
-    prefix = "module:"
-    return [entry[len(prefix) :] for entry in entries if isinstance(entry, str) and entry.startswith(prefix)]
-
-
 def check_entries(plan: CastPlan) -> None:
     """Raise for an entry of `allow` or `deny` that does not name modules.
 
@@ -181,7 +176,7 @@ def check_entries(plan: CastPlan) -> None:
         UnsupportedByBackendError: There is one.
     """
     for entry in (*plan.allow, *plan.deny):
-        if not module_patterns([entry]):
+        if not is_module(entry):
             raise UnsupportedByBackendError(
                 f"backend 'tensorflow' does not support operations in allow and deny, and got {entry!r}: it casts by "
                 f"layers; accepted: 'module:pattern' with a pattern of names of layers. Leave it out, or cast in the "
@@ -214,14 +209,13 @@ def prepare(model: Any, plan: CastPlan) -> Any:
 
 def _forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
     """Return the dtypes of layers that `allow` and `deny` name, by identity."""
-    allowed, denied = module_patterns(plan.allow), module_patterns(plan.deny)
-    if not allowed and not denied:
+    dtypes = module_dtypes(plan)
+    if not dtypes:
         return {}
     from .numerics import forcing, names  # they need this module
 
-    dtypes = {**dict.fromkeys(allowed, str(plan.dtype)), **dict.fromkeys(denied, "float32")}
     layers = dict(names.walk(model))
-    names.check_patterns(list(dtypes), list(layers))
+    check_patterns("prepare", dtypes, list(layers))
     held = {name: forcing.find_dtype(dtypes, name) for name in layers}
     return {id(layers[name]): dtype for name, dtype in held.items() if dtype is not None}
 

@@ -10,16 +10,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import keras
 import tensorflow as tf
 
 from ampx.errors import UnsupportedDtypeError
+from ampx.numerics.watching import check_patterns, last_match
 from ampx.policy import Dtype
 from ampx_tensorflow import casting, devices, products, retracing
 
-from .names import Call, Modules, check_patterns, matching
+from .names import Call, Modules
 
 # Dtypes to which values are rounded.
 SIMULATED: Final = {
@@ -120,7 +122,7 @@ class Forcing:
             args, kwargs = _rounded((args, kwargs), dtype, gradients=False)
             return _rounded(native(*args, **kwargs), dtype, gradients=True)
         is_layer = isinstance(call.module, keras.layers.Layer)
-        if not is_layer and own_dtype(self._dtypes, call.name) is not None and dtype == "float32":
+        if not is_layer and last_match(call.name, self._dtypes) is not None and dtype == "float32":
             args, kwargs = casting.cast((args, kwargs), "float32")
         before = self._innermost.dtype
         self._innermost.dtype = None if is_layer else dtype  # type: ignore[assignment]
@@ -139,7 +141,7 @@ class Forcing:
     def unmatched(self) -> list[str]:
         """List the patterns that matched no module so far."""
         names = self.modules.names
-        return [pattern for pattern in self._dtypes if not any(matching(pattern, name) for name in names)]
+        return [pattern for pattern in self._dtypes if not any(fnmatchcase(name, pattern) for name in names)]
 
     @property
     def is_low(self) -> bool:
@@ -147,14 +149,9 @@ class Forcing:
         return any(dtype in ("float16", "bfloat16") for dtype in self._dtypes.values())
 
 
-def own_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
-    """Return the dtype of the last pattern that matches a name; None where none does."""
-    return next((dtype for pattern, dtype in reversed([*dtypes.items()]) if matching(pattern, name)), None)
-
-
 def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
     """Return the dtype of a module: its own, or that of the innermost module around it that has one."""
-    own, outer = own_dtype(dtypes, name), _outer(name)
+    own, outer = last_match(name, dtypes), _outer(name)
     return own if own is not None or outer is None else find_dtype(dtypes, outer)
 
 
@@ -217,7 +214,7 @@ def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[Forcing]:
     check_dtypes(dtypes)
     modules = Modules(model)
     if model is not None:
-        check_patterns(list(dtypes), modules.names)
+        check_patterns("force", dtypes, modules.names)
     forcing = Forcing(modules, dtypes)
     with ExitStack() as stack:
         stack.callback(forcing.policies.restore)

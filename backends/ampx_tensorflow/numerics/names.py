@@ -5,17 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import keras
 import tensorflow as tf
-
-from ampx.errors import UnsupportedOpError
 
 # Receives the call, the module's own function, and the arguments; returns what the call returns.
 Around: TypeAlias = Callable[["Call", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -119,26 +116,6 @@ def parameters(model: Any) -> list[tuple[str, Any]]:
 
 def _is_trainable(candidate: object) -> bool:
     return isinstance(candidate, tf.Variable) and bool(candidate.trainable)
-
-
-def matching(pattern: str, name: str) -> bool:
-    """Return whether a name matches a pattern."""
-    return fnmatchcase(name, pattern)
-
-
-def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise for a pattern that matches no module.
-
-    Raises:
-        UnsupportedOpError: There is one.
-    """
-    for pattern in patterns:
-        if not any(matching(pattern, name) for name in names):
-            shown = ", ".join(repr(name) for name in names[:10]) + (", …" if len(names) > 10 else "")
-            raise UnsupportedOpError(
-                f"the pattern {pattern!r} matches no module of the model; accepted: patterns of the names {shown}. "
-                f"Correct the pattern."
-            )
 
 
 class _Stack(threading.local):

@@ -25,9 +25,10 @@ from tensorflow.python.framework import op_callbacks
 
 from ampx.backend import Direction, Reading, Watching
 from ampx.callers import script_line
+from ampx.numerics.watching import check_patterns
 
 from . import stats
-from .names import Call, Modules, check_patterns, matching
+from .names import Call, Modules
 
 
 @dataclass
@@ -136,15 +137,11 @@ class TensorFlowWatch:
         self._seen.append(entry)
         return entry
 
-    def _is_wanted(self, name: str) -> bool:
-        patterns = self.watching.modules
-        return not patterns or any(matching(pattern, name) for pattern in patterns)
-
     # -- modules -----------------------------------------------------------------------------------
 
     def around(self, call: Call, native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module, and note what it received and returned."""
-        if not self._is_wanted(call.name):
+        if not self.watching.watches(call.name):
             return native(*args, **kwargs)
         received = stats.reduce(stats.floating((args, kwargs)), self.watching.dtype)
         began = self._now()
@@ -217,7 +214,7 @@ class TensorFlowWatch:
             return
         with stats.unwatched():
             call = self._place.module if backward else self.modules.innermost
-            if not self._is_wanted(call.name if call else ""):
+            if not self.watching.watches(call.name if call else ""):
                 return
             line = self._place.line if backward else script_line()
             if not backward:
@@ -324,7 +321,7 @@ def watch(model: Any | None, watching: Watching) -> Iterator[TensorFlowWatch]:
     """Read the modules of a model, or of every model that is called: see `ampx.backend.Backend.watch`."""
     modules = Modules(model)
     if model is not None:
-        check_patterns(watching.modules, modules.names)
+        check_patterns("watch", watching.modules, modules.names)
     watched = TensorFlowWatch(modules, watching)
     native = tf.GradientTape.gradient
 

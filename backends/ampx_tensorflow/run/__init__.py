@@ -18,9 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
+from ampx.backend import CastPlan
+from ampx.numerics.watching import module_dtypes
+from ampx.policy import Dtype
 from ampx.run import Run
-from ampx_tensorflow import casting, devices, numerics
+from ampx_tensorflow import devices, numerics
 from ampx_tensorflow.numerics import forcing
 from ampx_tensorflow.numerics.watching import uncompiled
 
@@ -41,21 +45,20 @@ def automate(run: Run) -> Iterator[None]:
             stack.enter_context(uncompiled())
         if run.recorder.observer is not None:
             stack.enter_context(manager.observing.calls(manager.count_one_by_one))
-        if dtypes := module_dtypes(run):
+        if dtypes := forced_dtypes(run):
             stack.enter_context(modules_forced(run, dtypes))
         manager.forces = forcing.is_active()
         stack.enter_context(manager.region(*patches))
         yield
 
 
-def module_dtypes(run: Run) -> dict[str, str]:
+def forced_dtypes(run: Run) -> dict[str, str]:
     """Return the dtypes of modules that the settings name; what is denied comes last, and holds."""
     if run.settings.dtype == "float32":
         return {}
     low = devices.describe(run.settings.device).preferred if run.settings.dtype == "auto" else run.settings.dtype
-    allowed = casting.module_patterns(run.settings.allow) if low else []
-    denied = casting.module_patterns(run.settings.deny)
-    return {**dict.fromkeys(allowed, str(low)), **dict.fromkeys(denied, "float32")}
+    allowed = run.settings.allow if low else ()
+    return module_dtypes(CastPlan(run.settings.device, cast(Dtype, low), allow=allowed, deny=run.settings.deny))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDtypeError
+from ampx.numerics.watching import last_match
 from ampx_torch.casting import lstm
 from ampx_torch.trees import DTYPES, LOW, cast, convert
 
@@ -42,9 +42,9 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
             if model is not None:
                 check_patterns(tuple(dtypes), names)
             for module, name in names.items():
-                chosen = [dtype for pattern, dtype in dtypes.items() if fnmatchcase(name, pattern)]
-                if chosen:
-                    for handle in _attach(module, chosen[-1]):
+                dtype = last_match(name, dtypes)
+                if dtype is not None:
+                    for handle in _attach(module, dtype):
                         stack.callback(handle.remove)
 
         for name in DTYPES:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import torch
@@ -132,15 +131,10 @@ class ModuleWatch:
             handles.append(module.register_forward_hook(hooks[1], with_kwargs=True, prepend=True, always_call=True))
         return handles
 
-    def watches(self, name: str) -> bool:
-        """Return whether a module is to be read."""
-        patterns = self._watching.modules
-        return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
-
     def enter(self, module: nn.Module, name: str, tree: Any) -> None:
         """Begin a call; inputs are looked at before the module can change them in place."""
         started = time.perf_counter()
-        reads = self.watches(name) and not _computes_again()
+        reads = self._watching.watches(name) and not _computes_again()
         inputs = reduce(floating(tree), self._limits) if reads else []
         call = _Call(module, name, type(module).__name__, inputs)
         self._thread.calls = (*self._thread.calls, call)
@@ -162,7 +156,7 @@ class ModuleWatch:
         if self._watching.times:
             _wait(tensors)
             ended = time.perf_counter()
-        if not tensors or not self.watches(name):
+        if not tensors or not self._watching.watches(name):
             return
         if not _computes_again():
             seen = self._note(call.name, call.kind, "", "forward", tensors)
@@ -245,7 +239,7 @@ class ModuleWatch:
             place = script_line()
             # The node of an operation is made before it runs.
             self._nodes[torch._C._autograd._get_sequence_nr() - 1] = (module, kind, place)  # type: ignore[attr-defined]
-        reads = not function.is_view and not (backward and calls) and self.watches(module)
+        reads = not function.is_view and not (backward and calls) and self._watching.watches(module)
         if not reads or name in _IDLE or name.startswith(("empty", "new_empty")):
             return function(*args, **kwargs)
         inputs = reduce(floating((args, kwargs)), self._limits)

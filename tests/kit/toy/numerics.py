@@ -52,7 +52,7 @@ class Watcher:
         seconds: float | None = None,
     ) -> None:
         """Add a reading of a module, by its name and class."""
-        if not self.log.watches(where[0]):
+        if not self.log.watching.watches(where[0]):
             return
         entry = self.log.add(*where, operation, direction)
         entry.dtype, entry.seconds = dtype, seconds
