@@ -230,6 +230,9 @@ def migrate(
     raise typer.Exit(code)
 
 
+_DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")
+_LEVEL = typer.Option(help="As in ampx.init.")
+_DEVICE = typer.Option(help="As in ampx.init.")
 _SCRIPT = typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
 _MODULE = typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")
 _STEPS = typer.Option(min=1, help="End every run after so many steps.")
@@ -254,8 +257,8 @@ def compare(
     ] = None,
     as_json: Annotated[bool, _JSON] = False,
     framework: Annotated[str | None, _FRAMEWORK] = None,
-    level: Annotated[str, typer.Option(help="As in ampx.init.")] = "O1",
-    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    level: Annotated[str, _LEVEL] = "O1",
+    device: Annotated[str, _DEVICE] = "auto",
     seed: Annotated[int, _SEED] = 0,
     is_module: Annotated[bool, _MODULE] = False,
     replace_native: Annotated[bool, _OWN] = False,
@@ -303,12 +306,12 @@ def diagnose(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Wait no longer than so many steps for a failure.", show_default=False)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
     report: Annotated[Path | None, _PAGE] = None,
     as_json: Annotated[bool, _JSON] = False,
     framework: Annotated[str | None, _FRAMEWORK] = None,
-    level: Annotated[str, typer.Option(help="As in ampx.init.")] = "O1",
-    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    level: Annotated[str, _LEVEL] = "O1",
+    device: Annotated[str, _DEVICE] = "auto",
     seed: Annotated[int, _SEED] = 0,
     is_module: Annotated[bool, _MODULE] = False,
     replace_native: Annotated[bool, _OWN] = False,
@@ -363,12 +366,12 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
         "ampx.toml"
     ),
-    dtype: Annotated[str, typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
     report: Annotated[Path | None, _PAGE] = None,
     as_json: Annotated[bool, _JSON] = False,
     framework: Annotated[str | None, _FRAMEWORK] = None,
-    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
+    device: Annotated[str, _DEVICE] = "auto",
     seed: Annotated[int, _SEED] = 0,
     is_module: Annotated[bool, _MODULE] = False,
 ) -> None:
@@ -417,18 +420,13 @@ def tune(
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run_script(
     context: typer.Context,
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
-    ],
+    command: Annotated[list[str], _SCRIPT],
     framework: Annotated[str | None, _FRAMEWORK] = None,
-    dtype: Annotated[str, typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")] = "auto",
-    level: Annotated[str, typer.Option(help="As in ampx.init.")] = "O1",
-    device: Annotated[str, typer.Option(help="As in ampx.init.")] = "auto",
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")] = False,
-    replace_native: Annotated[
-        bool, typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
-    ] = False,
+    dtype: Annotated[str, _DTYPE] = "auto",
+    level: Annotated[str, _LEVEL] = "O1",
+    device: Annotated[str, _DEVICE] = "auto",
+    is_module: Annotated[bool, _MODULE] = False,
+    replace_native: Annotated[bool, _OWN] = False,
     report: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write a report: out.json or out.html.", show_default=False)
     ] = None,

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ampx.backend import Array
-from ampx.events import PrecisionLost
 from ampx.protocol import Member
 
-from .meter import EVERY, Meter, count
-
-# Shares from which on an event is sent.
-LOST: Final = 0.5
-FLUSHED: Final = 0.1
+from .meter import EVERY, Meter, count, report
 
 
 @dataclass(frozen=True)
@@ -64,16 +59,8 @@ class HostMeter:
                 for entry in before
             ]
             self._last = Meter(self._steps, self._compute, factor, tuple(entries))
-            self._tell(member, self._last)
+            report(member.group, self._steps, self._last.lost, self._last.flushed)
         return result
-
-    def _tell(self, member: Member, meter: Meter) -> None:
-        if meter.lost >= LOST or meter.flushed >= FLUSHED:
-            group = member.group
-            state = group.states[0]
-            place = group.framework, group.index, 0, meter.step
-            scales = state.scale, state.scale, state.consecutive_skips
-            group.send(PrecisionLost(*place, *scales, meter.lost, meter.flushed))
 
     def last(self) -> Meter | None:
         """Return what the last update that was looked at did; None before the first."""

@@ -10,13 +10,16 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-import numpy as np
+from ampx.events import PrecisionLost
+from ampx.protocol import ScaleGroup
 
 from .formats import FORMATS
-from .rounding import describe
 
 EVERY: Final = 100
 SAMPLES: Final = 4096
+# Shares from which on an event is sent.
+LOST: Final = 0.5
+FLUSHED: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,22 @@ class Meter:
         return {**asdict(self), "lost": self.lost, "flushed": self.flushed, "headroom": self.headroom}
 
 
+def report(group: ScaleGroup, step: int, lost: float, flushed: float) -> None:
+    """Send the event `PrecisionLost` where an update lost too much.
+
+    Args:
+        group: The loss scale of the optimizer.
+        step: The step that was metered.
+        lost: `Meter.lost`.
+        flushed: `Meter.flushed`.
+    """
+    if lost < LOST and flushed < FLUSHED:
+        return
+    state = group.states[0]
+    place = group.framework, group.index, 0, step
+    group.send(PrecisionLost(*place, state.scale, state.scale, state.consecutive_skips, lost, flushed))
+
+
 def count(name: str, dtype: str, before: Any, after: Any, gradient: Any, compute: str = "float16") -> ParameterMeter:
     """Count one parameter.
 
@@ -99,6 +118,10 @@ def count(name: str, dtype: str, before: Any, after: Any, gradient: Any, compute
         gradient: The same elements of the gradient, scaled; None where the parameter has none.
         compute: The compute dtype, of `FORMATS`.
     """
+    import numpy as np  # a step that is not metered does not wait for it
+
+    from .rounding import describe
+
     old, new = np.asarray(before).reshape(-1), np.asarray(after).reshape(-1)
     if gradient is None:
         return ParameterMeter(name, dtype, old.size, 0, 0, 0, 0, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,6 +203,25 @@ class Log:
             self._calls[key] += 1
             self._entries.append(entry)
         return entry
+
+    def timed(
+        self, wait: Callable[[], Any], forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, float | None]:
+        """Return what the call of a module returns, and how long it took, where that was asked for.
+
+        Args:
+            wait: Waits for the device.
+            forward: Calls the module.
+            inputs: Its arguments.
+            options: Its keyword arguments.
+        """
+        if not self.watching.times:
+            return forward(*inputs, **options), None
+        wait()
+        begin = time.perf_counter()
+        output = forward(*inputs, **options)
+        wait()
+        return output, time.perf_counter() - begin
 
     def readings(self) -> list[Reading]:
         """Return what was seen so far. Sync: one a device."""

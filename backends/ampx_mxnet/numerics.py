@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -24,6 +22,7 @@ from ampx.backend import CastPlan, Reading, Replayed, Step, Watch, Watching
 from ampx.callers import script_line
 from ampx.errors import DetachedLossError, UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
+from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.watching import (
     FORCES,
     GRADIENTS,
@@ -174,7 +173,7 @@ class _Watcher:
         blocks = _thread.blocks
         _thread.blocks = (*blocks, (name, kind))
         try:
-            output, seconds = self._timed(forward, inputs, options)
+            output, seconds = self.log.timed(mx.nd.waitall, forward, inputs, options)
         finally:
             _thread.blocks = blocks
         if not watched:
@@ -183,15 +182,6 @@ class _Watcher:
         entry.inputs, entry.seconds = received, seconds
         self.note(entry, output)
         return self._shown(output, lambda: self.log.add(name, kind, "", "backward"))
-
-    def _timed(self, forward: Callable[..., Any], inputs: Any, options: Any) -> tuple[Any, float | None]:
-        if not self.log.watching.times:
-            return forward(*inputs, **options), None
-        mx.nd.waitall()
-        begin = time.perf_counter()
-        output = forward(*inputs, **options)
-        mx.nd.waitall()
-        return output, time.perf_counter() - begin
 
     def _shown(self, value: Any, add: Callable[[], Entry], skipped: frozenset[int] = frozenset()) -> Any:
         """Have the gradients of a value read when they come: as one value, in the place of the first."""
@@ -499,13 +489,11 @@ def _restored(model: Any) -> Iterator[None]:
             gradient[:] = 0  # where gradients are added up
     for data in trained:
         data._fresh_grad = False
-    drawn = random.getstate(), np.random.get_state()
     mx.random.seed(_SEED)
     try:
-        yield
+        with random_numbers_kept():
+            yield
     finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
         mx.random.seed(after)
         with mx.autograd.pause(), _quiet():
             for array, before in kept:

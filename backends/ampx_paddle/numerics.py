@@ -11,10 +11,8 @@ what these dtypes would do is shown inside of `force`, which rounds values on de
 from __future__ import annotations
 
 import math
-import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -28,6 +26,7 @@ from ampx.backend import CastPlan, Replayed, Step, Watch, Watching
 from ampx.callers import script_line
 from ampx.errors import UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
+from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.watching import (
     FORCES,
     WATCHERS,
@@ -143,7 +142,7 @@ class _Watcher:
         layers = _thread.layers
         _thread.layers = (*layers, (name, kind))
         try:
-            output, seconds = self._timed(forward, inputs, options)
+            output, seconds = self.log.timed(_wait, forward, inputs, options)
         finally:
             _thread.layers = layers
         if watched:
@@ -152,15 +151,6 @@ class _Watcher:
             self.note(entry, output)
             self._note_gradients(name, kind, output)
         return output
-
-    def _timed(self, forward: Callable[..., Any], inputs: Any, options: Any) -> tuple[Any, float | None]:
-        if not self.log.watching.times:
-            return forward(*inputs, **options), None
-        _wait()
-        begin = time.perf_counter()
-        output = forward(*inputs, **options)
-        _wait()
-        return output, time.perf_counter() - begin
 
     def _note_gradients(self, name: str, kind: str, output: Any, operation: str = "") -> None:
         entries: list[Entry] = []
@@ -486,14 +476,13 @@ def _restored(model: Any) -> Iterator[None]:
     with paddle.no_grad(), casting.off():
         values = [(tensor, tensor.clone()) for tensor in tensors if tensor is not None and tensor._is_initialized()]
         gradients = [(parameter, _taken(parameter)) for parameter in model.parameters()]
-    drawn = random.getstate(), np.random.get_state(), paddle.get_rng_state(), paddle.get_rng_state("cpu")
+    drawn = paddle.get_rng_state(), paddle.get_rng_state("cpu")
     try:
-        yield
+        with random_numbers_kept():
+            yield
     finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        paddle.set_rng_state(drawn[2])
-        paddle.set_rng_state(drawn[3], "cpu")
+        paddle.set_rng_state(drawn[0])
+        paddle.set_rng_state(drawn[1], "cpu")
         with paddle.no_grad(), casting.off():
             for buffers, before in held:
                 buffers.clear()

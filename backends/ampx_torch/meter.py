@@ -7,22 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampx.events import PrecisionLost
+from ampx.numerics.meter import EVERY, SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
 
 from .debug import name_parameters
 from .numerics.reductions import Limits, stored
 
 if TYPE_CHECKING:
-    from ampx.numerics.meter import Meter
-
     from .step import AmpOptimizer
-
-# Those of ampx.numerics.meter, which imports NumPy.
-EVERY = 100
-SAMPLES = 4096
-LOST = 0.5
-FLUSHED = 0.1
 
 
 @dataclass
@@ -98,22 +90,10 @@ class UpdateMeter:
         moved, unchanged, flushed = map(sum, zip(*rows, strict=True))
         if not moved:
             return
-        lost, flush = unchanged / moved, flushed / moved
-        if lost < LOST and flush < FLUSHED:
-            return
-        group = optimizer.ampx_member.group
-        state = group.states[0]
-        group.send(
-            PrecisionLost(
-                *(group.framework, group.index, 0, self._last.step),
-                *(state.scale, state.scale, state.consecutive_skips, lost, flush),
-            )
-        )
+        report(optimizer.ampx_member.group, self._last.step, unchanged / moved, flushed / moved)
 
     def reading(self, optimizer: AmpOptimizer) -> Meter | None:
         """Return what the last update that was looked at did; None before the first. Sync: one a device."""
-        from ampx.numerics.meter import Meter, count  # needs NumPy, which a step does not
-
         sample = self._last
         if sample is None or (sample.skipped is not None and bool(sample.skipped)):
             return None

@@ -6,9 +6,21 @@ import textwrap
 
 import pytest
 
+import ampx
 from ampx.numerics.trial import Outcome, Trial, run_trial
 from ampx.run import RunSettings
 from ampx.run.program import Program
+from toy import plugin
+
+
+@pytest.fixture
+def toys():
+    """Register the toy frameworks, and end their sessions."""
+    ampx.shutdown()
+    if "toy" not in ampx.backends():
+        ampx.register_plugin(plugin)
+    yield
+    ampx.shutdown()
 
 
 @pytest.fixture

@@ -12,17 +12,10 @@ from ampx.numerics.batch import Seen
 from ampx.numerics.diagnose import diagnosed
 from ampx.numerics.operations import family
 from ampx.numerics.rounding import describe, round_to
-from toy import framework, plugin
+from toy import framework
 from toy.framework import Dense, Dropout, Module, Tensor, total
 
-
-@pytest.fixture(autouse=True)
-def toys():
-    ampx.shutdown()
-    if "toy" not in ampx.backends():
-        ampx.register_plugin(plugin)
-    yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("toys")
 
 
 def read(operation, inputs, value, module="block", direction="forward", dtype="float16", call=0):

@@ -11,17 +11,9 @@ from ampx.backend import Reading, Stats
 from ampx.numerics import tune as tuning
 from ampx.numerics.compare import ModuleError
 from ampx.numerics.tune import by_error, fastest, kept_in_float32, minimal, slow_modules
-from toy import plugin
 from toy.framework import Dense, Module, Tensor, casting_state, product, total
 
-
-@pytest.fixture(autouse=True)
-def toys():
-    ampx.shutdown()
-    if "toy" not in ampx.backends():
-        ampx.register_plugin(plugin)
-    yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("toys")
 
 
 class Planted:

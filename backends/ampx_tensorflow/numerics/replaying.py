@@ -18,6 +18,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from ampx.backend import CastPlan, Replayed, Step
 from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
+from ampx.numerics.randomness import random_numbers_kept
 from ampx_tensorflow import casting, products
 
 from . import stats
@@ -119,12 +120,11 @@ def _state_kept(model: Any) -> Iterator[None]:
         if id(variable) not in before and hasattr(variable, "read_value"):
             before[id(variable)] = variable, variable.read_value()
 
-    python, numpy = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
-        stack.callback(random.setstate, python)
+        stack.enter_context(random_numbers_kept())
+        python = random.getstate()
         global_seed_generator()  # Keras makes it when it is first used, with a number of Python's
         random.setstate(python)
-        stack.callback(np.random.set_state, numpy)
         stack.enter_context(_operations_seeded())
 
         @stack.callback

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +12,7 @@ from torch.autograd import backward  # the function itself: `ampx run` has anoth
 
 from ampx.backend import Backend, CastPlan, Replayed, Step
 from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
+from ampx.numerics.randomness import random_numbers_kept
 from ampx_torch import casting
 from ampx_torch.casting.module_rules import plain_name
 
@@ -80,16 +79,9 @@ def _true(gradient: torch.Tensor, scale: float) -> Any:
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
     """Put random numbers back: torch's, on every device, Python's, and NumPy's where it is in use."""
-    python, numpy = random.getstate(), sys.modules.get("numpy.random")
-    arrays = None if numpy is None else numpy.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.set_state(arrays)
+    with random_numbers_kept(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 @contextmanager
