@@ -10,6 +10,7 @@ from typing import Any
 from ampx.errors import InvalidOptionError
 from ampx.migrate import files
 from ampx.migrate.report import FileReport, exit_code
+from ampx.syntax.files import find
 
 SCHEMA = "ampx.migrate/1"
 
@@ -57,7 +58,7 @@ def _examine(paths: Sequence[Path]) -> list[FileReport]:
         def tell(name: str, done: int, total: int) -> None:
             bar.update(task, description=name, completed=done, total=total, refresh=True)
 
-        return files.examine(files.find(paths), tell)
+        return files.examine(find(paths), tell)
 
 
 def _diff(report: FileReport) -> str:

@@ -6,12 +6,13 @@ import ast
 from collections.abc import Set
 from typing import Final
 
+from ampx.syntax.flow import Flow, Place
+from ampx.syntax.program import FUNCTIONS, Function, Reference, arguments, dotted, is_none
+
 from .apex_gradients import GradientReaders
 from .edits import WIDTH, Plan
-from .flow import Flow, Place
 from .numbers import as_bool, loss_scale, number
 from .optimizers import asks_for_type, keeps
-from .program import FUNCTIONS, Function, Reference, arguments, dotted, is_none
 from .report import NeedsHumanError
 
 ROOTS: Final = ("apex",)

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
+from ampx.syntax.flow import Place
+from ampx.syntax.program import FUNCTIONS, Function, called_name, decided, dotted
+
 from .edits import Plan
-from .flow import Place
-from .program import FUNCTIONS, Function, called_name, decided, dotted
 from .report import NeedsHumanError
 
 # What an optimizer's gradients are: none that count, times the loss scale, or true. `scaled before`: already when

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .flow import Flow
-from .program import Program
+from ampx.syntax.flow import Flow
+from ampx.syntax.program import Program
+from ampx.syntax.source import Source, comments
+
 from .report import Finding, Kind, NeedsHumanError
-from .source import Source, comments
 
 WIDTH: Final = 100
 LINE_END: Final = "\ufdd0"  # no character of any text

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from ampx.syntax.program import Modules, Program
+from ampx.syntax.source import Source
+
 from . import apex_amp, fluid_amp, imports, mxnet_amp, paddle_amp, tensorflow_amp, torch_amp
 from .edits import Edits, Plan
-from .program import Modules, Program
 from .report import FileReport, Finding, NeedsHumanError
-from .source import Source
 
 # What every file that uses one of the old names contains; others are not even parsed.
 _HINT: Final = re.compile(

@@ -10,17 +10,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias, TypeVar
 
-from ampx.errors import InvalidOptionError
+from ampx.syntax.program import Modules, beside, import_graph
 
 from .engine import Outline, Surroundings, is_hinted, outline, programs, rewrite
-from .program import Modules, beside, import_graph
 from .report import FileReport, Finding
 
 File: TypeAlias = tuple[Path, bytes]
 Result = TypeVar("Result")
 
-# Folders whose files are somebody else's, or generated.
-_SKIPPED: Final = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
 _WORTH_PROCESSES: Final = 400_000  # bytes of files to parse; starting processes takes longer than reading fewer
 
 
@@ -29,38 +26,6 @@ class Progress(Protocol):
 
     def __call__(self, task: str, done: int, total: int, /) -> object:
         """Take what is being done, how many bytes of it are done, and how many there are."""
-
-
-def find(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the Python files below some paths, each once and sorted.
-
-    Symbolic links are not followed, neither files nor folders; hidden folders and those of environments and builds
-    are passed over. A file that is named is taken whatever its ending.
-    """
-    seen: set[Path] = set()
-    for path in paths:
-        if path.is_symlink():
-            raise InvalidOptionError(f"{path} is a symbolic link; accepted: files and folders. Pass what it points to.")
-        if not path.exists():
-            raise InvalidOptionError(f"{path} is not there; accepted: files and folders. Check the spelling.")
-        for file in [path] if path.is_file() else _below(path):
-            if file not in seen:
-                seen.add(file)
-                yield file
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    for where, folders, files in os.walk(folder, followlinks=False):
-        here = Path(where)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in _SKIPPED and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
-        )
-        for name in sorted(files):
-            path = here / name
-            if name.endswith((".py", ".pyw")) and path.is_file() and not path.is_symlink():
-                yield path
 
 
 def examine(paths: Iterable[Path], progress: Progress | None = None) -> list[FileReport]:

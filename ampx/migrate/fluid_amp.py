@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from ampx.syntax.program import import_key
+
 from .edits import Plan
-from .program import import_key
 from .report import NeedsHumanError
 
 ROOTS: Final = ("paddle.fluid.contrib.mixed_precision",)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
+from ampx.syntax.flow import Binding, Flow, Place
+from ampx.syntax.program import FUNCTIONS, Reference, called_name, decided, dotted, is_none
+from ampx.syntax.source import Source
+
 from .edits import Edits, Plan
-from .flow import Binding, Flow, Place
 from .optimizers import asks_for_type, keeps
-from .program import FUNCTIONS, Reference, called_name, decided, dotted, is_none
 from .report import NeedsHumanError
-from .source import Source
 
 BY_HAND: Final = "Rewrite this file by hand: the manual's pages on migration show the counterparts."
 _WRAP: Final = "Call `ampx.wrap_optimizer` on it where it is made, after `ampx.init`; then migrate the rest by hand."

@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final
 
+from ampx.syntax.program import Program, import_key
+from ampx.syntax.source import Source
+
 from .edits import Edits
-from .program import Program, import_key
-from .source import Source
 
 _FRAMEWORKS: Final = {"torch", "torchvision", "apex", "mxnet", "paddle", "tensorflow", "keras"}
 _OURS: Final = {"ampx", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from ampx.syntax.program import arguments, is_none
+
 from .edits import Plan
-from .program import arguments, is_none
 from .report import NeedsHumanError
 
 ROOTS: Final = ("mxnet.contrib.amp", "mxnet.amp")

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Final
 
-from .program import Program, Reference, called_name
+from ampx.syntax.program import Program, Reference, called_name
 
 # A scheduler changes the parameter groups, which the raw and the wrapped optimizer share.
 _SCHEDULER: Final = re.compile(r"lr|schedul|anneal|warm_?up|cosine|cyclic", flags=re.I)

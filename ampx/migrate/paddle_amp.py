@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from ampx.syntax.program import arguments
+
 from .edits import Plan
 from .grad_scaler import ScalerRewriter
 from .numbers import as_bool, loss_scale
-from .program import arguments
 from .report import NeedsHumanError
 
 ROOTS: Final = ("paddle.amp",)

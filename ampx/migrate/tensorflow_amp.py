@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 from typing import Final
 
+from ampx.syntax.program import Reference, arguments, is_none
+
 from .edits import Plan
 from .numbers import loss_scale, number
-from .program import Reference, arguments, is_none
 from .report import NeedsHumanError
 
 ROOTS: Final = ("tensorflow", "keras", "tf_keras")

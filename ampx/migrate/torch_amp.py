@@ -6,10 +6,11 @@ import ast
 from dataclasses import dataclass
 from typing import Final
 
+from ampx.syntax.program import FUNCTIONS, Function, Reference, arguments
+
 from .edits import Plan
 from .grad_scaler import Scaler, ScalerRewriter
 from .numbers import as_bool, loss_scale
-from .program import FUNCTIONS, Function, Reference, arguments
 from .report import NeedsHumanError
 
 ROOTS: Final = ("torch.amp", "torch.cuda.amp", "torch.cpu.amp", "torch.autocast")

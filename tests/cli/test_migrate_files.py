@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from ampx.migrate import files
 from ampx.migrate.engine import migrate as migrate_bytes
+from ampx.syntax.files import find
 
 RECIPE = textwrap.dedent(
     """\
@@ -150,7 +151,7 @@ def test_hidden_folders_and_environments_are_passed_over(folder):
         (folder / name).mkdir()
         (folder / name / "train.py").write_text(RECIPE, encoding="utf-8")
     (folder / "env" / "pyvenv.cfg").write_text("")
-    assert [path.name for path in files.find([folder, folder / "train.py"])] == ["other.py", "train.py"]
+    assert [path.name for path in find([folder, folder / "train.py"])] == ["other.py", "train.py"]
 
 
 # -- how they are written -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 
 from ampx.migrate import files
 from ampx.migrate.engine import migrate as migrate_bytes
+from ampx.syntax.files import find
 
 # -- gradients that are read before the step: apex leaves true ones behind, ampx scaled ones --------------------
 
@@ -236,7 +237,7 @@ def test_files_of_one_program_are_left_together_and_what_is_no_part_of_it_is_not
         train_b=TRAIN.format(options=""),
         alone=TRAIN.format(options="").replace("from utils import backward\n", BACKWARD.partition("\n\n\n")[2]),
     )
-    reports = files.examine(files.find([tmp_path]))
+    reports = files.examine(find([tmp_path]))
     assert statuses(reports) == {"utils": "blocked", "train_a": "blocked", "train_b": "blocked", "alone": "changed"}
     done = ampx_command("migrate", str(tmp_path), code=1).stdout
     assert "train_a.py:4: todo: `amp.initialize` with arguments that cannot be read" in done
@@ -245,7 +246,7 @@ def test_files_of_one_program_are_left_together_and_what_is_no_part_of_it_is_not
         "4 files read, 1 to migrate, 3 left as they are, 0 that cannot be read or written, 1 place for a human" in done
     )
     (tmp_path / "train_a.py").unlink()
-    assert set(statuses(files.examine(files.find([tmp_path]))).values()) == {"changed"}
+    assert set(statuses(files.examine(find([tmp_path]))).values()) == {"changed"}
 
 
 def test_a_file_that_imports_one_that_was_not_named_is_left(tmp_path):
@@ -259,7 +260,7 @@ def test_a_file_that_imports_one_that_was_not_named_is_left(tmp_path):
 
 def test_a_file_that_cannot_be_parsed_keeps_its_program_from_being_migrated(tmp_path):
     write(tmp_path, utils=BACKWARD + "def f(:\n", train=TRAIN.format(options=""))
-    assert statuses(files.examine(files.find([tmp_path]))) == {"utils": "error", "train": "blocked"}
+    assert statuses(files.examine(find([tmp_path]))) == {"utils": "error", "train": "blocked"}
 
 
 def test_relative_imports_and_imports_of_a_package_connect_files(tmp_path):
@@ -267,7 +268,7 @@ def test_relative_imports_and_imports_of_a_package_connect_files(tmp_path):
     package.mkdir()
     write(package, __init__="from .utils import backward\n", utils=BACKWARD)
     write(tmp_path, train=TRAIN.format(options=", **options").replace("from utils", "from pkg"))
-    assert statuses(files.examine(files.find([tmp_path])))["utils"] == "blocked"
+    assert statuses(files.examine(find([tmp_path])))["utils"] == "blocked"
 
 
 SCALER = """\
@@ -294,7 +295,7 @@ def train(optimizer, scaler: Optional[torch.amp.GradScaler] = None):
 
 def test_a_scaler_is_followed_into_another_file_and_its_annotation_goes_along(tmp_path):
     write(tmp_path, train=SCALER, engine=ENGINE)
-    engine, train = files.examine(files.find([tmp_path]))
+    engine, train = files.examine(find([tmp_path]))
     assert (engine.status, train.status) == ("changed", "changed")
     after = engine.after.decode()
     assert "scaler: Optional[ampx.Amp] = None" in after
@@ -314,7 +315,7 @@ def test_a_file_in_which_nothing_but_an_annotation_would_change_stays(tmp_path):
     write(tmp_path, train=SCALER.replace("engine", "relay").replace("train(", "relay("), engine=ENGINE)
     (tmp_path / "relay.py").write_text(textwrap.dedent(relay))
     (tmp_path / "train.py").write_text(SCALER.replace("from engine import train", "from relay import relay as train"))
-    assert statuses(files.examine(files.find([tmp_path]))) == {
+    assert statuses(files.examine(find([tmp_path]))) == {
         "train": "changed",
         "engine": "changed",
         "relay": "unchanged",
@@ -370,11 +371,11 @@ def test_a_file_without_the_names_is_not_even_parsed(tmp_path):
 def test_large_trees_are_done_on_all_processors_with_the_same_result_and_progress_is_told(tmp_path, monkeypatch):
     for number in range(4):
         (tmp_path / f"script_{number}.py").write_bytes(long_script(1_000))
-    here = files.examine(files.find([tmp_path]))
+    here = files.examine(find([tmp_path]))
     monkeypatch.setattr(files, "_WORTH_PROCESSES", 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     events = []
-    there = files.examine(files.find([tmp_path]), lambda *arguments: events.append(arguments))
+    there = files.examine(find([tmp_path]), lambda *arguments: events.append(arguments))
     assert [vars(report) for report in there] == [vars(report) for report in here]
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime > before
     size = sum(path.stat().st_size for path in tmp_path.iterdir())

@@ -14,6 +14,7 @@ import pytest
 
 import ampx
 from ampx.migrate import files
+from ampx.syntax.files import find
 
 STYLES = Path(__file__).parents[1] / "programs" / "styles"
 
@@ -102,7 +103,7 @@ def migrated(tmp_path, monkeypatch):
         source, copy = STYLES / name, tmp_path / "copy"
         shutil.copytree(source, copy) if source.is_dir() else shutil.copytree(source.parent, copy)
         paths = [copy] if source.is_dir() else [copy / source.name]
-        reports = files.examine(files.find(paths))
+        reports = files.examine(find(paths))
         for report in reports:
             if report.status == "changed":
                 files.write(report)

@@ -1,0 +1,45 @@
+"""Find the Python files of a tree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ampx.errors import InvalidOptionError
+
+# Folders whose files are somebody else's, or generated.
+_SKIPPED: Final = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
+
+
+def find(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the Python files below some paths, each once and sorted.
+
+    Symbolic links are not followed, neither files nor folders; hidden folders and those of environments and builds
+    are passed over. A file that is named is taken whatever its ending.
+    """
+    seen: set[Path] = set()
+    for path in paths:
+        if path.is_symlink():
+            raise InvalidOptionError(f"{path} is a symbolic link; accepted: files and folders. Pass what it points to.")
+        if not path.exists():
+            raise InvalidOptionError(f"{path} is not there; accepted: files and folders. Check the spelling.")
+        for file in [path] if path.is_file() else _below(path):
+            if file not in seen:
+                seen.add(file)
+                yield file
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for where, folders, files in os.walk(folder, followlinks=False):
+        here = Path(where)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _SKIPPED and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(files):
+            path = here / name
+            if name.endswith((".py", ".pyw")) and path.is_file() and not path.is_symlink():
+                yield path
