@@ -8,6 +8,7 @@ beyond the abstract verbs it declares in `Capabilities`; what it does not declar
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -473,6 +474,27 @@ class Backend(abc.ABC):
         Sync: several.
         """
         self.refuse("replaying a batch")
+
+    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+        """Return a function that computes a batch and its gradients as training does, and returns the seconds it took.
+
+        A call leaves everything as `replay` does. What a replay does besides is not in the seconds, nor what training
+        does only once, such as compiling. The default times a replay as a whole.
+
+        Args:
+            model: As for `replay`.
+            step: As for `replay`.
+            plan: As for `replay`.
+
+        Sync: several a call.
+        """
+
+        def seconds() -> float:
+            began = time.perf_counter()
+            self.replay(model, step, plan)
+            return time.perf_counter() - began
+
+        return seconds
 
     def seed(self, number: int) -> None:
         """Seed the random numbers that the framework draws by itself; nothing where it draws none.

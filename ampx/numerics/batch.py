@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Final, cast
 
@@ -138,13 +138,26 @@ class Batch:
         """Replay the batch."""
         self.replays += 1
         with ExitStack() as stack:
-            if casting.forced:
-                stack.enter_context(self.backend.force(self.model, casting.forced))
+            stack.enter_context(self._forced(casting))
             if watching is None:
                 return Seen(self.backend.replay(self.model, self.step, casting.plan, scale))
             watch = stack.enter_context(self.backend.watch(self.model, watching))
             replayed = self.backend.replay(self.model, self.step, casting.plan, scale)
             return Seen(replayed, tuple(watch.readings()))
+
+    def clock(self, casting: Casting) -> Callable[[], float]:
+        """Return a function that computes the batch and its gradients, and returns the seconds that took."""
+        with self._forced(casting):
+            seconds = self.backend.clock(self.model, self.step, casting.plan)
+
+        def measure() -> float:
+            with self._forced(casting):
+                return seconds()
+
+        return measure
+
+    def _forced(self, casting: Casting) -> AbstractContextManager[Any]:
+        return self.backend.force(self.model, casting.forced) if casting.forced else nullcontext()
 
 
 def fitting_scale(dtype: str, reference: Seen) -> float:

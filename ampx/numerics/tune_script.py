@@ -283,10 +283,11 @@ def _for_speed(search: _Search, policy: TunedPolicy, kept: frozenset[str], repea
     low = search.run(search.low(kept, watched=watched, watching=times))
     slow = {name: pair for name, pair in slow_modules(_runs(low), _runs(wide)).items() if name not in kept}
     block = max(1, (steps - search.trial.warm_up) // 5)
-    choices = {"safe": search.low(kept, block=block)}
+    # The simplest in front: where nothing pays, nothing is cast.
+    choices = {_FLOAT32: replace(search.trial, settings=replace(settings, watched=False), block=block)}
+    choices["safe"] = search.low(kept, block=block)
     if slow and search.passes({*kept, *slow}):
         choices["tuned"] = search.low({*kept, *slow}, block=block)
-    choices[_FLOAT32] = replace(search.trial, settings=replace(settings, watched=False), block=block)
     seconds: dict[str, list[float]] = {name: [] for name in choices}
     for _ in range(repeats):
         for name, trial in choices.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -116,6 +116,10 @@ class TorchBackend(ampx.Backend):
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
         """Compute a batch again."""
         return numerics.replay(self, model, step, plan, scale)
+
+    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+        """Return what times a batch and its gradients."""
+        return numerics.clock(self, model, step, plan)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         from .run import automate  # only `ampx run` needs it

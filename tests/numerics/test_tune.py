@@ -178,7 +178,7 @@ def test_for_inference_gradients_do_not_count():
 
 def test_low_precision_that_does_not_pay_is_left_out(monkeypatch):
     def timed(seconds):
-        return lambda runs, repeats: {name: [seconds[name]] * repeats for name in runs}
+        return lambda clocks, repeats: {name: [seconds[name]] * repeats for name in clocks}
 
     slow = {"layer1": (2e-3, 1e-3)}
     monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: slow)
@@ -195,6 +195,25 @@ def test_low_precision_that_does_not_pay_is_left_out(monkeypatch):
     assert policy.speed == pytest.approx(1.5)
     monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.2, "tuned": 1.0}))
     assert ampx.tune(step, layers(2, ()), **arguments).deny == ()
+    monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.01, "tuned": 1.0}))
+    assert ampx.tune(step, layers(2, ()), **arguments).dtype == "float32"  # no difference: the simplest
+
+
+def test_speed_is_what_the_backend_s_clock_says(monkeypatch):
+    order = []
+
+    def clock(self, model, step, plan):
+        def seconds():
+            order.append("float32" if plan is None else plan.dtype)
+            return 3.0 if plan is None else 2.0
+
+        return seconds
+
+    monkeypatch.setattr(ampx.Backend, "clock", clock)
+    monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: {})
+    policy = ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16", repeats=2)
+    assert (policy.dtype, policy.speed) == ("bfloat16", 1.5)
+    assert order == ["float32", "bfloat16", "bfloat16", "float32", "float32", "bfloat16"]
 
 
 def test_speed_is_measured_where_it_is_asked_for():
@@ -213,9 +232,11 @@ def test_a_module_is_slow_only_if_median_and_best_say_so():
     assert slow_modules(low, wide) == {"a": (3.0, 2.0)}
 
 
-def test_the_fastest_of_runs_in_turns_is_that_with_the_best_ratio_beyond_the_spread():
+def test_the_fastest_of_runs_in_turns_is_that_is_ahead_beyond_the_spread():
     assert fastest({"a": [1.0, 2.0, 4.0], "b": [0.5, 1.0, 2.0]}) == "b"
     assert fastest({"a": [1.0, 2.0, 4.0], "b": [0.99, 1.99, 3.99]}) == "a"
+    assert fastest({"a": [1.0, 1.0, 1.0, 1.0], "b": [0.9, 0.9, 1.1, 1.1]}) == "a"  # half of the rounds say otherwise
+    assert fastest({"a": [1.0, 1.0, 1.0, 1.0], "b": [0.9, 0.9, 0.9, 1.1]}) == "b"
 
 
 def test_the_module_that_adds_most_to_the_error_is_asked_first_and_blocks_come_last():

@@ -8,7 +8,7 @@
 """
 
 from .forcing import SIMULATED, force
-from .replaying import replay
+from .replaying import clock, replay
 from .watching import watch
 
-__all__ = ["SIMULATED", "force", "replay", "watch"]
+__all__ = ["SIMULATED", "clock", "force", "replay", "watch"]

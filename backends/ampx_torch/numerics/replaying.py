@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.autograd import backward  # the function itself: `ampx run` has another in its place
 
 from ampx.backend import Backend, CastPlan, Replayed, Step
-from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
 from ampx.numerics.randomness import random_numbers_kept
+from ampx.scaling import check_loss
 from ampx_torch import casting
 from ampx_torch.casting.module_rules import plain_name
+from ampx_torch.folded_step import is_large, reads_finite
 
 from .reductions import Limits, read, reduce, stored
+
+# So long a timing lasts: steps that are shorter are repeated.
+_TIMED: Final = 0.02
+_MOST_REPEATS: Final = 100
 
 
 def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
     """Compute the loss of a batch and its gradients: see `ampx.Backend.replay`."""
-    named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
-    with ExitStack() as stack:
-        stack.enter_context(_random_state_kept())
-        stack.enter_context(_model_kept(model))
-        trained = {name: parameter for name, parameter in named if parameter.requires_grad}
+    trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    with _kept(model):
         limits = Limits.of("float16")
         weights = read([reduce([parameter], limits) for parameter in trained.values()])
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
         with _casting(plan):
-            loss = step(model)
-        _check(backend, loss)
-        with _casting(None):
-            backward(backend.scale(loss, scale))
+            loss = _computed(backend, model, step, scale)
         gradients = {
             name: _true(parameter.grad, scale) for name, parameter in trained.items() if parameter.grad is not None
         }
@@ -42,19 +40,64 @@ def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None
     return Replayed(value, gradients, dict(zip(trained, weights, strict=True)))
 
 
-def _check(backend: Backend, loss: Any) -> None:
-    """Raise where a step did not return a loss."""
-    got = "replay got from its step a loss"
-    remedy = "Return the loss of the batch, as a tensor of one element that was computed from the model"
-    if not isinstance(loss, torch.Tensor):
-        raise LossDtypeError(f"{got} of type {type(loss).__name__}; accepted: a torch tensor. {remedy}.")
-    info = backend.inspect_loss(loss, False)
-    if not info.floating:
-        raise LossDtypeError(f"{got} of dtype {loss.dtype}; accepted: floating dtypes. {remedy}.")
-    if info.elements != 1:
-        raise LossShapeError(f"{got} of shape {tuple(loss.shape)}; accepted: one element. {remedy}.")
-    if not info.attached:
-        raise DetachedLossError(f"{got} from which no gradient flows; accepted: one that requires grad. {remedy}.")
+def clock(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+    """Return what times a batch and its gradients: see `ampx.Backend.clock`.
+
+    Where something is cast, gradients are looked at, as the optimizer will do.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    devices = {parameter.device for parameter in trained if parameter.is_cuda}
+
+    def compute() -> None:
+        for parameter in trained:
+            parameter.grad = None
+        _computed(backend, model, step, 1.0)
+        if plan is not None:
+            _look([parameter.grad for parameter in trained])
+
+    def seconds() -> float:
+        with _kept(model), _casting(plan):
+            torch.set_autocast_cache_enabled(False)  # as in training, where weights change
+            compute()
+            for device in devices:
+                torch.cuda.synchronize(device)
+            count, began = 0, time.perf_counter()
+            while count < _MOST_REPEATS and (not count or time.perf_counter() - began < _TIMED):
+                compute()
+                count += 1
+            for device in devices:
+                torch.cuda.synchronize(device)
+            return (time.perf_counter() - began) / count
+
+    return seconds
+
+
+def _computed(backend: Backend, model: nn.Module, step: Step, scale: float) -> torch.Tensor:
+    """Return the loss of a batch, after its backward."""
+    loss: torch.Tensor = step(model)
+    check_loss(backend, loss, False, "replay")
+    with casting.off("cpu"), casting.off("cuda"):
+        backward(backend.scale(loss, scale))
+    return loss
+
+
+def _look(gradients: list[torch.Tensor | None]) -> None:
+    """Read gradients to see whether they are finite."""
+    dense = [gradient for gradient in gradients if gradient is not None and gradient.layout is torch.strided]
+    large = [gradient for gradient in dense if is_large(gradient)]
+    small = [gradient for gradient in dense if not is_large(gradient)]
+    for bucket in filter(None, (large, small)):
+        if bucket[0].is_cpu:
+            reads_finite(bucket)
+        else:
+            torch._foreach_norm(bucket)
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Compute gradients, whatever is around, and put everything back."""
+    with _random_state_kept(), _model_kept(model), torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 @contextmanager
