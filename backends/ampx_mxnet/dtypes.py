@@ -53,8 +53,11 @@ def cast_tensor(tensor: Any, dtype: Dtype) -> Any:
         return tensor
     if dtype == "bfloat16":
         # Native defect: MXNet's plain cast to bfloat16 cuts digits off; that of its amp rounds.
-        return mx.nd.amp_cast(tensor.astype("float32"), dtype=wanted)
-    return tensor.astype(wanted)
+        return mx.nd.amp_cast(cast_tensor(tensor, "float32"), dtype=wanted)
+    if name_of(tensor.dtype) == "bfloat16":
+        # Native defect: MXNet's plain cast refuses the layouts in which oneDNN leaves the outputs of convolutions.
+        tensor = mx.nd.amp_cast(tensor, dtype=DTYPES["float32"])
+    return tensor.astype(wanted, copy=False)
 
 
 def widest(tree: Any, at_least: Dtype) -> Dtype:

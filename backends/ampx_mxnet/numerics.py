@@ -84,16 +84,26 @@ class _Behind(mx.autograd.Function):  # type: ignore[misc]
         self._look = look
 
     def forward(self, value: Any) -> Any:
-        """Return the value."""
-        return value.copy()
+        """Return the value: its memory too, since a copy has another layout, and layers round by that."""
+        return value.detach()
 
     def backward(self, gradient: Any) -> Any:
         """Return the gradient, or what becomes of it."""
         with _quiet():
-            # Native defect: oneDNN reorders an array in place where it is read, and MXNet lets several do so at once.
-            held = gradient.copy()
+            held = _held(gradient)
             changed = self._look(held)
         return held if changed is None else changed
+
+
+def _held(gradient: Any) -> Any:
+    """Return a copy of what a custom function's backward is called with. Sync: waits until it is read.
+
+    Native defect: MXNet frees the memory of gradients in oneDNN's layouts when the call returns, though operations
+    that read it may only be queued.
+    """
+    held = gradient.copy()
+    held.wait_to_read()
+    return held
 
 
 def _behind(tensor: Any, look: Callable[[Any], Any]) -> Any:
@@ -201,7 +211,8 @@ class _Watcher:
         module, kind = _thread.blocks[-1] if _thread.blocks else ("", "")
         if not self.log.watching.watches(module):
             return operation(*args, **options)
-        place, received = script_line(), self.reduce((args, options))
+        read = {key: value for key, value in options.items() if key != "out"}  # it may have no shape yet
+        place, received = script_line(), self.reduce((args, read))
 
         def add() -> Entry:
             entry = self.log.add(module, kind, f"_backward_{name}", "backward")
@@ -241,7 +252,7 @@ def _in_backward() -> bool:
 
 def _values(tensor: Any) -> Any:
     """Return the elements in one dimension, in float32 at least."""
-    wide = tensor if dtypes.name_of(tensor.dtype) == "float64" else tensor.astype("float32")
+    wide = tensor if dtypes.name_of(tensor.dtype) == "float64" else dtypes.cast_tensor(tensor, "float32")
     dense = wide.tostype("default") if wide.stype != "default" else wide
     return (dense.as_nd_ndarray() if isinstance(dense, mx.np.ndarray) else dense).reshape((-1,))
 
@@ -401,7 +412,8 @@ class _Rounded(mx.autograd.Function):  # type: ignore[misc]
 
     def backward(self, gradient: Any) -> Any:
         """Return the gradient."""
-        return gradient
+        with _quiet():
+            return _held(gradient)
 
 
 def _each_rounded(tree: Any, dtype: str) -> Any:

@@ -10,6 +10,7 @@ import ampx
 from ampx.backend import CastPlan, Watching
 from ampx.errors import LossError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.numerics.rounding import describe, round_to, sample
+from ampx_mxnet import dtypes
 from ampx_mxnet.backend import MXNetBackend
 from ampx_mxnet.compat import mx
 from ampx_mxnet.numerics import rounded
@@ -119,6 +120,57 @@ def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, ba
     assert net._cached_graph
 
 
+def convolutions():
+    """Layers whose values oneDNN holds in layouts of its own, and a batch for them."""
+    mx.random.seed(0)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(16, 3, padding=1), nn.BatchNorm(), nn.Conv2D(16, 3, padding=1), nn.GlobalAvgPool2D(), nn.Dense(2))
+    net.initialize(mx.init.Xavier())
+    batch = mx.nd.array(np.random.default_rng(0).normal(size=(8, 3, 16, 16)))
+    net(batch)  # gluon infers shapes
+    return net, batch
+
+
+@pytest.mark.parametrize("operations", [False, True])
+def test_watched_convolutions_have_the_gradients_that_they_have_unwatched_to_the_bit(backend, operations):
+    net, batch = convolutions()
+
+    def gradients():
+        with mx.autograd.record():
+            loss = (net(batch) ** 2).mean()
+        loss.backward()
+        return [parameter.grad().asnumpy() for parameter in trained(net)]
+
+    expected = gradients()
+    for _ in range(3):  # what was wrong came and went
+        with backend.watch(net, Watching(operations=operations)) as watch:
+            assert all(np.array_equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+        assert all(reading.value.largest < 10 for reading in watch.readings() if reading.direction == "backward")
+
+
+@pytest.mark.bfloat16
+def test_convolutions_in_bfloat16_are_watched_and_denied_whatever_their_layout(backend):
+    net, batch = convolutions()
+    low = dtypes.cast(batch, "bfloat16"), *(dtypes.cast(p.data(), "bfloat16") for p in trained(net[0]))
+    expected = mx.nd.Convolution(*low, num_filter=16, kernel=(3, 3), pad=(1, 1))
+    expected = mx.nd.amp_cast(expected, dtype=np.float32).asnumpy()
+    forced = {"*": "bfloat16", "1": "float32"}
+    with backend.watch(net, Watching(samples=99, operations=True)) as watch, backend.force(net, forced):
+        net(batch)
+    readings = by_place(watch.readings())
+    assert np.array_equal(readings["0", "", "forward", 0].sample, sample(expected, 99))
+    assert (readings["0", "", "forward", 0].dtype, readings["1", "", "forward", 0].dtype) == ("bfloat16", "float32")
+
+
+def test_a_loss_that_is_scaled_is_watched(backend, amp, net, batch):
+    opt = amp.wrap_optimizer(mx.gluon.Trainer(net.collect_params(), "sgd"))
+    with backend.watch(None, Watching(operations=True)) as watch, mx.autograd.record():
+        loss = net(batch).mean()
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+    assert by_place(watch.readings())["", "_mul_scalar", "forward", 0].value.largest == abs(scaled.asscalar())
+
+
 def test_patterns_choose_blocks_and_one_that_matches_none_is_refused(backend, net, batch):
     with backend.watch(net, Watching(modules=("1.*",), times=True)) as watch:
         net(batch)
@@ -208,8 +260,8 @@ def test_forced_into_float16_a_block_overflows_on_a_cpu_and_one_forced_into_floa
 def test_a_block_computes_in_bfloat16_and_one_in_it_in_float32(backend, net, batch):
     with backend.force(net, {"": "bfloat16", "2": "float32"}), backend.watch(net, Watching()) as watch:
         net(batch)
-    dtypes = {reading.module: reading.dtype for reading in watch.readings()}
-    assert (dtypes["0"], dtypes["2"]) == ("bfloat16", "float32")
+    read = {reading.module: reading.dtype for reading in watch.readings()}
+    assert (read["0"], read["2"]) == ("bfloat16", "float32")
     with backend.watch(net, Watching()) as watch:
         net(batch)
     assert {reading.dtype for reading in watch.readings()} == {"float32"}
