@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import pytest
+
 import ampx
 
 GHOST = """
@@ -14,6 +16,12 @@ import ampx
 def ampx_register_backends(register):
     register("ghost", lambda: __import__("ghost_framework"), roots=("ghost_framework",), requires="ghost-framework>=1")
 """
+
+
+@pytest.fixture(autouse=True)
+def without_frameworks(monkeypatch):
+    """What is tested here is said of any framework, and importing a real one takes seconds: see test_smoke.py."""
+    monkeypatch.setenv("AMPX_DISABLE_PLUGINS", "torch,tensorflow,mxnet,paddle,jax")
 
 
 def test_json_holds_every_declared_capability(ampx_command):
@@ -56,13 +64,12 @@ def test_registered_framework_that_is_not_installed_is_unavailable_with_the_reas
 
 
 def test_table_has_columns_only_for_what_can_be_loaded(ampx_command):
-    disabled = "torch,tensorflow,mxnet,paddle,jax"
     ampx_command.add_plugin("ghost", "ghost_plugin")
     ampx_command.add_module("ghost_plugin", GHOST)
-    only = ampx_command("backends", AMPX_DISABLE_PLUGINS=disabled).stdout
+    only = ampx_command("backends").stdout
     assert only.splitlines() == ["ghost is unavailable: ghost_framework is not installed"]
     ampx_command.add_plugin("toy", "toy.plugin")
-    text = ampx_command("backends", AMPX_DISABLE_PLUGINS=disabled).stdout
+    text = ampx_command("backends").stdout
     (heading,) = [line for line in text.splitlines() if line.strip().startswith("capability")]
     assert heading.split() == ["capability", "toy", "toy-bare", "toy-explicit"]
 
