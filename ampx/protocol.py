@@ -21,6 +21,8 @@ from .errors import NestedScaleError, NotScaledError, ProtocolError
 from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
+METER_EVERY: Final = 100
+
 
 class Ledger(abc.ABC):
     """Keeps a group's scale and settles its windows. The host default settles at once."""
@@ -113,6 +115,7 @@ class ScaleGroup:
     members: list[Member] = field(default_factory=list)
     window: list[Outcome] = field(default_factory=list)
     emit: Emit | None = None  # receives the framework's name and an event; None for nobody
+    meter_every: int = METER_EVERY  # every so many steps the meter looks at an update
     _due: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:

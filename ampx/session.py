@@ -41,7 +41,7 @@ from .optimizer import (
 )
 from .plugins import default_registry
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
-from .protocol import Handle, Member, ScaleGroup
+from .protocol import METER_EVERY, Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale
 from .scaling import ScaleLoss
@@ -83,6 +83,7 @@ class Amp:
         self._transformations = 0  # so many optimizers were wrapped whose states carry the loss scale
         self.wrapped_optimizers = 0  # at least so many may be reached by a backward
         self._sent: dict[int, int] = {}  # the last step of each transformation whose events were sent
+        self.meter_every = METER_EVERY  # of the optimizers that are wrapped from now on
         self._active = True
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, Callable[[], Any]] = {}
@@ -152,6 +153,7 @@ class Amp:
         }
         group = new_group(self.framework, config, self.enabled)
         group.index = len(self.live_groups()) + self._transformations
+        group.meter_every = self.meter_every
         wrapped: list[Any] = []
         try:
             for optimizer in optimizers:

@@ -290,13 +290,14 @@ def compare(
         write(report, result)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
-        return
-    from .compare_command import print_comparison
+    else:
+        from .compare_command import print_comparison, wide_console
 
-    console = Console(highlight=False)
-    print_comparison(console, result)
-    if report is not None:
-        console.print(f"Report: {report}", soft_wrap=True)
+        console = wide_console()
+        print_comparison(console, result)
+        if report is not None:
+            console.print(f"Report: {report}", soft_wrap=True)
+    raise typer.Exit(1 if result["failed"] else 0)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

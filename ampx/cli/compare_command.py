@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from ampx.numerics.report import HEAD, compared_rows
+from ampx.numerics.report import HEAD, METER_HEAD, compared_rows, meter_rows, sweep_failures, swept_dtypes
 
 from .render import make_table
+
+
+def wide_console() -> Console:
+    """Return a console that does not squeeze a table which goes into a file."""
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if narrow else 140)
 
 
 def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
@@ -24,6 +32,12 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
     for row in compared_rows(report):
         table.add_row(*map(escape, row))
     console.print(table)
+    meters = meter_rows(report)
+    if meters:
+        table = make_table("Updates that round to nothing, gradients that flush to zero", *METER_HEAD)
+        for row in meters:
+            table.add_row(*map(escape, row))
+        console.print(table)
     for name, facts in report["dtypes"].items():
         modules = facts["modules"]
         if modules is not None:
@@ -34,6 +48,8 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
             console.print(worst)
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
+    for name, message in report["failed"].items():
+        console.print(escape(f"{name} failed: {message}"), soft_wrap=True)
     for note in report["notes"]:
         console.print(f"note: {escape(note)}", soft_wrap=True)
     for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
@@ -49,13 +65,15 @@ def _pair(errors: list[dict[str, Any]], position: int) -> tuple[str, str]:
 
 
 def _print_sweep(console: Console, sweep: Mapping[str, Any]) -> None:
-    names = list(sweep["points"][0]["runs"])
+    names = swept_dtypes(sweep)
     table = make_table(
         f"Over {escape(sweep['option'])}", "value", *(f"{name}, steps a second" for name in names), "ratio"
     )
     for point in sweep["points"]:
         runs = point["runs"]
-        speeds = [run["steps_a_second"] for run in runs.values()]
+        speeds = [runs[name]["steps_a_second"] if name in runs else None for name in names]
         ratios = [f"{run['speed']['ratio']:.2f}×" for run in runs.values() if run["speed"] is not None]
         table.add_row(escape(point["value"]), *("–" if s is None else f"{s:.4g}" for s in speeds), ", ".join(ratios))
     console.print(table)
+    for sentence in sweep_failures(sweep):
+        console.print(escape(sentence), soft_wrap=True)

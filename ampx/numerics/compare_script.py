@@ -18,6 +18,7 @@ from ampx.run.program import Program
 from .batch import plain
 from .compare import WORST, ModuleError, module_errors, unscaled
 from .formats import FORMATS
+from .meter import LOST
 from .trial import Outcome, Trial, run_trial
 
 SCHEMA: Final = "ampx.compare/1"
@@ -114,17 +115,18 @@ def compare_script(
         progress: Is called with what is done now.
 
     Raises:
-        TrialError: A run failed, or computed in float32 though another dtype than `"auto"` was asked for.
+        TrialError: The run in float32 failed, or those in all dtypes did, or computed in float32 though another dtype
+            than `"auto"` was asked for.
     """
     warm_up = min(10, steps // 4)
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
-    timed = _timed_runs(trial, dtypes, repeats, run, progress)
-    reference = timed[REFERENCE][0]
-    compared = {}
-    for name, outcomes in timed.items():
-        if name != REFERENCE:
-            progress(f"Watching the modules in {name} …")
-            compared[name] = _compare(trial, name, timed[REFERENCE], outcomes, run)
+    timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
+    if len(failed) == len(dtypes):
+        raise TrialError("\n".join(failed.values()))
+    references = timed.pop(REFERENCE)
+    reference = references[0]
+    compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
+    exact = _watch(trial, timed, references, compared, run, progress)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "script": program.name,
@@ -135,62 +137,93 @@ def compare_script(
         "steps": reference.steps,
         "repeats": repeats,
         "warm_up": warm_up,
-        "float32": _facts(timed[REFERENCE]),
+        "float32": {**_facts(references, bool(warm_up)), "meters": exact},
         "dtypes": compared,
+        "failed": failed,
         "sweep": None,
-        "notes": list(dict.fromkeys(note for runs in timed.values() for outcome in runs for note in outcome.notes)),
+        "notes": list(
+            dict.fromkeys(note for runs in (references, *timed.values()) for outcome in runs for note in outcome.notes)
+        ),
         "verdict": " ".join(entry["verdict"] for entry in compared.values())
         or f"Nothing to gain on this machine: {reference.run['reason']}. Name a dtype by --dtype to compare it anyway.",
         "origin": origin(reference.versions),
     }
     if sweep is not None:
-        points = []
-        for value in sweep.values:
-            swept_trial = replace(trial, program=sweep.program(program, value))
-            swept = _timed_runs(swept_trial, tuple(compared), repeats, run, progress)
-            points.append({"value": value, "runs": {name: _point(swept, name) for name in swept}})
+        points = [_sweep_point(trial, sweep, value, tuple(compared), repeats, run, progress) for value in sweep.values]
         report["sweep"] = {"option": sweep.option, "points": points}
     return report
 
 
+def _sweep_point(
+    trial: Trial, sweep: Sweep, value: str, dtypes: Sequence[str], repeats: int, run: Runner, progress: Progress
+) -> dict[str, Any]:
+    """Time one value of a sweep. What fails there, for memory say, is part of the answer."""
+    swept = replace(trial, program=sweep.program(trial.program, value))
+    try:
+        timed, failed = _timed_runs(swept, dtypes, repeats, run, progress)
+    except TrialError as error:
+        return {"value": value, "runs": {}, "failed": {REFERENCE: str(error)}}
+    return {
+        "value": value,
+        "runs": {name: _point(timed, name, bool(trial.warm_up)) for name in timed},
+        "failed": failed,
+    }
+
+
 def _timed_runs(
     trial: Trial, dtypes: Sequence[str], repeats: int, run: Runner, progress: Progress
-) -> dict[str, list[Outcome]]:
-    """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them."""
+) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
+    """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them.
+
+    Returns:
+        The outcomes by dtype, and by dtype what a run failed of.
+    """
     outcomes: dict[str, list[Outcome]] = {}
+    failed: dict[str, str] = {}
+    chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
         for asked in (REFERENCE, *dtypes):
+            if asked in failed:
+                continue
             progress(f"{trial.program.name} in {asked}, run {repeat + 1} of {repeats} …")
-            outcome = run(replace(trial, settings=replace(trial.settings, dtype=asked)))
+            try:
+                outcome = _timed_run(trial, asked, run)
+            except TrialError as error:
+                if asked == REFERENCE:
+                    raise
+                failed[asked] = str(error)
+                outcomes.pop(chosen.get(asked, asked), None)
+                continue
             if asked == "auto" and outcome.dtype == REFERENCE:
-                return {REFERENCE: [outcome]}  # which is an answer
-            if asked != REFERENCE and outcome.dtype == REFERENCE:
-                raise TrialError(
-                    f"{trial.program.name} computed in float32 when it was run in {asked}: {outcome.run['reason']}; "
-                    f"accepted: a dtype that this device computes. Name one by --dtype."
-                )
-            outcomes.setdefault(outcome.dtype if asked != REFERENCE else REFERENCE, []).append(outcome)
-    return outcomes
+                return {REFERENCE: [outcome]}, {}  # which is an answer
+            chosen[asked] = REFERENCE if asked == REFERENCE else outcome.dtype
+            outcomes.setdefault(chosen[asked], []).append(outcome)
+    return outcomes, failed
 
 
-def _compare(
-    trial: Trial, name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], run: Runner
-) -> dict[str, Any]:
-    facts = _facts(outcomes)
+def _timed_run(trial: Trial, asked: str, run: Runner) -> Outcome:
+    outcome = run(replace(trial, settings=replace(trial.settings, dtype=asked)))
+    if asked not in (REFERENCE, "auto") and outcome.dtype == REFERENCE:
+        raise TrialError(
+            f"{trial.program.name} computed in float32 when it was run in {asked}: {outcome.run['reason']}; "
+            f"accepted: a dtype that this device computes. Name one by --dtype."
+        )
+    return outcome
+
+
+def _compare(name: str, references: Sequence[Outcome], outcomes: Sequence[Outcome], warm: bool) -> dict[str, Any]:
+    facts = _facts(outcomes, warm)
     facts["reason"] = outcomes[0].run["reason"]
-    facts["speed"] = _paired(references, outcomes)
+    facts["speed"] = _paired(references, outcomes) if warm else None
     facts["memory_ratio"] = _ratio(outcomes[0].peak_memory, references[0].peak_memory)
-    parts_at = parting(references[0].losses, outcomes[0].losses, name)
-    facts["parts_at"] = parts_at
+    facts["parts_at"] = parting(references[0].losses, outcomes[0].losses, name)
     facts["ends_alike"] = ends_alike(references[0].losses, outcomes[0].losses, name)
-    last = min(references[0].steps, outcomes[0].steps)
-    facts["modules"] = _watched(trial, name, parts_at, last, run) if outcomes[0].watches else None
-    facts["verdict"] = verdict(name, facts)
     return facts
 
 
-def _facts(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    seconds = [outcome.seconds_a_step for outcome in outcomes if outcome.seconds_a_step is not None]
+def _facts(outcomes: Sequence[Outcome], warm: bool) -> dict[str, Any]:
+    """Return what was seen of the runs in one dtype; steps that did not warm up are not timed."""
+    seconds = [outcome.seconds_a_step for outcome in outcomes if warm and outcome.seconds_a_step is not None]
     first = outcomes[0]
     return {
         **first.to_json(),
@@ -199,9 +232,9 @@ def _facts(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _point(runs: Mapping[str, Sequence[Outcome]], name: str) -> dict[str, Any]:
-    facts = _facts(runs[name])
-    speed = _paired(runs[REFERENCE], runs[name]) if name != REFERENCE else None
+def _point(runs: Mapping[str, Sequence[Outcome]], name: str, warm: bool) -> dict[str, Any]:
+    facts = _facts(runs[name], warm)
+    speed = _paired(runs[REFERENCE], runs[name]) if warm and name != REFERENCE else None
     return {"steps_a_second": facts["steps_a_second"], "peak_memory": facts["peak_memory"], "speed": speed}
 
 
@@ -252,16 +285,26 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     speed, memory = facts["speed"], facts["memory_ratio"]
     parts = []
     faster = slower = False
-    if speed is not None:
+    if speed is None:
+        parts.append(f"{facts['steps']} steps are too few to time")
+    else:
         faster, slower = speed["least"] > 1 + ALIKE, speed["largest"] < 1 - ALIKE
-        parts.append(
-            f"{speed['ratio']:.2f} times the speed of float32 ({speed['least']:.2f} to {speed['largest']:.2f})"
-        )
+        spread = f"{speed['least']:.2f} to {speed['largest']:.2f}" if len(speed["pairs"]) > 1 else "one pair of runs"
+        parts.append(f"{speed['ratio']:.2f} times the speed of float32 ({spread})")
     if memory is not None:
         parts.append(f"{memory:.2f} times the memory")
     parts.append(_of_losses(facts))
-    if not facts["ends_alike"]:
+    lost = max((meter["last"]["lost"] for meter in facts["meters"]), default=0.0)
+    if lost >= LOST:
+        parts.append(f"{lost:.0%} of the updates round to nothing")
+    skipped = len(facts["skipped"])
+    if skipped and 2 * skipped >= facts["steps"]:
+        parts.append(f"{skipped} of {facts['steps']} steps were skipped")
         conclusion = "look before you rely on it"
+    elif not facts["ends_alike"]:
+        conclusion = "look before you rely on it"
+    elif speed is None:
+        conclusion = "more --steps decide whether it is worth it"
     elif faster or (memory is not None and memory < 1 - 5 * ALIKE and not slower):
         conclusion = "worth it"
     elif slower:
@@ -289,19 +332,56 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
 # -- modules ---------------------------------------------------------------------------------------
 
 
-def _watched(trial: Trial, name: str, parts_at: int | None, last: int, run: Runner) -> dict[str, Any] | None:
-    """Run again in float32 and in the dtype, and compare what modules compute in some steps; None if none can.
+def _watch(
+    trial: Trial,
+    timed: Mapping[str, Sequence[Outcome]],
+    references: Sequence[Outcome],
+    compared: Mapping[str, dict[str, Any]],
+    run: Runner,
+    progress: Progress,
+) -> list[Any]:
+    """Run again in float32 and in each dtype, with modules watched in some steps and updates metered.
+
+    Args:
+        trial: A timed run.
+        timed: The timed runs by dtype.
+        references: Those in float32.
+        compared: What was seen of them, to which `modules`, `meters` and `verdict` are added.
+        run: Runs a trial.
+        progress: Is called with what is done now.
+
+    Returns:
+        The meters of the run in float32.
+    """
+    last = min(outcomes[0].steps for outcomes in (references, *timed.values()))
+    spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
+    steps = tuple(sorted(spread | {facts["parts_at"] for facts in compared.values() if facts["parts_at"] is not None}))
+    settings = replace(trial.settings, watched=True, meter_every=max(1, last // _COLUMNS))
+    watching = Watching("float16", samples=_SAMPLES)
+    watched = replace(trial, steps=steps[-1], watched=steps, watching=watching, warm_up=0, block=1, settings=settings)
+    names = [name for name, outcomes in timed.items() if outcomes[0].watches]
+    outcomes = {}
+    for name in (REFERENCE, *names) if names else ():
+        progress(f"Watching modules and updates in {name} …")
+        outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name)))
+    for name, facts in compared.items():
+        facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
+        facts["modules"] = None
+        if name in outcomes:
+            facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
+        facts["verdict"] = verdict(name, facts)
+    return list(outcomes[REFERENCE].run["meters"]) if outcomes else []
+
+
+def _modules(
+    watched: Trial, name: str, parts_at: int | None, reference: Outcome, low: Outcome, run: Runner
+) -> dict[str, Any] | None:
+    """Compare what modules compute in the watched steps; None if none can be watched.
 
     The first step is of the same weights, and so is that where the losses part: there casting is off in a third run,
     which comes to it in the dtype. The other steps are of two trainings, which go ways of their own.
     """
-    spread = {1, *(1 + (last - 1) * part // (_COLUMNS - 1) for part in range(_COLUMNS))}
-    steps = tuple(sorted(spread | ({parts_at} if parts_at is not None else set())))
-    settings = replace(trial.settings, watched=True)
-    watching = Watching(name, samples=_SAMPLES)
-    watched = replace(trial, steps=steps[-1], watched=steps, watching=watching, warm_up=0, block=1)
-    reference, low = (run(replace(watched, settings=replace(settings, dtype=dtype))) for dtype in (REFERENCE, name))
-    errors = {step: _errors(reference, low, step, name) for step in steps}
+    errors = {step: _errors(reference, low, step, name) for step in watched.watched}
     first = errors[1]
     if not first:
         return None
@@ -310,7 +390,7 @@ def _watched(trial: Trial, name: str, parts_at: int | None, last: int, run: Runn
         parted = next((entry for entry in first if entry.parts), None)
     elif parts_at is not None:
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
-        exact = run(replace(same, settings=replace(settings, dtype=name)))
+        exact = run(replace(same, settings=replace(watched.settings, dtype=name)))
         parted = next((entry for entry in _errors(exact, low, parts_at, name) if entry.parts), None)
     rows = list(dict.fromkeys(entry.module for entry in first if entry.direction == "forward"))
     largest = {

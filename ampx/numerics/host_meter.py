@@ -11,7 +11,7 @@ import numpy as np
 from ampx.backend import Array
 from ampx.protocol import Member
 
-from .meter import EVERY, Meter, count, report
+from .meter import Meter, count, report
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,11 @@ class HostMeter:
     def step(self, member: Member, run: Callable[[], Any]) -> Any:
         """Run a step, and meter it if it is its turn and it updates."""
         self._steps += 1
-        if self._steps % EVERY or not member.group.enabled or member.stage not in ("scaled", "unscaled"):
+        if (
+            self._steps % member.group.meter_every
+            or not member.group.enabled
+            or member.stage not in ("scaled", "unscaled")
+        ):
             return run()
         factor = float(member.factor) if len(member.factors) == 1 else 1.0
         times = factor if member.stage == "unscaled" else 1.0  # somebody has divided the gradients

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ampx.events import PrecisionLost
-from ampx.protocol import ScaleGroup
+from ampx.protocol import METER_EVERY, ScaleGroup
 
 from .formats import FORMATS
 
-EVERY: Final = 100
+EVERY: Final = METER_EVERY
 SAMPLES: Final = 4096
 # Shares from which on an event is sent.
 LOST: Final = 0.5
@@ -51,6 +51,11 @@ class ParameterMeter:
     def lost(self) -> float:
         """Share of the elements with a gradient whose update rounded to nothing."""
         return self.unchanged / self.moved if self.moved else 0.0
+
+    @property
+    def flushed_share(self) -> float:
+        """Share of the gradient elements other than zero that the compute dtype rounds to zero."""
+        return self.flushed / self.moved if self.moved else 0.0
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,31 @@ def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+METER_HEAD = ("dtype", "updates lost", "gradients flushed", "headroom", "most updates lost in")
+
+
+def meter_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of the meters, below `METER_HEAD`: the last look at each optimizer in each dtype."""
+    rows: list[tuple[str, ...]] = []
+    for name, facts in {"float32": report["float32"], **report["dtypes"]}.items():
+        for meter in facts["meters"]:
+            last = meter["last"]
+            shares = {
+                entry["name"]: entry["unchanged"] / entry["moved"] for entry in last["parameters"] if entry["moved"]
+            }
+            worst = max(shares, key=lambda parameter: shares[parameter], default=None)
+            rows.append(
+                (
+                    name if len(facts["meters"]) == 1 else f"{name}, {meter['optimizer']}",
+                    f"{last['lost']:.2%}",
+                    f"{last['flushed']:.2%}",
+                    "–" if last["headroom"] is None else f"{last['headroom']:.1f} bits",
+                    "–" if worst is None or not shares[worst] else f"{worst}: {shares[worst]:.0%}",
+                )
+            )
+    return rows
+
+
 def _short(value: float | str | None) -> str:
     return "–" if value is None else value if isinstance(value, str) else f"{value:.5g}"
 
@@ -80,12 +105,21 @@ def _memory(size: int | None) -> str:
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
-    parts = [page.table(HEAD, compared_rows(report)), page.heading("Loss")]
+    parts = [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
+    parts += [page.table(HEAD, compared_rows(report)), page.heading("Loss")]
     figure, axes = page.new_figure(3.6)
     page.draw_losses(axes, _losses(report))
     parts.append(page.svg(figure))
+    if meters := meter_rows(report):
+        parts += [page.heading("Updates and gradients"), page.table(METER_HEAD, meters)]
+    for name, facts in report["dtypes"].items():
+        for meter in facts["meters"]:
+            rows, steps = meter["map"]["parameters"], meter["steps"]
+            title = f"share of the updates in {name} that rounded to nothing"
+            parts.append(page.heat_map(rows, steps, meter["map"]["lost"], title, (0.0, 1.0)))
     if report["sweep"] is not None:
         parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report))]
+        parts += map(page.paragraph, sweep_failures(report["sweep"]))
     for name, facts in report["dtypes"].items():
         modules = facts["modules"]
         if modules is None:
@@ -100,16 +134,12 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
 
 def _heat_map(errors: Mapping[str, Any], steps: Sequence[int]) -> str:
     names = [name or "the model" for name in errors["modules"]]
-    if not names:
-        return ""
     values = [
-        [math.log10(max(error, 1e-9)) if isinstance(error, float) else math.nan for error in row]
+        [math.log10(max(error, 1e-9)) if isinstance(error, float) else None for error in row]
         for row in errors["errors"]
     ]
-    figure, axes = page.new_figure(min(14.0, 1.2 + 0.16 * len(names)))
-    page.draw_heat_map(axes, names, steps, values)
-    axes.set_title("relative error of the output, power of ten; white: not finite, or not run", fontsize=9)
-    return page.svg(figure)
+    title = "relative error of the output, power of ten; white: not finite, or not run"
+    return page.heat_map(names, steps, values, title)
 
 
 def _losses(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +182,20 @@ def _draw_speed(axes: Any, report: Mapping[str, Any]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def swept_dtypes(sweep: Mapping[str, Any]) -> list[str]:
+    """Return the dtypes that ran with at least one value of a sweep."""
+    return list(dict.fromkeys(name for point in sweep["points"] for name in point["runs"]))
+
+
+def sweep_failures(sweep: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each value of a sweep with which a run failed."""
+    return [
+        f"With {sweep['option']} {point['value']} {name} failed: {message}"
+        for point in sweep["points"]
+        for name, message in point["failed"].items()
+    ]
+
+
 def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
     from matplotlib.figure import Figure
 
@@ -159,12 +203,12 @@ def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
     speed, memory = figure.subplots(1, 2)
     points = report["sweep"]["points"]
     values = [point["value"] for point in points]
-    for name in points[0]["runs"]:
+    for name in swept_dtypes(report["sweep"]):
         colour, line = page.style_of(name)
-        runs = [point["runs"][name] for point in points]
+        runs = [point["runs"].get(name, {}) for point in points]
         style = {"color": colour, "linestyle": line, "marker": "o", "label": name}
-        speed.plot(values, [run["steps_a_second"] or math.nan for run in runs], **style)
-        memory.plot(values, [(run["peak_memory"] or math.nan) / 2**20 for run in runs], **style)
+        speed.plot(values, [run.get("steps_a_second") or math.nan for run in runs], **style)
+        memory.plot(values, [(run.get("peak_memory") or math.nan) / 2**20 for run in runs], **style)
     for axes, title in ((speed, "steps a second"), (memory, "peak memory, MiB")):
         axes.set_title(title)
         axes.set_xlabel(report["sweep"]["option"])

@@ -192,13 +192,12 @@ def report_of(target: Path, rank: int) -> Path:
 
 
 def write_report(target: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON or as a page."""
-    if target.suffix == ".json":
-        target.write_text(json.dumps(report, indent=1) + "\n")
-        return
-    from .report import page
+    """Write the report as JSON, and beside it as a page where that is asked for."""
+    if target.suffix == ".html":
+        from .report import page
 
-    target.write_text(page(report))
+        target.write_text(page(report), encoding="utf-8")
+    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def to_json(request: RunRequest, finished: Finished) -> dict[str, Any]:

@@ -6,10 +6,13 @@ import html
 import io
 import math
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 ALARM: Final = "#b30000"
+MOST_ROWS: Final = 60  # of a heat map
+_LONGEST: Final = 48  # label
 # Legible to colour-blind readers, and in print by the line style.
 STYLES: Final[Mapping[str, tuple[str, str]]] = {
     "float32": ("#4d4d4d", "-"),
@@ -133,11 +136,55 @@ def draw_losses(axes: Any, losses: Mapping[str, Sequence[float | str | None]]) -
     axes.legend(frameon=False)
 
 
-def draw_heat_map(axes: Any, rows: Sequence[str], columns: Sequence[Any], values: Sequence[Sequence[float]]) -> Any:
-    """Draw a number for each row (a layer) and column (a step), dark where it is large; NaN stays white."""
-    image = axes.imshow(values, aspect="auto", cmap="magma_r", interpolation="nearest")
-    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+def heat_map(
+    rows: Sequence[str],
+    columns: Sequence[Any],
+    values: Sequence[Sequence[float | None]],
+    title: str,
+    limits: tuple[float | None, float | None] = (None, None),
+    unit: str = "step",
+) -> str:
+    """Return a picture of layers by steps, dark where a number is large; the rows with the largest where all are many.
+
+    Args:
+        rows: Names of the layers.
+        columns: Steps.
+        values: A number for each row and column; None or one that is not finite stays white.
+        title: What is drawn.
+        limits: The numbers of the lightest and of the darkest colour; None for the least and the largest there is.
+        unit: What the columns are.
+    """
+    if not rows or not columns:
+        return ""
+    numbers = [
+        [value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan for value in row]
+        for row in values
+    ]
+    order = sorted(
+        range(len(rows)), key=lambda row: -max((n for n in numbers[row] if not math.isnan(n)), default=-math.inf)
+    )
+    shown = sorted(order[:MOST_ROWS])
+    figure, axes = new_figure(1.2 + 0.16 * max(5, len(shown)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that are all NaN
+        image = axes.imshow(
+            [numbers[row] for row in shown],
+            aspect="auto",
+            cmap="magma_r",
+            interpolation="nearest",
+            vmin=limits[0],
+            vmax=limits[1],
+        )
+    axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
-    axes.set_xlabel("step")
-    axes.figure.colorbar(image, ax=axes)
-    return image
+    axes.set_xlabel(unit)
+    hidden = len(rows) - len(shown)
+    axes.set_title(title + (f" ({hidden} rows with smaller numbers are left out)" if hidden else ""), fontsize=9)
+    figure.colorbar(image, ax=axes)
+    return svg(figure)
+
+
+def _plain_label(name: str) -> str:
+    """Return a name that matplotlib draws as it is: a dollar begins a formula."""
+    name = name.replace("$", r"\$")
+    return name if len(name) <= _LONGEST else f"…{name[-_LONGEST:]}"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ampx.events import Event, PrecisionLost, ScaleChanged, StepSkipped
+from ampx.protocol import METER_EVERY
 
 if TYPE_CHECKING:
     from ampx.backend import Backend
+    from ampx.numerics.meter import Meter
 
     from .run import Run
 
@@ -60,6 +62,32 @@ class OptimizerRecord:
         return " → ".join(stations)
 
 
+@dataclass
+class MeterRecord:
+    """What the meter of one optimizer saw, update by update that it looked at."""
+
+    kind: str  # name of the optimizer's class
+    meters: list[Meter] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the totals by step, the shares by parameter and step, and all of the last update."""
+        last = self.meters[-1]
+        names = [entry.name for entry in last.parameters]
+        entries = [{entry.name: entry for entry in meter.parameters} for meter in self.meters]
+        return {
+            "optimizer": self.kind,
+            "dtype": last.dtype,
+            "steps": [meter.step for meter in self.meters],
+            **{name: [getattr(meter, name) for meter in self.meters] for name in ("lost", "flushed", "headroom")},
+            "map": {
+                "parameters": names,
+                "lost": [[row[name].lost if name in row else None for row in entries] for name in names],
+                "flushed": [[row[name].flushed_share if name in row else None for row in entries] for name in names],
+            },
+            "last": last.to_json(),
+        }
+
+
 class Observer(Protocol):
     """Who looks at a run while it goes on: see `ampx.numerics`."""
 
@@ -97,6 +125,10 @@ class Recorder:
         self.sampled_steps = sampled_steps  # how many steps are sampled
         # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
+        # Returns what the meters of the optimizers say, each with the optimizer's number and the name of its class.
+        self.metering: Callable[[], Iterable[tuple[int, str, Meter | None]]] | None = None
+        self.meter_every = METER_EVERY
+        self.meters: dict[int, MeterRecord] = {}
         self._lossy: set[int] = set()
         self._sampled_from = 0
         self._phases: dict[str, _Phase] = {}
@@ -129,9 +161,25 @@ class Recorder:
 
     def stepped(self, group: int, count: int = 1) -> None:
         """Note that an optimizer stepped (or skipped), after gradients that counted."""
-        self.optimizers[group].steps += count
+        record = self.optimizers[group]
+        before = record.steps // self.meter_every
+        record.steps += count
+        looks = record.steps // self.meter_every
+        # Reading a meter may wait for the device: in an ordinary run after 100, 200, 400, 800 ... steps.
+        if looks > before and (self.observer is not None or looks & (looks - 1) == 0):
+            self.read_meters()
         if self.observer is not None:
             self.observer.stepped(self.steps)
+
+    def read_meters(self) -> None:
+        """Take down what the meters say now. Sync: one a device and optimizer."""
+        if self.metering is None:
+            return
+        for key, kind, meter in self.metering():
+            if meter is not None:
+                record = self.meters.setdefault(key, MeterRecord(kind))
+                if not record.meters or record.meters[-1].step != meter.step:
+                    record.meters.append(meter)
 
     @property
     def steps(self) -> int:
@@ -194,6 +242,7 @@ class Recorder:
                 record.initial_scale = record.scales[-1][1]
             record.steps, record.skipped, record.scales = 0, [], []
         self.seconds.clear()
+        self.meters.clear()
         self.notes.clear()
         self._stack.clear()
         self.restart_sampling()
@@ -239,5 +288,6 @@ class Recorder:
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
             "sampled_steps": self.steps_sampled,
             "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],
+            "meters": [record.to_json() for record in self.meters.values()],
             "notes": list(self.notes),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -11,6 +11,7 @@ from ampx.run.page import (
     code,
     document,
     heading,
+    heat_map,
     new_figure,
     origin,
     paragraph,
@@ -92,9 +93,21 @@ def _details(report: dict[str, Any]) -> Iterator[str]:
         yield f"  {'operations':<11} of the first {_count(report['sampled_steps'], 'step')}, the most frequent:"
         for operation in report["ops"][:TOP]:
             yield f"  {'':<11} {operation['op']:<32} {operation['dtype']:<9} {operation['count']:>6} ×"
+    for meter in report["meters"]:
+        yield f"  {'meter':<11} {meter_line(meter)}"
     if report["lines"]:
         yield f"  {'by hand':<11} {report['lines'][0]}"
         yield from (f"  {'':<11} {line}" for line in report["lines"][1:])
+
+
+def meter_line(meter: Mapping[str, Any]) -> str:
+    """Return what the meter saw last, as one line."""
+    last = meter["last"]
+    room = "" if last["headroom"] is None else f", {last['headroom']:.0f} bits to overflow"
+    return (
+        f"{meter['optimizer']}, step {last['step']}: {last['lost']:.1%} of the updates rounded to nothing, "
+        f"{last['flushed']:.1%} of the gradients flush to zero in {meter['dtype']}{room}"
+    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -103,7 +116,8 @@ def _count(number: int, noun: str) -> str:
 
 def page(report: dict[str, Any]) -> str:
     """Return the page of `ampx run`."""
-    parts = [_facts(report)]
+    parts = [paragraph(f"{headline(report)}.", verdict=True)] if report["framework"] else []
+    parts.append(_facts(report))
     pictures = {"Time": _draw_time(report), "Loss scale": _draw_scales(report), "Operations": _draw_ops(report)}
     for title, drawn in pictures.items():
         if drawn is not None:
@@ -111,6 +125,8 @@ def page(report: dict[str, Any]) -> str:
     if report["ops"]:
         rows = [(operation["op"], operation["dtype"], operation["count"]) for operation in report["ops"][:10]]
         parts.append(table(("operation", "dtype", f"times in {report['sampled_steps']} steps"), rows))
+    for meter in report["meters"]:
+        parts += meter_parts(meter)
     if report["lines"]:
         parts += [heading("The same by hand"), code(report["lines"])]
     if report["processes"]:
@@ -120,6 +136,22 @@ def page(report: dict[str, Any]) -> str:
         parts += [heading("Processes that the script started"), table(_PROCESS, trained)]
     parts += [paragraph(note) for note in report["notes"]]
     return document(f"ampx run: {report['script']}", parts, origin())
+
+
+def meter_parts(meter: Mapping[str, Any], title: str = "Updates and gradients") -> list[str]:
+    """Return what a page says of the meter of one optimizer: a sentence, curves, and parameters by steps."""
+    parts = [heading(title), paragraph(f"{meter_line(meter)}.")]
+    if len(meter["steps"]) > 1:
+        figure, axes = new_figure(2.4)
+        for name, label, line in (("lost", "updates lost", "-"), ("flushed", "gradients flushed", "--")):
+            axes.plot(meter["steps"], [100 * share for share in meter[name]], line, marker=".", label=label)
+        axes.set_ylim(-2, 102)
+        axes.set_xlabel("step")
+        axes.set_ylabel("percent")
+        axes.legend(frameon=False)
+        parts.append(svg(figure))
+    rows, shares = meter["map"]["parameters"], meter["map"]["lost"]
+    return [*parts, heat_map(rows, meter["steps"], shares, "share of the updates that rounded to nothing", (0.0, 1.0))]
 
 
 def _facts(report: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast, runtime_checkable
@@ -12,6 +12,7 @@ from ampx.backend import Backend
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
 from ampx.policy import PolicyFile, find_level
+from ampx.protocol import METER_EVERY
 from ampx.session import sessions
 
 from .recorder import Recorder
@@ -41,6 +42,7 @@ class RunSettings:
         policy: A policy file, whose settings these are; "" for none.
         watched: `Backend.watch(None, …)` will be entered between steps: a backend that compiles runs uncompiled, or
             compiles anew then.
+        meter_every: Every so many steps the meter looks at an update.
     """
 
     dtype: str = "auto"
@@ -53,6 +55,7 @@ class RunSettings:
     loss_scale: float | str | None = None
     policy: str = ""
     watched: bool = False
+    meter_every: int = METER_EVERY
 
     def by_policy(self, path: str | os.PathLike[str]) -> RunSettings:
         """Return these settings, with those of a policy file where they have their defaults.
@@ -158,8 +161,20 @@ class Run:
         finally:
             self._starting = False
         self.amp.on_event(self.recorder.hear)
+        self._meter(self.amp)
         self._was_on = True
         return self.amp
+
+    def _meter(self, amp: Amp) -> None:
+        """Have the recorder read the meters of a session's optimizers."""
+        amp.meter_every = self.recorder.meter_every = self.settings.meter_every
+
+        def read() -> Iterator[tuple[int, str, Any]]:
+            for group in amp.live_groups():
+                for wrapped in amp.optimizers_of(group):
+                    yield id(wrapped), _kind_of(wrapped), wrapped.meter
+
+        self.recorder.metering = read
 
     def stand_down(self, why: str, waits: bool = False) -> None:
         """End the session of this run, because the script has mixed precision of its own that ampx carries out.
@@ -201,6 +216,7 @@ class Run:
                 return
             self.stand_down("ampx")
             self.amp, self.lines = amp, _BY_ITSELF
+            self._meter(amp)
             self.recorder.restart_sampling()
             self._followed.append(Following(self.recorder, amp, kind_of or _kind_of))
             began()
@@ -228,6 +244,8 @@ class Run:
         self._end_watch()
         for following in self._followed:
             following.finish()
+        if self.amp is not None:
+            self.recorder.read_meters()
         if self.amp is not None and not self._followed:
             self.amp.shutdown()
         if self._waiting and not self._followed:

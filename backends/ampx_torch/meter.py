@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampx.numerics.meter import EVERY, SAMPLES, Meter, count, report
+from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
 
 from .debug import name_parameters
@@ -53,7 +53,8 @@ class UpdateMeter:
     def begin(self, optimizer: AmpOptimizer) -> Sample | None:
         """Count a step; in every hundredth take a sample of gradients and weights, before anything is divided."""
         self._steps += 1
-        if self._steps % EVERY or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        every = optimizer.ampx_member.group.meter_every
+        if self._steps % every or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return None
         member = optimizer.ampx_member
         scale: Any = member.factor if len(member.factors) == 1 else 1.0

@@ -6,7 +6,9 @@ import pytest
 
 import ampx
 from ampx.events import ScaleChanged, StepSkipped
+from ampx.numerics.meter import Meter, ParameterMeter
 from ampx.run import Recorder, Run, RunSettings, recorder, script_line
+from ampx.run.report import summary_lines
 
 
 @pytest.fixture
@@ -155,3 +157,55 @@ def test_steps_sampled_anew_are_those_after_the_restart():
     assert (dict(seen.ops), seen.steps_sampled, seen.sampling) == ({}, 0, True)
     seen.stepped(group, 3)
     assert (seen.steps_sampled, seen.sampling) == (3, False)
+
+
+def test_the_meter_is_read_after_100_steps_and_then_ever_more_rarely_for_reading_may_wait_for_the_device():
+    read = []
+    seen = Recorder()
+    group = seen.add_optimizer("SGD", 1.0)
+    rows = tuple(ParameterMeter(name, "bfloat16", 4, 4, lost, 0, 0, 3.0) for name, lost in (("a", 4), ("b", 0)))
+
+    def metering():
+        read.append(seen.steps)
+        yield 7, "SGD", Meter(seen.steps, "bfloat16", 1.0, rows)
+        yield 8, "Adam", None
+
+    seen.metering = metering
+    for _ in range(1000):
+        seen.stepped(group)
+    assert read == [100, 200, 400, 800]
+    (record,) = seen.to_json()["meters"]
+    assert (record["steps"], record["lost"]) == (read, [0.5] * 4)
+    assert record["map"]["lost"] == [[1.0] * 4, [0.0] * 4]
+    lines = list(summary_lines({**REPORT, **seen.to_json()}))
+    assert (
+        "  meter       SGD, step 800: 50.0% of the updates rounded to nothing, 0.0% of the gradients flush to zero in "
+        "bfloat16, 3 bits to overflow" in lines
+    )
+
+
+REPORT = {
+    "framework": "toy",
+    "dtype": "bfloat16",
+    "device": "cpu",
+    "level": "O1",
+    "reason": "asked for",
+    "rank": 0,
+    "world_size": 1,
+    "processes": [],
+    "lines": [],
+}
+
+
+def test_an_observed_run_is_metered_as_often_as_was_asked_for():
+    class Nobody:
+        def stepped(self, steps):
+            pass
+
+    seen = Recorder()
+    seen.observer, seen.meter_every, read = Nobody(), 3, []
+    seen.metering = lambda: read.append(seen.steps) or ()
+    group = seen.add_optimizer("SGD", 1.0)
+    for _ in range(10):
+        seen.stepped(group)
+    assert read == [3, 6, 9]

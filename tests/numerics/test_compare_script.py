@@ -19,10 +19,13 @@ from ampx.numerics.compare_script import (
     ends_alike,
     parse_dtypes,
     parting,
+    verdict,
 )
+from ampx.numerics.meter import Meter, ParameterMeter
 from ampx.numerics.trial import Outcome, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program
+from ampx.run.recorder import MeterRecord
 
 SECONDS = {"float32": 0.2, "float16": 0.1, "bfloat16": 0.4}
 LAYERS = ("first", "<second>")
@@ -43,6 +46,7 @@ def pretended(trial):
         "reason": "made up",
         "steps": 4,
         "optimizers": [{**optimizer, "initial_scale": 8.0}],
+        "meters": [metered(dtype).to_json()] if trial.watched else [],
     }
     readings = {
         step: tuple(reading(name, "float32" if step in trial.float32 else dtype, step) for name in LAYERS)
@@ -50,6 +54,13 @@ def pretended(trial):
     }
     memory = {"float32": 2**30}.get(dtype, 2**29)
     return Outcome(run, tuple(losses), (SECONDS[dtype],) * 3, memory, None, readings, watches=True)
+
+
+def metered(dtype):
+    """A meter's record: in bfloat16 three of four updates are lost, else none."""
+    lost = 3 if dtype == "bfloat16" else 0
+    rows = (ParameterMeter("<w>", "float32", 4, 4, lost, 1, 0, 5.0),)
+    return MeterRecord("SGD", [Meter(step, dtype, 8.0, rows) for step in (2, 4)])
 
 
 def reading(name, dtype, step):
@@ -88,7 +99,78 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
         "float32's at step 3 of 4 (step 3 skipped), first in <second>, and has 2 values not finite: look before you "
         "rely on it."
     )
-    assert compared["dtypes"]["bfloat16"]["verdict"].endswith("in all 4 steps: not worth it on this machine.")
+    assert compared["dtypes"]["bfloat16"]["verdict"].endswith(
+        "in all 4 steps, 75% of the updates round to nothing: not worth it on this machine."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {},
+            "float16: 1.50 times the speed of float32 (1.40 to 1.60), the loss agrees with float32's within rounding "
+            "in all 4 steps: worth it.",
+        ),
+        ({"speed": {"ratio": 1.5, "least": 0.9, "largest": 1.6, "pairs": [0.9, 1.5, 1.6]}}, "no gain on this machine."),
+        (
+            {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}},
+            "(one pair of runs), the loss agrees with float32's within rounding in all 4 steps: not worth it on this "
+            "machine.",
+        ),
+        (
+            {"speed": None},
+            "4 steps are too few to time, the loss agrees with float32's within rounding in all 4 "
+            "steps: more --steps decide whether it is worth it.",
+        ),
+        ({"skipped": [1, 2, 3, 4]}, "4 of 4 steps were skipped: look before you rely on it."),
+        (
+            {"losses": [1.0, "nan", "nan", "nan"], "parts_at": 2, "ends_alike": False},
+            "the loss parts from float32's at step 2 of 4, and has 3 values not finite: look before you rely on it.",
+        ),
+        (
+            {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "ends_alike": False},
+            "at step 2 of 4, and ends elsewhere: look before you rely on it.",
+        ),
+        ({"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2}, "at step 2 of 4, and ends alike: worth it."),
+        ({"losses": [None] * 4, "ends_alike": False}, "the losses are not known: look before you rely on it."),
+    ],
+)
+def test_the_verdict_is_true_of_what_was_seen(change, sentence):
+    speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
+    facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
+    facts |= {"skipped": [], "steps": 4, "modules": None, "meters": []}
+    assert verdict("float16", {**facts, **change}).endswith(sentence)
+
+
+def test_steps_that_nothing_warmed_up_are_not_timed():
+    result = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=3, run=pretended)
+    assert (result["float32"]["steps_a_second"], result["dtypes"]["float16"]["speed"]) == (None, None)
+
+
+def test_the_meter_of_each_dtype_is_told(compared):
+    assert [row[:4] for row in report.meter_rows(compared)] == [
+        ("float32", "0.00%", "25.00%", "5.0 bits"),
+        ("float16", "0.00%", "25.00%", "5.0 bits"),
+        ("bfloat16", "75.00%", "25.00%", "5.0 bits"),
+    ]
+    assert report.meter_rows(compared)[2][4] == "<w>: 75%"
+
+
+def test_a_dtype_that_fails_leaves_the_others_their_answer():
+    def run(trial):
+        if trial.settings.dtype == "float16" or trial.program.arguments == ("--n=2",):
+            raise TrialError("out of memory")
+        return pretended(trial)
+
+    sweep = Sweep.parse("--n=1,2")
+    result = compare_script(Program("a.py"), RunSettings(), ("float16", "bfloat16"), steps=4, sweep=sweep, run=run)
+    assert result["failed"] == {"float16": "out of memory"}
+    assert list(result["dtypes"]) == ["bfloat16"]
+    assert list(result["sweep"]["points"][0]["runs"]) == ["float32", "bfloat16"]
+    assert report.sweep_failures(result["sweep"]) == ["With --n 2 float32 failed: out of memory"]
+    with pytest.raises(TrialError, match="out of memory"):
+        compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)
 
 
 class Page(HTMLParser):
@@ -125,7 +207,7 @@ def test_the_page_escapes_names_and_reaches_for_nothing(compared, tmp_path):
     assert "&lt;b&gt;.py" in text
     assert page.reached == []
     assert not page.tags & {"script", "b", "second", "link", "img", "iframe"}
-    assert text.count("<svg") == 4  # losses, the sweep, two heat maps
+    assert text.count("<svg") == 6  # losses, the sweep, and of each dtype the heat maps of updates and of modules
     assert json.loads((tmp_path / "out.json").read_text())["schema"] == "ampx.compare/1"
 
 

@@ -19,7 +19,7 @@ class Training:
         self.gradient, self.moves = gradient, np.float32(moves)
         state = types.SimpleNamespace(scale=SCALE, consecutive_skips=0)
         group = types.SimpleNamespace(
-            enabled=enabled, framework="toy", index=1, states={0: state}, send=self.events.append
+            enabled=enabled, framework="toy", index=1, states={0: state}, send=self.events.append, meter_every=100
         )
         self.member = types.SimpleNamespace(
             group=group,
