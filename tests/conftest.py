@@ -8,9 +8,10 @@ import tempfile
 
 import pytest
 
-from ampx.cli.evidence import ASPECTS, COMBINATIONS
+from ampx.cli.evidence import ASPECTS, COMBINATIONS, WORDS
 
 ROOT = pathlib.Path(__file__).parents[1]
+NOT_SIMULATED = pytest.StashKey[str]()  # why there is no simulated CUDA device
 # The toy framework, its plugin and its mutants, for the tests and for the processes that they start.
 KIT = str(ROOT / "tests" / "kit")
 sys.path.insert(0, KIT)
@@ -28,6 +29,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
+import simulated_cuda  # noqa: E402
 from evidence import EvidencePlugin  # noqa: E402
 
 
@@ -37,16 +39,41 @@ def pytest_addoption(parser):
         action="store_true",
         help="write tests/states and docs/evidence anew from what the tests of this run show",
     )
+    parser.addoption(
+        "--simulate-cuda",
+        action="store_true",
+        help="run PyTorch's tests marked gpu, and those alone, on a CUDA device that tests/kit/simulated_cuda makes up",
+    )
 
 
 def pytest_configure(config):
-    plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"))
+    simulated = config.getoption("--simulate-cuda")
+    plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"), simulated)
     config.pluginmanager.register(plugin, "ampx evidence")
+    if simulated:
+        try:
+            simulated_cuda.start(ROOT / ".pytest_cache" / "simulated-cuda")
+        except simulated_cuda.CannotSimulateError as reason:
+            config.stash[NOT_SIMULATED] = str(reason)
+
+
+def choose_for_simulation(config, items):
+    """Keep the tests marked `gpu`, and skip those for which the simulated device is not enough."""
+    others = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item.get_closest_marker("gpu")]
+    for item in items:
+        needs = [f"{mark.kwargs['needs']} needs a GPU" for mark in item.iter_markers("gpu") if "needs" in mark.kwargs]
+        for reason in (config.stash.get(NOT_SIMULATED, None), *needs):
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `nightly` to `make test-all`, unless they are asked for."""
+    """Leave tests marked `nightly` to `make test-all`, unless they are asked for; see to `--simulate-cuda`."""
+    if config.getoption("--simulate-cuda"):
+        choose_for_simulation(config, items)
     asked_for = "nightly" in config.option.markexpr or any("::" in argument for argument in config.args)
     if os.environ.get("AMPX_TEST_ALL") or asked_for:
         return
@@ -57,12 +84,19 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def covers(record_property):
-    """Put on record what a test shows, at its end; `where` is device/dtype/level as `ampx.init` takes them."""
+    """Put on record what a test shows, at its end; `where` is device/dtype/level as `ampx.init` takes them.
 
-    def record(aspect, framework, where):
+    A test that shows it without the device says with which word: "lowered for CUDA".
+    """
+
+    def record(aspect, framework, where, word="tested"):
         assert aspect in ASPECTS
         assert tuple(where.split("/")[1:]) in COMBINATIONS
-        record_property("ampx.tested", [framework, f"{where}/{aspect}"])
+        assert word in WORDS
+        if word == "tested":
+            record_property("ampx.tested", [framework, f"{where}/{aspect}"])
+        else:
+            record_property("ampx.shown", [framework, f"{where}/{aspect}", word])
 
     return record
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .evidence import ASPECTS, COMBINATIONS, Evidence
+from .evidence import ASPECTS, COMBINATIONS, WORDS, Evidence
 from .frameworks import KNOWN
 
 GPU: Final = "tested on GPU"
+# Every word of the table that says how something was shown, from the most to the least.
+_SHOWN: Final = (GPU, *WORDS)
 _NO: Final = "not supported"
 # What an opt level leaves out by its definition, in whatever framework.
 _BY_LEVEL: Final[dict[tuple[str, str], str]] = {
@@ -64,7 +66,8 @@ def read_gpu(folder: Path) -> dict[str, set[str]]:
 
 def make_rows(framework: str, evidence: Evidence, gpu: Iterable[str] = ()) -> list[Row]:
     """Return every combination of one framework's devices, dtypes and levels."""
-    shown = {**dict.fromkeys(evidence.tested, "tested"), **dict.fromkeys(gpu, GPU)}
+    shown: dict[str, str] = {cell: word for word, cell in reversed(evidence.cells())}  # the strongest word comes last
+    shown.update(dict.fromkeys(gpu, GPU))
     # A mode that is not a device of its own, such as static graphs, is known by its tests and refusals only.
     cells = sorted(cell for cell in {*shown, *evidence.refused} if "/" in cell)
     devices = dict.fromkeys([*evidence.declared["devices"], *(cell.split("/")[0] for cell in cells)])
@@ -121,7 +124,7 @@ def full_table(rows: Iterable[Row]) -> str:
 
 
 def compact_table(rows: Iterable[Row]) -> str:
-    """Return one line for each device: for every aspect, at which levels it is tested or declared."""
+    """Return one line for each device: for every aspect, at which levels it is shown, and how, or declared."""
     by_device: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.supported:
@@ -136,7 +139,7 @@ def compact_table(rows: Iterable[Row]) -> str:
 
 def _summary(rows: list[Row], dtypes: list[str], aspect: str) -> str:
     parts = []
-    for status in ("tested", GPU, "declared"):
+    for status in (*_SHOWN, "declared"):
         matching = [row for row in rows if row.statuses[aspect] == status]
         levels = []
         for level in dict.fromkeys(row.level for row in matching):

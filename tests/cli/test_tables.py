@@ -29,7 +29,11 @@ REFUSED = {
 EVIDENCE = Evidence(
     DECLARED,
     REFUSED,
-    {"cpu/float32/O0/scaling": {"tests/a.py::b"}, "cpu, compiled/float16/O1/casting": {"tests/a.py::c"}},
+    {
+        "tested": {"cpu/float32/O0/scaling": {"tests/a.py::b"}, "cpu, compiled/float16/O1/casting": {"tests/a.py::c"}},
+        "lowered for CUDA": {"gpu/float16/O1/casting": {"tests/a.py::d"}, "gpu/float16/O1/state": {"tests/a.py::d"}},
+        "simulated": {"gpu/float16/O1/state": {"tests/a.py::e"}},
+    },
 )
 
 
@@ -49,6 +53,7 @@ def test_a_cell_is_tested_declared_or_not_supported_with_its_reason():
     assert statuses["cpu/float32/O0/casting"] == ("not supported", "O0 computes in float32.")
     assert statuses["cpu/float16/O1/state"] == ("not supported", "the CPU casts nothing.")
     assert statuses["gpu/float16/O1/casting"] == ("tested on GPU", None)
+    assert statuses["gpu/float16/O1/state"] == ("simulated", None)
     assert statuses["gpu/float16/O1/scaling"] == ("declared", None)
     assert statuses["gpu/float16/O2/scaling"] == ("not supported", "O2 is not there.")
     assert statuses["gpu/bfloat16/O1/casting"] == ("not supported", "bfloat16 is not there.")
@@ -61,6 +66,13 @@ def test_a_cell_is_tested_declared_or_not_supported_with_its_reason():
     assert len(statuses) == (2 * len(COMBINATIONS) + 2) * len(ASPECTS)
 
 
+def test_what_is_shown_without_the_device_is_never_said_to_be_tested():
+    statuses = cells(make_rows("mine", EVIDENCE))
+    assert statuses["gpu/float16/O1/casting"] == ("lowered for CUDA", None)
+    on_device = {status for cell, (status, _) in statuses.items() if cell.startswith("gpu/")}
+    assert on_device == {"lowered for CUDA", "simulated", "declared", "not supported"}
+
+
 def test_the_full_table_gives_each_reason_once():
     text = full_table(make_rows("mine", EVIDENCE))
     assert text.count("the CPU casts nothing.") == 1
@@ -69,7 +81,10 @@ def test_the_full_table_gives_each_reason_once():
 
 def test_the_compact_table_has_a_line_for_each_device():
     text = compact_table(make_rows("mine", EVIDENCE, ["gpu/float16/O1/casting"]))
-    assert "| mine | gpu | float16 | tested on GPU: O1 | declared: O0, O1 | no | no | declared: O0, O1 |" in text
+    assert (
+        "| mine | gpu | float16 | tested on GPU: O1 | declared: O0, O1 | no | no | simulated: O1; declared: O0 |"
+        in text
+    )
     assert "| mine | cpu | none | no | tested: O0 | no | no | declared: O0 |" in text
     assert "| mine | cpu, compiled | float16 | tested: O1 |" in text
 
@@ -119,12 +134,12 @@ def test_update_of_something_else_is_a_usage_error(tmp_path, ampx_command):
 def test_every_tested_cell_names_tests_of_this_repository(path):
     """That they pass and show the cell is checked where they run; that they exist can be seen everywhere."""
     evidence = Evidence.read(path)
-    for cell, tests in evidence.tested.items():
-        _, dtype, level, aspect = cell.split("/")
+    for word, cell in evidence.cells():
+        device, dtype, level, aspect = cell.split("/")
         assert (dtype, level) in COMBINATIONS
         assert aspect in ASPECTS
-        assert tests
-        for test in tests:
+        assert (word == "tested") == device.startswith("cpu")
+        for test in evidence.tests(word, cell):
             file, *_, name = test.partition("[")[0].split("::")
             source = (ROOT / file).read_text(encoding="utf-8")
             assert f"def {name}(" in source or "MatrixSuite" in source, test

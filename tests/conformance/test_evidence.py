@@ -45,9 +45,9 @@ class Project:
         for test in tests:
             (self.folder / test.partition("::")[0]).touch()
 
-    def run(self, *arguments, regenerate=False, chosen=lambda test: True):
+    def run(self, *arguments, regenerate=False, simulated=False, chosen=lambda test: True):
         """Run the tests that `arguments` and `chosen` leave; give the exit status and the problems."""
-        plugin = EvidencePlugin(self.folder / "evidence", regenerate)
+        plugin = EvidencePlugin(self.folder / "evidence", regenerate, simulated)
         collected = [test for test in self.tests if not arguments or test.startswith(arguments)]
         plugin.pytest_collection_modifyitems([Item(nodeid=test) for test in collected])
         status = pytest.ExitCode.OK
@@ -97,7 +97,7 @@ def test_what_passed_is_on_file_and_a_second_run_agrees(project):
     ("test", "becomes", "problem"),
     [
         ("test_state", {"test_other": [STATE]}, "cpu/float32/O0/state: test_a.py::test_state does not exist"),
-        ("test_state", {"test_other": [STATE]}, "O0/state is not on file as shown by test_a.py::test_other"),
+        ("test_state", {"test_other": [STATE]}, "O0/state is not on file as tested by test_a.py::test_other"),
         (
             "test_state",
             {"test_state": [("ampx.tested", ["mine", "cpu/float32/O0/casting"])]},
@@ -151,6 +151,31 @@ def test_what_a_test_showed_stays_on_file_where_the_cpu_is_too_weak_for_it(proje
     assert project.on_file() == before
     project.replace(tests, test_on_bfloat16="failed")
     assert project.run()[0] == pytest.ExitCode.TESTS_FAILED
+
+
+def test_what_gpu_tests_show_on_a_simulated_device_is_on_file_as_simulated(project):
+    before = project.on_file()
+    gpu = {"simulated": True, "chosen": lambda test: "gpu" in test}
+    status, problems = project.run(**gpu)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert problems == ["mine.json: gpu/float32/O0/state is not on file as simulated by test_a.py::test_on_gpu"]
+    project.run(regenerate=True, **gpu)
+    assert project.on_file() == {**before, "simulated": {"gpu/float32/O0/state": ["test_a.py::test_on_gpu"]}}
+    assert project.run(**gpu) == (pytest.ExitCode.OK, [])
+    assert project.run(chosen=lambda test: "gpu" not in test) == (pytest.ExitCode.OK, [])
+    project.replace({**TESTS, "test_a.py::test_on_gpu": []})
+    assert project.run(**gpu)[1] == ["mine.json: gpu/float32/O0/state: test_a.py::test_on_gpu no longer shows it"]
+
+
+def test_a_test_can_show_a_cell_with_another_word(project):
+    lowered = ("ampx.shown", ["mine", "gpu/float32/O0/scaling", "lowered for CUDA"])
+    project.replace({**TESTS, "test_a.py::test_lowered": [lowered]})
+    before = project.on_file()
+    project.run(regenerate=True)
+    shown = {"gpu/float32/O0/scaling": ["test_a.py::test_lowered"]}
+    assert project.on_file() == {**before, "lowered for CUDA": shown}
+    project.replace(TESTS)
+    assert project.run()[1] == ["mine.json: gpu/float32/O0/scaling: test_a.py::test_lowered does not exist"]
 
 
 def test_a_framework_of_which_nothing_is_shown_any_more_is_stale_too(project):

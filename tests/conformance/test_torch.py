@@ -120,24 +120,23 @@ class TestFuzz(FuzzSuite):
     harness = TorchHarness
 
 
-if torch.cuda.is_available():
+class CudaHarness(Float16Harness):
+    device = "cuda"
 
-    class CudaHarness(Float16Harness):
-        device = "cuda"
 
-    @pytest.mark.gpu
-    class TestOnCuda(BackendSuite):
-        harness = CudaHarness
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
-    @pytest.mark.gpu
-    class TestMatrixOnCuda(MatrixSuite):
-        harness = CudaHarness
 
-else:
+@pytest.mark.gpu
+@on_cuda
+class TestOnCuda(BackendSuite):
+    harness = CudaHarness
 
-    @pytest.mark.gpu
-    def test_on_cuda():
-        pytest.skip("no CUDA device: the kit did not run on one")
+
+@pytest.mark.gpu
+@on_cuda
+class TestMatrixOnCuda(MatrixSuite):
+    harness = CudaHarness
 
 
 class TestPlugin(PluginSuite):

@@ -6,6 +6,7 @@ A test says what it showed with pytest's own `record_property`; only what passed
 from __future__ import annotations
 
 import pathlib
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from ampx.cli.evidence import Evidence
 class EvidencePlugin:
     """Gathers what the tests of a run showed, and compares it with the files, or writes them.
 
-    Tests marked `gpu` are left out: what a GPU showed is told by the files of `make gpu`. What tests marked `bfloat16`
-    showed stays on file where the CPU is too weak for them, so that they are skipped.
+    What tests marked `gpu` show on a GPU is left out: that is told by the files of `make gpu`. On a simulated device
+    they show that it is simulated. What tests marked `bfloat16` showed stays on file where the CPU is too weak for
+    them, so that they are skipped.
     """
 
-    def __init__(self, folder: pathlib.Path, regenerate: bool) -> None:
+    def __init__(self, folder: pathlib.Path, regenerate: bool, simulated: bool = False) -> None:
         self.folder = folder
+        self.simulated = simulated
         self.root = pathlib.Path()
         self.files: set[str] = set()  # collected as a whole
         self.regenerate = regenerate
@@ -37,7 +40,8 @@ class EvidencePlugin:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """See all tests, before -k and -m choose among them."""
         self.collected |= {item.nodeid for item in items}
-        self.ignored |= {item.nodeid for item in items if item.get_closest_marker("gpu")}
+        if not self.simulated:
+            self.ignored |= {item.nodeid for item in items if item.get_closest_marker("gpu")}
         self.excused |= {item.nodeid for item in items if item.get_closest_marker("bfloat16")}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -54,12 +58,16 @@ class EvidencePlugin:
 
     def _take(self, name: str, value: Any, test: str) -> None:
         evidence = self.shown.setdefault(value[0], Evidence())
-        if name == "ampx.declared":
+        if name == "ampx.tested":
+            evidence.add("simulated" if self.simulated else "tested", value[1], test)
+        elif name == "ampx.shown":
+            evidence.add(value[2], value[1], test)
+        elif self.simulated:
+            return  # what a backend declares and refuses says a run without the device
+        elif name == "ampx.declared":
             evidence.declared = value[1]
-        elif name == "ampx.refused":
-            evidence.refused[value[1]] = value[2]
         else:
-            evidence.tested.setdefault(value[1], set()).add(test)
+            evidence.refused[value[1]] = value[2]
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -88,10 +96,11 @@ class EvidencePlugin:
 
     def _merge(self, on_file: Evidence, shown: Evidence) -> Evidence:
         """Keep what tests showed that were not run and are still there; the others had to show it again."""
-        tested = {cell: set(tests) for cell, tests in shown.tested.items()}
-        for cell, tests in on_file.tested.items():
-            tested.setdefault(cell, set()).update(filter(self._is_there, tests - self.ran))
-        return Evidence(shown.declared or on_file.declared, shown.refused or on_file.refused, tested)
+        merged = Evidence(shown.declared or on_file.declared, shown.refused or on_file.refused, deepcopy(shown.shown))
+        for word, cell in on_file.cells():
+            for test in filter(self._is_there, on_file.tests(word, cell) - self.ran):
+                merged.add(word, cell, test)
+        return merged
 
     def _is_there(self, test: str) -> bool:
         return test in self.collected or (_file(test) not in self.files and (self.root / _file(test)).exists())
@@ -105,12 +114,11 @@ class EvidencePlugin:
             for asked, message in shown.refused.items()
             if on_file.refused.get(asked) != message
         ]
-        for cell, tests in shown.tested.items():
-            problems += [
-                f"{cell} is not on file as shown by {test}" for test in tests - on_file.tested.get(cell, set())
-            ]
-        for cell, tests in on_file.tested.items():
-            for test in sorted(tests - shown.tested.get(cell, set())):
+        for word, cell in shown.cells():
+            missing = shown.tests(word, cell) - on_file.tests(word, cell)
+            problems += [f"{cell} is not on file as {word} by {test}" for test in sorted(missing)]
+        for word, cell in on_file.cells():
+            for test in sorted(on_file.tests(word, cell) - shown.tests(word, cell)):
                 if test in self.passed:
                     problems.append(f"{cell}: {test} no longer shows it")
                 elif test in self.ran:
