@@ -230,6 +230,27 @@ def migrate(
     raise typer.Exit(code)
 
 
+@app.command()
+def lint(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files, and folders to search.", show_default=False)
+    ] = None,
+    select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
+    ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",
+    style: Annotated[str, typer.Option("--format", help="text, json, github or sarif.")] = "text",
+    explain: Annotated[str | None, typer.Option(help="Say what a rule is about.", show_default=False)] = None,
+) -> None:
+    """Find misuse of mixed precision in code, without running it.
+
+    A comment `# ampx: ignore[AMP101]` at the end of a line opts out of a rule there. The exit code is 0 if nothing is
+    found, 1 if something is, and 2 if a file cannot be read.
+    """
+    from . import lint_command
+
+    code = lint_command.run(paths or [], select=select, ignore=ignore, style=style, explain=explain, echo=typer.echo)
+    raise typer.Exit(code)
+
+
 _DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")
 _LEVEL = typer.Option(help="As in ampx.init.")
 _DEVICE = typer.Option(help="As in ampx.init.")

@@ -1,0 +1,138 @@
+"""Find problems in files, on all processors where that pays."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ampx.errors import InvalidOptionError
+from ampx.syntax.program import Modules, import_graph
+from ampx.syntax.source import Source
+
+from .problem import Problem, Rule
+from .rules import BY_CODE, RULES
+from .script import Script, computes_float16
+
+# What every file that a rule can find something in contains; others are not even parsed.
+_HINT: Final = re.compile(
+    rb"\bamp\b|autocast|auto_cast|mixed_|float16|\bhalf\b|GradScaler|scaler\b|is_bf16_supported|scale_loss|\bfp16\b|gluon"
+)
+# What a file holds that may go wrong where another one computes in float16.
+_CONSTANTS: Final = re.compile(rb"masked_fill|where\(|e-(0?[89]|[1-9]\d)|\de\+?\d|\d{6}")
+_OPT_OUT: Final = re.compile(r"#\s*(?:ampx:\s*ignore(?:\[([\w, ]+)\])?|noqa(?::\s*([\w, ]+))?)", flags=re.I)
+_WORTH_PROCESSES: Final = 400_000  # bytes
+_Task: TypeAlias = tuple[Path, bytes, bool, frozenset[str]]
+
+
+@dataclass
+class Findings:
+    """What a run found.
+
+    Attributes:
+        problems: Sorted by file and line.
+        unreadable: Files that could not be read, with the reason.
+        files: How many files were looked at.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    unreadable: dict[Path, str] = field(default_factory=dict)
+    files: int = 0
+
+
+def selected(select: Iterable[str], ignore: Iterable[str]) -> tuple[Rule, ...]:
+    """Return the rules that two lists of codes, or of beginnings of codes, leave.
+
+    Raises:
+        InvalidOptionError: Something is no code of a rule.
+    """
+    chosen, left_out = ([code.strip().upper() for code in codes if code.strip()] for codes in (select, ignore))
+    for code in (*chosen, *left_out):
+        if not any(rule.code.startswith(code) for rule in RULES):
+            raise InvalidOptionError(f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}, and what they begin with.")
+    return tuple(
+        rule
+        for rule in RULES
+        if (not chosen or rule.code.startswith(tuple(chosen))) and not rule.code.startswith(tuple(left_out))
+    )
+
+
+def lint(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> Findings:
+    """Return what rules find in files. Never raises for what is in them."""
+    findings = Findings(files=len(paths))
+    data: dict[Path, bytes] = {}
+    for path in paths:
+        try:
+            data[path] = path.read_bytes()
+        except OSError as error:
+            findings.unreadable[path] = f"cannot be read: {error.strerror or error}"
+    codes = frozenset(rule.code for rule in rules)
+    float16 = _used_in_float16(data)
+    tasks = [
+        (path, content, path in float16, codes)
+        for path, content in data.items()
+        if _HINT.search(content) or (path in float16 and _CONSTANTS.search(content))
+    ]
+    for path, problems, reason in _done(tasks):
+        findings.problems += problems
+        if reason:
+            findings.unreadable[path] = reason
+    findings.problems.sort()
+    return findings
+
+
+def _used_in_float16(data: Mapping[Path, bytes]) -> set[Path]:
+    """Return the files that compute in float16, or that such files import, directly or through others."""
+    waiting = [path for path, content in data.items() if computes_float16(content.decode(errors="replace"))]
+    graph = import_graph(data, Modules(data)) if waiting else {}
+    reached = set(waiting)
+    while waiting:
+        for path in graph[waiting.pop()]:
+            if path not in reached:
+                reached.add(path)
+                waiting.append(path)
+    return reached
+
+
+def _done(tasks: Sequence[_Task]) -> Iterable[tuple[Path, list[Problem], str]]:
+    if sum(len(task[1]) for task in tasks) < _WORTH_PROCESSES or (os.cpu_count() or 1) == 1:
+        return map(_check, tasks)
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(_check, sorted(tasks, key=lambda task: -len(task[1])), chunksize=4))
+
+
+def _check(task: _Task) -> tuple[Path, list[Problem], str]:
+    path, data, float16, codes = task
+    try:
+        script = Script(Source(path, data), float16)
+        problems = [problem for rule in RULES if rule.code in codes for problem in _problems(script, rule)]
+    except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        return path, [], f"cannot be parsed: {reason}"
+    return path, problems, ""
+
+
+def _problems(script: Script, rule: Rule) -> Iterable[Problem]:
+    seen = set()
+    lines = script.source.text.splitlines()
+    for node, what in rule.check(script):
+        line, column = node.lineno, node.col_offset + 1  # type: ignore[attr-defined]
+        end = node.end_lineno  # type: ignore[attr-defined]
+        if (line, column) not in seen and not _is_opted_out(rule.code, lines[line - 1], lines[end - 1]):
+            seen.add((line, column))
+            yield Problem(script.source.path, line, column, rule.code, what, end)
+
+
+def _is_opted_out(code: str, *lines: str) -> bool:
+    """Return whether a comment at the end of a line says that a rule is not meant here."""
+    for line in lines:
+        match = _OPT_OUT.search(line)
+        if match is not None:
+            codes = (match[1] or match[2] or "").upper().replace(",", " ").split()
+            if not codes or code in codes:
+                return True
+    return False

@@ -1,0 +1,237 @@
+"""`ampx lint`: each rule finds what its page calls wrong, and nothing in what its page calls right."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import ampx
+from ampx.cli import lint_command
+from ampx.lint.engine import lint, selected
+from ampx.lint.rules import BY_CODE, RULES
+from ampx.syntax.files import find
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "reference" / "lint"
+CLIPPED = """\
+import torch
+
+scaler = torch.amp.GradScaler("cuda")
+for x, y in data:
+    scaler.scale(loss_fn(model(x), y)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0){comment}
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def codes(folder, text, name="train.py"):
+    (folder / name).write_text(text)
+    return [problem.code for problem in lint([folder / name]).problems]
+
+
+def blocks(code, heading):
+    page = (PAGES / f"{code.lower()}.md").read_text()
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```py\n(.*?)^```$", section, flags=re.M | re.S)
+
+
+def cases(heading):
+    return [(rule.code, number) for rule in RULES for number in range(len(blocks(rule.code, heading)))]
+
+
+# -- the pages are the cases -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("code", "number"), cases("Wrong"))
+def test_what_a_page_calls_wrong_is_found_once_and_nothing_else(code, number, tmp_path):
+    assert codes(tmp_path, blocks(code, "Wrong")[number]) == [code]
+
+
+@pytest.mark.parametrize(("code", "number"), cases("Right"))
+def test_in_what_a_page_calls_right_nothing_is_found(code, number, tmp_path):
+    assert codes(tmp_path, blocks(code, "Right")[number]) == []
+
+
+def test_every_rule_has_a_page_that_says_what_the_rule_says():
+    assert {path.stem for path in PAGES.glob("*.md")} == {"index", *(rule.code.lower() for rule in RULES)}
+    index = (PAGES / "index.md").read_text()
+    for rule in RULES:
+        page = (PAGES / f"{rule.code.lower()}.md").read_text()
+        assert page.startswith(f"# {rule.code}: {rule.name}\n\n*{rule.severity}*\n")
+        assert rule.why in page.replace("\n", " ")
+        assert rule.advice in page.replace("\n", " ")
+        assert f"| [{rule.code}]({rule.code.lower()}.md) | {rule.name} | {rule.severity} |\n" in index
+        assert blocks(rule.code, "Wrong")
+        assert blocks(rule.code, "Right")
+
+
+# -- correct programs ------------------------------------------------------------------------------------------
+
+
+def test_correct_programs_raise_no_alarm():
+    folders = [ROOT / name for name in ("tests/programs", "docs", "benchmarks")]
+    assert [str(problem) for problem in lint(list(find(folders))).problems] == []
+
+
+def test_faults_that_tests_plant_are_all_that_is_found_in_tests():
+    places = {(problem.path.name, problem.code) for problem in lint(list(find([ROOT / "tests"]))).problems}
+    # What refuses a second unscale_, and masks of -1e9 that `ampx diagnose` must name.
+    assert places <= {
+        *((name, "AMP106") for name in ("test_automatic_scaler.py", "test_defects.py")),
+        ("test_diagnosis.py", "AMP302"),
+    }
+    assert {code for _, code in places} == {"AMP106", "AMP302"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # A helper divides first.
+        CLIPPED.format(comment="").replace("    torch.nn", "    unscale_gradients(optimizer)\n    torch.nn"),
+        # The scaler is somebody else's word: a scaler of features.
+        "from sklearn.preprocessing import StandardScaler\nscaler = StandardScaler()\nscaler.scale(x)\nscaler.step(1)",
+        # Clipping in the branch that does not scale.
+        """\
+import torch
+scaler = torch.amp.GradScaler("cuda", enabled=amp)
+for x, y in data:
+    loss = loss_fn(model(x), y)
+    if amp:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        # Nanoseconds are no mask.
+        'import torch\nscaler = torch.amp.GradScaler("cuda")\nelapsed = (end - start) * 1e9\n',
+        # The epsilon of float32 code.
+        "def safe(x):\n    return x / (x.norm() + 1e-12)\n",
+        # bfloat16 has the range of float32.
+        'import torch\nwith torch.autocast("cpu", dtype=torch.bfloat16):\n    y = (a @ b) + 1e-12\n',
+    ],
+    ids=["helper", "features", "branch", "nanoseconds", "float32", "bfloat16"],
+)
+def test_what_looks_alike_and_is_right_raises_no_alarm(text, tmp_path):
+    assert codes(tmp_path, text) == []
+
+
+def test_a_constant_counts_where_a_file_that_imports_it_computes_in_float16(tmp_path):
+    (tmp_path / "layers.py").write_text("def mask(scores, hidden):\n    return scores.masked_fill(hidden, -1e9)\n")
+    (tmp_path / "train.py").write_text("import torch\nimport layers\nscaler = torch.amp.GradScaler('cuda')\n")
+    (problem,) = lint(list(find([tmp_path]))).problems
+    assert (problem.path.name, problem.line, problem.code) == ("layers.py", 2, "AMP302")
+    (tmp_path / "train.py").write_text("import layers\n")
+    assert lint(list(find([tmp_path]))).problems == []
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        ("", ["AMP101"]),
+        ("  # ampx: ignore[AMP101]", []),
+        ("  # ampx: ignore", []),
+        ("  # noqa: AMP101", []),
+        ("  # noqa: E501, AMP101", []),
+        ("  # ampx: ignore[AMP102]", ["AMP101"]),
+        ("  # noqa: E501", ["AMP101"]),
+    ],
+)
+def test_a_comment_opts_out_of_the_rules_that_it_names(comment, expected, tmp_path):
+    assert codes(tmp_path, CLIPPED.format(comment=comment)) == expected
+
+
+def run(*paths, select="", ignore="", style="text", explain=None):
+    printed = []
+    code = lint_command.run(
+        list(paths), select=select, ignore=ignore, style=style, explain=explain, echo=printed.append
+    )
+    return code, "\n".join(printed)
+
+
+def test_text_names_place_rule_and_advice(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(CLIPPED.format(comment=""))
+    code, text = run(file)
+    assert code == 1
+    assert text.splitlines() == [
+        f"{file}:6:5: AMP101 `torch.nn.utils.clip_grad_norm_` bounds gradients that still carry the loss scale of "
+        "`scaler`; call `scaler.unscale_(optimizer)` before it.",
+        "1 problem in 1 file.",
+        "`ampx lint --explain AMP101` says why, and what to do.",
+    ]
+    assert run(file, ignore="AMP1") == (0, "0 problems in 1 file.")
+
+
+def test_rules_are_chosen_by_codes_and_what_they_begin_with():
+    assert {rule.code[:4] for rule in selected(["amp2"], [])} == {"AMP2"}
+    assert [rule.code for rule in selected(["AMP2"], ["AMP201", "AMP203", "AMP204"])] == ["AMP202"]
+    assert len(selected([""], [""])) == len(RULES)
+    with pytest.raises(ampx.InvalidOptionError, match="'E501' is no rule; accepted: AMP101"):
+        selected(["E501"], [])
+
+
+def test_a_file_that_cannot_be_parsed_is_named_and_the_others_are_read(tmp_path):
+    (tmp_path / "a.py").write_text("import torch.cuda.amp\ndef broken(:\n")
+    (tmp_path / "b.py").write_text(CLIPPED.format(comment=""))
+    code, text = run(tmp_path)
+    assert code == 2
+    assert "a.py: cannot be parsed: " in text
+    assert "b.py:6:5: AMP101" in text
+    assert json.loads(run(tmp_path, style="json")[1])["unreadable"].keys() == {(tmp_path / "a.py").as_posix()}
+
+
+def test_json_github_and_sarif_hold_the_same_problem(tmp_path):
+    file = tmp_path / "a,b.py"
+    file.write_text(CLIPPED.format(comment=""))
+    (problem,) = json.loads(run(file, style="json")[1])["problems"]
+    assert (problem["line"], problem["column"], problem["code"], problem["severity"]) == (6, 5, "AMP101", "error")
+    github = run(file, style="github")[1]
+    assert github.startswith(
+        f"::error file={file.as_posix().replace(',', '%2C')},line=6,endLine=6,col=5,title=AMP101::"
+    )
+    document = json.loads(run(file, style="sarif")[1])
+    assert document["version"] == "2.1.0"
+    (sarif,) = document["runs"]
+    assert [rule["id"] for rule in sarif["tool"]["driver"]["rules"]] == [rule.code for rule in RULES]
+    (result,) = sarif["results"]
+    location = result["locations"][0]["physicalLocation"]
+    assert (result["ruleId"], result["level"]) == ("AMP101", "error")
+    assert location["artifactLocation"]["uri"] == file.as_posix()
+    assert location["region"]["startLine"] == 6
+
+
+def test_wrong_use_of_the_command_is_refused():
+    with pytest.raises(ampx.InvalidOptionError, match="no file was passed"):
+        run()
+    with pytest.raises(ampx.InvalidOptionError, match="accepted: text, json, github, sarif"):
+        run(ROOT / "docs", style="xml")
+    with pytest.raises(ampx.InvalidOptionError, match="'AMP999' is no rule"):
+        run(explain="AMP999")
+
+
+def test_explain_says_why_and_what_to_do():
+    code, text = run(explain="amp302")
+    rule = BY_CODE["AMP302"]
+    assert code == 0
+    assert text == f"AMP302: {rule.name} (error)\n\n{rule.why}\n\n{rule.advice}"
+
+
+def test_the_command_runs_and_needs_no_framework(ampx_command):
+    (ampx_command.folder / "train.py").write_text(CLIPPED.format(comment=""))
+    for name in ("torch", "tensorflow", "paddle", "mxnet", "jax"):
+        ampx_command.add_module(name, "raise RuntimeError('imported')")
+    done = ampx_command("lint", "train.py", "--format", "github", code=1)
+    assert "title=AMP101" in done.stdout
+
+
+def test_the_hook_for_pre_commit_runs_the_command():
+    hook = (ROOT / ".pre-commit-hooks.yaml").read_text()
+    assert re.search(r"^  entry: ampx lint$", hook, flags=re.M)
+    assert re.search(r"^  types_or: \[python\]$", hook, flags=re.M)
