@@ -20,6 +20,8 @@ import functools
 import importlib
 from typing import Any
 
+__version__ = "0.1.0"
+
 
 @functools.cache
 def _homes() -> dict[str, str]:
@@ -37,14 +39,6 @@ def _homes() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib import metadata
-
-        try:
-            version = metadata.version("ampx")
-        except metadata.PackageNotFoundError:  # a source tree on the path
-            version = "0+unknown"
-        return globals().setdefault(name, version)
     if name.startswith("__") or name not in _homes():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_homes()[name]}", __name__)

@@ -1,11 +1,11 @@
 """Sphinx configuration."""
 
-from importlib import metadata
+import ampx
 
 project = "ampx"
 author = "The ampx authors"
 project_copyright = author
-release = version = metadata.version("ampx")
+release = version = ampx.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}

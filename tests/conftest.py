@@ -8,8 +8,6 @@ import tempfile
 
 import pytest
 
-from ampx.cli.evidence import ASPECTS, COMBINATIONS, WORDS
-
 ROOT = pathlib.Path(__file__).parents[1]
 NOT_SIMULATED = pytest.StashKey[str]()  # why there is no simulated CUDA device
 # The toy framework, its plugin and its mutants, for the tests and for the processes that they start.
@@ -28,9 +26,11 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compiled.name)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+pytest.register_assert_rewrite("matrix", "transfer")
+
 import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
 import simulated_cuda  # noqa: E402
-from evidence import EvidencePlugin  # noqa: E402
+from evidence import ASPECTS, COMBINATIONS, WORDS, EvidencePlugin  # noqa: E402
 
 
 def pytest_addoption(parser):

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import sys
 
-_EXTRAS = {"typer": "cli", "rich": "cli", "sklearn": "demo", "matplotlib": "demo"}
+_DEMO = ("sklearn", "matplotlib")
 
 
 def main() -> int:
-    """Run the command line; give the exit code."""
+    """Run the command line; return the exit code."""
+    from .installation import module_problem
+
+    problem = module_problem()
+    if problem is not None:  # before the commands: they import names that the other package does not have
+        sys.stderr.write(f"ampx: {problem}\n")
+        return 1
     try:
         from .app import run
 
         return run()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        extra = _EXTRAS.get(missing)
-        if extra is None:
+        if missing not in _DEMO:
             raise
         sys.stderr.write(
             f"ampx: this command needs {missing}, which is not installed. Install it with "
-            f"`pip install 'ampx[{extra}]'`.\n"
+            f"`pip install 'ampx-precision[demo]'`.\n"
         )
         return 2

@@ -97,22 +97,9 @@ def doctor(
 def backends(
     as_json: Annotated[bool, _JSON] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
-    update: Annotated[
-        Path | None,
-        typer.Option(
-            help="Rewrite the generated tables of this checkout from what its tests put on file.", show_default=False
-        ),
-    ] = None,
 ) -> None:
     """Show what each backend declares."""
     from rich.console import Console
-
-    if update is not None:
-        from .update_tables import update as write_tables
-
-        changed = write_tables(update)
-        typer.echo(f"written: {', '.join(map(str, changed))}" if changed else "the tables are up to date")
-        return
 
     from . import capability_table as table
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -30,7 +29,7 @@ from .demo import (
     trainer_of,
     write as write,
 )
-from .frameworks import Framework, find_frameworks, is_installed
+from .frameworks import KNOWN, Framework, find_frameworks, is_installed
 from .probe import probe
 
 
@@ -48,7 +47,7 @@ def find_framework(name: str | None) -> str:
     if not installed:
         raise FrameworkNotInstalledError(
             f"no framework was named, and none with a backend is installed; accepted: {', '.join(registered)}. "
-            f"Install one, such as with `pip install 'ampx[torch]'`."
+            f"Install one, such as with `pip install 'ampx-precision[torch]'`."
         )
     raise AmbiguousFrameworkError(
         f"no framework was named, and {', '.join(installed)} are installed; accepted: one of them. "
@@ -239,7 +238,6 @@ def _source(path: Path, report: Mapping[str, Any], folder: Path, options: Mappin
 
 def _how_to_install(framework: Framework) -> str:
     """Return the line that installs a framework: an extra of ampx, or what its plugin requires."""
-    extras = metadata.metadata("ampx").get_all("Provides-Extra") or []
-    if framework.name in extras:
-        return f"pip install 'ampx[{framework.name}]'"
+    if framework.name in KNOWN:
+        return f"pip install 'ampx-precision[{framework.name}]'"
     return f"pip install '{framework.requires}'" if framework.requires else "ampx has no backend for it"

@@ -14,6 +14,7 @@ from ampx.errors import UnknownFrameworkError
 from ampx.plugins import DISABLE_VARIABLE
 
 from .frameworks import Framework, find_frameworks
+from .installation import other_distributions
 from .machine import describe_machine
 from .probe import TIME_LIMIT, probe
 
@@ -32,6 +33,7 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
     return {
         "schema": SCHEMA,
         "ampx": ampx.__version__,
+        "others": other_distributions(),
         "machine": describe_machine(),
         "plugins": {
             "found": scan.get("plugins", []),

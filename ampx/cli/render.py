@@ -15,6 +15,7 @@ from rich.table import Table
 from .capability_table import Declared
 from .demo import SCALED, equals_float32, plain_run
 from .demo_command import Outcome
+from .installation import DISTRIBUTION, REPAIR
 from .new_backend import Written
 
 # Facts with a column of their own; a backend's further details are listed below the table.
@@ -54,6 +55,8 @@ def _declared(value: Any) -> str:
 def print_doctor(console: Console, report: dict[str, Any]) -> None:
     """Print the report of `ampx doctor`."""
     _print_machine(console, report)
+    for other in report["others"]:
+        _print_other(console, other)
     console.print(_framework_table(report["frameworks"]))
     ready = [framework for framework in report["frameworks"] if framework["state"] == "ready"]
     if ready:
@@ -85,6 +88,16 @@ def make_table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
+
+
+def _print_other(console: Console, other: dict[str, str]) -> None:
+    """Print that a distribution of another project lies where ours does."""
+    summary = f" ({other['summary']})" if other["summary"] else ""
+    console.print(
+        f"[red]In the way:[/] {other['name']} {escape(other['version'])}{escape(summary)} in {escape(other['folder'])} "
+        f"has nothing to do with {DISTRIBUTION}, and installs files of the same names. {REPAIR}.",
+        soft_wrap=True,
+    )
 
 
 def _print_machine(console: Console, report: dict[str, Any]) -> None:

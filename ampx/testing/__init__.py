@@ -31,8 +31,6 @@ pytest.register_assert_rewrite(
     "ampx.testing.value_bench",
     "ampx.testing.checks",
     "ampx.testing.refusals",
-    "ampx.testing.matrix",
-    "ampx.testing.transfer",
     "ampx.testing.reference",
 )
 
@@ -40,6 +38,4 @@ from .bench import Bench as Bench  # noqa: E402  (asserts are rewritten only in 
 from .harness import Harness as Harness, ValueHarness as ValueHarness  # noqa: E402
 from .kit.fuzz import FuzzSuite as FuzzSuite  # noqa: E402
 from .kit.plugins import PluginSuite as PluginSuite  # noqa: E402
-from .matrix import MatrixSuite as MatrixSuite  # noqa: E402
 from .suite import BackendSuite as BackendSuite  # noqa: E402
-from .transfer import TransferSuite as TransferSuite  # noqa: E402

@@ -103,7 +103,8 @@ def test_what_cannot_be_trained_is_listed_with_what_to_do_and_is_no_failure(run)
     assert "ghost not installed: pip install 'ghost>=1'" in text
     for name in ("torch", "paddle", "jax"):
         there = importlib.util.find_spec(name) is not None
-        assert f"{name} {'no ampx backend:' if there else f'not installed: pip install {chr(39)}ampx[{name}]'}" in text
+        state = "no ampx backend:" if there else f"not installed: pip install 'ampx-precision[{name}]'"
+        assert f"{name} {state}" in text
 
 
 PROBLEMS = {
@@ -182,7 +183,7 @@ def test_json_is_what_the_file_holds(run):
 def test_without_anything_to_show_it_says_what_to_install(run):
     stderr = run(code=1).stderr
     assert "accepted: at least one of either" in stderr
-    assert "pip install 'ampx[" in stderr or "no plugin registers one" in stderr
+    assert "pip install 'ampx-precision[" in stderr or "no plugin registers one" in stderr
 
 
 def test_all_and_a_framework_are_a_usage_error(run):

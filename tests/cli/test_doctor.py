@@ -29,7 +29,7 @@ def test_report_has_every_known_framework_and_what_the_backend_says_of_an_instal
         "paddle",
         "jax",
     }
-    assert set(report) == {"schema", "ampx", "machine", "plugins", "frameworks", "mixed_precision"}
+    assert set(report) == {"schema", "ampx", "others", "machine", "plugins", "frameworks", "mixed_precision"}
     assert set(report["machine"]) == {"python", "executable", "platform", "cpu", "gpus"}
     for framework in report["frameworks"]:
         assert framework["state"] in {"ready", "no backend", "broken", "not installed"}
@@ -42,6 +42,30 @@ def test_report_has_every_known_framework_and_what_the_backend_says_of_an_instal
     assert {device["name"] for device in framework["devices"]} | set(framework["absent_devices"]) == {"cpu", "cuda"}
     assert ("cuda" in framework["absent_devices"]) == (not torch.cuda.is_available())
     assert framework["init"]["reason"]
+
+
+def add_distribution(ampx_command, summary, points=""):
+    """Install a distribution called `ampx`, with entry points."""
+    info = ampx_command.folder / "ampx-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: AMPX\nVersion: 0.0.1\nSummary: {summary}\n")
+    (info / "entry_points.txt").write_text(points)
+
+
+def test_the_other_distribution_called_ampx_is_told_with_what_to_do(ampx_command):
+    add_distribution(ampx_command, "Peptides [beta]")
+    (other,) = examine(ampx_command, "--framework", "mxnet")["others"]
+    folder = str(ampx_command.folder)
+    assert other == {"name": "ampx", "version": "0.0.1", "summary": "Peptides [beta]", "folder": folder}
+    text = ampx_command("doctor", "--framework", "mxnet", code=None).stdout
+    assert f"In the way: ampx 0.0.1 (Peptides [beta]) in {folder} has nothing to do with ampx-precision" in text
+    assert "Run `pip uninstall ampx`, then `pip install --force-reinstall --no-deps ampx-precision`." in text
+
+
+def test_a_distribution_of_that_name_that_registers_backends_is_our_own_from_before_it_was_renamed(ampx_command):
+    add_distribution(ampx_command, "Mixed precision", "[ampx]\ntoy = toy.plugin\n")
+    assert examine(ampx_command, "--framework", "mxnet")["others"] == []
+    assert "In the way" not in ampx_command("doctor", "--framework", "mxnet", code=None).stdout
 
 
 def test_plugin_framework_that_computes_low_precision_gives_exit_code_0(ampx_command):

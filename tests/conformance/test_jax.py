@@ -17,9 +17,11 @@ nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 import jax.numpy as jnp  # noqa: E402 -- after the check that there is anything to test
 
 import ampx_jax  # noqa: E402
-from ampx.testing import BackendSuite, FuzzSuite, MatrixSuite, PluginSuite, TransferSuite, ValueHarness  # noqa: E402
+from ampx.testing import BackendSuite, FuzzSuite, PluginSuite, ValueHarness  # noqa: E402
 from ampx_jax import casting  # noqa: E402
 from ampx_jax.state import find_all  # noqa: E402
+from matrix import MatrixSuite  # noqa: E402
+from transfer import TransferSuite  # noqa: E402
 
 
 @jax.custom_vjp

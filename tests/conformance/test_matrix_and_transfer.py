@@ -7,15 +7,14 @@ import pathlib
 import pytest
 
 import ampx
-from ampx.cli.evidence import ASPECTS, COMBINATIONS
-from ampx.testing import MatrixSuite, TransferSuite
-from ampx.testing.matrix import LOW
 from ampx.testing.oracle import Oracle
-from ampx.testing.transfer import CONFIG, CONTINUATION, PATTERNS, built_in
+from evidence import ASPECTS, COMBINATIONS
 from judging import judge, suite_for
+from matrix import LOW, MatrixSuite
 from toy import framework
 from toy.harness import BareToyHarness, ExplicitToyHarness, ImplicitToyHarness
 from toy.mutants import MUTANTS
+from transfer import CONFIG, CONTINUATION, PATTERNS, TransferSuite, built_in
 
 STATES = pathlib.Path(__file__).parents[1] / "states"
 RECORDS = {

@@ -12,10 +12,12 @@ if importlib.util.find_spec("mxnet") is None:
 
 import numpy as np
 
-from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
+from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 from ampx_mxnet.compat import mx
 from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import DTYPES, name_of
+from matrix import MatrixSuite
+from transfer import TransferSuite
 
 
 class Pull(mx.autograd.Function):

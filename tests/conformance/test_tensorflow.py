@@ -14,7 +14,9 @@ if importlib.util.find_spec("tensorflow") is None:
 import keras
 import tensorflow as tf
 
-from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite
+from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
+from matrix import MatrixSuite
+from transfer import TransferSuite
 
 
 @tf.custom_gradient

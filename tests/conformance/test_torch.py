@@ -7,7 +7,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from ampx.testing import BackendSuite, FuzzSuite, Harness, MatrixSuite, PluginSuite, TransferSuite  # noqa: E402
+from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite  # noqa: E402
+from matrix import MatrixSuite  # noqa: E402
+from transfer import TransferSuite  # noqa: E402
 
 
 class Pull(torch.autograd.Function):

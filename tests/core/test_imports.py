@@ -3,7 +3,6 @@
 import ast
 import graphlib
 import importlib
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -40,10 +39,6 @@ def test_import_adds_less_than_30_ms():
     # Time of the processor, and the least of some: what else the machine does is not the import's.
     program = "from time import process_time; t = process_time(); import ampx; print(process_time() - t)"
     assert min(float(run(program)) for _ in range(7)) < 0.030
-
-
-def test_the_version_is_that_of_the_distribution():
-    assert ampx.__version__ == importlib.metadata.version("ampx")
 
 
 def test_every_name_of_the_stub_can_be_imported_and_is_no_submodule_that_hides_it():

@@ -132,7 +132,7 @@ def test_the_new_package_passes_the_packaging_checks(package, tmp_path):
         }
         metadata = message_from_bytes(wheel.read("ampx_autograd-0.1.0.dist-info/METADATA"))
     assert metadata["Name"] == "ampx-autograd"
-    assert metadata.get_all("Requires-Dist")[:2] == ["ampx", "autograd"]
+    assert metadata.get_all("Requires-Dist")[:2] == ["ampx-precision", "autograd"]
 
 
 def test_the_new_package_is_found_once_it_is_installed(package, tmp_path):

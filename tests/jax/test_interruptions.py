@@ -17,8 +17,8 @@ import ampx
 import ampx_jax
 from ampx.run import Run, RunSettings
 from ampx.session import sessions
-from ampx.testing.interruptions import interrupted_everywhere
 from ampx_jax import casting
+from interruptions import interrupted_everywhere
 
 PACKAGES = ("ampx", "ampx_jax")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else a part of the lines

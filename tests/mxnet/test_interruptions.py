@@ -11,9 +11,9 @@ import pytest
 
 import ampx
 from ampx.session import sessions
-from ampx.testing.interruptions import Interruption, interrupted_everywhere
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.dtypes import name_of
+from interruptions import Interruption, interrupted_everywhere
 
 PACKAGES = ("ampx", "ampx_mxnet")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # a tenth of all lines and calls; else of the lines a 29th

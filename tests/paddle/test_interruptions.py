@@ -13,8 +13,8 @@ import pytest
 
 import ampx
 from ampx.session import sessions
-from ampx.testing.interruptions import Interruption, interrupted_everywhere
 from ampx_paddle.scaler import GradScaler
+from interruptions import Interruption, interrupted_everywhere
 
 # Paddle's LBFGS copies a tensor in a way that Paddle warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")

@@ -16,8 +16,8 @@ import tf_keras
 
 import ampx
 from ampx.session import sessions
-from ampx.testing.interruptions import Interruption, interrupted_everywhere
 from ampx_tensorflow.contexts import on_host
+from interruptions import Interruption, interrupted_everywhere
 
 PACKAGES = ("ampx", "ampx_tensorflow")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else a part of the lines

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ampx
-from ampx.testing.interruptions import Interruption, interrupted_everywhere
+from interruptions import Interruption, interrupted_everywhere
 
 PACKAGES = ("ampx", "ampx_torch")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else a sixteenth of the lines

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ampx
-from ampx.testing.interruptions import interrupted_everywhere
 from ampx_torch.apex import amp
+from interruptions import interrupted_everywhere
 
 PACKAGES = ("ampx", "ampx_torch")
 THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else an eleventh of the lines

@@ -1,14 +1,13 @@
-"""Rewrite the generated tables of a checkout."""
+"""Rewrite the generated tables of a checkout: `python update_tables.py CHECKOUT`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Final
 
-from ampx.errors import InvalidOptionError
-
-from .capability_table import BEGIN, END, Declared, to_markdown
-from .coverage import compact_table, full_table, make_rows, read_all, read_gpu
+from ampx.cli.capability_table import BEGIN, END, Declared, to_markdown
+from tested_table import compact_table, full_table, make_rows, read_all, read_gpu
 
 EVIDENCE: Final = Path("docs", "evidence")
 RESULTS: Final = Path("benchmarks", "results")
@@ -18,7 +17,7 @@ def render(root: Path) -> dict[Path, str]:
     """Return the text of every file with a generated table, as it should be."""
     evidence, gpu = read_all(root / EVIDENCE), read_gpu(root / RESULTS)
     if not evidence:
-        raise InvalidOptionError(
+        raise SystemExit(
             f"{str(root)!r} has no {EVIDENCE.as_posix()}/*.json; accepted: the root of a checkout of ampx. Pass that."
         )
     rows = [row for name, shown in evidence.items() for row in make_rows(name, shown, gpu.get(name, ()))]
@@ -48,7 +47,12 @@ def _replace(path: Path, text: str, begin: str, end: str, block: str) -> str:
     before, opened, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not (opened and closed):
-        raise InvalidOptionError(
+        raise SystemExit(
             f"{path.name} has no table between {begin} and {end}; accepted: both marks, each once. Put them back."
         )
     return before + block + after
+
+
+if __name__ == "__main__":
+    written = update(Path(sys.argv[1]))
+    print(f"written: {', '.join(map(str, written))}" if written else "the tables are up to date")

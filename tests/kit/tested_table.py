@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .evidence import ASPECTS, COMBINATIONS, WORDS, Evidence
-from .frameworks import KNOWN
+from ampx.cli.frameworks import KNOWN
+from evidence import ASPECTS, COMBINATIONS, WORDS, Evidence
 
 GPU: Final = "tested on GPU"
 # Every word of the table that says how something was shown, from the most to the least.

@@ -12,14 +12,13 @@ from typing import Any, Final
 import pytest
 
 import ampx
-from ampx.cli.evidence import COMBINATIONS
 from ampx.policy import Dtype, OptLevel
 from ampx.session import Amp
-
-from .base import KitTests
-from .bench import Bench
-from .checks import json_copy
-from .oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+from ampx.testing.base import KitTests
+from ampx.testing.bench import Bench
+from ampx.testing.checks import json_copy
+from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+from evidence import COMBINATIONS
 
 Record = Callable[[str, object], None]
 LOW: Final = tuple(combination for combination in COMBINATIONS if combination[0] != "float32")
