@@ -21,7 +21,7 @@ from ampx.plugins import default_registry
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
 
-from .trial import Outcome, Trial, write_outcome
+from .trial import REFUSED, Outcome, Trial, write_outcome
 
 if TYPE_CHECKING:
     from ampx.backend import Backend, Reading, Watch
@@ -232,7 +232,7 @@ def main(request: str) -> int:
     for refusal in (finished.misuse, finished.refusal):
         if refusal:
             sys.stderr.write(f"ampx: {refusal}\n")
-            return 3
+            return REFUSED
     if finished.failed and not (isinstance(error, SystemExit) and observer.ended_early):
         if error is not None:
             sys.excepthook(type(error), error, error.__traceback__)

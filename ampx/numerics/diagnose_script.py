@@ -15,9 +15,12 @@ from ampx.run.program import Program
 
 from .batch import Seen, plain
 from .diagnose import Diagnosis, diagnosed
+from .operations import normalised
 from .trial import Outcome, Trial, run_trial
 
 SCHEMA: Final = "ampx.diagnose/1"
+# What reads a variable in TensorFlow, as `normalised` has it.
+_READ: Final = "readvariable"
 
 
 def diagnose_script(
@@ -97,13 +100,20 @@ def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
     outcome = run(trial)
     if not outcome.watches:
         raise TrialError(
-            f"the backend for {outcome.run['framework']} cannot watch modules; accepted: one whose capabilities say "
-            f"watches. `ampx backends` shows them."
+            f"nothing of {trial.program.name} could be watched; accepted: a script that leaves mixed precision to "
+            f"`ampx run`, and a backend whose capabilities say watches (`ampx backends`). "
+            f"{' '.join(outcome.run['notes'])}".rstrip()
         )
     if step not in outcome.readings:
         raise TrialError(
             f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own; accepted: a "
             f"step that it makes, and a program whose steps are separate calls. Name another by --at."
+        )
+    if not outcome.readings[step]:
+        raise TrialError(
+            f"step {step} of {trial.program.name} ran, and nothing in it could be watched; accepted: modules that "
+            f"Python calls in the step. Graphs of TensorFlow 1 and Paddle's static programs run without Python: ask "
+            f"ampx.diagnose about a batch, with the model as layers."
         )
     return outcome
 
@@ -129,31 +139,51 @@ def _seen(outcome: Outcome, step: int) -> Seen:
 
 
 def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
-    """Return, by module, what its operations received beyond what the module received: its parameters.
+    """Return, by module, what is known of its parameters.
 
-    Only what stands out is told: magnitudes beyond those of the module's inputs, and elements that are not finite.
+    Some frameworks read them by an operation of their own. Of others they are what the operations of a module received
+    beyond what the module received, where that stands out: magnitudes beyond those of the module's inputs, and elements
+    that are not finite.
     """
-    inputs = {
-        (entry.module, entry.call): entry.inputs
-        for entry in readings
-        if entry.direction == "forward" and not entry.operation
-    }
+    forward = [entry for entry in readings if entry.direction == "forward"]
+    read = [entry for entry in forward if entry.kind and normalised(entry.operation) == _READ]
+    if read:
+        return {_parameters(entry.module): _joined(read, entry.module) for entry in read}
+    inputs = {(entry.module, entry.call): entry.inputs for entry in forward if not entry.operation}
     parameters: dict[str, Stats] = {}
     met: set[tuple[str, int]] = set()
-    for entry in readings:
+    for entry in forward:
         received = inputs.get((entry.module, 0))
         first = (entry.module, entry.call) not in met
-        if entry.direction != "forward" or not entry.operation or not first or received is None:
+        if not entry.operation or not first or received is None:
             continue
         met.add((entry.module, entry.call))
         own = entry.inputs
         if own.nonfinite > received.nonfinite or (own.largest > received.largest and own.elements > received.elements):
-            parameters[f"{entry.module}.parameters"] = Stats(
+            parameters[_parameters(entry.module)] = Stats(
                 elements=own.elements - received.elements,
                 nonfinite=max(0, own.nonfinite - received.nonfinite),
                 largest=own.largest,
             )
     return parameters
+
+
+def _joined(read: Sequence[Reading], module: str) -> Stats:
+    values = [entry.value for entry in read if entry.module == module]
+    return Stats(
+        elements=sum(value.elements for value in values),
+        nonfinite=sum(value.nonfinite for value in values),
+        largest=max(value.largest for value in values),
+    )
+
+
+def _parameters(module: str) -> str:
+    return f"{module}.parameters" if module else "parameters"
+
+
+def _skips(skipped: Sequence[int]) -> str:
+    count = "1 step was skipped" if len(skipped) == 1 else f"{len(skipped)} steps were skipped"
+    return f"{count} (--at {skipped[0]} looks at the first)" if skipped else count
 
 
 def _report(
@@ -177,9 +207,11 @@ def _report(
             if not entry.operation
         ]
     if diagnosis is None:
+        reported = any(loss is not None for loss in seen.losses)
+        losses = "the losses are finite" if reported else "no loss was seen"
         verdict = (
-            f"Nothing failed in {seen.steps} steps in {seen.dtype}: the losses are finite, {len(seen.skipped)} steps "
-            f"were skipped, and the loss scale is {seen.last_scale or 1:g}."
+            f"Nothing failed in {seen.steps} steps in {seen.dtype}: {losses}, {_skips(seen.skipped)}, and the loss "
+            f"scale is {seen.last_scale or 1:g}."
         )
     else:
         verdict = f"Step {step}: {diagnosis.kind}: {diagnosis.why}"

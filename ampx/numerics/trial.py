@@ -20,6 +20,8 @@ from ampx.run import RunSettings
 from ampx.run.program import Program
 
 _CHILD: Final = "ampx.numerics.child"
+# Exit code of a child whose script `ampx run` refuses.
+REFUSED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,8 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         text = noise.read_text(encoding="utf-8", errors="replace").strip()
         if done.returncode or not answer.exists():
             last = text[-2000:]
+            if done.returncode == REFUSED and "\nampx: " in last:
+                last = last[last.rindex("\nampx: ") + 1 :]
             raise TrialError(
                 f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "
                 f"script that trains to its end. Run it by `ampx run --dtype {trial.settings.dtype}` and mend what "
@@ -231,5 +235,10 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         raise TrialError(
             f"{trial.program.name} made no step that ampx saw; accepted: a script that trains with a framework that "
             f"`ampx run` automates. Try `ampx run {trial.program.name}`. {notes}".rstrip()
+        )
+    if trial.settings.dtype == "float32" and outcome.dtype != "float32":
+        raise TrialError(
+            f"{trial.program.name} was to run in float32 and computed in {outcome.dtype}; accepted: a script that "
+            f"leaves mixed precision to `ampx run`. Switch off its own. {' '.join(outcome.run['notes'])}".rstrip()
         )
     return outcome

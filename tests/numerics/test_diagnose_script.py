@@ -10,7 +10,9 @@ import ampx
 from ampx.backend import Reading, Stats
 from ampx.numerics import report
 from ampx.numerics.diagnose_script import diagnose_script, parameters_of
+from ampx.numerics.trial import Outcome
 from ampx.run import RunSettings
+from ampx.run.program import Program
 
 SCRIPT = """
 from toy import framework as toy
@@ -77,3 +79,32 @@ def test_parameters_are_what_an_operation_receives_beyond_its_module():
     assert parameters_of(readings)["head.parameters"] == Stats(16, largest=5e5)
     assert parameters_of([read("linear", Stats(24, largest=1.0)), module]) == {}
     assert parameters_of([read("linear", Stats(24, nonfinite=3)), module])["head.parameters"].nonfinite == 3
+
+
+def test_parameters_are_what_an_operation_reads_where_a_framework_has_one_for_that():
+    def read(module, kind, operation, value, inputs=None):
+        return Reading(module, kind, operation, "forward", 0, "float32", value, inputs or Stats())
+
+    readings = [
+        read("", "", "ReadVariableOp", Stats(1, nonfinite=1)),  # a metric, outside of the model
+        read("head", "Dense", "ReadVariableOp", Stats(8, largest=3.0)),
+        read("head", "Dense", "ReadVariableOp", Stats(2, largest=5.0)),
+        read("", "Net", "Reshape", Stats(4), Stats(99, nonfinite=9)),
+        read("", "Net", "", Stats(4), Stats(4)),
+    ]
+    assert parameters_of(readings) == {"head.parameters": Stats(10, largest=5.0)}
+
+
+@pytest.mark.parametrize(("skipped", "words"), [([], "0 steps were skipped,"), ([2], "1 step was skipped (--at 2 ")])
+def test_where_no_loss_was_reported_none_is_called_finite(skipped, words):
+    optimizer = {"skipped": skipped, "scales": [], "initial_scale": 1.0}
+    facts = {"framework": "toy", "device": "cpu", "level": "O1", "dtype": "float16", "steps": 3}
+    outcome = Outcome({**facts, "reason": "", "optimizers": [optimizer]}, losses=(None,) * 3)
+    _, report = diagnose_script(Program("train.py"), RunSettings(), run=lambda trial: outcome)
+    assert f"no loss was seen, {words}" in report["verdict"]
+
+
+def test_a_step_in_which_nothing_ran_in_python_is_not_called_healthy():
+    outcome = Outcome({"dtype": "float16", "steps": 3, "notes": []}, readings={3: ()}, watches=True)
+    with pytest.raises(ampx.TrialError, match="nothing in it could be watched"):
+        diagnose_script(Program("train.py"), RunSettings(), at=3, run=lambda trial: outcome)

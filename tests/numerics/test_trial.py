@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+from pathlib import Path
 
 import pytest
 
 import ampx
+from ampx.numerics.trial import Outcome, write_outcome
 
 SCRIPT = """
 import atexit, random, sys
@@ -72,3 +76,18 @@ def test_a_script_that_fails_is_an_error_with_its_last_words(trial):
 def test_a_script_that_trains_nothing_is_an_error(trial):
     with pytest.raises(ampx.TrialError, match="made no step that ampx saw"):
         trial("print('hello')")
+
+
+def test_a_script_that_casts_by_itself_is_no_reference_in_float32(trial, monkeypatch):
+    """The answer of the process is one of a script with mixed precision of its own."""
+
+    def answer(command, **options):
+        request = json.loads(Path(command[-1]).read_text())
+        facts = {"steps": 3, "dtype": "bfloat16", "notes": ["By itself."]}
+        write_outcome(Path(request["answer"]), Outcome(facts))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert trial("", dtype="bfloat16").dtype == "bfloat16"
+    with pytest.raises(ampx.TrialError, match=r"computed in bfloat16; .* By itself\."):
+        trial("", dtype="float32")

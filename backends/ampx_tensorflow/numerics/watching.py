@@ -30,6 +30,9 @@ from ampx.numerics.watching import check_patterns
 from . import stats
 from .names import Call, Modules
 
+# Operations of the runtime, and those that bring a batch from a pipeline: what is in it was not computed there.
+_BRINGS: Final = ("__", "Iterator", "Optional")
+
 
 @dataclass
 class _Seen:
@@ -210,7 +213,7 @@ class TensorFlowWatch:
             return
         name = kind.decode() if isinstance(kind, bytes) else str(kind)
         tensors, backward = stats.floating(list(outputs)), self._place.depth > 0
-        if not tensors or name.startswith("__"):
+        if not tensors or name.startswith(_BRINGS):
             return
         with stats.unwatched():
             call = self._place.module if backward else self.modules.innermost

@@ -14,6 +14,7 @@ import tensorflow as tf
 from ampx_tensorflow import gradients
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.device_scale import is_one
+from ampx_tensorflow.numerics import stats
 from ampx_tensorflow.step import AmpOptimizer
 
 from .manager import KerasManager
@@ -43,12 +44,13 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
         scale = None
-        if manager.observing.wanted and not manager.depth.value and _is_floating(target):
-            manager.observing.loss(target)
-        if output_gradients is None and _is_loss(target) and all(map(_is_variable, tf.nest.flatten(sources))):
-            scale = _scale(manager)
-        if scale is not None:
-            output_gradients = tf.fill(tf.shape(target), tf.cast(scale, target.dtype))
+        with stats.unwatched():
+            if manager.observing.wanted and not manager.depth.value and _is_floating(target):
+                manager.observing.loss(target)
+            if output_gradients is None and _is_loss(target) and all(map(_is_variable, tf.nest.flatten(sources))):
+                scale = _scale(manager)
+            if scale is not None:
+                output_gradients = tf.fill(tf.shape(target), tf.cast(scale, target.dtype))
         with ExitStack() as stack:
             if on_host():
                 stack.enter_context(manager.run.recorder.phase("backward"))
@@ -58,7 +60,8 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
         if scale is None:
             return result
         nested = tf.nest.is_nested(sources)
-        true = gradients.unscale(tf.nest.flatten(result) if nested else [result], scale)
+        with stats.unwatched():
+            true = gradients.unscale(tf.nest.flatten(result) if nested else [result], scale)
         return tf.nest.pack_sequence_as(sources, true) if nested else true[0]
 
     return gradient

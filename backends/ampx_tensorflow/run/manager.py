@@ -23,6 +23,7 @@ from ampx.run import Managed, Manager, Run
 from ampx.session import Amp
 from ampx_tensorflow import devices, guard, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
+from ampx_tensorflow.numerics import stats
 from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
 from ampx_tensorflow.step import AmpOptimizer
 
@@ -336,9 +337,10 @@ def _applying(manager: KerasManager, native: Callable[..., Any]) -> Callable[...
         if not on_host():
             with manager.working():
                 return wrapped.ampx_apply_true(grads, trainable_variables)
-        with manager.run.recorder.phase("step"), manager.working():
-            wrapped.ampx_apply_true(grads, trainable_variables)
-        manager.count(wrapped)
+        with stats.unwatched():  # an update is no part of the model
+            with manager.run.recorder.phase("step"), manager.working():
+                wrapped.ampx_apply_true(grads, trainable_variables)
+            manager.count(wrapped)
         manager.operations.after_step()
         return None
 
@@ -353,15 +355,16 @@ def _applying_own(manager: KerasManager, native: Callable[..., Any]) -> Callable
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         if manager.stood_down:
             manager.run.look()
-        if not manager.stood_down or not on_host():
-            result = native(self, *args, **kwargs)
-            if manager.observing.wanted and on_host() and self in manager.wrapped:
-                manager.count(self)
+        with stats.unwatched():  # as above
+            if not manager.stood_down or not on_host():
+                result = native(self, *args, **kwargs)
+                if manager.observing.wanted and on_host() and self in manager.wrapped:
+                    manager.count(self)
+                return result
+            with manager.run.recorder.phase("step"):
+                result = native(self, *args, **kwargs)
+            manager.look(self)
             return result
-        with manager.run.recorder.phase("step"):
-            result = native(self, *args, **kwargs)
-        manager.look(self)
-        return result
 
     return apply
 

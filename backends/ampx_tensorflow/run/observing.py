@@ -18,6 +18,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from ampx.run import Recorder
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.losses import ScaledGradient
+from ampx_tensorflow.numerics import stats
 
 
 class _Depth(threading.local):
@@ -51,7 +52,7 @@ class Observing:
         scaled = getattr(target, "gradient", None)
         loss = scaled.loss if isinstance(scaled, ScaledGradient) else target
         if on_host():
-            observer.loss(lambda: float(tf.reduce_sum(tf.cast(loss, tf.float32))))
+            observer.loss(lambda: _total(loss))
         elif tf.inside_function() and not tf.distribute.in_cross_replica_context() and _is_alone():
             if self._sum is None:
                 with tf.init_scope():
@@ -76,11 +77,17 @@ class Observing:
                 result = native(function, *args, **kwargs)
             finally:
                 self._depth.value -= 1
-            count(self._sum)
+            with stats.unwatched():
+                count(self._sum)
             return result
 
         with mock.patch.object(Function, "__call__", call):
             yield
+
+
+def _total(loss: Any) -> float:
+    with stats.unwatched():
+        return float(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
 
 def _is_alone() -> bool:

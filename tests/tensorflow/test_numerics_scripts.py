@@ -1,0 +1,120 @@
+"""`ampx compare`, `ampx diagnose` and `ampx tune` on whole scripts with a planted fault, which nobody edits."""
+
+import json
+
+import pytest
+
+from ampx.backend import Watching
+from ampx.numerics import child
+from ampx.numerics.compare_script import compare_script
+from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.trial import Trial, _read_outcome
+from ampx.numerics.tune_script import tune_script
+from ampx.run import RunSettings
+from ampx.run.program import Program
+
+FIT = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class Wide(keras.layers.Layer):
+    def call(self, x):
+        return x + tf.reduce_sum(x * 3000.0, -1, keepdims=True) / 3000.0  # beyond float16 for the sixth sample
+
+
+x = np.random.RandomState(0).normal(size=(12, 8)).astype("float32")
+x[5] *= 100.0
+layers = [keras.layers.Dense(8, name="first"), Wide(name="wide"), keras.layers.LayerNormalization(name="norm")]
+model = keras.Sequential([keras.Input((8,)), *layers, keras.layers.Dense(1, name="last")])
+model.compile(keras.optimizers.SGD(0.001), "mse", jit_compile=False)
+model.fit(x, x.sum(1, keepdims=True) / 100.0, batch_size=4, epochs=1, shuffle=False, verbose=0)
+"""
+LOOP = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+model = keras.Sequential([keras.layers.Dense(3, name="inner"), keras.layers.Dense(1, name="outer")])
+optimizer = keras.optimizers.Adam(0.001)
+x = np.ones((2, 4), "float32")
+
+
+@tf.function
+def step(factor):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x)) * factor
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+
+for factor in (1.0, 2.0, 3.0):
+    step(tf.constant(factor))
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    """Run a trial in this process, by what its own process would run."""
+
+    def run(trial):
+        request, answer = tmp_path / "request.json", tmp_path / "answer.json"
+        request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}))
+        assert child.main(str(request)) == 0
+        return _read_outcome(answer.read_text())
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a script as a program."""
+
+    def write(text):
+        (tmp_path / "train.py").write_text(text)
+        return Program(str(tmp_path / "train.py"))
+
+    return write
+
+
+FLOAT16 = RunSettings(dtype="float16")
+
+
+def test_diagnose_names_the_layer_of_fit_that_overflows_and_the_line(here, script):
+    program = script(FIT)
+    diagnosis, report = diagnose_script(program, FLOAT16, framework="tensorflow", run=here)
+    assert (report["step"], report["skipped"]) == (2, [2])
+    first = diagnosis.first_nonfinite
+    assert (diagnosis.kind, first.module, first.operation, first.place) == (
+        "overflow",
+        "wide",
+        "Mul",
+        f"{program.name}:9",
+    )
+
+
+def test_compare_says_at_which_step_and_layer_fit_parts_from_float32(here, script):
+    report = compare_script(script(FIT), FLOAT16, ["float16"], framework="tensorflow", steps=3, repeats=1, run=here)
+    low = report["dtypes"]["float16"]
+    assert (low["skipped"], low["parts_at"], low["modules"]["first"]["module"]) == ([2], 2, "wide")
+
+
+def test_tune_denies_the_layer_of_fit_that_overflows_and_no_other(here, script):
+    policy, report = tune_script(script(FIT), FLOAT16, framework="tensorflow", steps=3, repeats=0, run=here)
+    assert [choice.entry for choice in policy.deny] == ["module:wide"]
+    assert '"module:wide"' in report["file"]
+
+
+def test_a_watched_step_of_a_loop_holds_the_layers_and_the_loss_and_no_update(here, script):
+    settings, watching = RunSettings(dtype="bfloat16", watched=True), Watching(operations=True)
+    readings = here(Trial(script(LOOP), settings, "tensorflow", watched=(2,), watching=watching)).readings[2]
+    layers = [(entry.module, entry.direction) for entry in readings if not entry.operation]
+    assert layers == [
+        *(("inner", "forward"), ("outer", "forward"), ("", "forward")),
+        *(("", "backward"), ("outer", "backward"), ("inner", "backward")),
+    ]
+    update = 1 + LOOP.splitlines().index("    optimizer.apply_gradients(zip(gradients, model.trainable_variables))")
+    assert not [entry for entry in readings if entry.place.endswith(f":{update}")]
+    directions = [entry.direction for entry in readings]
+    assert directions == sorted(directions, reverse=True)
