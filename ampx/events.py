@@ -79,6 +79,11 @@ class ScaleCollapsed(Event):
 
     parameters: tuple[str, ...] = ()
 
+    @property
+    def advice(self) -> str:
+        """Who says where it fails and why."""
+        return "`ampx diagnose` of the script, or ampx.diagnose(step, model), says where and why."
+
 
 @dataclass(frozen=True)
 class PrecisionLost(Event):

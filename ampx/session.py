@@ -913,7 +913,7 @@ class Sessions:
             warnings.warn(
                 f"{event.consecutive_skips} steps in a row were skipped on {framework}; the loss scale is "
                 f"{event.next_scale:g}. Gradients that are not finite: {names}. The loss or a layer overflows whatever "
-                f"the scale: `ampx diagnose` of the script, or ampx.diagnose(step, model), says where and why.",
+                f"the scale: {event.advice}",
                 ScaleCollapsedWarning,
                 stacklevel=2,
             )

@@ -389,7 +389,7 @@ def tune(
 
     from ampx.numerics import tune_script
     from ampx.numerics.formats import FORMATS
-    from ampx.numerics.report import PAGES, check_target, write
+    from ampx.numerics.report import PAGES, check_target, exclusion_lines, write
     from ampx.run import RunSettings
     from ampx.run.program import Program
 
@@ -410,7 +410,7 @@ def tune(
         )
     simulated = what_if is not None
     if not simulated:
-        out.write_text(result["file"], encoding="utf-8")
+        policy.write(out)
     if report is not None:
         write(report, result)
     if as_json:
@@ -419,8 +419,8 @@ def tune(
     typer.echo(result["verdict"])
     for choice in policy.deny:
         typer.echo(f"  {choice.entry:<32} {choice.reason}")
-    for name in result["exclusions"]:
-        typer.echo(f"  exclude from the conversion: {name}")
+    for line in exclusion_lines(result["exclusions"]):
+        typer.echo(f"  {line}")
     if not simulated:
         typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
 

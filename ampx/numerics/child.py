@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ampx
 from ampx.events import Event, ScaleCollapsed
-from ampx.plugins import default_registry
+from ampx.run.page import framework_versions
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
 
@@ -89,7 +88,7 @@ class TrialObserver:
                 self._leave(self.steps + 1)
                 if run.amp is not None or run.stood_down:
                     self.peak_device = backend.peak_memory()
-                    self.versions.update(_versions(run.framework))
+                    self.versions.update(framework_versions(run.framework))
 
     def loss(self, read: Callable[[], float]) -> None:
         """Note the loss of a backward."""
@@ -210,14 +209,6 @@ def _peak_host() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _versions(framework: str) -> dict[str, str]:
-    versions = {}
-    for root in default_registry().registration(framework).roots:
-        with suppress(metadata.PackageNotFoundError):
-            versions[root] = metadata.version(root)
-    return versions
 
 
 def main(request: str) -> int:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ampx.backend import Direction, Reading, Stats, Step, Watching
+from ampx.errors import AmpxError
 from ampx.policy import OptLevel
 
 from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
+from .compare import bound, relative_error
 from .formats import FORMATS
 from .operations import family
 from .watching import MODULE
@@ -23,6 +25,9 @@ Kind = Literal[
     "mask",
     "logarithm",
     "division",
+    "flush",
+    "digits",
+    "error",
     "loss scale",
     "data",
     "weights",
@@ -32,6 +37,13 @@ Kind = Literal[
 # Weights that training keeps in bounds are smaller by far; inputs, too.
 LARGE_WEIGHT: Final = 1e4
 LARGE_INPUT: Final = 1e15
+# A finite value that is off by more than this is wrong, whatever rounding explains.
+WRONG: Final = 0.25
+# From this share on, gradients that flush to zero are a risk.
+FLUSHED: Final = 0.1
+FEW: Final = 16  # elements, of which no share is worth a word
+# Elements of each value that are compared with float32's.
+SAMPLES: Final = 64
 _SHOWN: Final = 5
 
 
@@ -67,12 +79,12 @@ class Risk:
     """What does no harm in this batch and may do some in another, or costs speed.
 
     Attributes:
-        kind: `"shape"`, `"constant"`, `"loss"` or `"normalization"`.
+        kind: `"shape"`, `"constant"`, `"loss"`, `"normalization"` or `"gradient"`.
         where: Names of modules or parameters.
         text: One sentence.
     """
 
-    kind: Literal["shape", "constant", "loss", "normalization"]
+    kind: Literal["shape", "constant", "loss", "normalization", "gradient"]
     where: tuple[str, ...]
     text: str
 
@@ -84,9 +96,11 @@ class Diagnosis:
     Attributes:
         kind: What it is: `"healthy"` for nothing. Precision is at fault for `"overflow"` (a value beyond the dtype's
             largest number), `"sum"` (one that only the sum is), `"epsilon"` (a divisor that is zero in this dtype),
-            `"mask"` (a constant such as -1e9), and for `"logarithm"` and `"division"` (of or by zero) unless
-            `float32_fails`. It is not for `"loss scale"` (the scale will back off), `"data"`, `"weights"` (they are
-            not finite), `"learning rate"` (they grew) and `"model"`.
+            `"mask"` (a constant such as -1e9), `"error"` (the framework refuses to compute it in this dtype), and for
+            `"logarithm"` and `"division"` (of or by zero) unless `float32_fails`; also for `"flush"` (values are zero
+            that are not zero in float32) and `"digits"` (too few of them are left), where the loss stays finite and is
+            wrong. It is not for `"loss scale"` (the scale will back off), `"data"`, `"weights"` (they are not finite),
+            `"learning rate"` (they grew) and `"model"`.
         dtype: What was computed in.
         scale: The loss scale.
         loss: The loss.
@@ -320,6 +334,9 @@ def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
         "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
         "logarithm": f"x = x.clip({form.smallest_normal:.1g})  # before the logarithm or root; or use log_softmax\n"
         f"# or:\n{deny}",
+        "flush": deny + wide,
+        "digits": deny,
+        "error": "with ampx.autocast(enabled=False):  # around the line that raises\n    ...",
         "division": f"x = y / (z + {form.smallest_normal * 2:.1g})",
         "data": "assert numpy.isfinite(batch).all()  # in the data pipeline: drop or mend the sample",
         "weights": "# load the last checkpoint with finite weights; skip steps whose gradients are not finite:\n"
@@ -357,11 +374,11 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
             None if place is None else Place.of(place),
             f"{why}.",
             _advice(kind, place, dtype if not float32_fails else "float32"),
-            risks(low, reference, dtype),
+            risks(low, reference, dtype, scale if kind == "healthy" else None),
         )
 
     if not _fails(low):
-        return result("healthy", f"the loss and all gradients are finite in {dtype}")
+        return _of_finite(low, reference, dtype, result)
     if float32_fails:
         return _of_float32(reference, result)
     if math.isfinite(low.replayed.loss) and unscaled is not None and not _fails(unscaled):
@@ -380,6 +397,124 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
     case = _Case(place, exact.get(_key(place)), dtype, low.readings, scale)
     kind, why = _cause(case)
     return result(kind, f"in the {Place.of(place)}, {why}", position)
+
+
+def _of_finite(low: Seen, reference: Seen, dtype: str, result: Callable[..., Diagnosis]) -> Diagnosis:
+    """Say what is wrong with a batch whose loss and gradients are finite: an infinity that became zero, or nothing."""
+    exact = {_key(entry): entry for entry in reference.readings}
+    position = None if dtype == "float32" else first_wrong(low.readings, exact, dtype)
+    if position is None:
+        return result("healthy", f"the loss and all gradients are finite in {dtype}")
+    place = low.readings[position]
+    other = exact.get(_key(place))
+    where, still = f"in the {Place.of(place)}", "; the loss stays finite, and is wrong"
+    if place.value.nonfinite:
+        kind, why = _cause(_Case(place, other, dtype, low.readings))
+        return result(kind, f"{where}, {why}{still}", position)
+    before = place.inputs if other is None else other.value
+    if _flushes(place.value, before):
+        return result(
+            "flush",
+            f"{where}, {place.value.zeros} of {place.value.elements} elements are zero in {dtype}, whose smallest "
+            f"number is {FORMATS[dtype].smallest:.2g}; in float32 they are up to {before.largest:.4g}{still}",
+            position,
+        )
+    error = relative_error(place.sample, other.sample) if other is not None else math.nan
+    return result(
+        "digits",
+        f"{where}, the value is off by {error:.2g} of its norm: {FORMATS[dtype].bits} bits of significand are too "
+        f"few for the numbers that it is the difference or the sum of{still}",
+        position,
+    )
+
+
+def _flushes(value: Stats, exact: Stats) -> bool:
+    """Return whether most of what is not zero in float32 is zero."""
+    nonzero = exact.elements - exact.zeros
+    return value.elements == exact.elements and 2 * (value.zeros - exact.zeros) > nonzero > 0
+
+
+def first_wrong(readings: Sequence[Reading], exact: Mapping[Key, Reading], dtype: str) -> int | None:
+    """Return the position of the first value that spoils a finite result; None where no module's output is wrong.
+
+    An infinity that does no harm, such as that of a mask, makes no output wrong.
+
+    Args:
+        readings: In low precision, with samples.
+        exact: In float32, with samples.
+        dtype: The low precision.
+    """
+    wrong = None
+    for position, entry in enumerate(readings):
+        other = exact.get(_key(entry))
+        if entry.direction == "forward" and not entry.operation and _is_wrong(entry, other, dtype, position):
+            wrong = position
+            break
+    if wrong is None:
+        return None
+    for position, entry in enumerate(readings[:wrong]):
+        if entry.direction != "forward":
+            continue
+        other = exact.get(_key(entry))
+        before = entry.inputs if other is None else other.value
+        if entry.value.nonfinite > before.nonfinite or _flushes(entry.value, before):
+            return position
+    return next(
+        position
+        for position, entry in enumerate(readings)
+        if entry.direction == "forward" and _is_wrong(entry, exact.get(_key(entry)), dtype, position)
+    )
+
+
+def _is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) -> bool:
+    """Return whether a finite value is off by more than rounding could explain."""
+    if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
+        return False
+    error = relative_error(entry.sample, other.sample)
+    return math.isfinite(error) and error > max(WRONG, bound(dtype, position))
+
+
+def refused(error: Exception, reference: Seen, dtype: str, scale: float) -> Diagnosis:
+    """Say why a framework raises in low precision what it does not raise in float32: for a constant, as a rule.
+
+    Args:
+        error: What the framework raised.
+        reference: The batch in float32.
+        dtype: The low precision.
+        scale: The loss scale.
+    """
+    form, loss = FORMATS[dtype], reference.replayed.loss
+    message = f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
+    readings = reference.readings
+    constants = (
+        position
+        for position, entry in enumerate(readings)
+        if entry.direction == "forward" and _mask_constant(entry.value, form.largest)
+    )
+    position = next(constants, None)
+    kind: Kind
+    place: Reading | None
+    if position is None:
+        kind, place, before = "error", None, None
+        why = f"it cannot be computed in {dtype}, only in float32"
+    else:
+        kind, place, before = "mask", readings[position], _before(readings, position)
+        why = (
+            f"in the {Place.of(place)}, the constant {place.value.lowest:.3g} is beyond {dtype}'s lowest number, "
+            f"{-form.largest:.5g}"
+        )
+    return Diagnosis(
+        kind,
+        dtype,
+        scale,
+        math.nan,
+        loss,
+        not math.isfinite(loss),
+        before,
+        None if place is None else Place.of(place),
+        f"{why}: {message}.",
+        _advice(kind, place, dtype),
+    )
 
 
 def _of_float32(reference: Seen, result: Callable[..., Diagnosis]) -> Diagnosis:
@@ -436,8 +571,15 @@ def _listed(names: Sequence[str]) -> str:
 # -- risks -----------------------------------------------------------------------------------------
 
 
-def risks(low: Seen, reference: Seen, dtype: str) -> tuple[Risk, ...]:
-    """Return what may do harm with other data, or costs speed, as far as one batch shows it."""
+def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) -> tuple[Risk, ...]:
+    """Return what may do harm with other data, or costs speed, as far as one batch shows it.
+
+    Args:
+        low: The batch in low precision.
+        reference: The batch in float32.
+        dtype: The low precision.
+        scale: The loss scale, of a batch whose gradients are those of its values; None for another.
+    """
     if dtype == "float32":
         return ()
     result: list[Risk] = []
@@ -472,7 +614,23 @@ def risks(low: Seen, reference: Seen, dtype: str) -> tuple[Risk, ...]:
         if where:
             text = f"a {kind} is computed in {dtype} in {_listed(where)}: small differences are lost"
             result.append(Risk(kind, where, text))  # type: ignore[arg-type]
+    shares = {} if scale is None else flushed_gradients(low, reference)
+    flushed = [name for name, share in shares.items() if share >= FLUSHED]
+    if flushed:
+        text = f"gradients of {_listed(flushed)} flush to zero in {dtype} at a loss scale of {scale:g}: raise it"
+        result.append(Risk("gradient", tuple(flushed), text))
     return tuple(result)
+
+
+def flushed_gradients(low: Seen, reference: Seen) -> dict[str, float]:
+    """Return by parameter with some elements the share of those that are zero, and are not zero in float32."""
+    shares = {}
+    for name, exact in reference.replayed.gradients.items():
+        gradient = low.replayed.gradients.get(name)
+        nonzero = exact != 0
+        if gradient is not None and gradient.shape == exact.shape and nonzero.sum() >= FEW:
+            shares[name] = float((nonzero & (gradient == 0)).sum() / nonzero.sum())
+    return shares
 
 
 def _modules(readings: Iterable[Reading]) -> tuple[str, ...]:
@@ -522,12 +680,18 @@ def diagnose(
     chosen = batch.dtype(dtype)
     casting = batch.casting(chosen, level, allow, deny)
     # Where a dtype is simulated, operations may be those of the rounding, too.
-    watching = Watching(dtype=chosen, operations=not casting.simulated or batch.backend.rounds_unseen)
+    operations = not casting.simulated or batch.backend.rounds_unseen
+    watching = Watching(dtype=chosen, operations=operations, samples=SAMPLES)
     reference = batch.run(watching=watching)
     scale = fitting_scale(casting.dtype, reference) if loss_scale is None else loss_scale
     if casting is FLOAT32:
         return diagnosed(reference, reference, chosen, scale)
-    low = batch.run(casting, scale, watching)
+    try:
+        low = batch.run(casting, scale, watching)
+    except AmpxError:
+        raise
+    except Exception as error:  # of the framework, which does not refuse float32
+        return refused(error, reference, chosen, scale)
     unscaled = None
     if scale != 1 and math.isfinite(low.replayed.loss) and not finite_gradients(low.replayed):
         unscaled = batch.run(casting)

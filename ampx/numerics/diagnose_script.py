@@ -14,13 +14,14 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Seen, plain
-from .diagnose import Diagnosis, diagnosed
+from .diagnose import SAMPLES, Diagnosis, diagnosed
 from .operations import normalised
 from .trial import Outcome, Trial, run_trial
 
 SCHEMA: Final = "ampx.diagnose/1"
 # What reads a variable in TensorFlow, as `normalised` has it.
 _READ: Final = "readvariable"
+_BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
 
 
 def diagnose_script(
@@ -66,11 +67,12 @@ def diagnose_script(
         settings=replace(settings, watched=True),
         steps=step,
         watched=(step,),
-        watching=Watching("float16", operations=True),
+        watching=Watching("float16", operations=True, samples=SAMPLES),
         stop_at_fault=False,
     )
     progress(f"{program.name}: step {step} again, watched …")
-    low = _reach(watched, step, run)
+    before = tuple(sorted({max(1, step - distance) for distance in (0, *_BEFORE)}))
+    low = _reach(replace(watched, watched=before), step, run)
     dtype = low.dtype
     if (
         first is not None
@@ -186,6 +188,24 @@ def _skips(skipped: Sequence[int]) -> str:
     return f"{count} (--at {skipped[0]} looks at the first)" if skipped else count
 
 
+def _map(low: Outcome) -> dict[str, Any]:
+    """Return by module and watched step the largest magnitude of its output; None where it is not finite."""
+    columns: dict[int, dict[str, float | None]] = {}
+    for step, readings in sorted(low.readings.items()):
+        column = columns.setdefault(step, {})
+        for entry in readings:
+            if entry.direction == "forward" and not entry.operation:
+                largest = column.get(entry.module, 0.0)
+                broken = largest is None or entry.value.nonfinite
+                column[entry.module] = None if broken else max(entry.value.largest, largest or 0.0)
+    modules = list(dict.fromkeys(module for column in reversed(columns.values()) for module in column))
+    return {
+        "modules": modules,
+        "steps": list(columns),
+        "largest": [[column.get(module) for column in columns.values()] for module in modules],
+    }
+
+
 def _report(
     trial: Trial,
     seen: Outcome,
@@ -196,7 +216,7 @@ def _report(
     step: int | None = None,
 ) -> dict[str, Any]:
     facts: Mapping[str, Any] = seen.run
-    modules = []
+    modules: list[dict[str, Any]] = []
     if low is not None and step is not None:
         modules = [
             {
@@ -231,6 +251,7 @@ def _report(
         "skipped": seen.skipped,
         "diagnosis": None if diagnosis is None else diagnosis.to_json(),
         "modules": modules,
+        "map": None if low is None else _map(low),
         "verdict": verdict,
         "notes": list(dict.fromkeys(notes)),
         "origin": origin(seen.versions),

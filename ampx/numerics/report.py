@@ -202,17 +202,19 @@ def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
     figure = Figure(figsize=(9.0, 3.6), layout="constrained") if figure is None else figure
     speed, memory = figure.subplots(1, 2)
     points = report["sweep"]["points"]
-    values = [point["value"] for point in points]
     for name in swept_dtypes(report["sweep"]):
         colour, line = page.style_of(name)
         runs = [point["runs"].get(name, {}) for point in points]
         style = {"color": colour, "linestyle": line, "marker": "o", "label": name}
-        speed.plot(values, [run.get("steps_a_second") or math.nan for run in runs], **style)
-        memory.plot(values, [(run.get("peak_memory") or math.nan) / 2**20 for run in runs], **style)
+        places = range(len(points))
+        speed.plot(places, [run.get("steps_a_second") or math.nan for run in runs], **style)
+        memory.plot(places, [(run.get("peak_memory") or math.nan) / 2**20 for run in runs], **style)
     for axes, title in ((speed, "steps a second"), (memory, "peak memory, MiB")):
         axes.set_title(title)
         axes.set_xlabel(report["sweep"]["option"])
-        axes.set_ylim(bottom=0)
+        axes.set_xticks(range(len(points)), [point["value"] for point in points])  # also of a run that failed
+        heights = [height for curve in axes.get_lines() for height in curve.get_ydata() if math.isfinite(height)]
+        axes.set_ylim(0, 1.1 * max(heights, default=1.0))
         axes.spines[["top", "right"]].set_visible(False)
     speed.legend(frameon=False)
     return figure
@@ -238,6 +240,14 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         figure, axes = page.new_figure(3.0)
         page.draw_losses(axes, {report["dtype"]: report["losses"]})
         parts += [page.heading("Loss"), page.svg(figure)]
+    if report["map"] is not None:
+        values = [
+            [None if value is None else math.log10(max(value, 1e-9)) for value in row]
+            for row in report["map"]["largest"]
+        ]
+        names = [name or "the model" for name in report["map"]["modules"]]
+        title = "largest magnitude of the output, power of ten; white: not finite, or not run"
+        parts += [page.heading("Before it failed"), page.heat_map(names, report["map"]["steps"], values, title)]
     if report["modules"]:
         rows = [
             (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))
@@ -258,12 +268,26 @@ def _range(stats: Mapping[str, Any]) -> str:
     return f"{broken}{stats['smallest']:.3g} to {stats['largest']:.3g}" if stats["elements"] else "–"
 
 
+def exclusion_lines(exclusions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names of what stays in float32 as conversion tools take them, one line a tool and module."""
+    return [
+        *(f"regular expression, for a list of nodes to exclude: {entry['regex']}" for entry in exclusions),
+        *(f"wildcard, for layer precisions of an engine: {entry['wildcard']}:fp32" for entry in exclusions),
+    ]
+
+
 def _tuned(report: Mapping[str, Any]) -> list[str]:
-    parts = []
+    parts: list[str] = []
     rows = [(choice["entry"], choice["reason"]) for choice in report["policy"]["deny"]]
     if rows:
         parts += [page.heading("What stays in float32"), page.table(("entry", "why"), rows)]
     parts += [page.heading("The policy file"), page.code(report["file"].splitlines())]
     if report["exclusions"]:
-        parts += [page.heading("For conversion tools"), page.code(report["exclusions"])]
+        parts += [page.heading("For conversion tools"), page.code(exclusion_lines(report["exclusions"]))]
+    if any(isinstance(loss, float) for losses in report["losses"].values() for loss in losses):
+        figure, axes = page.new_figure(3.0)
+        page.draw_losses(axes, report["losses"])
+        parts += [page.heading("Loss, before anything was kept in float32"), page.svg(figure)]
+    if report["map"] is not None:
+        parts += [page.heading("Modules: relative error to float32"), _heat_map(report["map"], report["map"]["steps"])]
     return parts

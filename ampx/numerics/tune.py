@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, get_args
 
 from ampx.backend import CastPlan, Reading, Step, Watching
-from ampx.errors import InvalidOptionError, UnsupportedOpError, shown
-from ampx.policy import OptLevel
+from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
@@ -70,6 +72,34 @@ class TunedPolicy:
     tolerance: float = 0.0
     speed: float | None = None
     replays: int = 0
+
+    @property
+    def file(self) -> PolicyFile:
+        """What `init(policy=…)` reads, with the reasons as comments."""
+        reasons = {choice.entry: choice.reason for choice in (*self.deny, *self.allow)}
+        return PolicyFile(
+            self.framework,
+            self.dtype,
+            self.level,
+            self.loss_scale if self.loss_scale == "dynamic" else "auto",
+            tuple(choice.entry for choice in self.allow),
+            tuple(choice.entry for choice in self.deny),
+            {**self.reasons, **reasons},
+        )
+
+    def write(self, path: str | os.PathLike[str] = "ampx.toml") -> None:
+        """Write the policy file, for `init(policy=…)` and `ampx run --policy`.
+
+        Raises:
+            UnsupportedDtypeError: The dtype was simulated, and no framework trains in it.
+        """
+        accepted = get_args(Dtype)
+        if self.dtype not in accepted:
+            raise UnsupportedDtypeError(
+                f"a policy in {self.dtype} cannot be used; accepted: {', '.join(accepted)}. It answers what would be; "
+                f"tune without what_if for one that this device computes."
+            )
+        Path(path).write_text(self.file.text(), encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,11 @@ import numpy as np
 
 from ampx.backend import Reading, Replayed, Watching
 from ampx.errors import InvalidOptionError, TrialError
-from ampx.policy import PolicyFile
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import Seen, fitting_scale, scaled
+from .batch import Seen, fitting_scale, plain, scaled
 from .compare import bound, module_errors, relative_error, unscaled
 from .trial import Outcome, Trial, run_trial
 from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
@@ -66,7 +66,9 @@ class _Search:
         self.runs = 0
         self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES)
         settings = replace(trial.settings, dtype=_FLOAT32, watched=True)
-        self.reference = self.run(replace(trial, settings=settings, watched=(1,), watching=self.watching))
+        last = trial.steps or 1
+        self.watched = tuple(sorted({1, (1 + last) // 2, last}))  # for the map; the first step decides
+        self.reference = self.run(replace(trial, settings=settings, watched=self.watched, watching=self.watching))
         readings = self.reference.readings.get(1, ())
         if not readings:
             raise TrialError(
@@ -205,10 +207,10 @@ def tune_script(
         search.settle(probe.dtype)
     else:
         search.settle(what_if)
-    first = search.run(search.low(watched=(1,), watching=search.watching))
+    first = search.run(search.low(watched=search.watched, watching=search.watching))
     if search.dtype == _FLOAT32:
         policy = _float32(search, "mixed precision is off on this device: " + str(first.run["reason"]))
-        return policy, _report(trial, search, policy)
+        return policy, _report(trial, search, policy, first)
     exact, low = search.reference.readings[1], unscaled(first.readings.get(1, ()), first.scale_at(1))
     errors = module_errors(exact, low, search.dtype)
     order = by_error(search.modules, errors)
@@ -216,7 +218,7 @@ def tune_script(
     if kept is None:
         reason = f"losses are not within {search.tolerance:.2g} of float32's whichever modules are kept in it"
         policy = _float32(search, reason, agrees=False)
-        return policy, _report(trial, search, policy)
+        return policy, _report(trial, search, policy, first)
     worst: dict[str, float] = {}
     for entry in errors:
         worst[entry.module] = max(entry.error, worst.get(entry.module, 0.0))
@@ -246,7 +248,7 @@ def tune_script(
     if repeats and not search.simulated and not for_inference:
         policy = _for_speed(search, policy, kept, repeats)
     policy = replace(policy, replays=search.runs)
-    return policy, _report(trial, search, policy)
+    return policy, _report(trial, search, policy, first)
 
 
 def _reason(pattern: str, kept: Iterable[str], worst: dict[str, float], dtype: str) -> str:
@@ -314,28 +316,43 @@ def _runs(outcome: Outcome) -> list[tuple[Reading, ...]]:
     return list(outcome.readings.values())
 
 
-def to_file(policy: TunedPolicy) -> PolicyFile:
-    """Return the policy file of what was measured."""
-    reasons = {choice.entry: choice.reason for choice in (*policy.deny, *policy.allow)}
-    return PolicyFile(
-        policy.framework,
-        policy.dtype,
-        policy.level,
-        policy.loss_scale if policy.loss_scale == "dynamic" else "auto",
-        tuple(choice.entry for choice in policy.allow),
-        tuple(choice.entry for choice in policy.deny),
-        {**policy.reasons, **reasons},
-    )
+def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
+    """Return the modules that stay in float32 as names of their nodes in an exported ONNX graph.
 
-
-def exclusions(policy: TunedPolicy) -> tuple[str, ...]:
-    """Return the modules that stay in float32 as the names of their nodes in an exported ONNX graph, with wildcards."""
+    Exported nodes are called `/outer/inner/Operation`. A converter of ONNX models takes a regular expression that
+    matches from the start of the name (`nodes_to_exclude`), an engine builder of TensorRT names with wildcards
+    (`--layerPrecisions`).
+    """
     names = module_patterns(choice.entry for choice in policy.deny)
-    return tuple("/" + name.removesuffix(".*").replace(".", "/") + "/*" for name in names if not name.endswith(".*"))
+    paths = [_unescaped(name).replace(".", "/") for name in names if name != "*" and not name.endswith(".*")]
+    return tuple({"module": path, "regex": f"/{re.escape(path)}/.*", "wildcard": f"/{path}/*"} for path in paths)
 
 
-def _report(trial: Trial, search: _Search, policy: TunedPolicy) -> dict[str, Any]:
-    file = to_file(policy)
+def _unescaped(pattern: str) -> str:
+    """Return the name that `glob.escape` made a pattern of."""
+    return re.sub(r"\[([*?[])\]", r"\1", pattern)
+
+
+def _map(search: _Search, low: Outcome) -> dict[str, Any] | None:
+    """Return by module and watched step how far outputs are from float32's."""
+    columns = {}
+    for step in search.watched:
+        exact, seen = search.reference.readings.get(step, ()), low.readings.get(step, ())
+        errors: dict[str, float] = {}
+        for entry in module_errors(exact, unscaled(seen, low.scale_at(step)), search.dtype):
+            if entry.direction == "forward":
+                errors[entry.module] = max(entry.error, errors.get(entry.module, 0.0))
+        if errors:
+            columns[step] = errors
+    modules = [module for module in search.modules if any(module in errors for errors in columns.values())]
+    if not modules:
+        return None
+    rows = [[errors.get(module) for errors in columns.values()] for module in modules]
+    return {"modules": modules, "steps": list(columns), "errors": plain(rows)}
+
+
+def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) -> dict[str, Any]:
+    file = policy.file
     count = len(policy.deny)
     if policy.dtype == _FLOAT32:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
@@ -353,6 +370,8 @@ def _report(trial: Trial, search: _Search, policy: TunedPolicy) -> dict[str, Any
         "policy": policy.to_json(),
         "file": file.text(),
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
+        "losses": {_FLOAT32: search.reference.to_json()["losses"], search.dtype: first.to_json()["losses"]},
+        "map": _map(search, first),
         "verdict": verdict,
         "notes": list(search.reference.notes),
         "origin": origin(search.reference.versions),

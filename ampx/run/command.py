@@ -193,6 +193,9 @@ def report_of(target: Path, rank: int) -> Path:
 
 def write_report(target: Path, report: dict[str, Any]) -> None:
     """Write the report as JSON, and beside it as a page where that is asked for."""
+    from .page import framework_versions, origin
+
+    report = {**report, "origin": origin(framework_versions(report["framework"]))}
     if target.suffix == ".html":
         from .report import page
 

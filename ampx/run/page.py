@@ -8,6 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 ALARM: Final = "#b30000"
@@ -60,6 +61,19 @@ def origin(versions: Mapping[str, str] | None = None) -> dict[str, Any]:
         "gpus": [gpu["name"] for gpu in describe_gpus()],
         "versions": {"python": platform.python_version(), "ampx": ampx.__version__, **(versions or {})},
     }
+
+
+def framework_versions(framework: str | None) -> dict[str, str]:
+    """Return the versions of the packages of a framework, as they are installed."""
+    from importlib import metadata
+
+    from ampx.plugins import default_registry
+
+    versions: dict[str, str] = {}
+    for root in default_registry().registration(framework).roots if framework else ():
+        with suppress(metadata.PackageNotFoundError):
+            versions[root] = metadata.version(root)
+    return versions
 
 
 def _origin_line(origin: Mapping[str, Any]) -> str:
@@ -131,6 +145,7 @@ def draw_losses(axes: Any, losses: Mapping[str, Sequence[float | str | None]]) -
     finite = [value for values in losses.values() for value in values if isinstance(value, float)]
     if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
         axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend(frameon=False)

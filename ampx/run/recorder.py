@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ampx.events import Event, PrecisionLost, ScaleChanged, StepSkipped
+from ampx.events import Event, PrecisionLost, ScaleChanged, ScaleCollapsed, StepSkipped
 from ampx.protocol import METER_EVERY
 
 if TYPE_CHECKING:
@@ -195,6 +195,8 @@ class Recorder:
             record.skipped.append(event.step)
         elif isinstance(event, ScaleChanged):
             record.scales.append((event.step, event.next_scale))
+        elif isinstance(event, ScaleCollapsed):
+            self.note(f"The loss scale of {record.kind} collapsed by step {event.step}: {event.advice}")
         elif isinstance(event, PrecisionLost) and event.group not in self._lossy:
             self._lossy.add(event.group)  # what is lost once is lost all the time
             self.note(

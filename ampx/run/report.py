@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from ampx.protocol import METER_EVERY
 from ampx.run.page import (
     ALARM,
     code,
@@ -13,7 +14,6 @@ from ampx.run.page import (
     heading,
     heat_map,
     new_figure,
-    origin,
     paragraph,
     style_of,
     svg,
@@ -127,6 +127,8 @@ def page(report: dict[str, Any]) -> str:
         parts.append(table(("operation", "dtype", f"times in {report['sampled_steps']} steps"), rows))
     for meter in report["meters"]:
         parts += meter_parts(meter)
+    if report["framework"] and not report["meters"]:
+        parts.append(paragraph(f"Updates are metered every {METER_EVERY} steps, where the backend can: none was here."))
     if report["lines"]:
         parts += [heading("The same by hand"), code(report["lines"])]
     if report["processes"]:
@@ -135,7 +137,8 @@ def page(report: dict[str, Any]) -> str:
         ]
         parts += [heading("Processes that the script started"), table(_PROCESS, trained)]
     parts += [paragraph(note) for note in report["notes"]]
-    return document(f"ampx run: {report['script']}", parts, origin())
+    script = " ".join([report["script"], *report["arguments"]])
+    return document(f"ampx run: {script}", parts, report["origin"])
 
 
 def meter_parts(meter: Mapping[str, Any], title: str = "Updates and gradients") -> list[str]:

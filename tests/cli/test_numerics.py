@@ -1,12 +1,19 @@
-"""`ampx compare`, `diagnose` and `tune` of a script of PyTorch, which knows nothing of ampx."""
+"""`ampx run`, `compare`, `diagnose` and `tune` of a script of PyTorch, which knows nothing of ampx."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="the scripts train with PyTorch")
+import ampx
+
+torch = pytest.importorskip("torch", reason="the scripts train with PyTorch")
+pytest.importorskip("matplotlib", reason="pages need matplotlib, of the extra demo")
 
 SCRIPT = """
 import sys
@@ -14,6 +21,7 @@ import torch
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+model.add_module("<script>alert(1)</script>", torch.nn.Identity())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(1000):
     optimizer.zero_grad()
@@ -21,6 +29,14 @@ for step in range(1000):
     loss.backward()
     optimizer.step()
 """
+FAILS = SCRIPT.replace("torch.randn(4, 8)", "torch.randn(4, 8) * (1e9 if step == 2 else 1)")
+ENDS = SCRIPT.replace("range(1000)", "range(100)")
+COMMANDS = {
+    "run": (ENDS, "--policy", "policy.toml"),
+    "compare": (SCRIPT, "--dtype", "bfloat16", "--steps", "8", "--repeats", "1"),
+    "diagnose": (FAILS, "--dtype", "float16"),
+    "tune": (SCRIPT, "--dtype", "bfloat16", "--steps", "2", "--repeats", "0"),
+}
 
 
 @pytest.fixture
@@ -29,40 +45,88 @@ def script(tmp_path):
     return "train.py"
 
 
-def test_compare_writes_a_table_and_a_report(ampx_command, script, tmp_path):
-    options = ("--dtype", "bfloat16", "--steps", "8", "--repeats", "1", "--report", "out.json")
-    done = ampx_command("compare", *options, script)
-    assert "bfloat16" in done.stdout
+class Page(HTMLParser):
+    """Notes the tags of a page, and what it reaches for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.reached = Counter(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.reached += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
+
+
+def documented_keys(schema):
+    """Return the keys in the first column of the table that the manual has of a schema."""
+    text = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text(encoding="utf-8")
+    table = text.partition(f"schema `{schema}`:\n\n")[2].partition("\n\n")[0]
+    return {key for row in table.splitlines()[2:] for key in re.findall("`([a-z_0-9]+)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_writes_a_page_that_needs_nobody_and_the_json_that_the_manual_describes(
+    ampx_command, tmp_path, command
+):
+    text, *options = COMMANDS[command]
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "policy.toml").write_text('framework = "torch"\ndtype = "bfloat16"\ndeny = ["module:2"]\n')
+    done = ampx_command(command, *options, "--report", "out.html", "train.py")
     result = json.loads((tmp_path / "out.json").read_text())
-    assert (result["framework"], result["steps"]) == ("torch", 8)
-    assert len(result["dtypes"]["bfloat16"]["losses"]) == 8
-    assert result["dtypes"]["bfloat16"]["verdict"] in done.stdout
+    assert set(result) - {"schema"} == documented_keys(result["schema"])
+
+    text = (tmp_path / "out.html").read_text()
+    page = Page(text)
+    assert page.reached == []
+    assert not page.tags.keys() & {"script", "link", "img", "iframe"}
+    if command != "run":
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert page.tags["svg"] >= 2  # curves, and layers by steps
+    footer = text.partition("<footer>")[2]
+    for piece in (f"torch {torch.__version__}", f"ampx {ampx.__version__}", result["origin"]["date"]):
+        assert piece in footer
+    globals()[f"check_{command}"](result, done)
+
+
+def check_run(result, done):
+    (meter,) = result["meters"]
+    assert (meter["steps"], meter["lost"]) == ([100], [meter["last"]["lost"]])
+    assert len(meter["map"]["lost"]) == 4  # parameters
+    assert "meter       SGD, step 100: " in done.stderr
+    assert (result["dtype"], result["steps"]) == ("bfloat16", 100)
+    dtypes = {entry["dtype"] for entry in result["ops"] if entry["op"] == "addmm"}
+    assert dtypes == {"bfloat16", "float32"}  # the first layer, and the one that the policy denies
+    assert "policy=" in done.stderr
+
+
+def check_compare(result, done):
+    facts = result["dtypes"]["bfloat16"]
+    assert (result["framework"], result["steps"], len(facts["losses"])) == ("torch", 8, 8)
+    assert facts["verdict"] in done.stdout
+    assert facts["meters"][0]["steps"] == list(range(1, 9))
+    assert "updates lost" in done.stdout
+    assert facts["modules"]["map"]["modules"][-2] == "<script>alert(1)</script>"
+
+
+def check_diagnose(result, done):
+    assert (result["step"], result["diagnosis"]["kind"]) == (3, "overflow")
+    assert result["diagnosis"]["first_nonfinite"]["module"] == "0"
+    assert "step 3 of train.py, torch in float16: overflow: " in done.stdout
+    assert result["map"]["steps"] == [1, 2, 3]
+    first = result["map"]["largest"][result["map"]["modules"].index("0")]
+    assert [value is None for value in first] == [False, False, True]
+
+
+def check_tune(result, done):
+    assert result["verdict"] in done.stdout
+    assert set(result["losses"]) == {"float32", "bfloat16"}
+    assert result["map"]["steps"] == [1, 2]
 
 
 def test_a_report_of_no_kind_is_refused_before_anything_runs(ampx_command, script):
     done = ampx_command("compare", "--report", "out.pdf", script, code=2)
     assert "ends in .json or .html or .png" in done.stderr
-
-
-def test_diagnose_names_the_step_and_the_line(ampx_command, tmp_path):
-    lines = SCRIPT.replace("torch.randn(4, 8)", "torch.randn(4, 8) * (1e9 if step == 2 else 1)")
-    (tmp_path / "train.py").write_text(lines)
-    done = ampx_command("diagnose", "--dtype", "float16", "--report", "out.json", "train.py")
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert (result["step"], result["diagnosis"]["kind"]) == (3, "overflow")
-    assert result["diagnosis"]["first_nonfinite"]["module"] == "0"
-    assert "step 3 of train.py, torch in float16: overflow: " in done.stdout
-
-
-def test_run_takes_a_policy_file_over(ampx_command, script, tmp_path):
-    (tmp_path / "ampx.toml").write_text('framework = "torch"\ndtype = "bfloat16"\ndeny = ["module:2"]\n')
-    (tmp_path / script).write_text(SCRIPT.replace("range(1000)", "range(3)"))
-    done = ampx_command("run", "--policy", "ampx.toml", "--report", "out.json", script)
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert (result["dtype"], result["steps"]) == ("bfloat16", 3)
-    dtypes = {entry["dtype"] for entry in result["ops"] if entry["op"] == "addmm"}
-    assert dtypes == {"bfloat16", "float32"}  # the first layer, and the last
-    assert "policy=" in done.stderr
 
 
 def test_run_refuses_a_policy_file_of_another_framework(ampx_command, script, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import ampx
 from ampx.backend import Reading, Replayed
 from ampx.numerics.batch import Seen
-from ampx.numerics.diagnose import diagnosed
+from ampx.numerics.diagnose import diagnosed, refused
 from ampx.numerics.operations import family
 from ampx.numerics.rounding import describe, round_to
 from toy import framework
@@ -215,3 +216,102 @@ def test_a_place_without_operations_is_named_by_its_module():
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "deep.block")
     assert "deny=['module:deep.block']" in diagnosis.advice
     assert diagnosis.last_finite is None
+
+
+def sampled(operation, inputs, value, dtype="float16", module="block"):
+    return replace(read(operation, inputs, value, module, dtype=dtype), sample=np.asarray(value, np.float32))
+
+
+def divided_by_its_length(values, dtype):
+    """Return the readings of `x / sqrt(sum(x * x))` in a dtype, its module, and a module behind it."""
+    with np.errstate(all="ignore"):
+        x = round_to(values, dtype)
+        squares = round_to(x * x, dtype)
+        total_of = round_to(squares.sum(keepdims=True), dtype)
+        length = round_to(np.sqrt(total_of), dtype)
+        result = round_to(x / length, dtype)
+    steps = (("mul", x, squares), ("sum", squares, total_of), ("div", length, result))
+    return [sampled(name, *pair, dtype) for name, *pair in steps] + [sampled("", x, result, dtype)]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "operation"),
+    [([3e3, 4e3], "overflow", "mul"), ([250.0] * 4, "sum", "sum"), ([3.0, 4.0], "healthy", None)],
+)
+def test_an_infinity_that_becomes_a_zero_is_named_though_the_loss_is_finite(values, kind, operation):
+    values = np.array(values, np.float32)
+    low, exact = (seen(*divided_by_its_length(values, dtype)) for dtype in ("float16", "float32"))
+    diagnosis = diagnosed(low, exact, "float16")
+    assert diagnosis.kind == kind
+    assert diagnosis.precision_is_innocent is (kind == "healthy")
+    if operation is not None:
+        assert diagnosis.first_nonfinite.operation == operation
+        assert "the loss stays finite, and is wrong" in diagnosis.why
+        assert "deny=['module:block']" in diagnosis.advice
+
+
+def test_values_that_flush_to_zero_and_digits_that_cancel_are_named_though_the_loss_is_finite():
+    small, module = np.array([1e-9, 2e-9], np.float32), np.array([1.0, 2.0], np.float32)
+    exact = seen(sampled("mul", small, small, "float32"), sampled("", small, module, "float32"))
+    low = seen(sampled("mul", small, 0 * small), sampled("", small, 0 * module))
+    flushed = diagnosed(low, exact, "float16")
+    assert (flushed.kind, flushed.first_nonfinite.operation) == ("flush", "mul")
+    assert "2 of 2 elements are zero in float16" in flushed.why
+    low = seen(sampled("sub", [4096.0], [1.0, 3.0]), sampled("", [1.0], 1.5 * module))
+    exact = seen(sampled("sub", [4096.0], [1.0, 2.0], "float32"), sampled("", [1.0], module, "float32"))
+    cancelled = diagnosed(low, exact, "float16")
+    assert (cancelled.kind, cancelled.first_nonfinite.operation) == ("digits", "sub")
+    assert "off by 0.45 of its norm" in cancelled.why
+
+
+def test_an_infinity_that_does_no_harm_is_not_accused():
+    mask = sampled("masked_fill", [1.0], [-math.inf, 1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32")
+    low, exact = (
+        seen(entry, replace(entry, operation=""), sampled("softmax", [1.0], [0.0, 1.0], entry.dtype)) for entry in mask
+    )
+    assert diagnosed(low, exact, "float16").kind == "healthy"
+
+
+def test_gradients_that_flush_to_zero_are_a_risk():
+    low, exact = seen(gradients=[0.0, 1.0] * 8), seen(gradients=[1e-9, 1.0] * 8)
+    (risk,) = diagnosed(low, exact, "float16", 4.0).risks
+    assert (risk.kind, risk.where) == ("gradient", ("w",))
+    assert "at a loss scale of 4" in risk.text
+    assert diagnosed(exact, exact, "float16").risks == ()
+
+
+@pytest.mark.parametrize(("dtype", "multiple", "odd"), [("float16", 8, 12), ("float8_e4m3", 16, 24)])
+def test_dimensions_that_are_no_multiples_of_what_matrix_units_take_are_a_risk(dtype, multiple, odd):
+    def with_shape(*shape):
+        replayed = Replayed(1.0, {"w": np.ones(shape, np.float32), "b": np.ones(3, np.float32)}, {})
+        return Seen(replayed)
+
+    (risk,) = diagnosed(with_shape(odd, 32), with_shape(odd, 32), dtype).risks
+    assert (risk.kind, risk.where) == ("shape", ("w",))
+    assert f"no multiples of {multiple}" in risk.text
+    even = with_shape(2 * odd if dtype == "float16" else 32, 32)
+    assert diagnosed(even, even, dtype).risks == ()
+
+
+def test_constants_losses_and_normalizations_in_low_precision_are_risks():
+    names = ("mask", "masked_fill", [-1e9, 1.0]), ("norm", "native_layer_norm", [1.0]), ("head", "nll_loss", [1.0])
+    low, exact = (
+        seen(*(sampled(name, [1.0], np.maximum(value, -60000.0), dtype, module) for module, name, value in names))
+        if dtype == "float16"
+        else seen(*(sampled(name, [1.0], value, dtype, module) for module, name, value in names))
+        for dtype in ("float16", "float32")
+    )
+    risks = {risk.kind: risk.where for risk in diagnosed(low, exact, "float16").risks}
+    assert risks == {"constant": ("mask",), "loss": ("head",), "normalization": ("norm",)}
+
+
+def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
+    error = RuntimeError("value cannot be converted to Half without overflow\nat line 3")
+    exact = seen(sampled("relu", [1.0], [1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32"))
+    diagnosis = refused(error, exact, "float16", 8.0)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("mask", "masked_fill")
+    assert diagnosis.last_finite.operation == "relu"
+    assert diagnosis.why.endswith("without overflow.")
+    other = refused(ValueError(""), seen(), "float16", 8.0)
+    assert (other.kind, other.first_nonfinite, other.precision_is_innocent) == ("error", None, False)
+    assert "ValueError: (no message)" in other.why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 import ampx
 from ampx.backend import Reading, Stats
 from ampx.numerics.trial import Outcome
-from ampx.numerics.tune_script import check_options, exclusions, to_file, tune_script
+from ampx.numerics.tune import Choice, TunedPolicy
+from ampx.numerics.tune_script import check_options, exclusions, tune_script
 from ampx.policy import PolicyFile
 from ampx.run import RunSettings
 from ampx.run.program import Program
@@ -72,7 +74,7 @@ def test_what_is_written_is_read_back(tmp_path):
     (tmp_path / "ampx.toml").write_text(result["file"])
     file = PolicyFile.read(tmp_path / "ampx.toml")
     assert (file.framework, file.dtype, file.deny) == ("toy", "bfloat16", ("module:layer3",))
-    assert file.deny == to_file(policy).deny
+    assert file.deny == policy.file.deny
     assert '"module:layer3",  # relative error of 0.5 in bfloat16' in result["file"]
 
 
@@ -88,9 +90,26 @@ def test_a_simulated_dtype_is_forced_upon_the_modules():
     assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("float8_e4m3", ["module:layer4"])
 
 
-def test_names_for_conversion_tools_are_those_of_exported_nodes():
-    policy, result = tuned(Pretended(("layer4",)), for_inference=True, tolerance=0.01)
-    assert exclusions(policy) == tuple(result["exclusions"])
+def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_no_others():
+    sensitive = Pretended(("",))  # the output
+    policy, result = tuned(sensitive, for_inference=True, tolerance=0.01)
+    assert result["exclusions"] == list(exclusions(policy))
+    policy = TunedPolicy("toy", "cpu", "float16", "O1", 1.0, (Choice("module:layer1", "measured"),))
+    (names,) = exclusions(policy)
+    nodes = ["/layer1/Gemm", "/layer1/act/Relu", "/layer10/Gemm", "/layer2/layer1/Gemm"]
+    assert [bool(re.match(names["regex"], node)) for node in nodes] == [True, True, False, False]
+    assert [fnmatch.fnmatchcase(node, names["wildcard"]) for node in nodes] == [True, True, False, False]
+    nested = TunedPolicy("toy", "cpu", "float16", "O1", 1.0, (Choice("module:a[[]0].b", ""), Choice("module:a.*", "")))
+    assert exclusions(nested) == ({"module": "a[0]/b", "regex": r"/a\[0\]/b/.*", "wildcard": "/a[0]/b/*"},)
+
+
+def test_losses_and_errors_by_module_and_step_are_those_before_anything_was_kept_in_float32():
+    _, result = tuned(Pretended(("layer3",)))
+    assert result["losses"] == {"float32": [1.0, 0.5], "bfloat16": [1.0, 5.0]}
+    assert result["map"]["steps"] == [1, 2]
+    errors = dict(zip(result["map"]["modules"], result["map"]["errors"], strict=True))
+    assert errors["layer3"] == [pytest.approx(0.5)] * 2
+    assert errors["layer4"] == [0.0, 0.0]
 
 
 def test_wrong_options_are_refused_before_anything_runs(tmp_path):

@@ -89,6 +89,25 @@ def test_pure_bfloat16_loses_updates_and_says_so_and_with_copies_it_loses_none()
     assert events == []
 
 
+@pytest.mark.parametrize(("rate", "lost"), [(1e-5, 0.0), (1e-10, 1.0)])
+def test_with_master_weights_it_reads_what_a_training_in_float32_reads(rate, lost):
+    shares = {}
+    for level in ("O0", "O2"):
+        amp = ampx.init("torch", dtype="bfloat16", level=level)
+        amp.meter_every = 2
+        model = nn.Linear(3, 20)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)  # beside it float32 has steps of 3e-8 and 6e-8
+        raw = torch.optim.Adam(model.named_parameters(), lr=rate)
+        if level == "O2":
+            model, raw = ampx.prepare(model, raw)
+        opt = ampx.wrap_optimizer(raw)
+        train(model, opt, steps=2)
+        assert {entry.dtype for entry in opt.meter.parameters} == {"float32"}
+        shares[level] = opt.meter.lost
+    assert shares == {"O0": lost, "O2": lost}
+
+
 @pytest.mark.parametrize("reads", [False, True], ids=["scaled until the step", "unscaled by the script"])
 def test_gradients_that_flush_at_the_present_scale_are_told(reads):
     events = []
