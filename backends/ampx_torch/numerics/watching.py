@@ -237,8 +237,9 @@ class ModuleWatch:
             module, kind, place = self._nodes.get(node._sequence_nr(), ("", "", ""))
         else:
             place = script_line()
-            # The node of an operation is made before it runs.
-            self._nodes[torch._C._autograd._get_sequence_nr() - 1] = (module, kind, place)  # type: ignore[attr-defined]
+            # The node of an operation is made before it runs; what makes none, as our own reading, takes no other's place.
+            latest = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            self._nodes.setdefault(latest, (module, kind, place))
         reads = not function.is_view and not (backward and calls) and self._watching.watches(module)
         if not reads or name in _IDLE or name.startswith(("empty", "new_empty")):
             return function(*args, **kwargs)
