@@ -237,7 +237,7 @@ class ModuleWatch:
             module, kind, place = self._nodes.get(node._sequence_nr(), ("", "", ""))
         else:
             place = script_line()
-            # The node of an operation is made before it runs; what makes none, as our own reading, takes no other's place.
+            # The node of an operation is made before it runs; what makes none, as our reading, takes no other's place.
             latest = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             self._nodes.setdefault(latest, (module, kind, place))
         reads = not function.is_view and not (backward and calls) and self._watching.watches(module)
