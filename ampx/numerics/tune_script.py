@@ -20,6 +20,7 @@ from ampx.run.program import Program
 
 from .batch import Seen, fitting_scale, plain, scaled
 from .compare import bound, module_errors, relative_error, unscaled
+from .operations import family
 from .trial import Outcome, Trial, run_trial
 from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
 from .watching import MODULE, module_patterns
@@ -96,8 +97,8 @@ class _Search:
         if self.tolerance is None:
             self.tolerance = bound(dtype, len(readings))
 
-    def low(self, names: Iterable[str] = (), **options: Any) -> Trial:
-        """Return the run in the dtype, with modules in float32."""
+    def low(self, names: Iterable[str] = (), operations: Iterable[str] = (), **options: Any) -> Trial:
+        """Return the run in the dtype, with modules and operations in float32."""
         kept = kept_in_float32(names, self.modules)
         settings = replace(self.trial.settings, watched=bool(options.get("watched")))
         if self.simulated:
@@ -105,14 +106,42 @@ class _Search:
             settings = replace(settings, dtype=_FLOAT32, loss_scale=self.scale)
             return replace(self.trial, settings=settings, forced=forced, **options)
         denied = tuple(f"{MODULE}{pattern}" for pattern in kept if pattern)
-        settings = replace(settings, dtype=self.dtype, deny=(*settings.deny, *denied), loss_scale=self.scale)
+        deny = (*settings.deny, *denied, *operations)
+        settings = replace(settings, dtype=self.dtype, deny=deny, loss_scale=self.scale)
         return replace(self.trial, settings=settings, **options)
 
-    def passes(self, names: Iterable[str]) -> bool:
-        """Run with modules in float32, and return whether that agrees with float32."""
+    def passes(self, names: Iterable[str], operations: Iterable[str] = ()) -> bool:
+        """Run with modules and operations in float32, and return whether that agrees with float32."""
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
         watching = replace(self.watching, modules=only)
-        return self.agrees(self.run(self.low(names, watched=(1,), watching=watching)))
+        return self.agrees(self.run(self.low(names, operations, watched=(1,), watching=watching)))
+
+    def operations(self) -> frozenset[str] | None:
+        """Return a smallest set of operations that cures what no module does; None where there is none.
+
+        Candidates are the operations that make something in the first step that is not finite, of what is finite.
+        """
+        if self.simulated:
+            return None
+        watching = Watching(self.dtype, operations=True)
+        seen = self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ())
+        names = [
+            entry.operation
+            for entry in seen
+            if entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite
+            if entry.direction == "forward" and family(entry.operation) != "cast"
+        ]
+
+        def passes(operations: frozenset[str]) -> bool:
+            if not operations:
+                return False
+            try:
+                return self.passes((), sorted(operations))
+            except TrialError:  # an operation that no list may hold
+                return False
+
+        alone = next((name for name in dict.fromkeys(names) if passes(frozenset({name}))), None)
+        return minimal(names, passes) if alone is None else frozenset({alone})
 
     def agrees(self, outcome: Outcome) -> bool:
         """Return whether losses and skipped steps agree with float32's, and the gradients of the first step.
@@ -215,10 +244,12 @@ def tune_script(
     errors = module_errors(exact, low, search.dtype)
     order = by_error(search.modules, errors)
     kept = minimal(order, lambda names: search.agrees(first) if not names else search.passes(names))
-    if kept is None:
+    operations = search.operations() if kept is None else frozenset[str]()
+    if operations is None:
         reason = f"losses are not within {search.tolerance:.2g} of float32's whichever modules are kept in it"
         policy = _float32(search, reason, agrees=False)
         return policy, _report(trial, search, policy, first)
+    kept = kept or frozenset()
     worst: dict[str, float] = {}
     for entry in errors:
         worst[entry.module] = max(entry.error, worst.get(entry.module, 0.0))
@@ -227,6 +258,7 @@ def tune_script(
         for pattern in kept_in_float32(kept, search.modules)
         if pattern
     ]
+    denied += [Choice(name, f"not finite in {search.dtype}, outside of modules") for name in sorted(operations)]
     what = "the output agrees" if for_inference else f"losses of {steps} steps and the first gradients agree"
     policy = TunedPolicy(
         framework=str(first.run["framework"]),
@@ -246,7 +278,7 @@ def tune_script(
         tolerance=search.tolerance or 0.0,
     )
     if repeats and not search.simulated and not for_inference:
-        policy = _for_speed(search, policy, kept, repeats)
+        policy = _for_speed(search, policy, kept, operations, repeats)
     policy = replace(policy, replays=search.runs)
     return policy, _report(trial, search, policy, first)
 
@@ -275,21 +307,23 @@ def _float32(search: _Search, reason: str, agrees: bool = True, speed: float | N
     )
 
 
-def _for_speed(search: _Search, policy: TunedPolicy, kept: frozenset[str], repeats: int) -> TunedPolicy:
+def _for_speed(
+    search: _Search, policy: TunedPolicy, kept: frozenset[str], operations: frozenset[str], repeats: int
+) -> TunedPolicy:
     """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
     steps = search.trial.steps or 1
     watched = tuple(range(max(2, steps - 4), steps + 1))
     times = Watching(times=True)
     settings = replace(search.trial.settings, dtype=_FLOAT32, watched=True)
     wide = search.run(replace(search.trial, settings=settings, watched=watched, watching=times))
-    low = search.run(search.low(kept, watched=watched, watching=times))
+    low = search.run(search.low(kept, operations, watched=watched, watching=times))
     slow = {name: pair for name, pair in slow_modules(_runs(low), _runs(wide)).items() if name not in kept}
     block = max(1, (steps - search.trial.warm_up) // 5)
     # The simplest in front: where nothing pays, nothing is cast.
     choices = {_FLOAT32: replace(search.trial, settings=replace(settings, watched=False), block=block)}
-    choices["safe"] = search.low(kept, block=block)
-    if slow and search.passes({*kept, *slow}):
-        choices["tuned"] = search.low({*kept, *slow}, block=block)
+    choices["safe"] = search.low(kept, operations, block=block)
+    if slow and search.passes({*kept, *slow}, operations):
+        choices["tuned"] = search.low({*kept, *slow}, operations, block=block)
     seconds: dict[str, list[float]] = {name: [] for name in choices}
     for _ in range(repeats):
         for name, trial in choices.items():
@@ -351,15 +385,19 @@ def _map(search: _Search, low: Outcome) -> dict[str, Any] | None:
     return {"modules": modules, "steps": list(columns), "errors": plain(rows)}
 
 
+def _counted(policy: TunedPolicy) -> str:
+    modules = len(module_patterns(choice.entry for choice in policy.deny))
+    operations = len(policy.deny) - modules
+    shown = f"{modules} of {len(policy.modules)} modules"
+    return shown if not operations else f"{shown} and {operations} operation{'s' if operations > 1 else ''}"
+
+
 def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) -> dict[str, Any]:
     file = policy.file
-    count = len(policy.deny)
     if policy.dtype == _FLOAT32:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
     else:
-        verdict = (
-            f"{policy.dtype}, with {count} of {len(policy.modules)} modules in float32: {policy.reasons['dtype']}."
-        )
+        verdict = f"{policy.dtype}, with {_counted(policy)} in float32: {policy.reasons['dtype']}."
     return {
         "schema": SCHEMA,
         "script": trial.program.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,39 @@ def test_exactly_the_modules_that_need_it_stay_in_float32_after_few_runs(sensiti
 def test_modules_whose_gradients_are_wrong_stay_in_float32_though_losses_agree():
     policy, _ = tuned(Pretended(("layer3",), only_gradients=True))
     assert [choice.entry for choice in policy.deny] == ["module:layer3"]
+
+
+class OutsideOfModules(Pretended):
+    """Stands for a script in which `mul` between the modules overflows; nobody takes `secret` in a list."""
+
+    def __init__(self):
+        super().__init__(("nobody",))
+
+    def __call__(self, trial):
+        if "secret" in trial.settings.deny:
+            raise ampx.TrialError("unknown operation")
+        self.sensitive = () if "mul" in trial.settings.deny else ("nobody",)
+        outcome = super().__call__(trial)
+        if not trial.watching.operations:
+            return outcome
+        finite, broken = Stats(4), Stats(4, nonfinite=1)
+        operations = [
+            Reading("", "", name, "forward", 0, "bfloat16", value, inputs, None, "")
+            for name, value, inputs in (
+                ("add", finite, finite),
+                ("secret", broken, finite),
+                ("mul", broken, finite),
+                ("sub", broken, broken),
+            )
+        ]
+        return replace(outcome, readings={1: (*outcome.readings[1], *operations)})
+
+
+def test_what_fails_outside_of_modules_is_cured_by_an_operation():
+    policy, result = tuned(OutsideOfModules())
+    assert [choice.entry for choice in policy.deny] == ["mul"]
+    assert result["verdict"].startswith("bfloat16, with 0 of 21 modules and 1 operation in float32: ")
+    assert policy.file.deny == ("mul",)
 
 
 def test_what_is_written_is_read_back(tmp_path):
