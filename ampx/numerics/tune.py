@@ -375,7 +375,8 @@ def tune(
     order = by_error(tuning.modules, comparison.modules)
     first = [tuning.agrees(low)]  # the search asks first what was just computed
     kept = minimal(order, lambda names: first.pop() if first else tuning.agrees(tuning.run(tuning.keeping(names))))
-    if kept is not None:
+    whole = kept is not None and "" in kept  # which is float32, but for what stands outside of the model
+    if kept is not None and not whole:
         safe = tuning.keeping(kept)
         every = len(comparison.modules)
         errors = [*comparison.worst("backward", every), *comparison.worst("forward", every)]
@@ -386,7 +387,8 @@ def tune(
             tuning.operations(), lambda names: bool(names) and tuning.agrees(tuning.run(tuning.denying(names)))
         )
         if operations is None:
-            reason = f"nothing that can be kept in float32 brings the result within {tuning.tolerance:.2g} of float32's"
+            kind = "nothing less than the whole model" if whole else "nothing that can be kept"
+            reason = f"{kind} in float32 brings the result within {tuning.tolerance:.2g} of float32's"
             return _float32(tuning, reason, agrees=what_if is None)
         safe = tuning.denying(operations)
         denied = [Choice(name, f"fails in {casting.dtype}, outside of modules") for name in sorted(operations)]

@@ -244,12 +244,15 @@ def tune_script(
     errors = module_errors(exact, low, search.dtype)
     order = by_error(search.modules, errors)
     kept = minimal(order, lambda names: search.agrees(first) if not names else search.passes(names))
-    operations = search.operations() if kept is None else frozenset[str]()
+    whole = kept is not None and "" in kept  # which is float32, but for what stands outside of the model
+    operations = search.operations() if kept is None or whole else frozenset[str]()
     if operations is None:
-        reason = f"losses are not within {search.tolerance:.2g} of float32's whichever modules are kept in it"
+        which = "but with the whole model in float32" if whole else "whichever modules are kept in it"
+        what = "the output is" if for_inference else "losses are"
+        reason = f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's {which}"
         policy = _float32(search, reason, agrees=False)
         return policy, _report(trial, search, policy, first)
-    kept = kept or frozenset()
+    kept = frozenset() if kept is None or whole else kept
     worst: dict[str, float] = {}
     for entry in errors:
         worst[entry.module] = max(entry.error, worst.get(entry.module, 0.0))

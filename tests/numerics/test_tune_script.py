@@ -125,9 +125,6 @@ def test_a_simulated_dtype_is_forced_upon_the_modules():
 
 
 def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_no_others():
-    sensitive = Pretended(("",))  # the output
-    policy, result = tuned(sensitive, for_inference=True, tolerance=0.01)
-    assert result["exclusions"] == list(exclusions(policy))
     policy = TunedPolicy("toy", "cpu", "float16", "O1", 1.0, (Choice("module:layer1", "measured"),))
     (names,) = exclusions(policy)
     nodes = ["/layer1/Gemm", "/layer1/act/Relu", "/layer10/Gemm", "/layer2/layer1/Gemm"]
@@ -135,6 +132,17 @@ def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_n
     assert [fnmatch.fnmatchcase(node, names["wildcard"]) for node in nodes] == [True, True, False, False]
     nested = TunedPolicy("toy", "cpu", "float16", "O1", 1.0, (Choice("module:a[[]0].b", ""), Choice("module:a.*", "")))
     assert exclusions(nested) == ({"module": "a[0]/b", "regex": r"/a\[0\]/b/.*", "wildcard": "/a[0]/b/*"},)
+
+
+def test_that_only_the_whole_model_in_float32_agrees_is_no_policy():
+    class Whole(Pretended):
+        def __call__(self, trial):
+            self.sensitive = () if trial.forced.get("*") == "float32" else ("nobody",)
+            return super().__call__(trial)
+
+    policy, result = tuned(Whole(()), what_if="float8_e4m3")
+    assert (policy.dtype, policy.deny, policy.agrees) == ("float32", (), False)
+    assert "but with the whole model in float32" in result["verdict"]
 
 
 def test_losses_and_errors_by_module_and_step_are_those_before_anything_was_kept_in_float32():
