@@ -138,8 +138,8 @@ def _heat_map(errors: Mapping[str, Any], steps: Sequence[int]) -> str:
         [math.log10(max(error, 1e-9)) if isinstance(error, float) else None for error in row]
         for row in errors["errors"]
     ]
-    title = "relative error of the output, power of ten; white: not finite, or not run"
-    return page.heat_map(names, steps, values, title)
+    title = "relative error of the output, power of ten; red: not finite, or not run"
+    return page.heat_map(names, steps, values, title, missing=page.ALARM)
 
 
 def _losses(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,8 +246,11 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
             for row in report["map"]["largest"]
         ]
         names = [name or "the model" for name in report["map"]["modules"]]
-        title = "largest magnitude of the output, power of ten; white: not finite, or not run"
-        parts += [page.heading("Before it failed"), page.heat_map(names, report["map"]["steps"], values, title)]
+        title = "largest magnitude of the output, power of ten; red: not finite, or not run"
+        parts += [
+            page.heading("Before it failed"),
+            page.heat_map(names, report["map"]["steps"], values, title, missing=page.ALARM),
+        ]
     if report["modules"]:
         rows = [
             (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))

@@ -157,20 +157,22 @@ def heat_map(
     values: Sequence[Sequence[float | None]],
     title: str,
     limits: tuple[float | None, float | None] = (None, None),
-    unit: str = "step",
+    missing: str = "white",
 ) -> str:
     """Return a picture of layers by steps, dark where a number is large; the rows with the largest where all are many.
 
     Args:
         rows: Names of the layers.
         columns: Steps.
-        values: A number for each row and column; None or one that is not finite stays white.
+        values: A number for each row and column; None where there is none that is finite.
         title: What is drawn.
         limits: The numbers of the lightest and of the darkest colour; None for the least and the largest there is.
-        unit: What the columns are.
+        missing: Colour where there is no number.
     """
     if not rows or not columns:
         return ""
+    from matplotlib import colormaps
+
     numbers = [
         [value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan for value in row]
         for row in values
@@ -185,14 +187,14 @@ def heat_map(
         image = axes.imshow(
             [numbers[row] for row in shown],
             aspect="auto",
-            cmap="magma_r",
+            cmap=colormaps["magma_r"].with_extremes(bad=missing),
             interpolation="nearest",
             vmin=limits[0],
             vmax=limits[1],
         )
     axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
-    axes.set_xlabel(unit)
+    axes.set_xlabel("step")
     hidden = len(rows) - len(shown)
     axes.set_title(title + (f" ({hidden} rows with smaller numbers are left out)" if hidden else ""), fontsize=9)
     figure.colorbar(image, ax=axes)
