@@ -5,10 +5,11 @@ import itertools
 import pytest
 
 import ampx
-from ampx.events import ScaleChanged, StepSkipped
+from ampx.events import ScaleChanged, ScaleCollapsed, StepSkipped
 from ampx.numerics.meter import Meter, ParameterMeter
 from ampx.run import Recorder, Run, RunSettings, recorder, script_line
 from ampx.run.report import summary_lines
+from ampx.session import sessions
 
 
 @pytest.fixture
@@ -209,3 +210,14 @@ def test_an_observed_run_is_metered_as_often_as_was_asked_for():
     for _ in range(10):
         seen.stepped(group)
     assert read == [3, 6, 9]
+
+
+def test_a_collapse_of_the_scale_names_the_command_that_says_why():
+    seen = Recorder()
+    group = seen.add_optimizer("SGD", 8.0)
+    event = ScaleCollapsed("toy", group, 0, 50, 1.0, 1.0, 50, ("w",))
+    seen.hear(event)
+    assert "`ampx diagnose`" in event.advice
+    assert seen.notes == [f"The loss scale of SGD collapsed by step 50: {event.advice}"]
+    with pytest.warns(ampx.ScaleCollapsedWarning, match="`ampx diagnose`"):
+        sessions.emit("toy", event)
