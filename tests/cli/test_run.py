@@ -264,11 +264,15 @@ def test_two_optimizers_of_one_class_have_names_of_their_own():
 
 def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
     pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo")
+    from ampx.run.page import origin
     from ampx.run.report import page
 
     text = page(
         {
             "script": "<script>.py",
+            "arguments": ["--size", "<b>"],
+            "meters": [],
+            "origin": origin(),
             "framework": "toy",
             "device": "cpu",
             "dtype": "float16",
@@ -291,5 +295,6 @@ def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
     assert "http-equiv" not in text
     assert "src=" not in text
     assert "<script>" not in text
+    assert "<b>" not in text
     assert "a &lt; b" in text
     assert "mind &amp; look" in text
