@@ -134,6 +134,16 @@ def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_n
     assert exclusions(nested) == ({"module": "a[0]/b", "regex": r"/a\[0\]/b/.*", "wildcard": "/a[0]/b/*"},)
 
 
+def test_a_policy_is_written_unless_its_dtype_was_simulated(tmp_path):
+    path = tmp_path / "ampx.toml"
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"float8_e4m3.*accepted: float16, bfloat16, float32"):
+        TunedPolicy("toy", "cpu", "float8_e4m3", "O1", 1.0).write(path)
+    assert not path.exists()
+    TunedPolicy("toy", "cpu", "float16", "O1", "dynamic", (Choice("module:a", "measured"),)).write(path)
+    file = PolicyFile.read(path)
+    assert (file.dtype, file.loss_scale, file.deny) == ("float16", "dynamic", ("module:a",))
+
+
 def test_that_only_the_whole_model_in_float32_agrees_is_no_policy():
     class Whole(Pretended):
         def __call__(self, trial):
