@@ -415,7 +415,7 @@ class Backend(abc.ABC):
         self.refuse("naming parameters with non-finite gradients")
 
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a region whose target tells the first module with a non-finite output. Sync: one a module."""
+        """Return a region whose target tells the first module with a non-finite output."""
         self.refuse("tracing overflow by module")
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:

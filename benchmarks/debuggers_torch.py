@@ -1,10 +1,11 @@
-"""Planted faults in PyTorch: ampx, Hugging Face's DebugUnderflowOverflow and PyTorch's anomaly mode."""
+"""Planted faults in PyTorch: ampx, DebugUnderflowOverflow, PyTorch's anomaly mode and mixed-precision-nanny."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,13 +70,41 @@ def _by_anomaly_mode(model: Any, step: Callable[[Any], Any], dtype: str, scale: 
     return Said(said.words.replace("Anomaly Detection has been enabled", ""), said.trace) if said.trace else Said("")
 
 
+@contextlib.contextmanager
+def _nursed(model: Any) -> Iterator[None]:
+    from mixed_precision_nanny import MixedPrecisionNanny
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.closing(MixedPrecisionNanny(model, trace_interval=1, output_dir=folder)) as nanny,
+        nanny.step(0),
+    ):
+        yield
+
+
+def _by_nanny(model: Any, step: Callable[[Any], Any], dtype: str, scale: float) -> Said:
+    def compute() -> None:
+        with _nursed(model):
+            _compute(model, step, dtype, scale)
+
+    # It prints every module that has something, in order, and goes on: what it calls an error first is its answer.
+    said = heard(compute)
+    errors = re.findall(r"^\[Nanny\]\[ERROR\] step=0 \| (.*)$", said.words, re.MULTILINE)
+    if not errors:
+        return Said("", said.trace)
+    return Said(errors[0], module=errors[0].split("] ")[1].partition(": ")[0])
+
+
 _HUGGING_FACE = "Hugging Face's DebugUnderflowOverflow"
+_NANNY = "mixed-precision-nanny"
 TOOLS = (
     Tool(_HUGGING_FACE, _by_hugging_face, _hooked)
     if importlib.util.find_spec("transformers")
     else Tool(_HUGGING_FACE, missing="transformers is not installed"),
     Tool("torch.autograd.set_detect_anomaly", _by_anomaly_mode, lambda _: torch.autograd.set_detect_anomaly(True)),
-    Tool("mixed-precision-nanny", missing="cannot be installed by that name"),
+    Tool(_NANNY, _by_nanny, _nursed)
+    if importlib.util.find_spec("mixed_precision_nanny")
+    else Tool(_NANNY, missing="mixed-precision-nanny is not installed"),
 )
 
 

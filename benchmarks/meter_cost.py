@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 
 import torch
-from _paired import machine, paired
-from recipes import by_ampx
-from workloads import WORKLOADS, chosen
+from _paired import paired
+from workloads import Workload, chosen
 
-from ampx_torch import meter
-
-EVERY = meter.EVERY
+import ampx
+from ampx.numerics.meter import EVERY
 
 
-def measure(name: str, pairs: int) -> dict[str, object]:
-    """Time the two kinds of step of one workload in turn; return the share of all steps' time that the meter takes."""
+def measure(workload: Workload, quick: bool) -> dict[str, object]:
+    """Time the two kinds of step of a workload in turn; return the share of all steps' time that the meter takes."""
     torch.manual_seed(0)
-    workload = next(workload for workload in WORKLOADS if workload.name == name)
     batch, model = workload.batch(), workload.model()
-    recipe = by_ampx(workload, model, workload.optimizer(list(model.parameters())), "bfloat16", True)
+    raw = workload.optimizer(list(model.parameters()))
+    with ampx.init("torch", device="cpu", dtype="bfloat16", loss_scale="dynamic") as amp:
+        optimizer = amp.wrap_optimizer(raw, max_grad_norm=workload.max_grad_norm)
 
-    def every(steps: int) -> None:
-        meter.EVERY = steps
+        def step() -> None:
+            loss = workload.loss(model(batch[0]), batch[1])
+            with ampx.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    recipe.before()
-    try:
+        def every(steps: int) -> None:
+            optimizer.ampx_member.group.meter_every = steps
+
         ratio = paired(
-            lambda: recipe.step(batch),
-            lambda: recipe.step(batch),
-            pairs=pairs,
+            step,
+            step,
+            pairs=max(workload.pairs // (8 if quick else 1), 8),
             before_a=lambda: every(1),
             before_b=lambda: every(sys.maxsize),
         )
-    finally:
-        every(EVERY)
-        recipe.after()
-    return {"workload": name, "share": (ratio.ratio - 1) / EVERY, **ratio.to_json()}
+    return {"workload": workload.name, "share": (ratio.ratio - 1) / EVERY, "every": EVERY, **ratio.to_json()}
+
+
+WORKLOADS = chosen(quick=True)
+STEPS = len(WORKLOADS)
+"""How often `run` advances."""
+
+
+def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
+    """Measure each model."""
+    rows = []
+    for workload in WORKLOADS:
+        rows.append(measure(workload, quick))
+        advance()
+    return rows
 
 
 if __name__ == "__main__":
-    print(json.dumps(machine()))
-    for workload in chosen("--quick" in sys.argv):
-        print(json.dumps(measure(workload.name, max(workload.pairs // 8, 8))))
+    torch.set_num_threads(1)
+    for row in run("--quick" in sys.argv):
+        print(f"{row['workload']:58} {100 * row['share']:6.3f} % of all steps; ratio {row['ratio']:.3f}")

@@ -104,6 +104,10 @@ def _faults(**tools: str) -> tuple[Column, ...]:
     return (("fault", _text("fault")), ("planted", _text("planted")), ("ampx", _text("ampx.diagnose")), *named)
 
 
+def _share(row: Row, key: str) -> str:
+    return f"{100 * (row[key] - 1) / row['every']:.2f} %"
+
+
 _MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
 
 LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
@@ -141,6 +145,30 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
             ("float32", _time("median_b")),
             ("steps per second, float32 = 1", lambda row: f"{1 / row['ratio']:.2f}"),
             ("middle half", lambda row: f"{1 / row['ratio_high']:.2f} to {1 / row['ratio_low']:.2f}"),
+        ),
+    ),
+    "tuned": (
+        "one training step in PyTorch: what ampx.tune decides, against float32 and plain O1",
+        3,
+        (
+            _WORKLOAD,
+            ("tuned", _text("tuned")),
+            _AGAINST,
+            ("tuned step", _time("median_a")),
+            ("the other", _time("median_b")),
+            ("ratio", _number("ratio", ".3f")),
+            ("middle half", _spread),
+        ),
+    ),
+    "meter_cost": (
+        "what the meter takes of the time of all steps",
+        1,
+        (
+            _WORKLOAD,
+            ("a step it looks at", _time("median_a")),
+            ("any other", _time("median_b")),
+            ("of all steps", lambda row: f"{100 * row['share']:.2f} %"),
+            ("middle half", lambda row: f"{_share(row, 'ratio_low')} to {_share(row, 'ratio_high')}"),
         ),
     ),
     "convergence": (

@@ -26,6 +26,8 @@ PARTS = {
         "keras_on_torch",
         "run_speed",
         "dtype_speed",
+        "tuned",
+        "meter_cost",
         "convergence",
         "memory",
         "call_cost",
@@ -91,7 +93,7 @@ def _versions() -> dict[str, str]:
 
     shown = {
         "accelerate", "flax", "jax", "jaxlib", "jmp", "keras", "lightning-fabric", "mxnet", "numpy", "optax",
-        "paddlepaddle", "tensorflow-cpu", "tensorflow", "tf-keras", "torch", "transformers",
+        "mixed-precision-nanny", "paddlepaddle", "tensorflow-cpu", "tensorflow", "tf-keras", "torch", "transformers",
     }  # fmt: skip
     versions = {each.metadata["Name"].lower().replace("_", "-"): each.version for each in distributions()}
     return {name: versions[name] for name in sorted(shown & versions.keys())}

@@ -55,6 +55,7 @@ class JaxBackend(ampx.Backend):
     watch = staticmethod(numerics.watch)
     force = staticmethod(numerics.force)
     replay = staticmethod(numerics.replay)
+    clock = staticmethod(numerics.clock)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, optax.GradientTransformation)

@@ -32,6 +32,7 @@ from jax.extend import core, source_info_util
 import ampx
 from ampx.backend import CastPlan, Direction, Reading, Replayed, Stats, Step, Watching
 from ampx.numerics.formats import FORMATS
+from ampx.numerics.timing import timed
 
 from . import casting, interpreter, rules, scopes, taps
 from .interpreter import Mode
@@ -606,20 +607,8 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
         UnsupportedOpError: A pattern of a region around matches no module.
     """
     watches = _regions.watches
-    named, merge = _split(model)
-    mode = mode_of(None if plan is None else rules.resolve(plan))
+    named, mode, both = _differentiated(model, step, plan, bool(watches))
     arrays = [jnp.asarray(leaf) for leaf in named.values()]
-
-    def loss_of(arrays: list[Any]) -> Any:
-        own = merge(arrays)
-        with scopes.naming(own, bool(watches)):
-            return _checked(step(own))
-
-    def both(arrays: list[Any], scale: Any) -> tuple[Any, list[Any]]:
-        closed = jax.make_jaxpr(loss_of)(arrays)
-        loss, pull = jax.vjp(lambda arrays: interpreter.evaluate(mode, closed, arrays)[0].astype(jnp.float32), arrays)
-        return loss, pull(scale)[0]
-
     reader = Reader(watches)
     with casting.active(None), jax.disable_jit(False):
         closed = jax.make_jaxpr(both)(arrays, jnp.float32(scale))
@@ -641,6 +630,42 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
         },
         {name: _stats(leaf.size, [own]) for (name, leaf), own in zip(named.items(), measured, strict=True)},
     )
+
+
+def clock(model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+    """Return what times the loss of a batch and its gradients, compiled as a training step is."""
+    named, _, both = _differentiated(model, step, plan, False)
+    arrays = [jnp.asarray(leaf) for leaf in named.values()]
+    with casting.active(None), jax.disable_jit(False):
+        compiled = jax.jit(both).lower(arrays, jnp.float32(1.0)).compile()
+    return lambda: timed(lambda: jax.block_until_ready(compiled(arrays, jnp.float32(1.0))))
+
+
+def _differentiated(
+    model: Any, step: Step, plan: CastPlan | None, seen: bool
+) -> tuple[dict[str, Any], Mode, Callable[[list[Any], Any], tuple[Any, list[Any]]]]:
+    """Return what is trained of a model, how operations are run, and a function that returns loss and gradients.
+
+    Args:
+        model: Parameters, or a module of nnx.
+        step: Returns the loss.
+        plan: How to cast.
+        seen: Modules are watched.
+    """
+    named, merge = _split(model)
+    mode = mode_of(None if plan is None else rules.resolve(plan))
+
+    def loss_of(arrays: list[Any]) -> Any:
+        own = merge(arrays)
+        with scopes.naming(own, seen):
+            return _checked(step(own))
+
+    def both(arrays: list[Any], scale: Any) -> tuple[Any, list[Any]]:
+        closed = jax.make_jaxpr(loss_of)(arrays)
+        loss, pull = jax.vjp(lambda arrays: interpreter.evaluate(mode, closed, arrays)[0].astype(jnp.float32), arrays)
+        return loss, pull(scale)[0]
+
+    return named, mode, both
 
 
 def _checked(loss: Any) -> Any:

@@ -23,6 +23,7 @@ from ampx.callers import script_line
 from ampx.errors import DetachedLossError, UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
 from ampx.numerics.randomness import random_numbers_kept
+from ampx.numerics.timing import timed
 from ampx.numerics.watching import (
     FORCES,
     GRADIENTS,
@@ -455,25 +456,46 @@ def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None,
     }
     limits = FORMATS["float16" if plan is None else plan.dtype]
     with _restored(model):
-        with switch.Region(None) if plan is None else casting.region(plan, True), mx.autograd.record():
-            loss = step(model)
-        check_loss(backend, loss, False, "replay")
-        try:
-            with _quiet():
-                scaled = scale_loss(loss, scale)
-            with switch.Region(None):
-                _backward(scaled)
-        except mx.MXNetError as error:
-            raise DetachedLossError(
-                "replay got a loss that no gradient can flow from; accepted: a loss computed from the parameters. "
-                "Remove detach(), asscalar() or autograd.pause around it."
-            ) from error
+        loss = _computed(backend, model, step, plan, scale)
         gradients = {name: _true(parameter, scale) for name, parameter in trained.items() if _is_fresh(parameter)}
         value = float(dtypes.cast_tensor(loss, "float32").asnumpy().sum())  # a loss a sample: backward adds them up
         initialized = {name: parameter for name, parameter in trained.items() if parameter._data is not None}
     reduced = [_reduced(parameter.list_data()[0], limits) for parameter in initialized.values()]
     numbers = zip(initialized, reduced, _read([vector for _, vector in reduced]), strict=True)
     return Replayed(value, gradients, {name: combined([(size, values)]) for name, (size, _), values in numbers})
+
+
+def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+    """Return what times a batch and its gradients: see `Backend.clock`."""
+
+    def compute() -> None:
+        _computed(backend, model, step, plan, 1.0)
+
+    def seconds() -> float:
+        with _restored(model):
+            compute()
+            mx.nd.waitall()
+            return timed(compute, mx.nd.waitall)
+
+    return seconds
+
+
+def _computed(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
+    """Return the loss of a batch, after its backward."""
+    with switch.Region(None) if plan is None else casting.region(plan, True), mx.autograd.record():
+        loss = step(model)
+    check_loss(backend, loss, False, "replay")
+    try:
+        with _quiet():
+            scaled = scale_loss(loss, scale)
+        with switch.Region(None):
+            _backward(scaled)
+    except mx.MXNetError as error:
+        raise DetachedLossError(
+            "replay got a loss that no gradient can flow from; accepted: a loss computed from the parameters. "
+            "Remove detach(), asscalar() or autograd.pause around it."
+        ) from error
+    return loss
 
 
 def _is_fresh(parameter: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -115,6 +115,10 @@ class PaddleBackend(ampx.GenericBackend):
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
         """Compute the loss of a batch and its gradients; on the CPU in float32, whatever the plan."""
         return numerics.replay(self, model, step, plan, scale)
+
+    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+        """Return what times a batch and its gradients; on the CPU in float32, whatever the plan."""
+        return numerics.clock(self, model, step, plan)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         from .run import automate  # patches, which nothing else should come near

@@ -27,6 +27,7 @@ from ampx.callers import script_line
 from ampx.errors import UnsupportedDtypeError
 from ampx.numerics.formats import FORMATS, Format
 from ampx.numerics.randomness import random_numbers_kept
+from ampx.numerics.timing import timed
 from ampx.numerics.watching import (
     FORCES,
     WATCHERS,
@@ -436,19 +437,44 @@ def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None
     trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
     limits = FORMATS["float16" if plan is None else plan.dtype]
     with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
-        with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
-            loss = step(model)
-        check_loss(backend, loss, False, "replay")
-        with _quiet():
-            scaled = scale_loss(loss, scale)
-        with casting.off():
-            backward([scaled])
+        loss = _computed(backend, model, step, plan, scale)
         gradients = {name: _true(parameter, scale) for name, parameter in trained if _is_there(parameter)}
         value = float(loss.astype("float32"))
     reduced = [_reduced(parameter, limits) for _, parameter in trained]
     numbers = zip(reduced, _read([vector for _, vector in reduced]), strict=True)
     stats = [combined([(elements, values)]) for (elements, _), values in numbers]
     return Replayed(value, gradients, {name: stat for (name, _), stat in zip(trained, stats, strict=True)})
+
+
+def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+    """Return what times a batch and its gradients: see `Backend.clock`."""
+    trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+
+    def compute() -> None:
+        for parameter in trained:
+            if _is_there(parameter):
+                parameter.clear_gradient(False)
+        _computed(backend, model, step, plan, 1.0)
+
+    def seconds() -> float:
+        with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():
+            compute()
+            _wait()
+            return timed(compute, _wait)
+
+    return seconds
+
+
+def _computed(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Any:
+    """Return the loss of a batch, after its backward."""
+    with casting.region(plan, True) if plan and computes(plan.dtype) else casting.off():
+        loss = step(model)
+    check_loss(backend, loss, False, "replay")
+    with _quiet():
+        scaled = scale_loss(loss, scale)
+    with casting.off():
+        backward([scaled])
+    return loss
 
 
 def _is_there(parameter: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 import ampx
 from ampx.backend import CastPlan, LossInfo, Replayed, Step
 from ampx.errors import LossDtypeError
+from ampx.numerics import overflow
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 
@@ -60,7 +61,6 @@ class TorchBackend(ampx.Backend):
     wrap_optimizer = staticmethod(make_wrapper)
     prepare = staticmethod(prepare.prepare)
     nonfinite_parameters = staticmethod(debug.nonfinite_parameters)
-    trace_overflow = staticmethod(debug.trace_overflow)
     seed = staticmethod(torch.manual_seed)
     watch = staticmethod(numerics.watch)
     force = staticmethod(numerics.force)
@@ -112,6 +112,10 @@ class TorchBackend(ampx.Backend):
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""
         return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
+        """Watch the outputs of modules."""
+        return overflow.trace_overflow(self, model)
 
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
         """Compute a batch again."""

@@ -380,6 +380,22 @@ def test_a_step_that_returns_no_scalar_is_refused(loss):
         numerics.replay(PARAMS, lambda p: loss, None)
 
 
+@pytest.mark.parametrize("plan", [None, CastPlan("cpu", "bfloat16")])
+def test_a_clock_computes_what_was_compiled_before(plan):
+    traces = []
+
+    def step(params):
+        product = jnp.ones((2, 3)) @ params["w"]
+        traces.append(len(traces))
+        return jnp.sum(product**2)
+
+    seconds = numerics.clock({"w": jnp.ones((3, 2))}, step, plan)
+    compiled = len(traces)
+    assert compiled > 0
+    assert seconds() > 0
+    assert len(traces) == compiled
+
+
 def test_a_pattern_that_matches_no_scope_is_refused_by_the_replay():
     for region in (numerics.watch(PARAMS, Watching(modules=("nowhere",))), numerics.force(PARAMS, {"no*": "float32"})):
         with region, pytest.raises(ampx.UnsupportedOpError, match="which matches no module; accepted: patterns of"):

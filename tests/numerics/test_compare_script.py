@@ -93,6 +93,10 @@ def test_the_step_and_the_module_where_runs_part_are_named(compared):
     assert heat == [0.0, 0.0, pytest.approx(0.5), 0.0]
 
 
+def test_a_comparison_on_a_cpu_says_what_a_gpu_would_change(compared):
+    assert any("Tensor Cores of a GPU" in note for note in compared["notes"])
+
+
 def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
     assert compared["dtypes"]["float16"]["verdict"] == (
         "float16: 2.00 times the speed of float32 (2.00 to 2.00), 0.50 times the memory, the loss parts from "

@@ -114,7 +114,8 @@ def test_what_is_written_is_read_back(tmp_path):
 
 def test_a_dtype_that_is_slower_is_not_chosen():
     policy, result = tuned(Pretended((), speed=0.5), repeats=2)
-    assert (policy.dtype, policy.speed) == ("float32", 1.0)
+    assert (policy.dtype, policy.level, policy.speed) == ("float32", "O0", 1.0)
+    assert 'level = "O0"' in result["file"]
     assert "Stay in float32: bfloat16 agrees, and runs at 0.50 times the speed" in result["verdict"]
     assert tuned(Pretended(()), repeats=2)[0].speed == 2.0
 

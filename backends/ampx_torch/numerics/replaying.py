@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +12,13 @@ from torch.autograd import backward  # the function itself: `ampx run` has anoth
 
 from ampx.backend import Backend, CastPlan, Replayed, Step
 from ampx.numerics.randomness import random_numbers_kept
+from ampx.numerics.timing import timed
 from ampx.scaling import check_loss
 from ampx_torch import casting
 from ampx_torch.casting.module_rules import plain_name
 from ampx_torch.folded_step import is_large, reads_finite
 
 from .reductions import Limits, read, reduce, stored
-
-# So long a timing lasts: steps that are shorter are repeated.
-_TIMED: Final = 0.02
-_MOST_REPEATS: Final = 100
 
 
 def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
@@ -48,6 +44,10 @@ def clock(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     devices = {parameter.device for parameter in trained if parameter.is_cuda}
 
+    def wait() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
     def compute() -> None:
         for parameter in trained:
             parameter.grad = None
@@ -59,15 +59,8 @@ def clock(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None)
         with _kept(model), _casting(plan):
             torch.set_autocast_cache_enabled(False)  # as in training, where weights change
             compute()
-            for device in devices:
-                torch.cuda.synchronize(device)
-            count, began = 0, time.perf_counter()
-            while count < _MOST_REPEATS and (not count or time.perf_counter() - began < _TIMED):
-                compute()
-                count += 1
-            for device in devices:
-                torch.cuda.synchronize(device)
-            return (time.perf_counter() - began) / count
+            wait()
+            return timed(compute, wait)
 
     return seconds
 
