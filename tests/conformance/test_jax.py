@@ -176,7 +176,7 @@ class FuzzHarness(JaxHarness):
 
 class TestFuzz(FuzzSuite):
     harness = FuzzHarness
-    steps = 100  # each takes as long as ten of another framework
+    steps = 100  # each takes longer than ten without a framework
 
 
 if any(device.platform == "gpu" for device in jax.devices()):

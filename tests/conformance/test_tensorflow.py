@@ -158,6 +158,7 @@ class TestInsideTheTape(BackendSuite):
 # Not inside the tape: it would record every operation of a script, and take three times as long.
 class TestFuzz(FuzzSuite):
     harness = TensorFlowHarness
+    steps = 100  # each takes longer than ten without a framework
 
 
 if tf.config.list_physical_devices("GPU"):

@@ -102,7 +102,7 @@ SUBJECTS = {
 def interruptions(name, first, error=Interruption):
     """Each interrupted second step: its weights are those before or after it, and never others."""
     places = 0
-    options = {"after_calls": True} if THOROUGH else {"stride": 41, "first": first}
+    options = {"after_calls": True} if THOROUGH else {"stride": 59, "first": first}
     for subject, place in interrupted_everywhere(
         lambda: Subject(**SUBJECTS[name]), Subject.act, PACKAGES, error=error, **options
     ):
@@ -110,7 +110,7 @@ def interruptions(name, first, error=Interruption):
         assert subject.stand_at(*choices), place
         places += 1
         yield subject, place, choices
-    assert places > 3
+    assert places > 2
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -244,10 +244,10 @@ def test_the_session_casts_after_an_interruption_at_any_line_of_a_region(name):
     ampx.init("tensorflow", dtype="bfloat16", nan_loss="skip")
     policies = keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()
     layer, ones, places = keras.layers.Dense(1), tf.ones((1, 2)), 0
-    stride = 7 if name == "step" and not THOROUGH else 1
+    stride = 1 if THOROUGH else 13 if name == "step" else 3
     for _, place in interrupted_everywhere(Subject, ACTS[name], PACKAGES, stride=stride):
         dtypes = tf.function(layer)(ones).dtype, layer(ones).dtype, keras.layers.Dense(1)(ones).dtype
         assert dtypes == (tf.bfloat16,) * 3, place
         assert (keras.config.dtype_policy(), tf_keras.mixed_precision.global_policy()) == policies, place
         places += 1
-    assert places > 10
+    assert places > 5
