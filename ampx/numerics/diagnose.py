@@ -598,12 +598,14 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
             )
         )
     constants = _modules(
-        entry
-        for entry in reference.readings
-        if entry.direction == "forward" and _mask_constant(entry.value, FORMATS[dtype].largest)
+        entry for entry in reference.readings if entry.direction == "forward" and _is_constant_beyond(entry, dtype)
     )
     if constants:
-        text = f"constants in {_listed(constants)} are beyond {dtype}'s lowest number, {-FORMATS[dtype].largest:.5g}"
+        form = FORMATS[dtype]
+        text = (
+            f"constants in {_listed(constants)} are beyond what {dtype} can hold: ±{form.largest:.5g}, and nothing "
+            f"between 0 and {form.smallest:.2g}"
+        )
         result.append(Risk("constant", constants, text))
     for kind, does in (("loss", "loss"), ("normalization", "norm")):
         where = _modules(
@@ -620,6 +622,15 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
         text = f"gradients of {_listed(flushed)} flush to zero in {dtype} at a loss scale of {scale:g}: raise it"
         result.append(Risk("gradient", tuple(flushed), text))
     return tuple(result)
+
+
+def _is_constant_beyond(entry: Reading, dtype: str) -> bool:
+    """Return whether a value in float32 has a constant that overflows in a dtype, or flushes to zero."""
+    form, value = FORMATS[dtype], entry.value
+    if _mask_constant(value, form.largest):
+        return True
+    filled = family(entry.operation) == "mask" and value.largest == value.smallest > 0
+    return filled and (value.largest > form.largest or value.smallest <= form.flushes_to)
 
 
 def flushed_gradients(low: Seen, reference: Seen) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ampx
+from ampx.numerics import report
 
 torch = pytest.importorskip("torch", reason="the scripts train with PyTorch")
 pytest.importorskip("matplotlib", reason="pages need matplotlib, of the extra demo")
@@ -86,10 +87,10 @@ def test_every_command_writes_a_page_that_needs_nobody_and_the_json_that_the_man
     footer = text.partition("<footer>")[2]
     for piece in (f"torch {torch.__version__}", f"ampx {ampx.__version__}", result["origin"]["date"]):
         assert piece in footer
-    globals()[f"check_{command}"](result, done)
+    globals()[f"check_{command}"](result, done, tmp_path)
 
 
-def check_run(result, done):
+def check_run(result, done, folder):
     (meter,) = result["meters"]
     assert (meter["steps"], meter["lost"]) == ([100], [meter["last"]["lost"]])
     assert len(meter["map"]["lost"]) == 4  # parameters
@@ -100,16 +101,22 @@ def check_run(result, done):
     assert "policy=" in done.stderr
 
 
-def check_compare(result, done):
+def check_compare(result, done, folder):
     facts = result["dtypes"]["bfloat16"]
     assert (result["framework"], result["steps"], len(facts["losses"])) == ("torch", 8, 8)
     assert facts["verdict"] in done.stdout
     assert facts["meters"][0]["steps"] == list(range(1, 9))
     assert "updates lost" in done.stdout
     assert facts["modules"]["map"]["modules"][-2] == "<script>alert(1)</script>"
+    runs = {name: {"steps_a_second": 2.0, "peak_memory": 2**20, "speed": None} for name in ("float32", "bfloat16")}
+    points = [{"value": "1", "runs": runs, "failed": {}}, {"value": "2", "runs": {}, "failed": {"float32": "<b>x</b>"}}]
+    swept = {**result, "sweep": {"option": "--n", "points": points}}
+    assert "With --n 2 float32 failed: &lt;b&gt;x&lt;/b&gt;" in report.to_page(swept)
+    report.write(folder / "swept.png", swept)
+    assert (folder / "swept.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def check_diagnose(result, done):
+def check_diagnose(result, done, folder):
     assert (result["step"], result["diagnosis"]["kind"]) == (3, "overflow")
     assert result["diagnosis"]["first_nonfinite"]["module"] == "0"
     assert "step 3 of train.py, torch in float16: overflow: " in done.stdout
@@ -118,7 +125,7 @@ def check_diagnose(result, done):
     assert [value is None for value in first] == [False, False, True]
 
 
-def check_tune(result, done):
+def check_tune(result, done, folder):
     assert result["verdict"] in done.stdout
     assert set(result["losses"]) == {"float32", "bfloat16"}
     assert result["map"]["steps"] == [1, 2]

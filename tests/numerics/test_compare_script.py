@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -177,19 +175,6 @@ def test_a_dtype_that_fails_leaves_the_others_their_answer():
         compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)
 
 
-class Page(HTMLParser):
-    """Notes what a page reaches for, and its tags."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.reached = set(), []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.reached += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
-
-
 def test_that_auto_chooses_float32_is_an_answer():
     def on_an_old_cpu(trial):
         outcome = pretended(replace(trial, settings=replace(trial.settings, dtype="float32")))
@@ -200,25 +185,6 @@ def test_that_auto_chooses_float32_is_an_answer():
     assert report["verdict"].startswith("Nothing to gain on this machine: no instructions.")
     with pytest.raises(TrialError, match="float16"):
         compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=on_an_old_cpu)
-
-
-def test_the_page_escapes_names_and_reaches_for_nothing(compared, tmp_path):
-    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo")
-    report.write(tmp_path / "out.html", compared)
-    text = (tmp_path / "out.html").read_text()
-    page = Page(text)
-    assert "<b>.py" not in text
-    assert "&lt;b&gt;.py" in text
-    assert page.reached == []
-    assert not page.tags & {"script", "b", "second", "link", "img", "iframe"}
-    assert text.count("<svg") == 6  # losses, the sweep, and of each dtype the heat maps of updates and of modules
-    assert json.loads((tmp_path / "out.json").read_text())["schema"] == "ampx.compare/1"
-
-
-def test_the_picture_is_a_png(compared, tmp_path):
-    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra demo")
-    report.write(tmp_path / "out.png", compared)
-    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_script_of_the_toy_framework_is_compared(toy_script):

@@ -305,6 +305,15 @@ def test_constants_losses_and_normalizations_in_low_precision_are_risks():
     assert risks == {"constant": ("mask",), "loss": ("head",), "normalization": ("norm",)}
 
 
+@pytest.mark.parametrize(
+    ("operation", "values", "told"),
+    [("full", [1e-9] * 2, True), ("full", [1e9] * 2, True), ("full", [1e-3] * 2, False), ("where", [1e-9, 1.0], False)],
+)
+def test_constants_that_overflow_or_flush_are_risks_and_small_data_is_none(operation, values, told):
+    exact = seen(sampled(operation, [1.0], values, "float32"))
+    assert [risk.kind for risk in diagnosed(seen(), exact, "float16").risks] == ["constant"] * told
+
+
 def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
     error = RuntimeError("value cannot be converted to Half without overflow\nat line 3")
     exact = seen(sampled("relu", [1.0], [1.0]), sampled("masked_fill", [1.0], [-1e9, 1.0], "float32"))
