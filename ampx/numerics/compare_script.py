@@ -303,14 +303,14 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     if memory is not None:
         parts.append(f"{memory:.2f} times the memory")
     parts.append(_of_losses(facts))
-    lost = max((meter["last"]["lost"] for meter in facts["meters"]), default=0.0)
+    lost, exact = facts["lost"]["dtype"], facts["lost"]["float32"]
     if lost >= LOST:
-        parts.append(f"{lost:.0%} of the updates round to nothing")
+        parts.append(f"{lost:.0%} of the updates round to nothing ({exact:.0%} of those in float32)")
     skipped = len(facts["skipped"])
     if skipped and 2 * skipped >= facts["steps"]:
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
         conclusion = "look before you rely on it"
-    elif not facts["ends_alike"]:
+    elif not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact):
         conclusion = "look before you rely on it"
     elif speed is None:
         conclusion = "more --steps decide whether it is worth it"
@@ -375,11 +375,18 @@ def _watch(
         outcomes[name] = run(replace(watched, settings=replace(settings, dtype=name)))
     for name, facts in compared.items():
         facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
+        both = (REFERENCE, outcomes.get(REFERENCE)), ("dtype", outcomes.get(name))
+        facts["lost"] = {key: _lost(outcome) for key, outcome in both}
         facts["modules"] = None
         if name in outcomes:
             facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
         facts["verdict"] = verdict(name, facts)
     return list(outcomes[REFERENCE].run["meters"]) if outcomes else []
+
+
+def _lost(outcome: Outcome | None) -> float:
+    """Return the share of updates that rounded to nothing, of the optimizer that lost most; 0 without a meter."""
+    return max((meter["last"]["lost"] for meter in (outcome.run["meters"] if outcome else ())), default=0.0)
 
 
 def _modules(

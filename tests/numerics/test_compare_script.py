@@ -102,7 +102,7 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
         "rely on it."
     )
     assert compared["dtypes"]["bfloat16"]["verdict"].endswith(
-        "in all 4 steps, 75% of the updates round to nothing: not worth it on this machine."
+        "in all 4 steps, 75% of the updates round to nothing (0% of those in float32): look before you rely on it."
     )
 
 
@@ -135,13 +135,17 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "at step 2 of 4, and ends elsewhere: look before you rely on it.",
         ),
         ({"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2}, "at step 2 of 4, and ends alike: worth it."),
+        (
+            {"lost": {"float32": 0.9, "dtype": 0.9}},
+            "in all 4 steps, 90% of the updates round to nothing (90% of those in float32): worth it.",
+        ),
         ({"losses": [None] * 4, "ends_alike": False}, "the losses are not known: look before you rely on it."),
     ],
 )
 def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
-    facts |= {"skipped": [], "steps": 4, "modules": None, "meters": []}
+    facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
     assert verdict("float16", {**facts, **change}).endswith(sentence)
 
 
