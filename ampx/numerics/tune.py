@@ -18,6 +18,7 @@ from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
 from .compare import Comparison, ModuleError, bound, compared, relative_error
+from .operations import family
 from .watching import MODULE
 
 # Gradients that are further off than this are of another direction, whatever rounding explains.
@@ -57,6 +58,8 @@ class TunedPolicy:
         tolerance: Relative tolerance of loss and gradients.
         speed: Steps per second over those of float32 on this device; None where that was not measured.
         replays: How often the batch was computed.
+        operations: Operations that could stay in float32 instead of the modules, wherever they are; () where that is
+            not enough, or where it was not asked.
     """
 
     framework: str
@@ -72,6 +75,7 @@ class TunedPolicy:
     tolerance: float = 0.0
     speed: float | None = None
     replays: int = 0
+    operations: tuple[str, ...] = ()
 
     @property
     def file(self) -> PolicyFile:
@@ -293,6 +297,30 @@ class _Tuning:
             self.casting, plan=self.batch.backend.check_plan(CastPlan(device, dtype, level, plan.allow, entries))
         )
 
+    def failing_operations(self) -> tuple[str, ...]:
+        """Return the operations of the forward pass that make what is not finite of what is finite."""
+        if self.casting.plan is None:
+            return ()
+        readings = self.batch.run(self.casting, self.scale, Watching(self.casting.dtype, operations=True)).readings
+        return tuple(
+            dict.fromkeys(
+                entry.operation
+                for entry in readings
+                if entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite
+                if entry.direction == "forward" and family(entry.operation) != "cast"
+            )
+        )
+
+    def agrees_without(self, operations: Iterable[str]) -> bool:
+        """Return whether it is enough to keep operations in float32, wherever they are."""
+        if not self.batch.backend.capabilities.op_lists:
+            return False
+        try:
+            casting = self.denying(operations)
+        except UnsupportedOpError:
+            return False
+        return self.agrees(self.run(casting))
+
     def operations(self) -> list[str]:
         """Return the operations that the batch runs and that can be denied, those that are not finite in front."""
         if self.casting.plan is None or not self.batch.backend.capabilities.op_lists:
@@ -382,6 +410,8 @@ def tune(
         errors = [*comparison.worst("backward", every), *comparison.worst("forward", every)]
         worst = {entry.module: entry for entry in errors}
         denied = [Choice(_entry(name), _of_error(worst.get(name), casting.dtype)) for name in order if name in kept]
+        failing = tuning.failing_operations() if kept else ()
+        instead = failing if failing and tuning.agrees_without(failing) else ()
     else:
         operations = minimal(
             tuning.operations(), lambda names: bool(names) and tuning.agrees(tuning.run(tuning.denying(names)))
@@ -391,6 +421,7 @@ def tune(
             reason = f"{kind} in float32 brings the result within {tuning.tolerance:.2g} of float32's"
             return _float32(tuning, reason, agrees=what_if is None)
         safe = tuning.denying(operations)
+        instead = ()
         denied = [Choice(name, f"fails in {casting.dtype}, outside of modules") for name in sorted(operations)]
     policy = TunedPolicy(
         framework=batch.backend.name,
@@ -410,6 +441,7 @@ def tune(
         },
         modules=tuning.modules,
         tolerance=tuning.tolerance,
+        operations=instead,
     )
     if repeats and not casting.simulated:
         policy = _for_speed(tuning, policy, safe, repeats)

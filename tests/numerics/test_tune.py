@@ -100,6 +100,15 @@ def test_a_model_s_planted_layers_and_no_others_stay_in_float32(count):
     assert comparison.agrees(policy.tolerance)
 
 
+def test_operations_that_would_do_instead_of_the_modules_are_named():
+    model, options = layers(4, (2,)), {"framework": "toy", "dtype": "float16"}
+    policy = ampx.tune(step, model, **options, repeats=0)
+    assert policy.operations == ("product",)
+    assert not ampx.compare(step, model, **options).agrees(policy.tolerance)
+    assert ampx.compare(step, model, **options, deny=policy.operations).agrees(policy.tolerance)
+    assert ampx.tune(step, layers(4, ()), **options, repeats=0).operations == ()
+
+
 def test_a_sound_model_needs_nothing_and_a_dtype_with_enough_exponents_needs_no_scale():
     policy = ampx.tune(step, layers(4, ()), framework="toy", dtype="bfloat16", repeats=0)
     assert (policy.deny, policy.loss_scale, policy.replays) == ((), 1.0, 2)
