@@ -306,12 +306,12 @@ def test_constants_losses_and_normalizations_in_low_precision_are_risks():
 
 
 @pytest.mark.parametrize(
-    ("operation", "values", "told"),
-    [("full", [1e-9] * 2, True), ("full", [1e9] * 2, True), ("full", [1e-3] * 2, False), ("where", [1e-9, 1.0], False)],
+    ("operation", "values", "count"),
+    [("full", [1e-9] * 2, 1), ("full", [1e9] * 2, 1), ("full", [1e-3] * 2, 0), ("where", [1e-9, 1.0], 0)],
 )
-def test_constants_that_overflow_or_flush_are_risks_and_small_data_is_none(operation, values, told):
+def test_constants_that_overflow_or_flush_are_risks_and_small_data_is_none(operation, values, count):
     exact = seen(sampled(operation, [1.0], values, "float32"))
-    assert [risk.kind for risk in diagnosed(seen(), exact, "float16").risks] == ["constant"] * told
+    assert [risk.kind for risk in diagnosed(seen(), exact, "float16").risks] == ["constant"] * count
 
 
 def test_a_framework_that_refuses_a_constant_in_low_precision_is_quoted():
