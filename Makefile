@@ -37,7 +37,7 @@ lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs
 bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
-gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py
+gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick)
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build
 
 .venv-tox/bin/tox: ; $(PYTHON) -m venv .venv-tox && .venv-tox/bin/python -m pip install --quiet "tox>=4.44"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 import platform
 import shutil
 import subprocess
@@ -9,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class NotHere(Exception):  # noqa: N818 - no error
 
 
 Check = Callable[[Setup], Figure]
+STATUSES: Final = ("pass", "FAIL", "ERROR", "not here")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,7 @@ class Outcome:
     seconds: float
     covers: list[str]
     data: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    quick: bool = False  # in tiny sizes
 
 
 def require(condition: object, message: str) -> None:
@@ -61,8 +62,57 @@ def require(condition: object, message: str) -> None:
         raise AssertionError(message)
 
 
-def run_check(framework: str, check: Check, setup: Setup, covers: Sequence[str]) -> Outcome:
-    """Run one check; whatever it raises becomes its outcome."""
+class Report:
+    """What a run has shown so far: a file that is written after every check, so that a run that ends early leaves it.
+
+    The processes of a run write it one after the other.
+    """
+
+    def __init__(self, path: pathlib.Path, device: str, append: bool) -> None:
+        self.path, self.device = path, device
+        self.machine: dict[str, Any] = {}
+        self.checks: list[dict[str, Any]] = []
+        if append:
+            self.read()
+        else:
+            self.machine = describe_host()
+
+    def read(self) -> None:
+        """Take over what another process of the run has added."""
+        if self.path.exists():
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            self.machine, self.checks = content["machine"], content["checks"]
+
+    def add(self, outcome: Outcome) -> None:
+        """Put a check on record."""
+        self.checks.append(asdict(outcome))
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": self.machine,
+            "device": self.device,
+            "counts": self.counts(),
+            "checks": self.checks,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.path)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many checks ended how."""
+        return {status: sum(check["status"] == status for check in self.checks) for status in STATUSES}
+
+    def failed(self) -> bool:
+        """Return whether a check did not hold or broke."""
+        return any(check["status"] in ("FAIL", "ERROR") for check in self.checks)
+
+
+def run_check(
+    framework: str, check: Check, setup: Setup, covers: Sequence[str], deadline: float = float("inf")
+) -> Outcome:
+    """Run one check, unless the deadline (of `time.monotonic`) is past; whatever it raises becomes its outcome."""
+    if time.monotonic() > deadline:
+        return Outcome(framework, check.__name__, "not here", "no time was left", 0.0, list(covers), {}, setup.quick)
     start = time.perf_counter()
     data: dict[str, Any] = {}
     try:
@@ -76,7 +126,7 @@ def run_check(framework: str, check: Check, setup: Setup, covers: Sequence[str])
         status, line = "ERROR", f"{type(error).__name__}: {error}".partition("\n")[0]
         data = {"traceback": traceback.format_exc()}
     seconds = round(time.perf_counter() - start, 2)
-    return Outcome(framework, check.__name__, status, line, seconds, list(covers), data)
+    return Outcome(framework, check.__name__, status, line, seconds, list(covers), data, setup.quick)
 
 
 def show(outcome: Outcome) -> None:
@@ -88,9 +138,10 @@ def show(outcome: Outcome) -> None:
 
 def describe_host() -> dict[str, Any]:
     """Describe the machine; what only a framework knows comes from that framework's module."""
-    driver = "unknown"
+    gpu, driver = "unknown", "unknown"
     if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-        driver = (answer.stdout.split() or ["unknown"])[0]
-    return {"system": platform.platform(), "python": platform.python_version(), "driver": driver}
+        if answer.returncode == 0 and answer.stdout.count(","):
+            gpu, driver = (part.strip() for part in answer.stdout.splitlines()[0].split(",")[:2])
+    return {"system": platform.platform(), "python": platform.python_version(), "gpu": gpu, "driver": driver}

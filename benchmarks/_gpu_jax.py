@@ -132,6 +132,11 @@ CHECKS: Final[tuple[Check, ...]] = (
     a_step_reads_nothing_back,
     step_takes_no_longer_than_a_masked_update,
 )
+# Those that are larger in full runs, in the order in which time is spent on them.
+MEASURED: Final[tuple[Check, ...]] = (
+    products_are_low_precision_and_sum_in_float32,
+    step_takes_no_longer_than_a_masked_update,
+)
 # What a pass on a GPU shows in the table of what is covered.
 COVERS: Final = {
     "scale_trace_is_the_reference_and_skips_change_nothing": ("cuda/float32/O0/scaling",),

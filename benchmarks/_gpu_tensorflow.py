@@ -135,6 +135,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     plain_functions_are_rewritten,
     float16_is_faster_than_float32,
 )
+# Those that are larger in full runs, in the order in which time is spent on them.
+MEASURED: Final[tuple[Check, ...]] = (float16_is_faster_than_float32,)
 # What a pass on a GPU shows in the table of what is covered.
 COVERS: Final = {
     "scale_trace_is_the_reference_and_skips_change_nothing": ("gpu/float32/O0/scaling",),

@@ -48,6 +48,24 @@ CHECKS: Final[tuple[Check, ...]] = (
     resnet50_is_as_fast_as_by_hand,
     bert_base_is_as_fast_as_by_hand,
 )
+# Those that are larger in full runs, in the order in which time is spent on them.
+MEASURED: Final[tuple[Check, ...]] = (
+    accuracy_is_that_of_float32,
+    step_takes_no_longer_large,
+    step_takes_no_longer_small,
+    resnet50_is_as_fast_as_by_hand,
+    bert_base_is_as_fast_as_by_hand,
+    float16_overflow_recovers_as_grad_scaler_does,
+)
+# Check → what it needs that a simulated CUDA device has not.
+NOT_SIMULATED: Final = {
+    "compiled_step_trains_like_the_eager_one": "a compiler for CUDA",
+    "kernels_per_step_are_not_more": "the profiler",
+    "step_takes_no_longer_small": "speed",
+    "step_takes_no_longer_large": "speed",
+    "resnet50_is_as_fast_as_by_hand": "speed",
+    "bert_base_is_as_fast_as_by_hand": "speed",
+}
 # Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
 COVERS: Final = {
     "autocast_results_are_those_of_torch": ("cuda/float16/O1/casting", "cuda/bfloat16/O1/casting"),

@@ -1,9 +1,12 @@
 """Check ampx on a CUDA device: correctness, syncs, kernels, speed. Needs the framework and pluggy, nothing else.
 
-    PYTHONPATH=.:backends python3 benchmarks/gpu.py
+    PYTHONPATH=.:backends python3 benchmarks/gpu.py --minutes 8
 
-Prints a table and writes it, with the machine described, as JSON. Exit code 0: all passed; 1: a check failed;
-2: there is no CUDA device and nothing was run. `--device cpu` runs what makes sense there, to try the script out.
+Runs what proves most first: the checks of every framework in tiny sizes, then the tests marked `gpu`, where pytest and
+hypothesis are there, then in full size what measures. Each framework runs in a process of its own. Prints a table, and
+writes it, with the machine described, as JSON after every check. Exit code 0: all passed; 1: a check failed; 2: there
+is no CUDA device and nothing was run. `--device cpu` runs what makes sense there, to try the script out, and
+`--device simulated` runs PyTorch on the device that its tests simulate.
 """
 
 from __future__ import annotations
@@ -13,95 +16,159 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import pathlib
 import re
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 
-from _gpu_checks import Outcome, Setup, describe_host, run_check, show
+from _gpu_checks import Outcome, Report, Setup, describe_host, run_check, show
+from _gpu_tests import run_tests
 
 import ampx
 
-# Framework → the module with its CHECKS and what they COVER, its describe(device) and its has(device), and its plugin.
+ROOT = pathlib.Path(__file__).parents[1]
+# Framework → the module with its CHECKS, what they COVER and those that are MEASURED, its describe(device) and its
+# has(device), and its plugin.
 FRAMEWORKS: dict[str, tuple[str, str]] = {
     "torch": ("_gpu_torch", "ampx_torch"),
-    "paddle": ("_gpu_paddle", "ampx_paddle"),
     "jax": ("_gpu_jax", "ampx_jax"),
-    "mxnet": ("_gpu_mxnet", "ampx_mxnet"),
     "tensorflow": ("_gpu_tensorflow", "ampx_tensorflow"),
+    "paddle": ("_gpu_paddle", "ampx_paddle"),
+    "mxnet": ("_gpu_mxnet", "ampx_mxnet"),
 }
-
-
-def register(framework: str, plugin: str) -> None:
-    """Make the backend known where it is not installed: an installed one registers through its entry point."""
-    if framework not in ampx.backends():
-        ampx.register_plugin(importlib.import_module(plugin), framework)
+STAGES = ("quick", "tests", "full")
+NOTHING_RUN = 2
 
 
 def main(arguments: list[str]) -> int:
-    """Run every check of every framework that can be imported."""
+    """Run the stages, each for every framework, or for one in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; times are measured but not judged")
-    parser.add_argument("--only", default="", metavar="REGEX", help="only the checks whose name matches")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu", "simulated"))
+    parser.add_argument("--framework", choices=tuple(FRAMEWORKS), help="this one alone, in this process")
+    parser.add_argument("--quick", action="store_true", help="only the first stage: tiny sizes, times are not judged")
+    parser.add_argument("--stages", default=",".join(STAGES), help="some of %(default)s")
+    parser.add_argument("--minutes", type=float, help="start nothing more after so long")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only the checks and tests whose name matches")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="where the JSON goes")
+    parser.add_argument("--append", action="store_true", help="go on with the JSON that is there")
     options = parser.parse_args(arguments)
-    setup = Setup(options.device, options.quick)
+    stages = [stage for stage in STAGES if stage in ("quick" if options.quick else options.stages).split(",")]
+    # A CPU has no tests marked gpu, and nothing that is judged in full size.
+    stages = stages if options.device != "cpu" else [stage for stage in stages if stage == "quick"]
+    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    target = options.out or default_target(options.device, stages)
+    with tempfile.TemporaryDirectory() as folder:
+        # Processes tell each other by the file, even where none is wanted.
+        report = Report(target or pathlib.Path(folder, "gpu.json"), options.device, options.append)
+        if options.framework:
+            ran = run_framework(options.framework, stages, report, options.only, deadline)
+        else:
+            ran = run_all(options, stages, report, deadline)
+    if not ran:
+        print(f"no {options.device.upper()} device: nothing was run")
+        return NOTHING_RUN
+    if not options.append:
+        print(", ".join(f"{count} {status}" for status, count in report.counts().items()))
+        if target is not None:
+            print(f"written: {target}")
+    return 1 if report.failed() else 0
+
+
+def run_all(options: argparse.Namespace, stages: list[str], report: Report, deadline: float) -> bool:
+    """Run every stage of every framework, each in a process of its own; return whether one had the device."""
+    installed = [framework for framework in FRAMEWORKS if importlib.util.find_spec(framework)]
+    for framework in FRAMEWORKS:
+        if framework not in installed:
+            print(f"{framework}: not installed")
+    present = list(installed)
+    for stage in stages:
+        for framework in list(present):
+            left = (deadline - time.monotonic()) / 60
+            command = [sys.executable, __file__, "--device", options.device, "--framework", framework]
+            command += ["--stages", stage, "--only", options.only, "--append", "--out", str(report.path)]
+            command += [] if options.minutes is None else ["--minutes", str(max(left, 1e-9))]
+            sys.stdout.flush()
+            # JAX takes most of a GPU's memory when it starts, which others then lack.
+            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            code = subprocess.run(command, env=environment, check=False).returncode
+            report.read()
+            if code == NOTHING_RUN:
+                present.remove(framework)
+            elif code not in (0, 1):
+                ended = Outcome(framework, f"the process of stage {stage}", "ERROR", f"ended with {code}", 0.0, [])
+                report.add(ended)
+                show(ended)
+    return bool(present)
+
+
+def run_framework(framework: str, stages: list[str], report: Report, only: str, deadline: float) -> bool:
+    """Run the stages of one framework in this process; return whether it has the device."""
+    simulated = report.device == "simulated"
+    device = "cuda" if simulated else report.device
+    if simulated and not simulate(framework):
+        return False
+    module, plugin = FRAMEWORKS[framework]
+    try:
+        checks = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        print(f"{framework}: needs {error.name}, which is not installed")
+        return False
+    if not checks.has(device):
+        print(f"{framework}: no {device.upper()} device")
+        return False
+    if framework not in ampx.backends():  # where it is installed, it registers through its entry point
+        ampx.register_plugin(importlib.import_module(plugin), framework)
+    report.machine[framework] = checks.describe(device)
+    print(f"{framework}: {json.dumps(report.machine[framework])}", flush=True)
     # A check that needs a warning to be an error says so itself.
     warnings.simplefilter("ignore")
-
-    outcomes: list[Outcome] = []
-    machine = describe_host()
-    for framework, (module, plugin) in FRAMEWORKS.items():
-        if importlib.util.find_spec(framework) is None:
-            print(f"{framework}: not installed")
+    gc.collect()
+    gc.freeze()  # what the framework made for good: each measurement collects garbage first
+    for stage in stages:
+        if stage == "tests":
+            for outcome in run_tests(ROOT, framework, plugin, only, simulated, deadline):
+                report.add(outcome)
             continue
-        checks = importlib.import_module(module)
-        if not checks.has(setup.device):
-            print(f"{framework}: no {setup.device.upper()} device")
-            continue
-        register(framework, plugin)
-        machine[framework] = checks.describe(setup.device)
-        print(f"{framework}: {json.dumps(machine[framework])}", flush=True)
-        gc.collect()
-        gc.freeze()  # what the framework made for good: each measurement collects garbage first
-        for check in checks.CHECKS:
-            if re.search(options.only, check.__name__):
-                outcomes.append(run_check(framework, check, setup, checks.COVERS.get(check.__name__, ())))
-                show(outcomes[-1])
+        setup = Setup(device, quick=stage == "quick")
+        for check in checks.CHECKS if setup.quick else checks.MEASURED:
+            if re.search(only, check.__name__):
+                covers = checks.COVERS.get(check.__name__, ())
+                missing = checks.NOT_SIMULATED.get(check.__name__) if simulated else None
+                if missing:
+                    outcome = Outcome(framework, check.__name__, "not here", f"needs {missing}", 0.0, [])
+                else:
+                    outcome = run_check(framework, check, setup, covers, deadline)
+                report.add(outcome)
+                show(outcome)
                 ampx.shutdown()
-    if not any(framework in machine for framework in FRAMEWORKS):
-        print(f"no {setup.device.upper()} device: nothing was run")
-        return 2
-    failed = [outcome for outcome in outcomes if outcome.status in ("FAIL", "ERROR")]
-    counts = {
-        status: sum(outcome.status == status for outcome in outcomes)
-        for status in ("pass", "FAIL", "ERROR", "not here")
-    }
-    print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    target = options.out or default_target(setup, machine)
-    if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": machine,
-            "device": setup.device,
-            "quick": setup.quick,
-            "counts": counts,
-            "checks": [outcome.to_json() for outcome in outcomes],
-        }
-        target.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"written: {target}")
-    return 1 if failed else 0
+    return True
 
 
-def default_target(setup: Setup, machine: dict[str, object]) -> pathlib.Path | None:
+def simulate(framework: str) -> bool:
+    """Give this process the simulated CUDA device, which only PyTorch has; return whether it does."""
+    if framework != "torch":
+        print(f"{framework}: there is no simulated device")
+        return False
+    sys.path.append(str(ROOT / "tests" / "kit"))
+    import simulated_cuda
+
+    try:
+        simulated_cuda.start(ROOT / ".pytest_cache" / "simulated-cuda")
+    except simulated_cuda.CannotSimulateError as reason:
+        print(f"{framework}: {reason}")
+        return False
+    return True
+
+
+def default_target(device: str, stages: list[str]) -> pathlib.Path | None:
     """Return the file for full runs on a GPU; others are written only where --out says so."""
-    if not setup.on_gpu or setup.quick:
+    if device != "cuda" or "full" not in stages:
         return None
-    names = [str(facts["name"]) for facts in machine.values() if isinstance(facts, dict) and "name" in facts]
-    label = re.sub(r"[^a-z0-9]+", "-", (names or ["unknown"])[0].lower()).strip("-")
+    label = re.sub(r"[^a-z0-9]+", "-", str(describe_host()["gpu"]).lower()).strip("-")
     return pathlib.Path(__file__).with_name("results") / f"gpu-{label}.json"
 
 

@@ -9,7 +9,6 @@ import tempfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOT_SIMULATED = pytest.StashKey[str]()  # why there is no simulated CUDA device
 # The toy framework, its plugin and its mutants, for the tests and for the processes that they start.
 KIT = str(ROOT / "tests" / "kit")
 sys.path.insert(0, KIT)
@@ -32,6 +31,15 @@ import processes  # noqa: E402 -- after the path on which it is, and the environ
 import simulated_cuda  # noqa: E402
 from evidence import ASPECTS, COMBINATIONS, WORDS, EvidencePlugin  # noqa: E402
 
+# Torch looks for devices when it is imported, which some conftest.py of a folder does.
+SIMULATED = bool(os.environ.get("AMPX_SIMULATE_CUDA"))
+not_simulated = None
+if SIMULATED:
+    try:
+        simulated_cuda.start(ROOT / ".pytest_cache" / "simulated-cuda")
+    except simulated_cuda.CannotSimulateError as reason:
+        not_simulated = str(reason)
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -39,22 +47,17 @@ def pytest_addoption(parser):
         action="store_true",
         help="write tests/states and docs/evidence anew from what the tests of this run show",
     )
-    parser.addoption(
-        "--simulate-cuda",
-        action="store_true",
-        help="run PyTorch's tests marked gpu, and those alone, on a CUDA device that tests/kit/simulated_cuda makes up",
-    )
 
 
 def pytest_configure(config):
-    simulated = config.getoption("--simulate-cuda")
-    plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"), simulated)
+    plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"), SIMULATED)
     config.pluginmanager.register(plugin, "ampx evidence")
-    if simulated:
-        try:
-            simulated_cuda.start(ROOT / ".pytest_cache" / "simulated-cuda")
-        except simulated_cuda.CannotSimulateError as reason:
-            config.stash[NOT_SIMULATED] = str(reason)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Let runs end well that chose none of the tests that are simulated, such as `tox -e torch -- tests/cli`."""
+    if SIMULATED and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK
 
 
 def choose_for_simulation(config, items):
@@ -64,15 +67,15 @@ def choose_for_simulation(config, items):
     items[:] = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         needs = [f"{mark.kwargs['needs']} needs a GPU" for mark in item.iter_markers("gpu") if "needs" in mark.kwargs]
-        for reason in (config.stash.get(NOT_SIMULATED, None), *needs):
+        for reason in (not_simulated, *needs):
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `nightly` to `make test-all`, unless they are asked for; see to `--simulate-cuda`."""
-    if config.getoption("--simulate-cuda"):
+    """Leave tests marked `nightly` to `make test-all`, unless they are asked for; see to simulation."""
+    if SIMULATED:
         choose_for_simulation(config, items)
     asked_for = "nightly" in config.option.markexpr or any("::" in argument for argument in config.args)
     if os.environ.get("AMPX_TEST_ALL") or asked_for:
@@ -107,7 +110,7 @@ def gpu_script_on_cpu(tmp_path):
 
     def run(framework):
         report = tmp_path / "gpu.json"
-        arguments = ("--device", "cpu", "--quick", "--out", report)
+        arguments = ("--device", "cpu", "--framework", framework, "--quick", "--out", report)
         path = f"{ROOT}{os.pathsep}{ROOT / 'backends'}"
         done = processes.run_python(
             ROOT / "benchmarks" / "gpu.py", *arguments, timeout=280, check=True, PYTHONPATH=path

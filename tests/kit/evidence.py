@@ -109,10 +109,12 @@ class EvidencePlugin:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take what a test that passed has on record."""
+        if report.nodeid in self.ignored:
+            return
         excused = report.skipped and report.nodeid in self.excused
         if not excused and (report.when == "call" or not report.passed):
             self.ran.add(report.nodeid)
-        if report.when != "call" or not report.passed or report.nodeid in self.ignored:
+        if report.when != "call" or not report.passed:
             return
         self.passed.add(report.nodeid)
         for name, value in report.user_properties:

@@ -184,7 +184,7 @@ def test_what_cannot_be_captured_is_refused(case, amp):
         ampx.wrap_optimizer(raw, **options)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="capture into a CUDA graph")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_whole_step_is_captured_in_a_cuda_graph(clip):

@@ -12,7 +12,7 @@ import ampx
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 from _gpu_checks import NotHere, Setup
-from _gpu_torch import CHECKS
+from _gpu_torch import CHECKS, NOT_SIMULATED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def cases():
+    for check in CHECKS:
+        name = check.__name__
+        marks = [pytest.mark.gpu(needs=NOT_SIMULATED[name])] if name in NOT_SIMULATED else []
+        yield pytest.param(check, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("check", list(cases()))
 @pytest.mark.filterwarnings("ignore")
 def test_gpu(check):
     try:

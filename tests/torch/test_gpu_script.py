@@ -30,16 +30,21 @@ def run_script(*arguments, before=""):
     return run_python("-c", code)
 
 
+def run_torch(*arguments, before=""):
+    """Run PyTorch's checks in the process that has been made bare."""
+    return run_script("--framework", "torch", "--quick", *arguments, before=before)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so_and_runs_nothing():
-    done = run_script("--quick")
+    done = run_torch()
     assert done.returncode == 2, done.stderr
     assert done.stdout.splitlines()[-1] == "no CUDA device: nothing was run"
 
 
 def test_all_checks_run_on_the_cpu_and_end_in_a_table_and_json(tmp_path):
     target = tmp_path / "deep" / "gpu.json"
-    done = run_script("--device", "cpu", "--quick", "--out", str(target))
+    done = run_torch("--device", "cpu", "--out", str(target))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(target.read_text())
     status = {check["check"]: check["status"] for check in report["checks"]}
@@ -55,7 +60,7 @@ def test_a_check_that_fails_makes_the_run_fail(tmp_path):
     target = tmp_path / "gpu.json"
     # Overflows are injected with fill_: without it, nothing overflows and the trace is another.
     before = "import torch; torch.Tensor.fill_ = lambda tensor, value: tensor\n"
-    done = run_script("--device", "cpu", "--quick", "--only", "scale_trace", "--out", str(target), before=before)
+    done = run_torch("--device", "cpu", "--only", "scale_trace", "--out", str(target), before=before)
     assert done.returncode == 1
     assert "FAIL" in done.stdout
     assert "AssertionError: SGD foreach, device_scale=None: [65536.0, 65536.0, 131072.0, 131072.0" in done.stdout

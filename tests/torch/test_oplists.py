@@ -461,6 +461,16 @@ def test_a_name_of_an_operation_and_a_module_is_refused():
         amp.prepare(Block())
 
 
+def test_op_lists_do_not_reset_a_compiler_that_has_compiled_nothing(monkeypatch):
+    """Where there is a GPU, a reset imports the whole of inductor."""
+    torch.compiler.reset()
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    init(allow=["exp"])
+    ampx.shutdown()
+    assert resets == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("entry", [torch.softmax, F.layer_norm, "exp"], ids=str)
 def test_allow_takes_operations_off_the_float32_list_of_cuda(entry):

@@ -90,6 +90,8 @@ def _tell_compiler(operations: tuple[Any, ...]) -> None:
 
 
 def _forget_compiled(operations: tuple[Any, ...]) -> None:
-    if operations != _installed.compiled and "torch._dynamo" in sys.modules:
+    # Where there is a GPU, a reset imports the whole of inductor, seconds for nothing where nothing was compiled.
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if operations != _installed.compiled and frames is not None and frames.FRAME_COMPILE_COUNTER:
         torch.compiler.reset()
     _installed.compiled = operations

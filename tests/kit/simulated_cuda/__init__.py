@@ -145,6 +145,11 @@ def _offer(library: Any) -> None:
     torch.UntypedStorage.clone = torch.UntypedStorage.to = copied  # a storage alone is made for CPU and GPUs only
 
 
+def started() -> bool:
+    """Return whether this process has the device."""
+    return _library is not None
+
+
 def syncs() -> int:
     """Return how often the host has waited for the device."""
     return int(_library.simulated_cuda_syncs())

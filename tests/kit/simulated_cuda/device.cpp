@@ -30,6 +30,8 @@ struct CUDAHooks : public CUDAHooksInterface {
   DeviceIndex current_device() const override { return 0; }
   DeviceIndex getCurrentDevice() const override { return 0; }
   void deviceSynchronize(DeviceIndex) const override {}
+  Allocator* getPinnedMemoryAllocator() const override { return GetAllocator(kCPU); }
+  bool isPinnedPtr(const void*) const override { return false; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
 
