@@ -1,7 +1,7 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
 # Those that take longest first.
-FRAMEWORK ?= torch,tensorflow,jax,mxnet,core,paddle,example
+FRAMEWORK ?= jax,tensorflow,torch,core,mxnet,paddle,example
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
@@ -22,7 +22,7 @@ weakest: .venv-tox/bin/tox
 	$(MAKE) -k -j2 $(WEAKEST_ENVIRONMENTS)
 WEAK = DNNL_MAX_CPU_ISA=$(WEAKEST) ONEDNN_MAX_CPU_ISA=$(WEAKEST) $(TOX) --skip-pkg-install
 weakest-torch:
-	$(WEAK) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs" tests/conformance/test_torch.py tests/torch
+	$(WEAK) -e torch -- -m "not gpu and not slow" -k "(float16 or half or lstm) and not programs and not aside" tests/conformance/test_torch.py tests/torch
 weakest-tensorflow:
 	$(WEAK) -e tensorflow -- -m "not gpu and not slow" -k "float16 or Tape" tests/conformance/test_tensorflow.py tests/tensorflow
 weakest-mxnet:

@@ -185,6 +185,7 @@ class TestCpu(BackendSuite):
 
 class TestFuzz(FuzzSuite):
     harness = MXNetHarness
+    steps = 100  # each takes longer than ten without a framework
 
 
 if mx.context.num_gpus():
