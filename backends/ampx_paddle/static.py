@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -38,8 +39,16 @@ class GraphLedger(Ledger):
         self._below_one = below_one
         self._sent = 0
 
+    def keep_loss(self, loss: Any) -> None:
+        """Have the program keep its loss, as it is before it is scaled, in a variable `"loss"` more."""
+        self._names["loss"] = paddle.utils.unique_name.generate("ampx_loss")
+        kept = _make_variable(self._names["loss"], "float32", math.nan)
+        paddle.assign(loss.astype("float32").reshape([1]), kept)
+
     def value(self, field: str) -> Any:
         """Return a variable's number; None before the startup program ran. Sync: one on an accelerator."""
+        if field not in self._names:
+            return None
         variable = paddle.static.global_scope().find_var(self._names[field])
         tensor = None if variable is None else variable.get_tensor()
         if tensor is None or not tensor._is_initialized():
@@ -270,15 +279,15 @@ def _make_variables(first: LossScaleState) -> tuple[dict[str, str], dict[str, An
     starts = {**{name: getattr(first, name) for name in _FIELDS}, "finite": 1, "used": first.scale, "steps": 0}
     names = {name: paddle.utils.unique_name.generate(f"ampx_{name}") for name in starts}
     values = {
-        name: paddle.pir.core.create_persistable_value(
-            dtype="float32" if name in ("scale", "used") else "int32",
-            shape=[1],
-            name=names[name],
-            initializer=paddle.nn.initializer.ConstantInitializer(value=start),
-        )
+        name: _make_variable(names[name], "float32" if name in ("scale", "used") else "int32", start)
         for name, start in starts.items()
     }
     return names, values
+
+
+def _make_variable(name: str, dtype: str, start: float) -> Any:
+    initializer = paddle.nn.initializer.ConstantInitializer(value=start)
+    return paddle.pir.core.create_persistable_value(dtype=dtype, shape=[1], name=name, initializer=initializer)
 
 
 def _clip_by_norm(pairs: list[tuple[Any, Any]], max_norm: float) -> list[tuple[Any, Any]]:

@@ -104,7 +104,10 @@ class PaddleManager(Manager[PaddleManaged]):
                 self.decorated = True
                 for wrapped in self.run.session().optimizers_of(group):
                     recorder.add_optimizer(type(wrapped.optimizer).__name__, group.config.init_scale, group.index)
-            recorder.stepped(group.index, group.steps - recorder.optimizers[group.index].steps)
+            steps = group.steps - recorder.optimizers[group.index].steps
+            if steps and recorder.observer is not None and (loss := group.ledger.value("loss")) is not None:
+                recorder.observer.loss(functools.partial(float, loss))
+            recorder.stepped(group.index, steps)
 
     # -- what the script calls -----------------------------------------------------------------------
 

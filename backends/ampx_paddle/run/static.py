@@ -10,7 +10,9 @@ from unittest import mock
 import paddle
 
 from ampx.run import ImportAlias
+from ampx_paddle import casting
 from ampx_paddle.graph_rewrite import cast_program
+from ampx_paddle.static import GraphLedger, StaticOptimizer
 
 from .manager import PaddleManaged, PaddleManager
 
@@ -27,9 +29,12 @@ def minimize(
     loss = args[0] if args else kwargs["loss"]
     named = dict(zip(("startup_program", "parameters", "no_grad_set"), args[1:], strict=False))
     options = {**named, **{key: value for key, value in kwargs.items() if key != "loss"}}
-    # fluid's name; and programs of fluid stand for Paddle's
+    # fluid's name, with names of parameters in it; and programs of fluid stand for Paddle's
     if "parameter_list" in options:
         options["parameters"] = options.pop("parameter_list")
+    if options.get("parameters") is not None:
+        by_name = loss.block.program.get_parameter_value_by_name
+        options["parameters"] = [by_name(item) if isinstance(item, str) else item for item in options["parameters"]]
     startup = getattr(options.get("startup_program"), "program", options.get("startup_program"))
     options["startup_program"] = startup
     amp = manager.run.session()
@@ -60,8 +65,23 @@ def programs_watched(manager: PaddleManager) -> Iterator[None]:
             manager.look()
         return result
 
+    build = StaticOptimizer.minimize
+    built: list[StaticOptimizer] = []  # a program counts its steps also where the script forgets its optimizer
+
+    def minimize_observed(self: StaticOptimizer, loss: Any, *args: Any, **options: Any) -> Any:
+        result = build(self, loss, *args, **options)
+        built.append(self)
+        ledger = self.ampx_member.group.ledger
+        if recorder.observer is not None and isinstance(ledger, GraphLedger):
+            with casting.off():
+                ledger.keep_loss(loss)
+        return result
+
     with ImportAlias([_FLUID], _install_fluid, _uninstall_fluid).installed():
-        with mock.patch.object(paddle.static.Executor, "run", run):
+        with (
+            mock.patch.object(paddle.static.Executor, "run", run),
+            mock.patch.object(StaticOptimizer, "minimize", minimize_observed),
+        ):
             yield
         manager.look()
         if manager.decorated:
