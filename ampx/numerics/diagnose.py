@@ -332,8 +332,8 @@ def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
         "sum": deny + wide,
         "epsilon": f"eps = {form.smallest_normal * 2:.1g}  # {dtype} holds it\n# or:\n{deny}",
         "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
-        "logarithm": f"x = x.clip({form.smallest_normal:.1g})  # before the logarithm or root; or use log_softmax\n"
-        f"# or:\n{deny}",
+        "logarithm": f"x = x.clip({form.smallest_normal:.1g})  # before the logarithm or root; or use log_softmax"
+        + ("" if dtype == "float32" else f"\n# or:\n{deny}"),
         "flush": deny + wide,
         "digits": deny,
         "error": "with ampx.autocast(enabled=False):  # around the line that raises\n    ...",

@@ -57,7 +57,7 @@ def diagnose_script(
     if at is None:
         progress(f"{program.name}: waiting for a loss that is not finite, or a collapse of the scale …")
         first = run(trial)
-        notes += first.notes
+        notes += [*_off(settings, first), *first.notes]
         if first.fault is None:
             return None, _report(trial, first, None, None, "", notes)
         step, what = first.fault
@@ -74,6 +74,13 @@ def diagnose_script(
     before = tuple(sorted({max(1, step - distance) for distance in (0, *_BEFORE)}))
     low = _reach(replace(watched, watched=before), step, run)
     dtype = low.dtype
+    if not low.readings[step]:
+        wide = _loss(run(replace(watched, settings=replace(settings, dtype="float32"), watched=())), step)
+        raise TrialError(
+            f"{program.name} called no module in step {step}, as in a static graph, which is built before its steps: "
+            f"there is no place to name. The loss is {_loss(low, step):.6g} in {dtype}, and {wide:.6g} when all steps "
+            f"run in float32; accepted: modules that are called in the step. Run the model eagerly."
+        )
     if (
         first is not None
         and what == "loss"
@@ -94,8 +101,18 @@ def diagnose_script(
         progress(f"{program.name}: step {step} again, with a loss scale of 1 …")
         unscaled = _seen(_reach(replace(watched, settings=replace(watched.settings, loss_scale=1.0)), step, run), step)
     diagnosis = diagnosed(_seen(low, step), _seen(reference, step), dtype, low.scale_at(step), unscaled)
-    notes += [note for outcome in (low, reference) for note in outcome.notes]
+    notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
     return diagnosis, _report(trial, first or low, low, diagnosis, what, notes, step)
+
+
+def _off(settings: RunSettings, outcome: Outcome) -> list[str]:
+    """Return a sentence where mixed precision was asked for, and is off."""
+    if outcome.dtype != "float32" or settings.dtype == "float32":
+        return []
+    return [
+        f"Nothing was computed in low precision: {outcome.run['reason']}. What a dtype would do is simulated by "
+        f"`ampx tune --what-if float16`."
+    ]
 
 
 def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
@@ -158,6 +175,8 @@ def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
         received = inputs.get((entry.module, 0))
         first = (entry.module, entry.call) not in met
         if not entry.operation or not first or received is None:
+            continue
+        if not entry.kind:  # outside of all modules, whose name is that of the model
             continue
         met.add((entry.module, entry.call))
         own = entry.inputs

@@ -234,11 +234,13 @@ def tune_script(
     if what_if is None:
         probe = run(replace(trial, steps=1))
         search.settle(probe.dtype)
+        why = probe.run["reason"]
     else:
         search.settle(what_if)
+        why = "float32 was asked for"
     first = search.run(search.low(watched=search.watched, watching=search.watching))
     if search.dtype == _FLOAT32:
-        policy = _float32(search, "mixed precision is off on this device: " + str(first.run["reason"]))
+        policy = _float32(search, f"mixed precision is off on this device: {why}")
         return policy, _report(trial, search, policy, first)
     exact, low = search.reference.readings[1], unscaled(first.readings.get(1, ()), first.scale_at(1))
     errors = module_errors(exact, low, search.dtype)
