@@ -74,13 +74,6 @@ def diagnose_script(
     before = tuple(sorted({max(1, step - distance) for distance in (0, *_BEFORE)}))
     low = _reach(replace(watched, watched=before), step, run)
     dtype = low.dtype
-    if not low.readings[step]:
-        wide = _loss(run(replace(watched, settings=replace(settings, dtype="float32"), watched=())), step)
-        raise TrialError(
-            f"{program.name} called no module in step {step}, as in a static graph, which is built before its steps: "
-            f"there is no place to name. The loss is {_loss(low, step):.6g} in {dtype}, and {wide:.6g} when all steps "
-            f"run in float32; accepted: modules that are called in the step. Run the model eagerly."
-        )
     if (
         first is not None
         and what == "loss"

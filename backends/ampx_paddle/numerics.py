@@ -208,7 +208,8 @@ class _Watcher:
             if samples:
                 with paddle.no_grad(), _quiet():
                     values = _values(tensor)
-                    entry.samples.append(values[:: stride(int(values.size), samples)].astype("float32"))
+                    sample = values[:: stride(int(values.size), samples)].astype("float32")
+                    entry.samples.append(sample.clone())  # Paddle writes gradients over those that came before
 
     def reduce(self, value: Any) -> list[Reduced]:
         """Reduce the floating tensors of a value, on their device."""

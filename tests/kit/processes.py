@@ -103,3 +103,14 @@ def native(head):
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+def run_here(trial, folder):
+    """Run a trial of `ampx compare`, `diagnose` or `tune` in this process, by what its own process would run."""
+    from ampx.numerics import child
+    from ampx.numerics.trial import _read_outcome
+
+    request, answer = Path(folder, "request.json"), Path(folder, "answer.json")
+    request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}))
+    assert child.main(str(request)) == 0
+    return _read_outcome(answer.read_text())

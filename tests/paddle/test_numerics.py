@@ -106,6 +106,20 @@ def test_outputs_and_their_gradients_are_read_and_nothing_is_changed(backend, ne
     assert {name for name, direction in order if direction == "backward"} == set(names)
 
 
+def test_samples_keep_what_is_written_over_later(backend):
+    """Paddle computes gradients in the memory of those that came before; a rounded one belongs to nobody else."""
+    numbers, slope = np.array([0.5, 2.0], "float32"), np.float32(1.5)
+    net = paddle.nn.Sequential(paddle.nn.ReLU(), paddle.nn.Sigmoid())
+    inputs = paddle.to_tensor(numbers, stop_gradient=False)
+    with backend.force(net, {"1": "float16"}), backend.watch(net, Watching(samples=9)) as watch:
+        output = net(inputs)
+        (output * float(slope)).sum().backward()
+        net[0](inputs.detach()).zero_()
+    readings = by_place(watch.readings())
+    assert np.array_equal(readings["1", "", "backward", 0].sample, [slope, slope])
+    assert np.array_equal(readings["0", "", "forward", 1].sample, numbers)
+
+
 def test_patterns_choose_layers_and_one_that_matches_none_is_refused(backend, net, batch):
     with backend.watch(net, Watching(modules=("between.*",), times=True)) as watch:
         net(batch)

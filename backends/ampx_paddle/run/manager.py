@@ -11,6 +11,7 @@ from unittest import mock
 
 import paddle
 
+from ampx.protocol import ScaleGroup
 from ampx.run import Managed, Manager, Run
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.static import GraphLedger, StaticOptimizer
@@ -92,20 +93,20 @@ class PaddleManager(Manager[PaddleManaged]):
     def look(self) -> None:
         """Note what the programs have done so far: they count their steps. Sync: some on an accelerator."""
         amp, recorder = self.run.amp, self.run.recorder
-        groups = []
+        programs: list[tuple[ScaleGroup, GraphLedger]] = []
         for group in () if amp is None else amp.live_groups():
             if isinstance(group.ledger, GraphLedger):
-                groups.append(group)
+                programs.append((group, group.ledger))
                 for event in group.ledger.events(group):
                     group.send(event)
         self.run.look()
-        for group in groups if not self.stood_down else ():
+        for group, ledger in programs if not self.stood_down else ():
             if group.index not in recorder.optimizers:  # by another way than the script's own minimize
                 self.decorated = True
                 for wrapped in self.run.session().optimizers_of(group):
                     recorder.add_optimizer(type(wrapped.optimizer).__name__, group.config.init_scale, group.index)
             steps = group.steps - recorder.optimizers[group.index].steps
-            if steps and recorder.observer is not None and (loss := group.ledger.value("loss")) is not None:
+            if steps and recorder.observer is not None and (loss := ledger.value("loss")) is not None:
                 recorder.observer.loss(functools.partial(float, loss))
             recorder.stepped(group.index, steps)
 

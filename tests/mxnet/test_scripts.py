@@ -1,0 +1,79 @@
+"""`ampx compare`, `ampx diagnose` and `ampx tune` on whole scripts with a planted fault, which nobody edits."""
+
+import functools
+import textwrap
+
+import pytest
+
+from ampx.numerics.compare_script import compare_script
+from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.tune_script import tune_script
+from ampx.run import RunSettings
+from ampx.run.program import Program
+from processes import run_here
+
+pytestmark = pytest.mark.filterwarnings("ignore:mixed precision is off on cpu:ampx.PrecisionWarning")
+# Its second layer has no digits left in bfloat16; its third takes the logarithm of 0 in the third batch.
+SCRIPT = """
+    import mxnet as mx
+    from mxnet import autograd, gluon
+    from mxnet.gluon import nn
+
+
+    class Wide(nn.Dense):
+        def hybrid_forward(self, F, x, weight):
+            shifted = super().hybrid_forward(F, x + 300.0, weight)
+            return F.broadcast_sub(shifted, F.sum(weight, axis=1).reshape((1, -1)) * 300.0)
+
+
+    class Entropy(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.log(F.relu(F.softmax(x) - 1e-5))
+
+
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=4), Wide(4, in_units=4, use_bias=False), Entropy(), nn.Dense(1, in_units=4))
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+    data = mx.nd.random.normal(shape=(8, 4))
+    for factor in (1.0, 1.0, FACTOR, 1.0):
+        with autograd.record():
+            loss = (net(data * factor) ** 2).mean()
+        loss.backward()
+        trainer.step(1)
+"""
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Return a function that asks one of the commands about the script, in this process."""
+
+    def ask(command, factor, *arguments, **options):
+        (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("FACTOR", factor))
+        program, run = Program(str(tmp_path / "train.py")), functools.partial(run_here, folder=tmp_path)
+        return command(program, RunSettings(device="cpu"), *arguments, framework="mxnet", run=run, **options)
+
+    return ask
+
+
+def test_diagnose_names_the_block_of_a_hybridized_network_and_the_line(asked):
+    diagnosis, report = asked(diagnose_script, "100.0")
+    assert (report["step"], report["fault"], diagnosis.kind, diagnosis.float32_fails) == (3, "loss", "logarithm", True)
+    place = diagnosis.first_nonfinite
+    line = 1 + textwrap.dedent(SCRIPT).splitlines().index("        return F.log(F.relu(F.softmax(x) - 1e-5))")
+    assert (place.module, place.operation, place.place.rpartition(":")[2]) == ("2", "log", str(line))
+
+
+@pytest.mark.bfloat16
+def test_compare_names_the_step_and_the_block_where_bfloat16_parts(asked):
+    report = asked(compare_script, "1.0", ["bfloat16"], steps=2, repeats=1)
+    low = report["dtypes"]["bfloat16"]
+    assert (low["parts_at"], low["modules"]["first"]["module"], low["skipped"]) == (1, "1", [])
+
+
+@pytest.mark.bfloat16
+def test_tune_denies_the_block_that_bfloat16_has_no_digits_for_and_no_other(asked):
+    policy, report = asked(tune_script, "1.0", steps=2, repeats=0)
+    assert [choice.entry for choice in policy.deny] == ["module:1"]
+    assert '"module:1",  # relative error' in report["file"]
