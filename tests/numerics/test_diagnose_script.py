@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -79,6 +80,8 @@ def test_parameters_are_what_an_operation_receives_beyond_its_module():
     assert parameters_of(readings)["head.parameters"] == Stats(16, largest=5e5)
     assert parameters_of([read("linear", Stats(24, largest=1.0)), module]) == {}
     assert parameters_of([read("linear", Stats(24, nonfinite=3)), module])["head.parameters"].nonfinite == 3
+    outside = dataclasses.replace(read("square", Stats(24, nonfinite=3)), kind="")  # the loss's, say
+    assert parameters_of([outside, module]) == {}
 
 
 def test_parameters_are_what_an_operation_reads_where_a_framework_has_one_for_that():

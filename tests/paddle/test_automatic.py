@@ -164,7 +164,7 @@ print("{}")
 
 @pytest.mark.parametrize("arguments", [(), ("--amp",)])
 def test_steps_skips_and_scales_of_static_programs_are_told(tmp_path, arguments):
-    """Whether the run scales, or the script by fluid's decorate; the script names parameters, and keeps no optimizer."""
+    """Whether the run scales, or the script by fluid's decorate, names parameters, and keeps no optimizer."""
     pytest.importorskip("typer", reason="the command line is not installed")
     script, report = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(STATIC)

@@ -129,7 +129,7 @@ def test_losses_of_a_static_graph_are_the_script_s_own(here, script, capfd):
 
 
 def test_diagnose_of_a_static_graph_says_that_it_has_no_calls_to_look_at(here, script):
-    with pytest.raises(ampx.TrialError, match="step 3 of .*Paddle's static programs run without"):
+    with pytest.raises(ampx.TrialError, match=r"step 3 of .*Paddle's static programs run without"):
         diagnose_script(script("static"), RunSettings(device="cpu"), framework="paddle", run=here)
 
 
@@ -140,4 +140,7 @@ def test_tune_of_an_eager_script_says_why_nothing_is_cast_and_simulates_what_it_
     assert "eager Paddle computes float32 on the CPU" in policy.reasons["dtype"]
     policy, _ = tune_script(script("eager"), settings, what_if="float16", **options)
     assert policy.dtype == "float16"
-    assert {choice.entry for choice in policy.deny} == {"module:2", "module:3"}  # the second receives what the first made
+    assert {choice.entry for choice in policy.deny} == {
+        "module:2",
+        "module:3",
+    }  # the second receives what the first made
