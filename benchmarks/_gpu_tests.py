@@ -48,7 +48,7 @@ def run_tests(
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-c", str(settings), "--rootdir", str(root)]
         command += ["-p", "_gpu_tests", "-p", "no:cacheprovider", *(["-k", only] if only else [])]
         command += map(str, _files(root, framework))
-        paths = [root, root / "backends", root / "benchmarks", *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [root, root / "backends", pathlib.Path(__file__).parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, help="start nothing more after so long")
     parser.add_argument("--only", default="", metavar="REGEX", help="only the checks and tests whose name matches")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="where the JSON goes")
-    parser.add_argument("--append", action="store_true", help="go on with the JSON that is there")
+    parser.add_argument("--part", choices=("first", "later"), help="of a run of several processes; later ones add")
     options = parser.parse_args(arguments)
     stages = [stage for stage in STAGES if stage in ("quick" if options.quick else options.stages).split(",")]
     # A CPU has no tests marked gpu, and nothing that is judged in full size.
@@ -63,15 +63,16 @@ def main(arguments: list[str]) -> int:
     target = options.out or default_target(options.device, stages)
     with tempfile.TemporaryDirectory() as folder:
         # Processes tell each other by the file, even where none is wanted.
-        report = Report(target or pathlib.Path(folder, "gpu.json"), options.device, options.append)
+        report = Report(target or pathlib.Path(folder, "gpu.json"), options.device, append=options.part == "later")
         if options.framework:
             ran = run_framework(options.framework, stages, report, options.only, deadline)
         else:
             ran = run_all(options, stages, report, deadline)
     if not ran:
-        print(f"no {options.device.upper()} device: nothing was run")
+        if options.part is None:
+            print(f"no {options.device.upper()} device: nothing was run")
         return NOTHING_RUN
-    if not options.append:
+    if options.part is None:
         print(", ".join(f"{count} {status}" for status, count in report.counts().items()))
         if target is not None:
             print(f"written: {target}")
@@ -84,18 +85,20 @@ def run_all(options: argparse.Namespace, stages: list[str], report: Report, dead
     for framework in FRAMEWORKS:
         if framework not in installed:
             print(f"{framework}: not installed")
-    present = list(installed)
+    present, started = list(installed), time.time()
     for stage in stages:
         for framework in list(present):
             left = (deadline - time.monotonic()) / 60
             command = [sys.executable, __file__, "--device", options.device, "--framework", framework]
-            command += ["--stages", stage, "--only", options.only, "--append", "--out", str(report.path)]
+            command += ["--stages", stage, "--only", options.only, "--out", str(report.path)]
+            command += ["--part", "later" if report.checks else "first"]
             command += [] if options.minutes is None else ["--minutes", str(max(left, 1e-9))]
             sys.stdout.flush()
             # JAX takes most of a GPU's memory when it starts, which others then lack.
             environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             code = subprocess.run(command, env=environment, check=False).returncode
-            report.read()
+            if report.path.exists() and report.path.stat().st_mtime >= started:  # else it is of a former run
+                report.read()
             if code == NOTHING_RUN:
                 present.remove(framework)
             elif code not in (0, 1):

@@ -1,12 +1,22 @@
 """`make gpu` works from a source tree with nothing but torch and pluggy, and tells what it did."""
 
 import json
+import os
 import pathlib
+import sys
+import time
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from processes import run_python
+
+# The checks are files beside gpu.py; only their folder goes on the path, so that ampx stays the installed one.
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
+
+from _gpu_checks import Outcome, Report, Setup, run_check
+from _gpu_tests import run_tests
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What a machine with only torch and pluggy does not have: an installed ampx with its entry points, test and plot tools.
@@ -65,3 +75,93 @@ def test_a_check_that_fails_makes_the_run_fail(tmp_path):
     assert "FAIL" in done.stdout
     assert "AssertionError: SGD foreach, device_scale=None: [65536.0, 65536.0, 131072.0, 131072.0" in done.stdout
     assert json.loads(target.read_text())["counts"]["FAIL"] == 1
+
+
+# -- what needs no framework ---------------------------------------------------------------------------------
+
+TESTS_MARKED_GPU = """
+import pytest
+
+@pytest.mark.gpu
+def test_shows(record_property):
+    record_property("ampx.tested", ["torch", "cuda/float16/O1/casting"])
+
+@pytest.mark.gpu
+def test_fails(record_property):
+    record_property("ampx.tested", ["torch", "cuda/float16/O2/casting"])
+    assert 1 + 1 == 3
+
+@pytest.mark.gpu
+def test_is_skipped():
+    pytest.skip("there is no CUDA device")
+
+def test_of_the_cpu():
+    raise RuntimeError
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, text in (("tests/conformance/test_torch.py", ""), ("tests/torch/test_a.py", TESTS_MARKED_GPU)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_tests_marked_gpu_are_checks_and_what_passed_counts(tree, capsys):
+    outcomes = list(run_tests(tree, "torch", "ampx_torch", "", False, float("inf")))
+    ends = {outcome.check.rpartition("::")[2]: (outcome.status, outcome.covers) for outcome in outcomes}
+    assert ends == {
+        "test_shows": ("pass", ["cuda/float16/O1/casting"]),
+        "test_fails": ("FAIL", []),
+        "test_is_skipped": ("not here", []),
+        "tests marked gpu": ("FAIL", []),
+    }
+    assert "assert (1 + 1) == 3" in outcomes[-1].data["traceback"]
+    assert "1 pass, 1 FAIL, 1 not here" in capsys.readouterr().out
+
+
+def test_tests_that_pytest_cannot_collect_are_an_error(tree):
+    (tree / "tests" / "torch" / "test_a.py").write_text("import pytest\npytest.mark.gpu\nraise RuntimeError\n")
+    (whole,) = run_tests(tree, "torch", "ampx_torch", "", False, float("inf"))
+    assert (whole.status, "RuntimeError" in whole.data["traceback"]) == ("ERROR", True)
+
+
+def test_after_the_deadline_nothing_is_started(tree):
+    def never(setup):
+        raise RuntimeError
+
+    for outcome in (
+        run_check("torch", never, Setup("cpu"), (), time.monotonic() - 1),
+        *run_tests(tree, "torch", "ampx_torch", "", False, time.monotonic() - 1),
+    ):
+        assert (outcome.status, outcome.line) == ("not here", "no time was left")
+
+
+def test_the_report_is_there_after_every_check_and_processes_add_to_it(tmp_path):
+    path = tmp_path / "deep" / "gpu.json"
+    first = Report(path, "cuda", append=False)
+    first.machine["torch"] = {"name": "a GPU"}
+    first.add(Outcome("torch", "a", "pass", "", 0.1, ["cuda/float16/O1/casting"]))
+    assert [check["check"] for check in json.loads(path.read_text())["checks"]] == ["a"]
+    second = Report(path, "cuda", append=True)
+    second.add(Outcome("jax", "b", "FAIL", "", 0.1, []))
+    content = json.loads(path.read_text())
+    assert [check["check"] for check in content["checks"]] == ["a", "b"]
+    assert content["counts"] == {"pass": 1, "FAIL": 1, "ERROR": 0, "not here": 0}
+    assert content["machine"]["torch"] == {"name": "a GPU"}
+    first.read()
+    assert first.failed()
+
+
+def test_each_framework_runs_in_a_process_of_its_own(tmp_path):
+    target = tmp_path / "gpu.json"
+    Report(target, "cpu", append=False).add(Outcome("torch", "of a former run", "FAIL", "", 0.1, []))
+    path = f"{ROOT}{os.pathsep}{ROOT / 'backends'}"
+    arguments = ("--device", "cpu", "--quick", "--only", "scale_trace_is", "--out", target)
+    done = run_python(ROOT / "benchmarks" / "gpu.py", *arguments, check=True, PYTHONPATH=path)
+    others = [framework for framework in ("jax", "tensorflow", "paddle", "mxnet") if not find_spec(framework)]
+    assert all(f"{framework}: not installed" in done.stdout for framework in others)
+    checks = json.loads(target.read_text())["checks"]
+    assert [(check["framework"], check["status"], check["quick"]) for check in checks] == [("torch", "pass", True)]
+    assert "1 pass, 0 FAIL, 0 ERROR, 0 not here" in done.stdout
