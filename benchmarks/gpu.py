@@ -152,7 +152,7 @@ def run_framework(framework: str, stages: list[str], report: Report, only: str, 
 
 
 def simulate(framework: str) -> bool:
-    """Give this process the simulated CUDA device, which only PyTorch has; return whether it does."""
+    """Put the simulated CUDA device in place, which only PyTorch has; return whether it is there."""
     if framework != "torch":
         print(f"{framework}: there is no simulated device")
         return False
