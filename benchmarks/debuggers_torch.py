@@ -72,19 +72,26 @@ def _by_anomaly_mode(model: Any, step: Callable[[Any], Any], dtype: str, scale: 
 
 @contextlib.contextmanager
 def _nursed(model: Any) -> Iterator[None]:
+    """Do a step under the nanny that looks at a model, which is made with its database before the first."""
     from mixed_precision_nanny import MixedPrecisionNanny
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        contextlib.closing(MixedPrecisionNanny(model, trace_interval=1, output_dir=folder)) as nanny,
-        nanny.step(0),
-    ):
+    if model not in _NANNIES:
+        folder = tempfile.TemporaryDirectory()
+        nanny = MixedPrecisionNanny(model, trace_interval=1, output_dir=folder.name, verbose=False)
+        _NANNIES[model] = folder, nanny
+    with _NANNIES[model][1].step(0):
         yield
 
 
 def _by_nanny(model: Any, step: Callable[[Any], Any], dtype: str, scale: float) -> Said:
+    from mixed_precision_nanny import MixedPrecisionNanny
+
     def compute() -> None:
-        with _nursed(model):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            MixedPrecisionNanny(model, trace_interval=1, output_dir=folder) as nanny,
+            nanny.step(0),
+        ):
             _compute(model, step, dtype, scale)
 
     # It prints every module that has something, in order, and goes on: what it calls an error first is its answer.
@@ -97,6 +104,7 @@ def _by_nanny(model: Any, step: Callable[[Any], Any], dtype: str, scale: float) 
 
 _HUGGING_FACE = "Hugging Face's DebugUnderflowOverflow"
 _NANNY = "mixed-precision-nanny"
+_NANNIES: dict[Any, tuple[Any, Any]] = {}
 TOOLS = (
     Tool(_HUGGING_FACE, _by_hugging_face, _hooked)
     if importlib.util.find_spec("transformers")

@@ -197,10 +197,11 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
     "debuggers_torch": ("who finds a planted fault in PyTorch, and what it costs", 1, _DEBUGGERS),
     "debuggers_torch:fault": (
         "what each names of a planted fault in PyTorch",
-        5,
+        6,
         _faults(
             DebugUnderflowOverflow="Hugging Face's DebugUnderflowOverflow",
             set_detect_anomaly="torch.autograd.set_detect_anomaly",
+            mixed_precision_nanny="mixed-precision-nanny",
         ),
     ),
     "debuggers_tensorflow": ("who finds a planted fault in TensorFlow, and what it costs", 1, _DEBUGGERS),

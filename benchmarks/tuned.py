@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 from _paired import Ratio, paired
-from workloads import WORKLOADS, Batch, Workload, chosen
+from workloads import Batch, Workload, chosen
 
 import ampx
-from ampx.numerics.tune_script import to_file
 
 DTYPE = "bfloat16"
+EACH_MODEL = chosen(quick=True)
 # Steps of a session that are not timed: memory of the wrapper, and what is decided in its first step.
 UNTIMED = 2
 
@@ -87,14 +87,15 @@ def described(policy: ampx.TunedPolicy) -> str:
 
 def measure(side: Side, other: Side, quick: bool) -> Ratio:
     """Time two ways."""
-    pairs = max(side.workload.pairs // (8 if quick else 2), 12)
+    short = side.workload.pairs > 100
+    pairs = 12 if quick or not short else 40
     try:
         return paired(
             side.step,
             other.step,
-            pairs=min(pairs, 60),
-            repeat=max(1, min(20, side.workload.pairs // 10)),
-            warmup=2,
+            pairs=pairs,
+            repeat=10 if short else 2,
+            warmup=1,
             before_a=side.begin,
             before_b=other.begin,
         )
@@ -103,18 +104,18 @@ def measure(side: Side, other: Side, quick: bool) -> Ratio:
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
-    """Tune every workload, and time it.
+    """Tune each model, and time it.
 
     Args:
-        quick: Fewer pairs, and each model once.
+        quick: Fewer pairs.
         advance: Called after each workload, for a progress bar.
     """
     rows: list[dict[str, object]] = []
-    for workload in chosen(quick):
+    for workload in EACH_MODEL:
         policy = tuned(workload)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "ampx.toml")
-            file.write_text(to_file(policy).text())
+            policy.write(file)
             ours = Side(workload, {"policy": str(file)})
             others = {"float32, without ampx": Side(workload, None)}
             if policy.deny or policy.dtype == "float32":
@@ -132,7 +133,7 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     return rows
 
 
-STEPS = len(WORKLOADS)
+STEPS = len(EACH_MODEL)
 """How often `run` advances."""
 
 
