@@ -50,7 +50,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"), SIMULATED)
+    simulated = SIMULATED and not_simulated is None
+    plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"), simulated)
     config.pluginmanager.register(plugin, "ampx evidence")
 
 
@@ -61,15 +62,22 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def choose_for_simulation(config, items):
-    """Keep the tests marked `gpu`, and skip those for which the simulated device is not enough."""
+    """Keep the tests marked `gpu`."""
     others = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item.get_closest_marker("gpu")]
-    for item in items:
-        needs = [f"{mark.kwargs['needs']} needs a GPU" for mark in item.iter_markers("gpu") if "needs" in mark.kwargs]
-        for reason in (not_simulated, *needs):
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip what cannot be simulated, and say why before a test says that there is no device."""
+    if not SIMULATED:
+        return
+    if not_simulated is not None:
+        pytest.skip(not_simulated)
+    for mark in item.iter_markers("gpu"):
+        if "needs" in mark.kwargs:
+            pytest.skip(f"{mark.kwargs['needs']} needs a GPU")
 
 
 @pytest.hookimpl(trylast=True)
