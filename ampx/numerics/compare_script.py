@@ -154,7 +154,8 @@ def compare_script(
             *([_ON_CPU] if reference.run["device"] == "cpu" else []),
         ],
         "verdict": " ".join(entry["verdict"] for entry in compared.values())
-        or f"Nothing to gain on this machine: {reference.run['reason']}. Name a dtype by --dtype to compare it anyway.",
+        or f"Nothing to gain on this machine: {reference.run['reason']}. To compare all the same, name a dtype that it "
+        f"computes by --dtype; `ampx tune --what-if float16` simulates one that it does not.",
         "origin": origin(reference.versions),
     }
     if sweep is not None:

@@ -240,7 +240,7 @@ def tune_script(
         why = "float32 was asked for"
     first = search.run(search.low(watched=search.watched, watching=search.watching))
     if search.dtype == _FLOAT32:
-        policy = _float32(search, f"mixed precision is off on this device: {why}")
+        policy = _float32(search, f"mixed precision is off on this device: {why}; --what-if float16 simulates it")
         return policy, _report(trial, search, policy, first)
     exact, low = search.reference.readings[1], unscaled(first.readings.get(1, ()), first.scale_at(1))
     errors = module_errors(exact, low, search.dtype)

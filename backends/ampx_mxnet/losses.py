@@ -46,7 +46,7 @@ def scale_loss(loss: Any, scale: float) -> Any:
 
 def _scaled(loss: Any, scale: float) -> Any:
     if name_of(loss.dtype) in ("float16", "bfloat16"):
-        loss = loss.astype("float32")
+        loss = cast_tensor(loss, "float32")
     if isinstance(loss, mx.np.ndarray):
         return loss * scale
     return mx.nd._internal._mul_scalar(loss, scalar=scale, out=ScaledLoss(_new_empty_handle()))
