@@ -6,15 +6,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from inspect import isroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from . import annotate
 from .annotate import Region
 from .events import Listener, StepResult
 from .plugins import default_registry
 from .policy import normalise_dtype
-from .scaling import ScaleLoss
+from .scaling import LossT, ScaleLoss
 from .session import Amp, Gate, sessions
+
+if TYPE_CHECKING:
+    from . import framework_types as types
 
 
 def current(framework: str | None = None) -> Amp:
@@ -26,12 +29,26 @@ def current(framework: str | None = None) -> Amp:
     return sessions.only("current", framework)
 
 
+@overload
+def wrap_optimizer(opt: types.TorchRaw, **options: Any) -> types.TorchOptimizer: ...
+@overload
+def wrap_optimizer(opt: types.KerasRaw, **options: Any) -> types.KerasOptimizer: ...
+@overload
+def wrap_optimizer(opt: types.MXNetRaw, **options: Any) -> types.MXNetTrainer: ...
+@overload
+def wrap_optimizer(opt: types.PaddleRaw, **options: Any) -> types.PaddleOptimizer: ...
+@overload
+def wrap_optimizer(opt: types.OptaxRaw, **options: Any) -> types.OptaxTransformation: ...
+@overload
+def wrap_optimizer(opt: list[Any] | tuple[Any, ...], **options: Any) -> list[types.OtherOptimizer]: ...
+@overload
+def wrap_optimizer(opt: types.OtherRaw, **options: Any) -> types.OtherOptimizer: ...
 def wrap_optimizer(opt: Any, **options: Any) -> Any:
     """Return an optimizer that unscales, checks, skips and keeps its own loss scale: see `Amp.wrap_optimizer`."""
     return sessions.find("wrap_optimizer", opt).wrap_optimizer(opt, **options)
 
 
-def scale_loss(loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
+def scale_loss(loss: LossT, opt: Any, *, loss_id: int = 0) -> ScaleLoss[LossT]:
     """Return a region that yields the scaled loss: see `Amp.scale_loss`."""
     return sessions.find("scale_loss", opt, loss).scale_loss(loss, opt, loss_id=loss_id)
 
@@ -64,7 +81,7 @@ def prepare(model: Any, opt: Any = None) -> Any:
     return sessions.find("prepare", model, opt).prepare(model, opt)
 
 
-def autocast(enabled: bool = True, dtype: object = None) -> Region:
+def autocast(enabled: bool = True, dtype: types.DtypeName | types.DtypeObject | None = None) -> Region:
     """Return a casting region, also a decorator: see `Amp.autocast`. The session is looked up on entry."""
     wanted = None if dtype is None else normalise_dtype(dtype)
     return Region(lambda: sessions.only("autocast").autocast_now(enabled, wanted))

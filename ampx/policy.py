@@ -244,7 +244,7 @@ class PolicyFile:
 
     def combined(
         self, dtype: object, level: OptLevel, loss_scale: object, allow: Iterable[Any], deny: Iterable[Any]
-    ) -> tuple[object, OptLevel, object, Iterable[Any], Iterable[Any]]:
+    ) -> tuple[Any, OptLevel, Any, Iterable[Any], Iterable[Any]]:
         """Return these arguments of `init`, with the file's where they have their defaults, and the lists joined."""
         return (
             self.dtype if isinstance(dtype, str) and dtype == "auto" else dtype,

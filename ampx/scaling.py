@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from .backend import Backend, CastPlan, Loss
 from .errors import (
@@ -42,19 +42,22 @@ class Session(Protocol):
         """List the living wrapped optimizers of the session but these."""
 
 
-class ScaleLoss:
+LossT = TypeVar("LossT")
+
+
+class ScaleLoss(Generic[LossT]):
     """Yields the scaled loss; casting is off inside. Entered once."""
 
     # Made in every training step: no instance dictionary, and no work that a plain tensor does not need.
     __slots__ = ("_amp", "_casting", "_entered", "_loss", "_loss_id", "_optimizers", "_scale", "_watched")
 
     def __init__(
-        self, amp: Session, loss: Loss, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
+        self, amp: Session, loss: LossT, optimizers: Sequence[WrappedOptimizer], loss_id: int, scale: Scalar = None
     ) -> None:
         """Made by `Amp.scale_loss`; `scale` is given where it comes from a state and not from optimizers."""
         self._scale = scale
         self._amp = amp
-        self._loss = loss
+        self._loss: Any = loss
         self._optimizers = optimizers
         self._loss_id = loss_id
         self._casting: AbstractContextManager[Any] | None = None
@@ -63,7 +66,7 @@ class ScaleLoss:
         # Other optimizers, which the backward may reach without being asked to.
         self._watched: Sequence[tuple[WrappedOptimizer, Any]] = ()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> LossT:
         """Check everything, then scale; a call that raises changes nothing."""
         amp, loss_id, optimizers = self._amp, self._loss_id, self._optimizers
         if self._loss is _ENTERED:
@@ -71,6 +74,7 @@ class ScaleLoss:
                 "a scale_loss region was entered a second time; accepted: once, for one backward. Call scale_loss "
                 "again with the next loss."
             )
+        loss: LossT = self._loss
         members: list[Member] = []
         off = not optimizers and self._scale is None  # the state comes from a disabled session
         for optimizer in optimizers:
@@ -81,7 +85,7 @@ class ScaleLoss:
         if off or not amp.enabled:
             self._check_nothing_scaled(members)
             self._optimizers = ()
-            return self._loss
+            return loss
         if loss_id != 0 or type(loss_id) is not int:
             self._check_loss_id()
         cleared: list[int] = []
@@ -93,7 +97,6 @@ class ScaleLoss:
                 cleared.append(position)
             else:
                 member.check_enter()
-        loss = self._loss
         several = isinstance(loss, (list, tuple, dict))
         if several:
             _check_not_empty(loss)
@@ -124,6 +127,7 @@ class ScaleLoss:
                 self._casting = casting
             held = members[0].held if members else []
             held.clear()  # while gradients accumulate, at most one graph is kept alive
+            scaled: LossT
             if several:
                 scaled = _each(loss, lambda leaf: _mark(amp.scaled, amp.backend.scale(leaf, scale), held))
             else:

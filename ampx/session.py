@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import isroutine
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from . import annotate, callers
 from .backend import Backend, CastPlan, Device, GenericBackend
@@ -44,7 +44,10 @@ from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, n
 from .protocol import METER_EVERY, Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale
-from .scaling import ScaleLoss
+from .scaling import LossT, ScaleLoss
+
+if TYPE_CHECKING:
+    from . import framework_types as types
 
 
 class Amp:
@@ -95,11 +98,25 @@ class Amp:
 
     # -- optimizers --------------------------------------------------------------------------------
 
+    @overload
+    def wrap_optimizer(self, opt: types.TorchRaw, **options: Any) -> types.TorchOptimizer: ...
+    @overload
+    def wrap_optimizer(self, opt: types.KerasRaw, **options: Any) -> types.KerasOptimizer: ...
+    @overload
+    def wrap_optimizer(self, opt: types.MXNetRaw, **options: Any) -> types.MXNetTrainer: ...
+    @overload
+    def wrap_optimizer(self, opt: types.PaddleRaw, **options: Any) -> types.PaddleOptimizer: ...
+    @overload
+    def wrap_optimizer(self, opt: types.OptaxRaw, **options: Any) -> types.OptaxTransformation: ...
+    @overload
+    def wrap_optimizer(self, opt: list[Any] | tuple[Any, ...], **options: Any) -> list[types.OtherOptimizer]: ...
+    @overload
+    def wrap_optimizer(self, opt: types.OtherRaw, **options: Any) -> types.OtherOptimizer: ...
     def wrap_optimizer(
         self,
         opt: Any,
         *,
-        loss_scale: object = None,
+        loss_scale: types.ScaleOption | None = None,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         **options: Any,
@@ -184,7 +201,7 @@ class Amp:
             )
         return GenericOptimizer(self.backend, opt, member, settings)
 
-    def scale_loss(self, loss: Any, opt: Any, *, loss_id: int = 0) -> ScaleLoss:
+    def scale_loss(self, loss: LossT, opt: Any, *, loss_id: int = 0) -> ScaleLoss[LossT]:
         """Return a region that yields the scaled loss, with casting off inside.
 
         Args:
@@ -306,7 +323,9 @@ class Amp:
             return model if opt is None else (model, opt)
         return self.backend.prepare(model, opt, self.casting)
 
-    def autocast(self, enabled: bool = True, dtype: object = None) -> annotate.Region:
+    def autocast(
+        self, enabled: bool = True, dtype: types.DtypeName | types.DtypeObject | None = None
+    ) -> annotate.Region:
         """Return a region with casting on or off; nestable, exception safe, also a decorator.
 
         Args:
@@ -598,12 +617,12 @@ class Amp:
 
 
 def init(
-    framework: str | None = None,
+    framework: types.Framework | None = None,
     *,
-    dtype: object = "auto",
+    dtype: types.DtypeName | types.DtypeObject | Literal["auto"] = "auto",
     level: OptLevel = "O1",
     device: str = "auto",
-    loss_scale: object = "auto",
+    loss_scale: types.ScaleOption | Literal["auto"] = "auto",
     process_wide: bool = True,
     allow: Iterable[Any] = (),
     deny: Iterable[Any] = (),

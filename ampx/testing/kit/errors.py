@@ -34,7 +34,8 @@ class OptimizerErrorTests(KitTests):
     def test_wrapping_something_else_is_refused(self) -> None:
         """No optimizer of the framework, no wrapping."""
         amp = self.start()
-        for wrong in (object(), None, self.subject.parameter([1.0]), "sgd"):
+        no_optimizers: list[Any] = [object(), None, self.subject.parameter([1.0]), "sgd"]
+        for wrong in no_optimizers:
             with refused(ampx.NotAnOptimizerError, passed=type(wrong).__name__, accepted="list of them", advice="Pass"):
                 amp.wrap_optimizer(wrong)
         if self.declares("optimizer objects"):

@@ -1,0 +1,9 @@
+from typing import Any
+
+from . import layers as layers, optimizers as optimizers
+
+class Sequential:
+    trainable_variables: list[Any]
+    def __init__(self, layers: list[layers.Layer]) -> None: ...
+    def compile(self, optimizer: str | optimizers.Optimizer = "rmsprop", loss: str | None = None) -> None: ...
+    def __call__(self, inputs: Any) -> Any: ...
