@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from pathlib import Path
 from typing import Final
 
 DISTRIBUTION: Final = "ampx-precision"
@@ -25,14 +26,15 @@ def module_problem() -> str | None:
 
 def other_distributions() -> list[dict[str, str]]:
     """List the distributions called `ampx` that are not ours: name, version, summary and folder of each."""
-    return [
-        {
-            "name": "ampx",
-            "version": distribution.version,
-            "summary": (distribution.metadata.get_all("Summary") or [""])[0],
-            "folder": str(distribution.locate_file("")),
-        }
-        for distribution in importlib.metadata.distributions(name="ampx")
+    others = {}
+    for distribution in importlib.metadata.distributions(name="ampx"):
         # Ours was called so before it was first released; it registers backends.
-        if not any(point.group == "ampx" for point in distribution.entry_points)
-    ]
+        if not any(point.group == "ampx" for point in distribution.entry_points):
+            folder = str(Path(str(distribution.locate_file(""))).resolve())  # a folder may be on the path twice
+            others[folder] = {
+                "name": "ampx",
+                "version": distribution.version,
+                "summary": (distribution.metadata.get_all("Summary") or [""])[0],
+                "folder": folder,
+            }
+    return list(others.values())

@@ -55,7 +55,7 @@ def add_distribution(ampx_command, summary, points=""):
 def test_the_other_distribution_called_ampx_is_told_with_what_to_do(ampx_command):
     add_distribution(ampx_command, "Peptides [beta]")
     (other,) = examine(ampx_command, "--framework", "mxnet")["others"]
-    folder = str(ampx_command.folder)
+    folder = str(ampx_command.folder.resolve())
     assert other == {"name": "ampx", "version": "0.0.1", "summary": "Peptides [beta]", "folder": folder}
     text = ampx_command("doctor", "--framework", "mxnet", code=None).stdout
     assert f"In the way: ampx 0.0.1 (Peptides [beta]) in {folder} has nothing to do with ampx-precision" in text

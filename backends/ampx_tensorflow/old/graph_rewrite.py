@@ -87,7 +87,7 @@ def check_plan(plan: CastPlan) -> CastPlan:
 
 
 def enable_mixed_precision_graph_rewrite(
-    opt: Any, loss_scale: Any = "dynamic", *, dtype: object = "auto", device: str = "auto"
+    opt: Any, loss_scale: Any = "dynamic", *, dtype: Any = "auto", device: str = "auto"
 ) -> Any:
     """Cast every graph from now on, and give an optimizer that scales the loss.
 

@@ -30,7 +30,7 @@ def choose_low(option: object) -> torch.dtype:
     return DTYPES[wanted]
 
 
-def start(level: Any, low: torch.dtype, device: str, scale: object, allow_banned: bool) -> ampx.Amp:
+def start(level: Any, low: torch.dtype, device: str, scale: Any, allow_banned: bool) -> ampx.Amp:
     """Start a session, in place of the former one."""
     allow: list[Any] = []
     deny: list[Any] = []

@@ -93,7 +93,7 @@ def decorate(
     return OptimizerWithMixedPrecision(wrapped, session, amp_lists or AutoMixedPrecisionLists())
 
 
-def _session(dtype: str) -> ampx.Amp:
+def _session(dtype: Any) -> ampx.Amp:
     """Return the running session, or one that casts nothing by itself: `minimize` casts what is built already."""
     try:
         return ampx.current("paddle")
