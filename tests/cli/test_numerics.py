@@ -35,7 +35,7 @@ ENDS = SCRIPT.replace("range(1000)", "range(100)")
 COMMANDS = {
     "run": (ENDS, "--policy", "policy.toml"),
     "compare": (SCRIPT, "--dtype", "bfloat16", "--steps", "8", "--repeats", "1"),
-    "diagnose": (FAILS, "--dtype", "float16"),
+    "diagnose": (FAILS, "--dtype", "float16", "--at", "3"),
     "tune": (SCRIPT, "--dtype", "bfloat16", "--steps", "2", "--repeats", "0"),
 }
 
