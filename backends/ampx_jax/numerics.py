@@ -89,14 +89,29 @@ def _measure(value: Any, dtype: str, samples: int) -> tuple[Any, Any, Any]:
     top = integer(2 ** (width - 1) - 1)
     negative = bits >= sign
     ordered = jnp.where(negative, top - magnitude, sign + magnitude)
+    last = integer(2**width - 1)
     extremes = [
-        jnp.max(jnp.where(finite, magnitude, 0), initial=0),
-        jnp.min(jnp.where(finite & ~zero, magnitude, infinity), initial=infinity),
-        jnp.min(jnp.where(finite, ordered, integer(2**width - 1)), initial=integer(2**width - 1)),
+        jnp.where(finite, magnitude, 0),
+        jnp.where(finite & ~zero, magnitude, infinity),
+        jnp.where(finite, ordered, last),
     ]
+    # One reduction: several are compiled one after the other, and each reads the array.
+    numbers = jax.lax.reduce(
+        (*(count.astype(np.int32) for count in counts), *extremes),
+        (*(np.int32(0) for _ in counts), integer(0), infinity, last),
+        _join,
+        (0,),
+    )
     stride = -(-value.size // samples) if samples and value.size else 1
     sample = value[::stride].astype(np.float32) if samples else jnp.zeros(0, np.float32)
-    return jnp.stack([jnp.sum(count, dtype=np.int32) for count in counts]), jnp.stack(extremes), sample
+    return jnp.stack(numbers[: len(counts)]), jnp.stack(numbers[len(counts) :]), sample
+
+
+def _join(numbers: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Join the numbers of two parts of an array: counts add up, and the last three are extremes."""
+    joined = [number + other for number, other in zip(numbers[:-3], others[:-3], strict=True)]
+    largest, smallest, lowest = zip(numbers[-3:], others[-3:], strict=True)
+    return (*joined, jnp.maximum(*largest), jnp.minimum(*smallest), jnp.minimum(*lowest))
 
 
 def _stats(elements: int, measured: Sequence[Any]) -> Stats:
@@ -117,7 +132,8 @@ def _stats(elements: int, measured: Sequence[Any]) -> Stats:
             smallest.append(number_of(least))
         if ordered != 2**width - 1:
             negative = ordered < sign
-            lowest.append(-number_of(sign - 1 - ordered) if negative else number_of(ordered - sign))
+            number = -number_of(sign - 1 - ordered) if negative else number_of(ordered - sign)
+            lowest.append(number + 0.0)  # -0.0 is 0.0
         nonfinite, nan, zeros, flushed, overflowed = (int(count) for count in counts)
         joined = replace(
             joined,
@@ -613,13 +629,13 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
     with casting.active(None), jax.disable_jit(False):
         closed = jax.make_jaxpr(both)(arrays, jnp.float32(scale))
         (loss, *gradients), entries = reader.run(closed, [*arrays, jnp.float32(scale)], True)
+        measured = [_measure(array, "float32", 0) for array in arrays]
     names = mode.seen | reader.seen
     for region, own in zip(watches, entries, strict=True):
         require_matches(region.watching.modules, names, "watch")
         region.entries.extend(own)
     require_matches(dict(_forced.value), names, "force")
     reached = _reached(closed.jaxpr)
-    measured = [_measure(array, "float32", 0) for array in arrays]
     loss, gradients, measured = jax.device_get((loss, gradients, measured))
     return Replayed(
         float(loss),

@@ -1,7 +1,7 @@
 """Small models with one planted fault each, and clean ones: `diagnose` names place and kind, and accuses nobody.
 
 What JAX computes in float32 under casting (sums, exponentials, constants beyond float16) cannot fail there, so the
-faults stand where it computes in float16.
+faults stand where it computes in float16. Shapes are alike in most models, since each is compiled for anew.
 """
 
 import math
@@ -17,6 +17,9 @@ nn = pytest.importorskip("flax.linen", reason="flax is not installed")
 nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
 
 
+EYE = np.eye(8, dtype=np.float32)
+
+
 class Function(nnx.Module):
     """A module with a function of the test's."""
 
@@ -27,17 +30,22 @@ class Function(nnx.Module):
         return self.function(x)
 
 
-def linear(weight, size=8):
+def linear(weight):
     """A layer that computes in float16 and multiplies by a number."""
-    layer = nnx.Linear(size, size, use_bias=False, rngs=nnx.Rngs(0))
-    layer.kernel[...] = jnp.eye(size) * weight
+    layer = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel[...] = EYE * weight
     return layer
 
 
-def sized(scale, *layers, size=8):
+def sized(scale, *layers):
     """A model of layers and a batch of numbers of one magnitude; the loss is the mean of what comes out."""
-    batch = jnp.full((4, size), scale, jnp.float32)
+    batch = jnp.full((4, 8), scale, jnp.float32)
     return nnx.Sequential(*layers), lambda model: model(batch).astype(jnp.float32).mean()
+
+
+def but_nightly(names, *costly):
+    """Parameters of a test, some of them for `make test-all` only."""
+    return [pytest.param(name, marks=pytest.mark.nightly if name in costly else ()) for name in names]
 
 
 class Branches(nnx.Module):
@@ -57,7 +65,7 @@ multiplied.defvjp(lambda x: (multiplied(x), None), lambda _, g: (g * 3e4,))
 
 
 def scores(params):
-    x = jnp.full((4, 16), 80.0)
+    x = jnp.full((4, 8), 100.0)
     with jax.named_scope("attention"):
         query = x @ params["query"]
         with jax.named_scope("scores"):
@@ -95,8 +103,6 @@ def rooted(params):
         return jnp.sqrt((jnp.zeros((4, 8)) @ params["w"]).astype(jnp.float32) ** 2).mean()
 
 
-EYE = np.eye(8, dtype=np.float32)
-
 # By name what makes it, what else to pass, and what is to be named: kind, direction and module.
 FAULTS = {
     "a middle layer": (
@@ -105,12 +111,12 @@ FAULTS = {
         ("overflow", "forward", "layers.1"),
     ),
     "attention scores": (
-        lambda: ({"query": jnp.eye(16)}, scores),
+        lambda: ({"query": jnp.eye(8)}, scores),
         {},
         ("overflow", "forward", "attention.scores"),
     ),
     "a sum": (
-        lambda: sized(300.0, linear(1.0, 256), Function(lambda x: x.sum(-1)), size=256),
+        lambda: sized(1e4, linear(1.0), Function(lambda x: x.sum(-1))),
         {"allow": ["reduce_sum"]},
         ("sum", "forward", "layers.1"),
     ),
@@ -175,7 +181,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# What fails as another does, in a model that is written in another way.
+ALIKE = ("attention scores", "a sensitive normalization")
+
+
+@pytest.mark.parametrize("name", but_nightly(FAULTS, *ALIKE))
 def test_a_planted_fault_is_named_by_place_and_kind(name):
     make, options, expected = FAULTS[name]
     model, step = make()
@@ -185,7 +195,7 @@ def test_a_planted_fault_is_named_by_place_and_kind(name):
     assert diagnosis.advice
 
 
-X = jax.random.normal(jax.random.key(0), (4, 6, 16))
+X = jax.random.normal(jax.random.key(0), (4, 8))
 IMAGES = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
 
 
@@ -202,8 +212,8 @@ def of_nnx(make, x=X):
 
 def causal(params):
     x = X @ params["w"]
-    mask = jnp.tril(jnp.ones((6, 6), bool))
-    weights = jax.nn.softmax(jnp.where(mask, x @ x.swapaxes(-1, -2) / 4, -jnp.inf))
+    mask = jnp.tril(jnp.ones((4, 4), bool))
+    weights = jax.nn.softmax(jnp.where(mask, x @ x.T / 4, -jnp.inf))
     return (weights @ x).mean()
 
 
@@ -212,7 +222,7 @@ def recurrent(params):
         with jax.named_scope("cell"):
             return jnp.tanh(state @ params["w"] + x), None
 
-    return jax.lax.scan(turn, jnp.zeros((6, 16)), X)[0].mean()
+    return jax.lax.scan(turn, jnp.zeros((2, 8)), X.reshape(2, 2, 8))[0].mean()
 
 
 def classifier(params):
@@ -222,29 +232,29 @@ def classifier(params):
 class Residual(nn.Module):
     @nn.compact
     def __call__(self, x):
-        inner = nn.remat(nn.Dense)(16)
+        inner = nn.remat(nn.Dense)(8)
         return x + nn.gelu(inner(nn.LayerNorm()(x)))
 
 
 CLEAN = {
-    "layers": of_linen(nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(16)])),
+    "layers": of_linen(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(8)])),
     "convolutions": of_linen(nn.Sequential([nn.Conv(4, (3, 3)), nn.relu]), IMAGES),
     "an attention": of_linen(nn.MultiHeadDotProductAttention(2)),
     "a residual that is computed again": of_linen(Residual()),
-    "a recurrent network": lambda: ({"w": jnp.eye(16)}, recurrent),
-    "a norm over the batch": of_nnx(lambda rngs: nnx.BatchNorm(16, rngs=rngs)),
-    "dropout": of_nnx(lambda rngs: nnx.Sequential(nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))),
-    "a masked attention": lambda: ({"w": jnp.eye(16)}, causal),
-    "a classifier": lambda: ({"w": jnp.eye(16)}, classifier),
-    "a bounded exponential": lambda: ({"w": jnp.eye(16)}, lambda p: jnp.exp(-jax.nn.softplus(X @ p["w"])).mean()),
+    "a recurrent network": lambda: ({"w": jnp.eye(8)}, recurrent),
+    "a norm over the batch": of_nnx(lambda rngs: nnx.BatchNorm(8, rngs=rngs)),
+    "dropout": of_nnx(lambda rngs: nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))),
+    "a masked attention": lambda: ({"w": jnp.eye(8)}, causal),
+    "a classifier": lambda: ({"w": jnp.eye(8)}, classifier),
+    "a bounded exponential": lambda: ({"w": jnp.eye(8)}, lambda p: jnp.exp(-jax.nn.softplus(X @ p["w"])).mean()),
     "a norm with an epsilon that fits": lambda: (
-        {"w": jnp.eye(16)},
+        {"w": jnp.eye(8)},
         lambda p: ((y := X @ p["w"]) / (jnp.abs(y).max(-1, keepdims=True) + 1e-3)).mean(),
     ),
 }
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", but_nightly(CLEAN, "layers", "convolutions", "an attention"))
 def test_a_clean_model_is_accused_of_nothing(name):
     model, step = CLEAN[name]()
     diagnosis = diagnose(step, model, dtype="float16", framework="jax", device="cpu")
