@@ -517,6 +517,42 @@ def test_an_observer_hears_of_losses_and_steps_and_watches_one_from_between(comp
     assert {r.dtype for r in products if r.direction == "forward"} == {dtype}
 
 
+class Ended(SystemExit):
+    """What an observer raises to end a script."""
+
+
+@pytest.mark.usefixtures("nothing_of_its_own")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_observer_ends_a_script_whose_steps_are_told_by_callbacks(dtype):
+    """`nnx.jit` and loops are not compiled with hidden outputs, and no exception leaves a callback as it was."""
+
+    class Ending(Watcher):
+        def stepped(self, steps):
+            self.steps.append(steps)
+            if steps == 4:
+                raise Ended
+
+    def script():
+        @nnx.jit
+        def step(model, optimizer):
+            for _ in range(2):
+                optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((2, 2))).sum())(model))
+
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+        for call in range(4):
+            calls.append(call)
+            step(model, optimizer)
+
+    run, calls = Run("jax", RunSettings(dtype=dtype, device="cpu")), []
+    run.recorder.observer = observer = Ending(Watching())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        with pytest.raises(Ended), ampx_jax.load().automate(run):
+            script()
+    assert (calls, observer.steps, len(observer.losses)) == ([0, 1], [1, 2, 3, 4], 4)
+
+
 @pytest.mark.usefixtures("nothing_of_its_own")
 def test_modules_are_forced_for_a_whole_script():
     run = Run("jax", RunSettings(dtype="bfloat16", device="cpu", watched=True, deny=("module:second",)))

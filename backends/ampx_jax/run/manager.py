@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -53,6 +54,7 @@ class _Calls(threading.local):
     # What the script called and is not over; the reference is dead where an exception came between the end of the call
     # and its being noted.
     outermost: weakref.ref[_Call] | None = None
+    place: int | None = None  # that of the callback in which compiled code calls back
 
 
 class Automation:
@@ -69,7 +71,8 @@ class Automation:
         self.regions = ExitStack()
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
-        self._waiting: deque[Callable[[], None]] = deque()  # what callbacks of compiled code told, for the observer
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # what callbacks told, by their place in the trace
+        self._places = itertools.count()
         self._positions: dict[ScaleGroup, int] = {}
         run.record_own_sessions(self.follow)
 
@@ -173,19 +176,17 @@ class Automation:
         assert self.outcomes is not None
         if not self.outcomes.take(outcome):
             self.outcomes.mix()
-            jax.debug.callback(tell, outcome)
+            self._call_back(tell, outcome)
 
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
         if not self.automates or self.member is None:  # a step that was compiled inside runs on outside
             return
-        if self._is_callback(functools.partial(self.stepped, finite)):
-            return
         with self._lock:
             if self.member.group.enabled:
                 self.member.note_scaled(self.member.group.states[0].scale)
                 self.member.finish({0: bool(finite)})
-        self.run.recorder.stepped(0)
+        self._notify(functools.partial(self.run.recorder.stepped, 0))
 
     def note_loss(self, loss: Any) -> None:
         """Have a loss reach the observer, where there is one; it may be traced."""
@@ -197,28 +198,51 @@ class Automation:
         assert self.outcomes is not None
         if not self.outcomes.take_loss(loss):
             self.outcomes.mix()
-            jax.debug.callback(self.lost, loss)
+            self._call_back(self.lost, loss)
 
     def lost(self, loss: Any) -> None:
         """Hand the observer a function that reads a loss. Called at run time."""
         observer = self.run.recorder.observer
-        if not self.automates or observer is None or self._is_callback(functools.partial(self.lost, loss)):
+        if not self.automates or observer is None:
             return
-        observer.loss(lambda: float(np.mean(loss)))
+        self._notify(functools.partial(observer.loss, lambda: float(np.mean(loss))))
 
-    def _is_callback(self, tell: Callable[[], None]) -> bool:
-        """Return whether the device calls; then the observer, who enters regions of a thread, hears of it later."""
-        if not self.observed or threading.get_ident() == self._thread:
-            return False
-        self._waiting.append(tell)
-        return True
+    def _call_back(self, tell: Callable[[Any], None], value: Any) -> None:
+        """Have compiled code call back with a value; a concrete one is told at once where somebody looks on."""
+        if self.observed and not isinstance(value, jax.core.Tracer):
+            tell(value)
+        else:
+            jax.debug.callback(functools.partial(self._called_back, next(self._places), tell), value)
+
+    def _called_back(self, place: int, tell: Callable[[Any], None], value: Any) -> None:
+        self.calls.place = place
+        try:
+            tell(value)
+        finally:
+            self.calls.place = None
+
+    def _notify(self, observer: Callable[[], None]) -> None:
+        """Call what an observer hears of; not in a callback of compiled code, but when that is over.
+
+        The observer enters regions of a thread, and may end the script, which an exception in a callback does not.
+        """
+        if self.observed and self.calls.place is not None:
+            self._waiting.append((self.calls.place, observer))
+        else:
+            observer()
 
     def called(self, hidden: outcomes.Outcomes) -> None:
         """Note that a compiled function was called. Sync: where somebody looks on and there are callbacks."""
-        if self.observed and hidden.mixed and threading.get_ident() == self._thread:
+        if hidden.mixed and threading.get_ident() == self._thread:
             jax.effects_barrier()
-            while self._waiting:
-                self._waiting.popleft()()
+            waiting, self._waiting = self._waiting, []
+            turns: Counter[int] = Counter()
+            in_order = []
+            for place, observer in waiting:  # a compiler moves callbacks about, within one turn of a loop
+                in_order.append((turns[place], place, observer))
+                turns[place] += 1
+            for _, _, observer in sorted(in_order, key=lambda entry: entry[:2]):
+                observer()
 
     # -- a session of the script's own -------------------------------------------------------------
 
@@ -253,7 +277,9 @@ class Automation:
         if not self.live:
             return
         position, finite, scale, next_scale = (float(number) for number in numbers)
-        group = int(position)
+        self._notify(functools.partial(self._take_down, int(position), bool(finite), scale, next_scale))
+
+    def _take_down(self, group: int, finite: bool, scale: float, next_scale: float) -> None:
         with self._lock:
             recorder = self.run.recorder
             record = recorder.optimizers[group]
@@ -287,7 +313,7 @@ def automate(run: Run) -> Iterator[None]:
     this = Automation(run)
     # Named tuples: every transformation, of optax and of the script, is made here.
     patches = (
-        mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding, this.called)),
+        mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding, this.called if this.observed else None)),
         mock.patch.object(jax, "grad", _differentiating(this, jax.grad, False)),
         mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
         mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),

@@ -186,9 +186,9 @@ class _Body:
 
 
 def jit(
-    native: Callable[..., Any], find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None]
+    native: Callable[..., Any], find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None] | None
 ) -> Callable[..., Any]:
-    """Return `jax.jit` whose functions tell without callbacks, and call `called` after each call."""
+    """Return `jax.jit` whose functions tell without callbacks; where somebody looks on, each then calls `called`."""
     # JAX compiles a function once, however often it is given to jit; so shall it be with what stands in its place.
     bodies: weakref.WeakKeyDictionary[Any, _Body] = weakref.WeakKeyDictionary()
 
@@ -210,7 +210,9 @@ def jit(
             return functools.partial(managed, **options)
         plain = native(*function, **options)
         body = body_of(function[0]) if len(function) == 1 and options.keys() <= _KNOWN_OPTIONS else None
-        return plain if body is None else _told(plain, native(body, **options), body, find, called)
+        if body is not None:
+            return _told(plain, native(body, **options), body, find, called)
+        return plain if called is None else _noted(plain, find, called)
 
     return managed
 
@@ -220,7 +222,7 @@ def _told(
     compiled: Any,
     body: _Body,
     find: Callable[[], Outcomes | None],
-    called: Callable[[Outcomes], None],
+    called: Callable[[Outcomes], None] | None,
 ) -> Any:
     """Return what the script takes for the compiled function `plain`; it has everything that this has."""
 
@@ -231,15 +233,34 @@ def _told(
             return plain(*args, **kwargs)
         hidden = outcomes.open(body)
         result = outcomes.call(compiled, args, kwargs) if hidden else plain(*args, **kwargs)
-        called(outcomes)
+        if called is not None:
+            called(outcomes)
         return result
 
     def clear_cache() -> None:
         plain.clear_cache()
         compiled.clear_cache()
 
+    _copy_attributes(plain, call)
+    call.clear_cache = clear_cache  # type: ignore[attr-defined]
+    return call
+
+
+def _noted(plain: Any, find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None]) -> Any:
+    """Return a compiled function that tells by callbacks, after each of whose calls `called` is called."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, outcomes = plain(*args, **kwargs), find()
+        if outcomes is not None:
+            called(outcomes)
+        return result
+
+    _copy_attributes(plain, call)
+    return call
+
+
+def _copy_attributes(plain: Any, call: Any) -> None:
     for name in dir(plain):
         if not name.startswith("__"):
             setattr(call, name, getattr(plain, name))
-    call.clear_cache = clear_cache  # type: ignore[attr-defined]
-    return call
