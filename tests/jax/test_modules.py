@@ -226,7 +226,8 @@ def train_on_digits(nnx, images, labels):
     return model, np.asarray(jax.device_get(losses))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_training_digits_with_nnx_is_as_good_as_in_float32(nnx, dtype):
     """453 images: the standard error of a share of 0.96 is 0.01, that of a difference of two 0.013; twice that.
 
