@@ -27,40 +27,41 @@ class Sampled:
 class HostMeter:
     """Counts the steps of one optimizer, and keeps the last sample."""
 
-    def __init__(self, compute: str, look: Callable[[], Sequence[Sampled]]) -> None:
+    def __init__(self, compute: str, look: Callable[[], Sequence[Sampled]] | None = None) -> None:
         """Begin with no step.
 
         Args:
             compute: The compute dtype.
-            look: Returns a sample of every parameter and of its gradient as it is now.
+            look: Returns a sample of every parameter and of its gradient as it is now; None where `step` gets it.
         """
         self._compute = compute
         self._look = look
         self._steps = 0
         self._last: Meter | None = None
 
-    def step(self, member: Member, run: Callable[[], Any]) -> Any:
-        """Run a step, and meter it if it is its turn and it updates."""
+    def step(self, member: Member, run: Callable[[], Any], look: Callable[[], Sequence[Sampled]] | None = None) -> Any:
+        """Run a step, and meter it if it is its turn and it updates; `look` is that of this step."""
+        look = look or self._look
         self._steps += 1
         if (
             self._steps % member.group.meter_every
             or not member.group.enabled
+            or look is None
             or member.stage not in ("scaled", "unscaled")
         ):
             return run()
         factor = float(member.factor) if len(member.factors) == 1 else 1.0
         times = factor if member.stage == "unscaled" else 1.0  # somebody has divided the gradients
-        before = self._look()
+        before = look()
         result = run()
         if member.result is not None and member.result.applied:
-            after = {sampled.name: sampled.values for sampled in self._look()}
             entries = [
                 count(
-                    *(entry.name, entry.dtype, entry.values, after[entry.name]),
+                    *(entry.name, entry.dtype, entry.values, updated.values),
                     None if entry.gradient is None else entry.gradient * np.float32(times),
                     self._compute,
                 )
-                for entry in before
+                for entry, updated in zip(before, look(), strict=True)
             ]
             self._last = Meter(self._steps, self._compute, factor, tuple(entries))
             report(member.group, self._steps, self._last.lost, self._last.flushed)

@@ -17,7 +17,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, losses, rewrite, step
+from . import casting, devices, gradients, losses, rewrite, step
 from .old import graph_rewrite, tf1
 
 
@@ -38,6 +38,7 @@ class TensorFlowBackend(ampx.Backend):
         device_scale=True,
         traceable=True,
         automates=True,
+        names_gradients=True,
         traces_overflow=True,
         watches=True,
         forces=True,
@@ -119,6 +120,26 @@ class TensorFlowBackend(ampx.Backend):
         else:
             prepared = casting.prepare(model, plan)
         return prepared if optimizer is None else (prepared, optimizer)
+
+    def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
+        """List (name, non-finite elements, elements) of variables with non-finite gradients in the last step.
+
+        Raises:
+            UnsupportedByBackendError: The step was one of a function, or of a graph of TensorFlow 1.
+        """
+        if not isinstance(optimizer, step.LedgerOptimizer):
+            self.refuse("naming variables with non-finite gradients in graphs")
+        names = {}
+        if model is not None:
+            from .numerics.names import parameters  # few programs use it
+
+            names = {id(variable): name for name, variable in parameters(model)}
+        rows = []
+        for variable, bad in optimizer.ampx_nonfinite():
+            plain = variable.value if isinstance(variable, keras.Variable) else variable
+            name = names.get(id(plain)) or gradients.name(variable)
+            rows.append((name, bad, int(tf.TensorShape(variable.shape).num_elements())))
+        return rows
 
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
         """Return a region whose target tells the first layer with a non-finite output."""

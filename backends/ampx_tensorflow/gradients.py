@@ -7,6 +7,10 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from ampx.numerics.host_meter import Sampled
+from ampx.numerics.meter import SAMPLES
+from ampx.numerics.watching import stride
+
 # Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
 _SMALL: Final = 4096
 _LOW: Final = (tf.float16, tf.bfloat16)
@@ -23,6 +27,38 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
         return values / tf.cast(scale, values.dtype)
 
     return _each(divide, grads)
+
+
+def name(variable: Any) -> str:
+    """Return the name of a variable of Keras or TensorFlow."""
+    return str(getattr(variable, "path", variable.name))
+
+
+def nonfinite(grads: Sequence[Any], variables: Sequence[Any]) -> list[tuple[Any, int]]:
+    """List the variables with non-finite gradients, and how many elements of these are. Sync: one a gradient."""
+    rows = []
+    for grad, variable in zip(grads, variables, strict=True):
+        for values in () if grad is None else _floating([grad]):
+            bad = int(tf.reduce_sum(tf.cast(tf.logical_not(tf.math.is_finite(values)), tf.int64)))
+            if bad:
+                rows.append((variable, bad))
+    return rows
+
+
+def meter_samples(grads: Sequence[Any], variables: Sequence[Any]) -> list[Sampled]:
+    """Sample variables and their dense gradients, for the meter. Sync: two a variable."""
+    sampled = []
+    for grad, variable in zip(grads, variables, strict=True):
+        dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
+        slopes = _sample(tf.cast(grad, tf.float32)) if dense else None
+        values = tf.convert_to_tensor(variable)
+        sampled.append(Sampled(name(variable), values.dtype.name, _sample(values), slopes))
+    return sampled
+
+
+def _sample(values: Any) -> Any:
+    flat = tf.reshape(values, [-1])
+    return flat[:: stride(int(flat.shape[0]), SAMPLES)].numpy()
 
 
 def finite(grads: Sequence[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final, NoReturn
 
 import keras
@@ -17,6 +17,8 @@ from ampx.errors import (
     UnsupportedByBackendError,
 )
 from ampx.events import UNCHECKED, StepResult
+from ampx.numerics.host_meter import HostMeter
+from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, refuse_values
 from ampx.scale_state import LossScale
@@ -41,6 +43,12 @@ class LedgerOptimizer(WrappedOptimizer):
     _place: int
     # One backward of optimizers with several scales takes the smallest, which need not be this one's.
     _shared_loss: bool = False
+    # The compute dtype of the session that wrapped it; None of an optimizer that Keras loaded.
+    _compute: str | None = None
+    # The gradients of the step that is being made outside of functions, and their variables.
+    _received: tuple[Sequence[Any], Sequence[Any]] = ((), ())
+    # Of the last such step: its number, and what `ampx_nonfinite` returns.
+    _nonfinite: tuple[int, list[tuple[Any, int]]] = (0, [])
 
     # -- the step -------------------------------------------------------------------------------------
 
@@ -60,8 +68,28 @@ class LedgerOptimizer(WrappedOptimizer):
         self._check_gradients(member, grads)
         self._check_replicas()
         self._build(variables)
+
+        def run() -> None:
+            self._run_step(member, factor, grads, variables, aggregate)
+
+        if not on_host():
+            run()
+            return
+        updated = self._updated(variables)
+        self._received = grads, updated
+        try:
+            if self._accumulates or len(updated) != len(grads):  # of which the raw optimizer complains
+                run()
+            else:
+                self._meter.step(member, run, partial(gradients.meter_samples, grads, updated))
+        finally:
+            self._received = (), ()
+
+    def _run_step(self, member: Member, factor: Any, grads: Sequence[Any], variables: Any, aggregate: bool) -> None:
         grads = self._sum(self._unscale(member, factor, grads), variables, aggregate)
         finite = self._check(grads)
+        if on_host():
+            self._nonfinite = member.group.steps + 1, [] if bool(finite) else gradients.nonfinite(*self._received)
         grads, norm = self._clip(grads)
         self._apply_or_skip(member, finite, norm, factor, grads, variables)
         self._close(member, finite, norm, factor)
@@ -110,6 +138,45 @@ class LedgerOptimizer(WrappedOptimizer):
         self._slots.pending.assign(0.0)
         # Native defect: a skipped step of tf_keras advances `iterations`, and schedules with it.
         replicas.conditionally(finite, apply, grads, otherwise=skip)
+
+    def _updated(self, variables: Any) -> Sequence[Any]:
+        """Return the variables that a step updates."""
+        return list(variables)
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether not every step updates."""
+        return False
+
+    def ampx_culprits(self) -> tuple[str, ...]:
+        """Return the names of variables with non-finite gradients, in a step that is made outside of functions."""
+        return tuple(gradients.name(variable) for variable, _ in self._nonfinite[1]) if self._received[1] else ()
+
+    def ampx_nonfinite(self) -> list[tuple[Any, int]]:
+        """List the variables with non-finite gradients in the last step, and how many elements of these are.
+
+        Raises:
+            UnsupportedByBackendError: A function made it, after which the gradients are gone.
+        """
+        group = self._ledger.contexts.host
+        group.resolve()
+        step, rows = self._nonfinite
+        if group.steps and step not in (group.steps, group.steps + 1):
+            raise UnsupportedByBackendError(
+                "nonfinite_parameters was called after a step in a function of TensorFlow, after which its gradients "
+                "are gone; accepted: steps outside of functions. Call tf.config.run_functions_eagerly(True) before it, "
+                "or compile the model with run_eagerly=True."
+            )
+        return rows
+
+    @cached_property
+    def _meter(self) -> HostMeter:
+        """The meter of steps outside of functions: a condition in every step of a function costs too much."""
+        return HostMeter(self._compute or casting.compute_dtype())
+
+    def ampx_meter(self) -> Meter | None:
+        """Return what the last metered update did; steps of functions are not metered."""
+        return self._meter.last()
 
     def _apply(self, grads: Sequence[Any], variables: Any) -> None:
         """Update with true, finite gradients, casting off."""
@@ -516,6 +583,13 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         with casting.off():
             guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=variables)
 
+    @property
+    def _accumulates(self) -> bool:
+        return bool(self.inner_optimizer.gradient_accumulation_steps)
+
+    def _updated(self, variables: Any) -> Sequence[Any]:
+        return list(self.inner_optimizer._trainable_variables if variables is None else variables)
+
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped."""
         guard.leave(self.inner_optimizer)
@@ -600,9 +674,11 @@ def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptim
         )
     if member.group.enabled:
         guard.refuse_low_precision(optimizer._trainable_variables)
-    return AmpOptimizer(
+    wrapped = AmpOptimizer(
         optimizer,
         max_grad_norm=options.get("max_grad_norm"),
         max_grad_value=options.get("max_grad_value"),
         member=member,
     )
+    wrapped._compute = "float32" if options["plan"] is None else options["plan"].dtype
+    return wrapped

@@ -1,0 +1,101 @@
+"""The meter: updates that round to nothing and gradients that flush, counted again by NumPy."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ampx
+from ampx.numerics.meter import Meter, count
+from ampx.numerics.rounding import sample
+
+EVERY = 4
+
+
+@pytest.fixture
+def amp():
+    with pytest.warns(ampx.PrecisionWarning, match="emulated"):
+        amp = ampx.init("tensorflow", dtype="float16", loss_scale=1024.0)
+    amp.meter_every = EVERY
+    yield amp
+    amp.shutdown()
+
+
+def parameters():
+    start = np.random.default_rng(0).normal(size=(3, 3000)).astype("float32")
+    weight = tf.Variable(start, name="weight")
+    return weight, tf.Variable([1.0, 2.0], name="row")
+
+
+SLOPES = (np.random.default_rng(1).normal(size=(3, 3000)) ** 9 * 2.0**-30).astype("float32")
+RATE = 2.0**10
+
+
+def step_of(opt, weight, row):
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * SLOPES) * factor + tf.reduce_sum(tf.gather(row, [1]))
+            with ampx.scale_loss(loss, opt) as scaled:
+                pass
+        grads = scaled.gradient(tape, [weight, row])
+        opt.apply_gradients(zip(grads, [weight, row], strict=True))
+        return grads[0]
+
+    return step
+
+
+def test_the_numbers_equal_a_count_in_numpy(amp):
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE))
+    opt.build([weight, row])
+    step = step_of(opt, weight, row)
+    assert opt.meter is None
+    for _ in range(EVERY):
+        before = weight.numpy()
+        gradient = step(tf.constant(1.0))
+    after = weight.numpy()
+    step(tf.constant(1.0))
+    values = sample(before, 4096), sample(after, 4096), sample(gradient.numpy(), 4096)
+    expected = (
+        count("weight:0", "float32", *values, "float16"),
+        count("row:0", "float32", range(2), range(2), None, "float16"),
+    )
+    assert opt.meter == Meter(EVERY, "float16", 1024.0, expected)
+    assert 0 < opt.meter.lost < 1
+    assert 0 < opt.meter.flushed < 1
+
+
+def test_updates_of_fit_that_round_to_nothing_are_told_where_it_runs_eagerly(amp):
+    """Of Adam every update has the size of the learning rate, which is nothing to a weight of 1."""
+    events = []
+    amp.on_event(events.append)
+    ones = keras.initializers.Ones()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False, kernel_initializer=ones)])
+    opt = amp.wrap_optimizer(keras.optimizers.Adam(1e-9))
+    model.compile(opt, "mse", run_eagerly=True)
+    model.fit(np.ones((5, 2), "float32"), np.zeros((5, 3), "float32"), batch_size=1, verbose=0)
+    (entry,) = opt.meter.parameters
+    assert (opt.meter.step, entry.name, entry.moved, entry.unchanged) == (EVERY, model.weights[0].path, 6, 6)
+    assert [event.lost for event in events if isinstance(event, ampx.PrecisionLost)] == [1.0]
+
+
+def test_steps_of_a_function_are_not_metered(amp):
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE))
+    opt.build([weight, row])
+    step = tf.function(step_of(opt, weight, row))
+    for _ in range(EVERY):
+        step(tf.constant(1.0))
+    assert opt.meter is None
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}], ids=["skipped", "accumulated"])
+def test_a_step_that_does_not_update_is_not_metered(amp, options):
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE, **options))
+    opt.build([weight, row])
+    step = step_of(opt, weight, row)
+    for number in range(1, EVERY + 1):
+        step(tf.constant(float("inf") if number == EVERY and not options else 1.0))
+    assert opt.last_step.applied is bool(options)
+    assert opt.meter is None
