@@ -15,7 +15,9 @@ def train(opt, model, factor, wrap=lambda step: step):
             loss = tf.reduce_sum(model(tf.ones((1, 2)))) + tf.reduce_sum(model.layers[-1].bias) * factor
             with ampx.scale_loss(loss, opt) as scaled:
                 pass
-        opt.apply_gradients(zip(scaled.gradient(tape, model.trainable_variables), model.trainable_variables))
+        opt.apply_gradients(
+            zip(scaled.gradient(tape, model.trainable_variables), model.trainable_variables, strict=True)
+        )
 
     step()
 

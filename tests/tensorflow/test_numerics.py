@@ -485,3 +485,20 @@ def test_module_patterns_hold_in_a_script_that_prepares_nothing(kind):
     run, _ = observe(kind, None, dtype="bfloat16", deny=("module:dense", "module:nothing"))
     assert {dtype for (_, dtype), _ in run.recorder.ops.items()} <= {"float32"}
     assert "'module:nothing' matched no module that was called" in run.recorder.notes
+
+
+def test_layers_of_tf_keras_are_watched_forward_and_backward_and_named_as_theirs():
+    tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
+    inner, outer = tf_keras.layers.Dense(2, name="inner"), tf_keras.layers.Dense(1, name="outer", use_bias=False)
+    model = tf_keras.Sequential([inner, outer])
+    model(tf.constant(X))
+    with BACKEND.watch(model, Watching()) as watch:
+        differentiate(model)
+    forward, backward = modules(watch.readings()), modules(watch.readings(), "backward")
+    assert list(forward) == ["inner", "outer", ""]
+    hidden = X @ inner.kernel.numpy() + inner.bias.numpy()
+    output = hidden @ outer.kernel.numpy()
+    for name, expected in (("inner", hidden), ("outer", output), ("", output)):
+        assert forward[name].value.largest == pytest.approx(np.abs(expected).max(), rel=1e-6)
+    slopes = 2 * output @ outer.kernel.numpy().T
+    assert backward["inner"].value.largest == pytest.approx(np.abs(slopes).max(), rel=1e-6)
