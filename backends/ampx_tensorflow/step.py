@@ -475,6 +475,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         # Tracked under these names: models and checkpoints save them.
         self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
         self._place = group.ledger.join()
+        member.belong_to(self)
         if group.enabled:
             guard.watch(inner_optimizer, self, "apply")
 

@@ -54,6 +54,7 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
             group.ledger = VariableLedger(group, self._loss_scale.current_loss_scale, counters)
         self._ledger = group.ledger
         self._place = self._ledger.join()
+        member.belong_to(self)
         self._compute = "float32" if options["plan"] is None else options["plan"].dtype
         if group.enabled:
             guard.watch(optimizer, self, "apply_gradients")
