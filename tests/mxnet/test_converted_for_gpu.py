@@ -8,13 +8,11 @@ import pytest
 
 import ampx
 import ampx_mxnet.convert
-from ampx_mxnet import devices
 
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch):
-    gpu = devices._describe_gpu()
-    monkeypatch.setattr(devices, "describe", lambda name: gpu)
+    monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)
 
 
 def network():
