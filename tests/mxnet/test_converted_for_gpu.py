@@ -7,12 +7,16 @@ import mxnet as mx
 import pytest
 
 import ampx
+import ampx_mxnet.backend  # loaded before a device is pretended, which it would keep
 import ampx_mxnet.convert
+from ampx_mxnet import devices
 
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch):
-    monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)
+    gpu = devices._describe_gpu()
+    monkeypatch.setattr(devices, "describe", lambda name: gpu)  # conversion asks for the CPU
+    monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)  # a backend that is loaded already asks itself
 
 
 def network():
