@@ -423,6 +423,8 @@ def tune(
         typer.echo(f"  {line}")
     if not simulated:
         typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
+    for note in result["notes"]:
+        typer.echo(f"note: {note}")
 
 
 # What follows the script's name is the script's: parsing stops there.

@@ -19,6 +19,7 @@ from .batch import plain
 from .compare import WORST, ModuleError, module_errors, unscaled
 from .formats import FORMATS
 from .meter import LOST
+from .timing import busy
 from .trial import Outcome, Trial, run_trial
 
 SCHEMA: Final = "ampx.compare/1"
@@ -124,6 +125,7 @@ def compare_script(
         TrialError: The run in float32 failed, or those in all dtypes did, or computed in float32 though another dtype
             than `"auto"` was asked for.
     """
+    disturbance = busy() if repeats else []
     warm_up = min(10, steps // 4)
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
@@ -152,6 +154,7 @@ def compare_script(
                 note for runs in (references, *timed.values()) for outcome in runs for note in outcome.notes
             ),
             *([_ON_CPU] if reference.run["device"] == "cpu" else []),
+            *disturbance,
         ],
         "verdict": " ".join(entry["verdict"] for entry in compared.values())
         or f"Nothing to gain on this machine: {reference.run['reason']}. To compare all the same, name a dtype that it "

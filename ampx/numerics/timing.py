@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -23,3 +24,19 @@ def timed(compute: Callable[[], Any], wait: Callable[[], Any] = lambda: None) ->
         count += 1
     wait()
     return (time.perf_counter() - began) / count
+
+
+def busy() -> list[str]:
+    """Return a sentence about other work on this machine, if there is enough of it to spoil what is timed.
+
+    On a machine of two processors that was busy, steps of threads that wait for each other took ten times as long.
+    """
+    if not hasattr(os, "getloadavg"):
+        return []
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= processors / 2:
+        return []
+    return [
+        f"This machine had other work when the command began (a load of {load:.1f} on {processors} processors): "
+        f"speeds may be far off. Repeat the command on a quiet machine."
+    ]

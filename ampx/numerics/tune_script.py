@@ -21,6 +21,7 @@ from ampx.run.program import Program
 from .batch import Seen, fitting_scale, plain, scaled
 from .compare import bound, module_errors, relative_error, unscaled
 from .operations import family
+from .timing import busy
 from .trial import Outcome, Trial, run_trial
 from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
 from .watching import MODULE, module_patterns
@@ -228,6 +229,7 @@ def tune_script(
     Raises:
         TrialError: A run failed, or the backend cannot watch modules.
     """
+    disturbance = busy() if repeats else []
     warm_up = min(5, steps // 4)
     trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up)
     search = _Search(trial, what_if or settings.dtype, tolerance, for_inference, what_if is not None, run, progress)
@@ -285,7 +287,9 @@ def tune_script(
     if repeats and not search.simulated and not for_inference:
         policy = _for_speed(search, policy, kept, operations, repeats)
     policy = replace(policy, replays=search.runs)
-    return policy, _report(trial, search, policy, first)
+    report = _report(trial, search, policy, first)
+    report["notes"] += disturbance
+    return policy, report
 
 
 def _reason(pattern: str, kept: Iterable[str], worst: dict[str, float], dtype: str) -> str:
