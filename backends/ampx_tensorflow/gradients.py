@@ -21,10 +21,12 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
     if scale is None:
         return list(grads)
 
+    # TensorFlow's rewriter of graphs moves RealDiv to float16 where it follows a product: there a scale of 2**16 is
+    # infinite, and the gradients become 0. It leaves Div alone, which computes the same.
     def divide(values: Any) -> Any:
         if values.dtype in _LOW:
-            return tf.cast(tf.cast(values, tf.float32) / scale, values.dtype)
-        return values / tf.cast(scale, values.dtype)
+            return tf.cast(tf.raw_ops.Div(x=tf.cast(values, tf.float32), y=scale), values.dtype)
+        return tf.raw_ops.Div(x=values, y=tf.cast(scale, values.dtype))
 
     return _each(divide, grads)
 
