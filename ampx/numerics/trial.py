@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -22,6 +23,8 @@ from ampx.run.program import Program
 _CHILD: Final = "ampx.numerics.child"
 # Exit code of a child whose script `ampx run` refuses.
 REFUSED: Final = 3
+# Names the folder in which a watched trial may keep what it compiles for the next one.
+COMPILED: Final = "AMPX_COMPILED"
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,12 @@ def _array(sample: Sequence[float] | None) -> Any:
     return numpy.asarray(sample, dtype=numpy.float32)
 
 
+@functools.cache
+def _compiled() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is there until this process ends."""
+    return tempfile.TemporaryDirectory(prefix="ampx-trials-compiled-")
+
+
 def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     """Run a script as asked, in a process of its own.
 
@@ -215,6 +224,8 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         request, answer, noise = (Path(folder, name) for name in ("request.json", "answer.json", "output.txt"))
         request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}), encoding="utf-8")
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        if trial.watched:  # others are timed, and their memory is measured: each compiles for itself
+            environment[COMPILED] = _compiled().name
         command = [sys.executable, "-m", _CHILD, str(request)]
         with noise.open("wb") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output} if quiet else {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -28,6 +29,7 @@ import numpy as np
 import optax
 
 from ampx.events import ScaleChanged, StepSkipped
+from ampx.numerics.trial import COMPILED
 from ampx.protocol import Member, ScaleGroup
 from ampx.run import Run
 from ampx.session import Amp, new_group
@@ -311,6 +313,8 @@ def _lines(dtype: str | None, scales: bool) -> tuple[str, ...]:
 def automate(run: Run) -> Iterator[None]:
     """Cast what is differentiated inside, and let optimizers skip what is not finite."""
     this = Automation(run)
+    if COMPILED in os.environ:
+        _keep_compiled(os.environ[COMPILED])
     # Named tuples: every transformation, of optax and of the script, is made here.
     patches = (
         mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding, this.called if this.observed else None)),
@@ -334,6 +338,14 @@ def automate(run: Run) -> Iterator[None]:
             this.live = False
             this.regions.close()
             run.close()
+
+
+def _keep_compiled(folder: str) -> None:
+    """Keep what is compiled for the next trial: a watched step has hundreds of operations, each compiled alone."""
+    if not jax.config.jax_compilation_cache_dir:  # else the user keeps it
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 # -- gradients ------------------------------------------------------------------------------------------------

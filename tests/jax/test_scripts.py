@@ -1,0 +1,119 @@
+"""`ampx tune` and `ampx diagnose` on whole scripts with a planted overflow, which nobody edits."""
+
+import json
+import textwrap
+
+import pytest
+
+from ampx.numerics.diagnose_script import diagnose_script
+from ampx.numerics.trial import COMPILED, Trial
+from ampx.numerics.tune_script import tune_script
+from ampx.run import RunSettings
+from ampx.run.program import Program
+from processes import run_here, run_python
+
+pytest.importorskip("flax", reason="flax is not installed")
+# Each has a layer `wide` that multiplies numbers beyond float16, and one that makes them small again.
+LINEN = """
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+
+    class Net(nn.Module):
+        def setup(self):
+            ones = nn.initializers.constant
+            self.first = nn.Dense(4, use_bias=False, kernel_init=ones(1.0))
+            self.wide = nn.Dense(4, use_bias=False, kernel_init=ones(1e4))
+
+        def __call__(self, x):
+            return self.wide(self.first(x)) * 1e-5
+
+
+    net, x = Net(), jnp.ones((4, 4))
+    params = net.init(jax.random.key(0), x)
+    tx = optax.sgd(1e-6)
+    state = tx.init(params)
+
+
+    @jax.jit
+    def train(params, state):
+        loss, grads = jax.value_and_grad(lambda params: net.apply(params, x).astype(jnp.float32).mean())(params)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, loss
+
+
+    for _ in range(3):
+        params, state, loss = train(params, state)
+"""
+NNX = """
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+
+    class Net(nnx.Module):
+        def __init__(self):
+            ones, rngs = nnx.initializers.constant, nnx.Rngs(0)
+            self.first = nnx.Linear(4, 4, use_bias=False, kernel_init=ones(1.0), rngs=rngs)
+            self.wide = nnx.Linear(4, 4, use_bias=False, kernel_init=ones(1e4), rngs=rngs)
+
+        def __call__(self, x):
+            return self.wide(self.first(x)) * 1e-5
+
+
+    net, x = Net(), jnp.ones((4, 4))
+    optimizer = nnx.Optimizer(net, optax.sgd(1e-6), wrt=nnx.Param)
+
+
+    @nnx.jit
+    def train(net, optimizer):
+        loss, grads = nnx.value_and_grad(lambda net: net(x).astype(jnp.float32).mean())(net)
+        optimizer.update(net, grads)
+        return loss
+
+
+    for _ in range(3):
+        train(net, optimizer)
+"""
+FLOAT16 = RunSettings(dtype="float16")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Return a script as a program."""
+
+    def write(text):
+        (tmp_path / "train.py").write_text(textwrap.dedent(text))
+        return Program(str(tmp_path / "train.py"))
+
+    return write
+
+
+@pytest.fixture
+def here(tmp_path):
+    """Run a trial in this process."""
+    return lambda trial: run_here(trial, tmp_path)
+
+
+@pytest.mark.parametrize("text", [LINEN, NNX], ids=["linen", "nnx"])
+def test_tune_denies_the_layer_that_overflows_and_no_other(here, script, text):
+    policy, report = tune_script(script(text), FLOAT16, framework="jax", steps=2, repeats=0, run=here)
+    assert [choice.entry for choice in policy.deny] == ["module:wide"]
+    assert '"module:wide"' in report["file"]
+
+
+@pytest.mark.parametrize("text", [LINEN, NNX], ids=["linen", "nnx"])
+def test_diagnose_names_the_layer_that_overflows(here, script, text):
+    diagnosis, _ = diagnose_script(script(text), FLOAT16, framework="jax", run=here)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "wide")
+
+
+def test_a_watched_trial_keeps_what_it_compiles_for_the_next_one(tmp_path, script):
+    request, compiled = tmp_path / "request.json", tmp_path / "compiled"
+    trial = Trial(script(NNX), RunSettings("float32", watched=True), "jax", steps=1, watched=(1,))
+    request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(tmp_path / "answer.json")}))
+    environment = {COMPILED: str(compiled), "JAX_COMPILATION_CACHE_DIR": ""}
+    run_python("-m", "ampx.numerics.child", request, check=True, **environment)
+    assert len(list(compiled.iterdir())) > 20
