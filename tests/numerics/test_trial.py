@@ -68,6 +68,16 @@ def test_skipped_steps_and_the_scale_are_told(trial):
     assert (outcome.skipped, outcome.last_scale) == ([1], 2.0**15)
 
 
+def test_watched_runs_share_a_folder_for_what_they_compile_and_timed_ones_compile_for_themselves(trial, tmp_path):
+    text = script(after="import os; print(os.environ.get('AMPX_COMPILED'), file=open('folders.txt', 'a'))")
+    for watched in ((1,), (2,), ()):
+        trial(text, "2", watched=watched)
+    first, second, timed = (tmp_path / "folders.txt").read_text().split()
+    assert first == second
+    assert Path(first).is_dir()
+    assert timed == "None"
+
+
 def test_a_script_that_fails_is_an_error_with_its_last_words(trial):
     with pytest.raises(ampx.TrialError, match=r"(?s)exit code 1.*ZeroDivisionError"):
         trial("1 / 0")
