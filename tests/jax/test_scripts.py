@@ -92,7 +92,7 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def here(tmp_path):
+def here(tmp_path, nothing_of_its_own):
     """Run a trial in this process."""
     return lambda trial: run_here(trial, tmp_path)
 
