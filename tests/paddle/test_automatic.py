@@ -402,7 +402,7 @@ def test_casting_that_is_switched_off_is_the_scripts_own_business(run):
 @pytest.mark.parametrize("use", ["grad", "hook"])
 def test_scaled_gradients_that_cannot_be_made_true_are_refused(scaling, use):
     net = network()
-    paddle.optimizer.SGD(0.1, parameters=net.parameters())
+    optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())  # kept: forgotten, it scales nothing
     (x,) = batches(1)
     x.stop_gradient = False
     reason = {"grad": "no optimizer holds", "hook": "a hook on a gradient"}[use]
@@ -415,6 +415,7 @@ def test_scaled_gradients_that_cannot_be_made_true_are_refused(scaling, use):
 
     with pytest.raises(ampx.RunRefusedError, match=reason):
         read()
+    optimizer.clear_grad()
 
 
 def test_they_are_the_scripts_where_nothing_is_scaled(run):
