@@ -24,7 +24,7 @@ def run(
         raise InvalidOptionError(f"--format {style!r} is unknown; accepted: {', '.join(output.FORMATS)}.")
     rules = selected(select.split(","), ignore.split(","))
     findings = lint(list(find(paths)), rules)
-    printed = output.FORMATS[style](findings, rules)
+    printed = output.FORMATS[style](findings)
     if printed:
         echo(printed)
     return 2 if findings.unreadable else int(bool(findings.problems))

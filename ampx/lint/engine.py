@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ampx.errors import InvalidOptionError
+from ampx.syntax.processes import on_all_processors
 from ampx.syntax.program import Modules, import_graph
 from ampx.syntax.source import Source
 
@@ -25,7 +24,6 @@ _HINT: Final = re.compile(
 # What a file holds that may go wrong where another one computes in float16.
 _CONSTANTS: Final = re.compile(rb"masked_fill|where\(|e-(0?[89]|[1-9]\d)|\de\+?\d|\d{6}")
 _OPT_OUT: Final = re.compile(r"#\s*(?:ampx:\s*ignore(?:\[([\w, ]+)\])?|noqa(?::\s*([\w, ]+))?)", flags=re.I)
-_WORTH_PROCESSES: Final = 400_000  # bytes
 _Task: TypeAlias = tuple[Path, bytes, bool, frozenset[str]]
 
 
@@ -34,14 +32,16 @@ class Findings:
     """What a run found.
 
     Attributes:
+        rules: What was looked for.
+        files: How many files were looked at.
         problems: Sorted by file and line.
         unreadable: Files that could not be read, with the reason.
-        files: How many files were looked at.
     """
 
+    rules: Sequence[Rule]
+    files: int
     problems: list[Problem] = field(default_factory=list)
     unreadable: dict[Path, str] = field(default_factory=dict)
-    files: int = 0
 
 
 def selected(select: Iterable[str], ignore: Iterable[str]) -> tuple[Rule, ...]:
@@ -63,7 +63,7 @@ def selected(select: Iterable[str], ignore: Iterable[str]) -> tuple[Rule, ...]:
 
 def lint(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> Findings:
     """Return what rules find in files. Never raises for what is in them."""
-    findings = Findings(files=len(paths))
+    findings = Findings(rules, len(paths))
     data: dict[Path, bytes] = {}
     for path in paths:
         try:
@@ -77,7 +77,7 @@ def lint(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> Findings:
         for path, content in data.items()
         if _HINT.search(content) or (path in float16 and _CONSTANTS.search(content))
     ]
-    for path, problems, reason in _done(tasks):
+    for _, (path, problems, reason) in on_all_processors(_check, tasks, [len(content) for _, content, *_ in tasks]):
         findings.problems += problems
         if reason:
             findings.unreadable[path] = reason
@@ -96,13 +96,6 @@ def _used_in_float16(data: Mapping[Path, bytes]) -> set[Path]:
                 reached.add(path)
                 waiting.append(path)
     return reached
-
-
-def _done(tasks: Sequence[_Task]) -> Iterable[tuple[Path, list[Problem], str]]:
-    if sum(len(task[1]) for task in tasks) < _WORTH_PROCESSES or (os.cpu_count() or 1) == 1:
-        return map(_check, tasks)
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(_check, sorted(tasks, key=lambda task: -len(task[1])), chunksize=4))
 
 
 def _check(task: _Task) -> tuple[Path, list[Problem], str]:

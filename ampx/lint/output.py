@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import ampx
@@ -15,7 +15,7 @@ from .rules import BY_CODE
 SCHEMA: Final = "ampx.lint/1"
 
 
-def text(findings: Findings, rules: Sequence[Rule]) -> str:
+def text(findings: Findings) -> str:
     """Return a line for each problem, and a last one that sums them up."""
     lines = [f"{problem.path}:{problem.line}:{problem.column}: {_message(problem)}" for problem in findings.problems]
     lines += [f"{path}: {reason}" for path, reason in findings.unreadable.items()]
@@ -26,7 +26,7 @@ def text(findings: Findings, rules: Sequence[Rule]) -> str:
     return "\n".join(lines)
 
 
-def as_json(findings: Findings, rules: Sequence[Rule]) -> str:
+def as_json(findings: Findings) -> str:
     """Return everything, under the schema `ampx.lint/1`."""
     return json.dumps(
         {
@@ -42,7 +42,7 @@ def as_json(findings: Findings, rules: Sequence[Rule]) -> str:
     )
 
 
-def github(findings: Findings, rules: Sequence[Rule]) -> str:
+def github(findings: Findings) -> str:
     """Return workflow commands, which GitHub shows beside the lines of a pull request."""
     lines = [
         f"::{BY_CODE[problem.code].severity} file={_property(problem.path.as_posix())},line={problem.line},"
@@ -55,7 +55,7 @@ def github(findings: Findings, rules: Sequence[Rule]) -> str:
     return "\n".join(lines)
 
 
-def sarif(findings: Findings, rules: Sequence[Rule]) -> str:
+def sarif(findings: Findings) -> str:
     """Return SARIF 2.1.0."""
     results = [
         {
@@ -77,7 +77,7 @@ def sarif(findings: Findings, rules: Sequence[Rule]) -> str:
         }
         for problem in findings.problems
     ]
-    driver = {"name": "ampx lint", "version": ampx.__version__, "rules": [_sarif_rule(rule) for rule in rules]}
+    driver = {"name": "ampx lint", "version": ampx.__version__, "rules": [_sarif_rule(rule) for rule in findings.rules]}
     notes = [
         {"level": "error", "message": {"text": f"{path}: {reason}"}} for path, reason in findings.unreadable.items()
     ]
@@ -105,7 +105,7 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
     }
 
 
-FORMATS: Final[Mapping[str, Callable[[Findings, Sequence[Rule]], str]]] = {
+FORMATS: Final[Mapping[str, Callable[[Findings], str]]] = {
     "text": text,
     "json": as_json,
     "github": github,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ampx.syntax.program import called_name, dotted
@@ -52,7 +52,7 @@ def _shares(script: Script, clip: Event, scaled: Event) -> bool:
 
 def _mentions(script: Script, function: ast.AST, word: str, before: ast.AST) -> bool:
     """Return whether a function calls something with a word in its name, in front of a node."""
-    calls = [call for call in script.calls if script.program.function(call) is function]
+    calls = script.calls_in(function)
     return any(word in (dotted(call.func) or "") and script.is_before(call, before) for call in calls)
 
 
@@ -150,9 +150,7 @@ def moved_on_skipped_steps(script: Script) -> Iterator[Place]:
     """A schedule or an average moves on though the step was skipped."""
     for function, events in script.events.items():
         steps = [event for event in events if event.kind == "step" and script.program.loops(event.node)]
-        for call in script.calls if steps else ():
-            if script.program.function(call) is not function or not isinstance(call.func, ast.Attribute):
-                continue
+        for call in script.calls_in(function) if steps else ():
             if not any(script.same_pass(call, step.node) and script.is_before(step.node, call) for step in steps):
                 continue
             what = _moves(script, call)
@@ -256,7 +254,10 @@ def scale_not_saved(script: Script) -> Iterator[Place]:
             )
 
 
-def _is_off(call: ast.Call) -> bool:
+def _is_off(call: ast.Call | None) -> bool:
+    """Return whether the text switches a scaler off; False where it is made elsewhere."""
+    if call is None:
+        return False
     values = [keyword.value for keyword in call.keywords if keyword.arg in ("enabled", "enable")]
     return any(isinstance(value, ast.Constant) and value.value is False for value in values)
 
@@ -305,6 +306,15 @@ def never_updated(script: Script) -> Iterator[Place]:
             )
 
 
+def _scaled_beside(script: Script, events: Sequence[Event], event: Event) -> list[Event]:
+    """Return the backward calls of scaled losses in the same pass as an event."""
+    return [
+        other
+        for other in events
+        if other.kind == "scaled" and other.scaler in script.scalers and script.same_pass(event.node, other.node)
+    ]
+
+
 def stepped_by_itself(script: Script) -> Iterator[Place]:
     """The optimizer steps on gradients that carry the scale."""
     for events in script.events.values():
@@ -313,19 +323,14 @@ def stepped_by_itself(script: Script) -> Iterator[Place]:
                 continue
             scaled = [
                 other
-                for other in events
-                if other.kind == "scaled"
-                and other.scaler in script.scalers
-                and script.is_before(other.node, event.node)
-                and script.implies(event.node, other.node)
-                and script.same_pass(event.node, other.node)
+                for other in _scaled_beside(script, events, event)
+                if script.is_before(other.node, event.node) and script.implies(event.node, other.node)
             ]
             if not scaled:
                 continue
             scaler = scaled[-1].scaler
-            if not any(
-                other.scaler == scaler and other.kind in ("step", "unscale") for other in events
-            ) and not _is_off(script.scalers[scaler] or ast.Call(ast.Name("scaler", ast.Load()), [], [])):
+            divided = any(other.scaler == scaler and other.kind in ("step", "unscale") for other in events)
+            if not divided and not _is_off(script.scalers[scaler]):
                 yield (
                     event.node,
                     f"`{event.subject}.step()` applies gradients that carry the loss scale of `{scaler}`; call "
@@ -341,31 +346,19 @@ def unscaled_beside_scaled(script: Script) -> Iterator[Place]:
         for event in events:
             if event.kind != "backward":
                 continue
+            branches = script.program.branches(event.node)
             scaled = [
                 other
-                for other in events
-                if other.kind == "scaled"
-                and other.scaler in script.scalers
-                and script.same_pass(event.node, other.node)
-                and script.program.branches(event.node) == script.program.branches(other.node)
+                for other in _scaled_beside(script, events, event)
+                if script.program.branches(other.node) == branches
             ]
-            last = scaled[-1] if scaled else event
-            steps = [
-                other
-                for other in events
-                if other.kind == "step"
-                and other.scaler == last.scaler
-                and script.is_before(max((event.node, last.node), key=script.program.order), other.node)
-            ]
-            between = [
-                other
-                for other in events
-                if other.kind == "step"
-                and scaled
-                and script.is_before(min((event.node, last.node), key=script.program.order), other.node)
-                and script.is_before(other.node, max((event.node, last.node), key=script.program.order))
-            ]
-            if scaled and steps and not between:
+            if not scaled:
+                continue
+            last = scaled[-1]
+            earlier, later = sorted((event.node, last.node), key=script.program.order)
+            steps = [other for other in events if other.kind == "step" and script.is_before(earlier, other.node)]
+            between = any(script.is_before(step.node, later) for step in steps)
+            if not between and any(step.scaler == last.scaler for step in steps):
                 loss = event.subject or script.program.code(event.node.func)
                 yield (
                     event.node,

@@ -123,6 +123,17 @@ class Script:
         wanted = set(names)
         return [call for call in self.calls if self.names(call.func) & wanted]
 
+    def calls_in(self, function: ast.AST) -> list[ast.Call]:
+        """Return the calls of a function's own body, or of the module's."""
+        return self._by_function.get(function, [])
+
+    @cached_property
+    def _by_function(self) -> dict[ast.AST, list[ast.Call]]:
+        calls: dict[ast.AST, list[ast.Call]] = {}
+        for call in self.calls:
+            calls.setdefault(self.program.function(call), []).append(call)
+        return calls
+
     def made_by(self, node: ast.expr) -> set[str]:
         """Return the full names of what a value was made by: the calls that its name was assigned."""
         return {name for call in self.makers(node) for name in self.names(call.func)}
@@ -155,6 +166,10 @@ class Script:
                 regions.append(self._region(node, call))
         return regions
 
+    @cached_property
+    def _regions(self) -> dict[ast.AST, Region]:
+        return {region.node: region for region in self.regions}
+
     def _region(self, node: ast.AST, call: ast.Call) -> Region:
         name = next(iter(self.names(call.func) & set(_AUTOCAST)))
         position, default = _AUTOCAST[name]
@@ -174,10 +189,9 @@ class Script:
 
     def region(self, node: ast.AST) -> Region | None:
         """Return the innermost casting region around a node, in its own function."""
-        by_node = {region.node: region for region in self.regions}
         for outer in self.program.around(node):
-            if outer in by_node:
-                return by_node[outer]
+            if outer in self._regions:
+                return self._regions[outer]
             if isinstance(outer, (*FUNCTIONS, ast.Lambda)):
                 return None
         return None
@@ -228,12 +242,10 @@ class Script:
     def events(self) -> dict[ast.AST, list[Event]]:
         """What training does, by function, in the order of the text."""
         scaled = self._scaled_names()
-        events: dict[ast.AST, list[Event]] = {}
-        for call in self.calls:
-            event = self._event(call, scaled)
-            if event is not None:
-                events.setdefault(self.program.function(call), []).append(event)
-        return events
+        return {
+            function: [event for call in calls if (event := self._event(call, scaled)) is not None]
+            for function, calls in self._by_function.items()
+        }
 
     def _scaled_names(self) -> dict[tuple[ast.AST, str], str]:
         """Return which names of a function hold a scaled loss, and the scaler."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
+from ampx.syntax.processes import on_all_processors
 from ampx.syntax.program import Modules, beside, import_graph
 
 from .engine import Outline, Surroundings, is_hinted, outline, programs, rewrite
@@ -17,8 +17,6 @@ from .report import FileReport, Finding
 
 File: TypeAlias = tuple[Path, bytes]
 Result = TypeVar("Result")
-
-_WORTH_PROCESSES: Final = 400_000  # bytes of files to parse; starting processes takes longer than reading fewer
 
 
 class Progress(Protocol):
@@ -93,25 +91,11 @@ class _Work:
         total, done = sum(sizes), 0
         results: dict[int, Result] = {}
         self._tell(name, 0, total)
-        for position, result in self._results(function, tasks, total):
+        for position, result in on_all_processors(function, tasks, sizes, _set, self.around):
             results[position] = result
             done += sizes[position]
             self._tell(name, done, total)
         return [results[position] for position in range(len(tasks))]
-
-    def _results(
-        self, function: Callable[[Sequence[File]], Result], tasks: Sequence[Sequence[File]], total: int
-    ) -> Iterator[tuple[int, Result]]:
-        if total < _WORTH_PROCESSES or len(tasks) == 1 or (os.cpu_count() or 1) == 1:
-            _set(self.around)
-            yield from enumerate(map(function, tasks))
-            return
-        with ProcessPoolExecutor(os.cpu_count(), initializer=_set, initargs=(self.around,)) as pool:
-            # The longest first, so that none of them is left to one processor at the end.
-            order = sorted(range(len(tasks)), key=lambda position: -sum(len(data) for _, data in tasks[position]))
-            futures = {pool.submit(function, tasks[position]): position for position in order}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
 
 
 _around: list[Surroundings] = []

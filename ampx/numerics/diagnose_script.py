@@ -160,7 +160,7 @@ def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
     forward = [entry for entry in readings if entry.direction == "forward"]
     read = [entry for entry in forward if entry.kind and normalised(entry.operation) == _READ]
     if read:
-        return {_parameters(entry.module): _joined(read, entry.module) for entry in read}
+        return {_parameters(module): _joined(read, module) for module in dict.fromkeys(entry.module for entry in read)}
     inputs = {(entry.module, entry.call): entry.inputs for entry in forward if not entry.operation}
     parameters: dict[str, Stats] = {}
     met: set[tuple[str, int]] = set()

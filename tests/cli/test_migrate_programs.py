@@ -10,6 +10,7 @@ import pytest
 
 from ampx.migrate import files
 from ampx.migrate.engine import migrate as migrate_bytes
+from ampx.syntax import processes
 from ampx.syntax.files import find
 
 # -- gradients that are read before the step: apex leaves true ones behind, ampx scaled ones --------------------
@@ -372,7 +373,7 @@ def test_large_trees_are_done_on_all_processors_with_the_same_result_and_progres
     for number in range(4):
         (tmp_path / f"script_{number}.py").write_bytes(long_script(1_000))
     here = files.examine(find([tmp_path]))
-    monkeypatch.setattr(files, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(processes, "_WORTH_PROCESSES", 0)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     events = []
     there = files.examine(find([tmp_path]), lambda *arguments: events.append(arguments))

@@ -1,17 +1,15 @@
 """`ampx compare`, `ampx diagnose` and `ampx tune` on whole scripts with a planted fault, which nobody edits."""
 
-import json
-
 import pytest
 
 from ampx.backend import Watching
-from ampx.numerics import child
 from ampx.numerics.compare_script import compare_script
 from ampx.numerics.diagnose_script import diagnose_script
-from ampx.numerics.trial import Trial, _read_outcome
+from ampx.numerics.trial import Trial
 from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings
 from ampx.run.program import Program
+from processes import run_here
 
 FIT = """
 import keras
@@ -56,15 +54,8 @@ for factor in (1.0, 2.0, 3.0):
 
 @pytest.fixture
 def here(tmp_path):
-    """Run a trial in this process, by what its own process would run."""
-
-    def run(trial):
-        request, answer = tmp_path / "request.json", tmp_path / "answer.json"
-        request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}))
-        assert child.main(str(request)) == 0
-        return _read_outcome(answer.read_text())
-
-    return run
+    """Run a trial in this process."""
+    return lambda trial: run_here(trial, tmp_path)
 
 
 @pytest.fixture
