@@ -27,26 +27,24 @@ class Sampled:
 class HostMeter:
     """Counts the steps of one optimizer, and keeps the last sample."""
 
-    def __init__(self, compute: str, look: Callable[[], Sequence[Sampled]] | None = None) -> None:
-        """Begin with no step.
-
-        Args:
-            compute: The compute dtype.
-            look: Returns a sample of every parameter and of its gradient as it is now; None where `step` gets it.
-        """
+    def __init__(self, compute: str) -> None:
+        """Begin with no step of this compute dtype."""
         self._compute = compute
-        self._look = look
         self._steps = 0
         self._last: Meter | None = None
 
-    def step(self, member: Member, run: Callable[[], Any], look: Callable[[], Sequence[Sampled]] | None = None) -> Any:
-        """Run a step, and meter it if it is its turn and it updates; `look` is that of this step."""
-        look = look or self._look
+    def step(self, member: Member, run: Callable[[], Any], look: Callable[[], Sequence[Sampled]]) -> Any:
+        """Run a step, and meter it if it is its turn and it updates.
+
+        Args:
+            member: What the optimizer is in its group.
+            run: Makes the step.
+            look: Returns a sample of every parameter and of its gradient as it is now.
+        """
         self._steps += 1
         if (
             self._steps % member.group.meter_every
             or not member.group.enabled
-            or look is None
             or member.stage not in ("scaled", "unscaled")
         ):
             return run()

@@ -89,7 +89,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
         self.ampx_member.belong_to(self)
-        self._meter = HostMeter(self._compute, partial(gradients.meter_samples, self.trainer))
+        self._meter = HostMeter(self._compute)
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if self.ampx_member.group.enabled:
             self._hook.watch(self.trainer)
@@ -140,7 +140,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             member.end_change()
 
     def _metered(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
-        self._meter.step(self.ampx_member, lambda: self._step(run, batch_size, ignore_stale_grad))
+        self._meter.step(
+            self.ampx_member,
+            lambda: self._step(run, batch_size, ignore_stale_grad),
+            partial(gradients.meter_samples, self.trainer),
+        )
 
     def ampx_meter(self) -> Meter | None:
         """Return what the last update that was looked at did."""

@@ -69,7 +69,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         are_scaled = weakref.WeakMethod(self._are_scaled)
         self._guard = StepGuard(self.ampx_member, lambda: (ask := are_scaled()) is not None and ask())
         dtype = "float32" if self._plan is None else self._plan.dtype
-        self._meter = HostMeter(dtype, partial(meter_samples, self.optimizer))
+        self._meter = HostMeter(dtype)
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
         if self.ampx_member.group.enabled:
@@ -116,7 +116,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         if closure is not None:
             with paddle.enable_grad():
                 loss = closure()
-        self._meter.step(self.ampx_member, super().step)
+        self._meter.step(self.ampx_member, super().step, partial(meter_samples, self.optimizer))
         return loss
 
     def _refuse_static_graphs(self) -> None:

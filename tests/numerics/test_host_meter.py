@@ -28,7 +28,7 @@ class Training:
             factor=factors[0],
             result=types.SimpleNamespace(applied=applied),
         )
-        self.meter = HostMeter("float16", self.look)
+        self.meter = HostMeter("float16")
 
     def look(self):
         self.looks += 1
@@ -39,7 +39,7 @@ class Training:
         return "done"
 
     def train(self, steps):
-        assert {self.meter.step(self.member, self.run) for _ in range(steps)} == {"done"}
+        assert {self.meter.step(self.member, self.run, self.look) for _ in range(steps)} == {"done"}
         return self.meter.last()
 
 
