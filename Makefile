@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Those that take longest first.
 FRAMEWORK ?= jax,tensorflow,torch,core,mxnet,paddle,example
+# Environments of `make test-all` alone.
+NIGHTLY ?= compiled-for-cuda
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
@@ -14,8 +16,8 @@ TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
-# Longer fuzzing and all trainings of all programs; the workflow runs it every night.
-test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 PYTEST_TIMEOUT=3600 $(TOX_TWO) -e $(FRAMEWORK)
+# Longer fuzzing, all trainings of all programs, and what needs more installed; the workflow runs it every night.
+test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 PYTEST_TIMEOUT=3600 $(TOX_TWO) -e $(FRAMEWORK),$(NIGHTLY)
 # What computes in float16 depends on the CPU's instructions; these tests must not. Two environments at a time.
 weakest: .venv-tox/bin/tox
 	$(TOX_TWO) --notest -e torch,tensorflow,mxnet,paddle
