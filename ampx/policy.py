@@ -142,7 +142,7 @@ def find_level(level: object) -> Level:
 
 
 POLICY_SCHEMA: Final = "ampx.policy/1"
-_KEYS: Final = ("schema", "framework", "dtype", "level", "loss_scale", "allow", "deny")
+_KEYS: Final = ("schema", "framework", "dtype", "level", "loss_scale", "allow", "deny", "enabled")
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class PolicyFile:
         deny: As in `init`; names only.
         reasons: By entry of `allow` and `deny`, or by key, why; comments of the file.
         source: The file, for messages.
+        enabled: As in `init`.
     """
 
     framework: str | None = None
@@ -168,6 +169,7 @@ class PolicyFile:
     deny: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     source: str = "ampx.toml"
+    enabled: bool = True
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> PolicyFile:
@@ -218,6 +220,8 @@ class PolicyFile:
             entries = values.get(key, [])
             names = isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
             check(names, key, "a list of names, such as ['module:head']")
+        enabled = values.get("enabled", True)
+        check(isinstance(enabled, bool), "enabled", "true or false")
         scale = values.get("loss_scale", "auto")
         try:
             dtype = values.get("dtype", "auto")
@@ -228,7 +232,7 @@ class PolicyFile:
         except AmpxError as error:
             raise PolicyFileError(f"the policy file {source!r} cannot be honoured: {error}") from error
         allow, deny = (tuple(values.get(key, ())) for key in ("allow", "deny"))
-        return cls(values.get("framework"), dtype, level, scale, allow, deny, source=source)
+        return cls(values.get("framework"), dtype, level, scale, allow, deny, source=source, enabled=enabled)
 
     def check_framework(self, framework: str) -> None:
         """Raise where the file is of another framework.
@@ -262,6 +266,8 @@ class PolicyFile:
         scale = _quoted(self.loss_scale) if isinstance(self.loss_scale, str) else repr(float(self.loss_scale))
         for key, value in (("dtype", _quoted(self.dtype)), ("level", _quoted(self.level)), ("loss_scale", scale)):
             lines.append(f"{key} = {value}{self._comment(key)}")
+        if not self.enabled:
+            lines.append(f"enabled = false{self._comment('enabled')}")
         for key, entries in (("deny", self.deny), ("allow", self.allow)):
             lines += [f"{key} = [", *(f"    {_quoted(entry)},{self._comment(entry)}" for entry in entries), "]"]
         return "\n".join(lines) + "\n"

@@ -652,7 +652,7 @@ def init(
             host) and skips the step elsewhere; `"raise"` always looks; `"skip"` never does.
         enabled: False makes every call transparent, so that a script need not change.
         policy: A file that `ampx tune` wrote: it says `framework`, `dtype`, `level` and `loss_scale` where these have
-            their defaults here, and its lists come before `allow` and `deny`.
+            their defaults here, and its lists come before `allow` and `deny`. Its `enabled = false` holds.
 
     Returns:
         The session.
@@ -670,6 +670,7 @@ def init(
         if framework is not None:
             file.check_framework(framework)
         dtype, level, loss_scale, allow, deny = file.combined(dtype, level, loss_scale, allow, deny)
+        enabled = enabled and file.enabled if isinstance(enabled, bool) else enabled
     found_level = find_level(level)
     wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
     scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)
@@ -752,7 +753,7 @@ def _choose_dtype(
 ) -> tuple[Dtype | None, str]:
     """Return the compute dtype (None: off) and why, warning where it is not what was hoped for."""
     if not enabled:
-        return None, "disabled by enabled=False"
+        return None, "disabled by enabled=False, or by the policy file"
     if level.name == "O0" or wanted == "float32":
         return None, f"float32 was asked for (level={level.name}, dtype={wanted or 'auto'})"
     if wanted is None:

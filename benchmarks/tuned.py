@@ -1,8 +1,8 @@
 """What `ampx.tune` decides for each workload in PyTorch, and a step under it, against float32 and plain O1.
 
 The policy file that `tune` would write is read by `init`, as a user's is. Float32 is the loop without ampx, which looks
-at no gradient; plain O1 is bfloat16 by the op lists. A policy that casts by the op lists alone is plain O1, and is not
-compared with it.
+at no gradient; a policy that is off (`enabled = false`) looks at none, either. Plain O1 is bfloat16 by the op lists. A
+policy that casts by the op lists alone is plain O1, and is not compared with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import ampx
 DTYPE = "bfloat16"
 EACH_MODEL = chosen(quick=True)
 # Steps of a session that are not timed: memory of the wrapper, and what is decided in its first step.
-UNTIMED = 2
+UNTIMED = 4
 
 
 class Side:
@@ -82,7 +82,9 @@ def described(policy: ampx.TunedPolicy) -> str:
     """Return a policy in a few words."""
     if policy.deny:
         return f"{policy.dtype}, {len(policy.deny)} of {len(policy.modules)} modules in float32"
-    return "float32" if policy.dtype == "float32" else f"{policy.dtype}, plain O1"
+    if policy.dtype == "float32":
+        return "float32" if policy.enabled else "float32, off"
+    return f"{policy.dtype}, plain O1"
 
 
 def measure(side: Side, other: Side, quick: bool) -> Ratio:
@@ -94,7 +96,7 @@ def measure(side: Side, other: Side, quick: bool) -> Ratio:
             side.step,
             other.step,
             pairs=pairs,
-            repeat=10 if short else 2,
+            repeat=50 if short else 2,
             warmup=1,
             before_a=side.begin,
             before_b=other.begin,
@@ -118,6 +120,8 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
             policy.write(file)
             ours = Side(workload, {"policy": str(file)})
             others = {"float32, without ampx": Side(workload, None)}
+            if not policy.enabled:
+                others["float32, gradients checked"] = Side(workload, {"dtype": "float32"})
             if policy.deny or policy.dtype == "float32":
                 others["plain O1"] = Side(workload, {"dtype": DTYPE})
             if not policy.deny:  # nothing is put on the model: both train the same, where it lies in memory

@@ -25,6 +25,7 @@ from .watching import MODULE
 LARGEST_TOLERANCE: Final = 0.25
 # Below this a ratio of times is no difference.
 ALIKE: Final = 0.02
+DISABLED: Final = "nothing is left but to check gradients; true does so, at the cost of a small step's time"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TunedPolicy:
         loss_scale: As `init` takes it: `"dynamic"`, or a number.
         deny: What stays in float32.
         allow: What computes in the dtype beyond the framework's own list.
-        reasons: Why, by `"dtype"`, `"level"` and `"loss_scale"`: one sentence each.
+        reasons: Why, by `"dtype"`, `"level"`, `"loss_scale"` and `"enabled"`: one sentence each.
         modules: Names of all modules of the model, by which a file that is stale is known.
         agrees: Whether loss and gradients agree with float32's within the tolerance.
         tolerance: Relative tolerance of loss and gradients.
@@ -60,6 +61,8 @@ class TunedPolicy:
         replays: How often the batch was computed.
         operations: Operations that could stay in float32 instead of the modules, wherever they are; () where that is
             not enough, or where it was not asked.
+        enabled: As `init` takes it. False where float32 is the fastest: calls of ampx cast and scale nothing there,
+            and would add their check of gradients to each step.
     """
 
     framework: str
@@ -76,6 +79,7 @@ class TunedPolicy:
     speed: float | None = None
     replays: int = 0
     operations: tuple[str, ...] = ()
+    enabled: bool = True
 
     @property
     def file(self) -> PolicyFile:
@@ -89,6 +93,7 @@ class TunedPolicy:
             tuple(choice.entry for choice in self.allow),
             tuple(choice.entry for choice in self.deny),
             {**self.reasons, **reasons},
+            enabled=self.enabled,
         )
 
     def write(self, path: str | os.PathLike[str] = "ampx.toml") -> None:
@@ -468,12 +473,13 @@ def _float32(tuning: _Tuning, reason: str, agrees: bool = True, speed: float | N
         dtype="float32",
         level="O0",
         loss_scale=1.0,
-        reasons={"dtype": reason, "level": "nothing is cast", "loss_scale": "float32 needs none"},
+        reasons={"dtype": reason, "level": "nothing is cast", "loss_scale": "float32 needs none", "enabled": DISABLED},
         modules=tuning.modules,
         agrees=agrees,
         tolerance=tuning.tolerance,
         speed=speed,
         replays=tuning.batch.replays,
+        enabled=speed is None,
     )
 
 

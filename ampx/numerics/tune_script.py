@@ -23,7 +23,7 @@ from .compare import bound, module_errors, relative_error, unscaled
 from .operations import family
 from .timing import busy
 from .trial import Outcome, Trial, run_trial
-from .tune import Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
+from .tune import DISABLED, Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
 from .watching import MODULE, module_patterns
 
 SCHEMA: Final = "ampx.tune/1"
@@ -307,12 +307,13 @@ def _float32(search: _Search, reason: str, agrees: bool = True, speed: float | N
         dtype=_FLOAT32,
         level="O0",
         loss_scale=1.0,
-        reasons={"dtype": reason},
+        reasons={"dtype": reason, "enabled": DISABLED},
         modules=search.modules,
         agrees=agrees,
         tolerance=search.tolerance or 0.0,
         speed=speed,
         replays=search.runs,
+        enabled=speed is None,
     )
 
 
@@ -405,6 +406,9 @@ def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) 
     file = policy.file
     if policy.dtype == _FLOAT32:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
+        if not policy.enabled:
+            verdict += " Nothing is cast or scaled, so the policy switches ampx off (enabled = false); true would check"
+            verdict += " the gradients of each step, and keep NaN out of the weights."
     else:
         verdict = f"{policy.dtype}, with {_counted(policy)} in float32: {policy.reasons['dtype']}."
     return {

@@ -102,7 +102,7 @@ def run_to_the_end(request: RunRequest) -> int:
 
 def _tell(request: RunRequest, finished: Finished) -> list[str]:
     """Write the report, and return the lines of the summary: one process of a job prints it."""
-    if request.settings.stand_ins_only:
+    if request.settings.stand_ins_only and not request.settings.policy:
         return []
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
@@ -206,8 +206,13 @@ def write_report(target: Path, report: dict[str, Any]) -> None:
 def to_json(request: RunRequest, finished: Finished) -> dict[str, Any]:
     """Return what `--report` writes."""
     rank, size = process_rank()
+    seen = finished.to_json()
+    if request.settings.stand_ins_only:
+        seen["notes"].append(
+            f"The policy file {request.settings.policy!r} says enabled = false: the script ran as it does without ampx."
+        )
     return {
-        **finished.to_json(),
+        **seen,
         "script": request.program.name,
         "arguments": list(request.program.arguments),
         "rank": rank,

@@ -76,6 +76,7 @@ class RunSettings:
             allow=tuple(allow),
             deny=tuple(deny),
             policy=os.path.abspath(path),
+            stand_ins_only=self.stand_ins_only or not file.enabled,
         )
 
 

@@ -72,6 +72,14 @@ def test_a_module_runs(tmp_path, outcome, name):
     same_as_python(outcome, "-m", name, "--report", "x")
 
 
+def test_a_policy_that_is_off_leaves_the_script_as_it_is_and_says_so(tmp_path, outcome):
+    (tmp_path / "script.py").write_text("print('hello')")
+    (tmp_path / "ampx.toml").write_text("dtype = 'float32'\nenabled = false\n")
+    done = outcome(AMPX, "run", "--policy", "ampx.toml", "script.py")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert "ampx.toml' says enabled = false: the script ran as it does without ampx." in done.stderr
+
+
 def test_python_m_ampx_is_the_same_command(tmp_path, outcome):
     (tmp_path / "script.py").write_text("print('hello')")
     done = outcome(sys.executable, "-m", "ampx", "run", "script.py")

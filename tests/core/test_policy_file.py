@@ -72,6 +72,7 @@ def test_what_a_policy_says_is_read_back_as_it_was_written(file):
         ("dtype = 'int8'", "cannot be honoured: dtype='int8'"),
         ("level = 'O7'", "cannot be honoured: level='O7'"),
         ("loss_scale = -1.0", "cannot be honoured"),
+        ("enabled = 0", "has enabled = 0; accepted: true or false"),
         ("schema = 'ampx.policy/9'", "accepted: 'ampx.policy/1'"),
         ("dtype = ", "is no TOML"),
         ("framework = 'torch'", "is for 'torch', and 'toy' is what computes"),
@@ -88,6 +89,17 @@ def test_a_wrong_file_is_refused_and_the_session_stays(file, text, says):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ampx.PolicyFileError, match="cannot be read: No such file"):
         ampx.init("toy", policy=tmp_path / "none.toml")
+
+
+def test_a_policy_that_is_off_switches_the_session_off_and_a_run_automates_nothing(file):
+    text = PolicyFile("toy", "float32", "O0", reasons={"enabled": "float32 is the fastest"}, enabled=False).text()
+    assert "enabled = false  # float32 is the fastest\n" in text
+    path = file(text)
+    amp = ampx.init(policy=path)
+    assert (amp.enabled, amp.effective.dtype) == (False, None)
+    assert RunSettings().by_policy(path).stand_ins_only
+    assert "enabled" not in PolicyFile("toy").text()
+    assert ampx.init(policy=file(text.replace("enabled = false", "enabled = true"))).enabled
 
 
 def test_a_run_has_the_settings_of_the_file_where_it_has_its_defaults(file):

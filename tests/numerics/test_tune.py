@@ -157,7 +157,7 @@ def test_where_nothing_helps_nothing_is_cast():
     assert (policy.dtype, policy.level, policy.deny) == ("float32", "O0", ())
     assert "nothing that can be kept" in policy.reasons["dtype"]
     broken = ampx.tune(lambda model: step(model) * math.inf, layers(2, ()), framework="toy", dtype="float16")
-    assert (broken.dtype, broken.agrees, broken.replays) == ("float32", False, 1)
+    assert (broken.dtype, broken.agrees, broken.replays, broken.enabled) == ("float32", False, 1, True)
 
 
 def test_a_dtype_that_the_device_lacks_is_tried_and_its_speed_is_not_measured():
@@ -194,7 +194,8 @@ def test_low_precision_that_does_not_pay_is_left_out(monkeypatch):
     arguments = {"framework": "toy", "dtype": "bfloat16", "repeats": 2}
     monkeypatch.setattr(tuning, "measured", timed({"safe": 2.0, "float32": 1.0, "tuned": 1.5}))
     policy = ampx.tune(step, layers(2, ()), **arguments)
-    assert (policy.dtype, policy.level, policy.speed) == ("float32", "O0", 1.0)
+    assert (policy.dtype, policy.level, policy.speed, policy.enabled) == ("float32", "O0", 1.0, False)
+    assert "enabled = false  # nothing is left but to check gradients" in policy.file.text()
     assert "0.67 times its speed" in policy.reasons["dtype"]
     monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.2, "tuned": 0.8}))
     policy = ampx.tune(step, layers(2, ()), **arguments)

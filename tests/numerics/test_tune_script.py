@@ -112,10 +112,18 @@ def test_what_is_written_is_read_back(tmp_path):
     assert '"module:layer3",  # relative error of 0.5 in bfloat16' in result["file"]
 
 
-def test_a_dtype_that_is_slower_is_not_chosen():
+def write(folder, text):
+    path = folder / "ampx.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_dtype_that_is_slower_is_not_chosen(tmp_path):
     policy, result = tuned(Pretended((), speed=0.5), repeats=2)
     assert (policy.dtype, policy.level, policy.speed) == ("float32", "O0", 1.0)
     assert 'level = "O0"' in result["file"]
+    assert not PolicyFile.read(write(tmp_path, result["file"])).enabled
+    assert "switches ampx off (enabled = false)" in result["verdict"]
     assert "Stay in float32: bfloat16 agrees, and runs at 0.50 times the speed" in result["verdict"]
     assert tuned(Pretended(()), repeats=2)[0].speed == 2.0
 
