@@ -1,10 +1,13 @@
 """Every test starts without a session and leaves none; torch computes on one thread, so that sums are the same."""
 
+import functools
+
 import pytest
 import torch
 
 import ampx
 import processes
+import simulated_cuda
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +63,12 @@ def run_two_ranks():
     """Run a worker as two gloo processes on this machine; what they leave in the folder is for the tests to judge."""
 
     def run(worker, folder):
-        ranks = [processes.Started([worker, rank, folder], GLOO_SOCKET_IFNAME="lo") for rank in ("0", "1")]
+        if simulated_cuda.started():
+            command = ["-m", "simulated_cuda", simulated_cuda.built_in, worker]
+            start = functools.partial(processes.Started, fresh=True)  # torch looks for devices when it is imported
+        else:
+            command, start = [worker], processes.Started
+        ranks = [start([*command, rank, folder], GLOO_SOCKET_IFNAME="lo") for rank in ("0", "1")]
         for rank, done in enumerate(processes.finish(ranks)):  # what came before a scenario that hangs still counts
             (folder / f"stderr.{rank}").write_text(done.stderr)
 

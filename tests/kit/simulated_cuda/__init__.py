@@ -6,7 +6,8 @@ by CUDA's lists, run backward in the device's own thread, choose foreach and fus
 reads.
 
 What tests show here is which operations run, in which dtype, in which order, and what the host waits for. They say
-nothing of CUDA's kernels and their rounding, of speed, memory, streams and races, CUDA graphs, the profiler and NCCL.
+nothing of CUDA's kernels and their rounding, of speed, memory, streams and races, CUDA graphs, the profiler and NCCL:
+processes talk over gloo.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 
 SOURCE = pathlib.Path(__file__).with_name("device.cpp")
 _library: Any = None
+built_in: pathlib.Path | None = None
+"""The folder of what was compiled, for processes that are to have the device, too; None where this one has it not."""
 
 
 class CannotSimulateError(Exception):
@@ -45,10 +48,11 @@ def start(folder: pathlib.Path) -> None:
     home = pathlib.Path(spec.origin).parent
     library = _build(home, folder)
     ctypes.CDLL(str(home / "lib" / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
-    global _library
+    global _library, built_in
     _library = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     _library.simulated_cuda_syncs.restype = ctypes.c_int64
     _offer(_library)
+    built_in = folder
 
 
 def _build(home: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

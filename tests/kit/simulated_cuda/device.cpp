@@ -8,6 +8,7 @@
 #include <ATen/ops/set_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <atomic>
@@ -163,6 +164,13 @@ class Call {
         list.push_back(tensor ? std::make_optional(function(*tensor)) : std::nullopt);
       }
       value = list;
+    } else if (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensorList()) {
+      c10::List<c10::List<Tensor>> lists;  // what several processes are to fill
+      for (IValue list : value.toListRef().vec()) {
+        replace(list, function);
+        lists.push_back(list.toTensorList());
+      }
+      value = lists;
     }
   }
 
@@ -267,8 +275,36 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Tensor", TORCH_FN(native::set_tensor_));
 }
 
+// Processes talk over the memory of the host: what is asked of the device the backend of the CPU does. torch has kernels
+// of its own there, and warns that they are replaced.
+struct Silence : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+const torch::Library COLLECTIVES = [] {
+  Silence silence;
+  c10::WarningUtils::WarningHandlerGuard silent(&silence);
+  torch::Library library(torch::Library::IMPL, "c10d", DispatchKey::CUDA, __FILE__, __LINE__);
+  for (const char* name :
+       {"allgather_", "_allgather_base_", "allreduce_", "allreduce_coalesced_", "barrier", "broadcast_",
+        "reduce_scatter_", "_reduce_scatter_base_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
+  }
+  return library;
+}();
+
+// DistributedDataParallel asks for the timer of its device, and does without times.
+struct Timer : public c10d::Timer {
+  explicit Timer(Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 }  // namespace
 }  // namespace at
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, at::Timer);
+}
 
 extern "C" void simulated_cuda_set_sync_mode(int mode) {
   at::sync_mode = mode;
