@@ -88,6 +88,7 @@ class Amp:
         self._sent: dict[int, int] = {}  # the last step of each transformation whose events were sent
         self.meter_every = METER_EVERY  # of the optimizers that are wrapped from now on
         self._active = True
+        self._endings: list[Callable[[], None]] = []  # what backends undo when the session ends
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, Callable[[], Any]] = {}
 
@@ -559,10 +560,16 @@ class Amp:
             try:
                 if self.plan is not None and self.enabled and self.effective.process_wide:
                     self.backend.deactivate(self.plan)
+                while self._endings:
+                    self._endings.pop()()
             except Exception:  # the backend would fail again
                 self._forget()
                 raise
             self._forget()
+
+    def at_shutdown(self, undo: Callable[[], None]) -> None:
+        """Have `shutdown` call a function: for backends, whose other verbs changed the framework, too."""
+        self._endings.append(undo)
 
     def _forget(self) -> None:
         self._active = False

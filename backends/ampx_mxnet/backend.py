@@ -15,6 +15,7 @@ from ampx.run import Run
 from . import casting, devices, dtypes, gradients, numerics
 from .compat import mx
 from .losses import inspect_loss, scale_loss
+from .prepare import prepare
 from .step import AmpTrainer
 from .wrapping import make_wrapper
 
@@ -27,12 +28,13 @@ class MXNetBackend(ampx.GenericBackend):
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
-        levels=frozenset({"O0", "O1"}),
+        levels=frozenset({"O0", "O1", "O2", "O3"}),
         gradients="implicit",
         autocast="scoped",
         op_lists=True,
         promotes=True,
         clipping=True,
+        master_weights=True,
         sparse=True,
         vector_losses=True,
         names_gradients=True,
@@ -53,6 +55,7 @@ class MXNetBackend(ampx.GenericBackend):
     widest = staticmethod(dtypes.widest)
     inspect_loss = staticmethod(inspect_loss)
     scale = staticmethod(scale_loss)
+    prepare = staticmethod(prepare)
     watch = staticmethod(numerics.watch)
 
     def is_optimizer(self, candidate: object) -> bool:

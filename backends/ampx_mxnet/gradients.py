@@ -288,15 +288,16 @@ def _count_nonfinite(gradient: Any) -> int:
 
 
 def meter_samples(trainer: Any) -> list[Sampled]:
-    """Sample parameters and dense gradients, of the first context. Sync: two a parameter.
+    """Sample parameters, or their masters, and dense gradients, of the first context. Sync: two a parameter.
 
-    Those in low precision are left out where MXNet updates float32 copies.
+    Those in low precision are left out where MXNet updates float32 copies of its own.
     """
     copied = getattr(trainer._optimizer, "multi_precision", False)
     sampled = []
     with mx.autograd.pause():
         for parameter in parameters(trainer):
-            values, gradient = parameter._data[0], parameter._grad[0]
+            masters = getattr(parameter, "ampx_masters", None)
+            values, gradient = (masters or parameter._data)[0], parameter._grad[0]
             dtype = name_of(values.dtype)
             if not (copied and dtype in ("float16", "bfloat16")):
                 slopes = _sample(gradient) if gradient.stype == "default" else None

@@ -27,6 +27,7 @@ from .casting import switch
 from .compat import mx
 from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
+from .low_precision import low_parameters
 
 if TYPE_CHECKING:
     from .backend import MXNetBackend
@@ -36,7 +37,7 @@ _OWN: Final = frozenset(
     (
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
         *("_true", "_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook"),
-        *("_left", "_own_scale", "_meter", "_compute", "__class__", "__weakref__"),
+        *("_left", "_own_scale", "_meter", "_compute", "_widened", "_must_be_prepared", "__class__", "__weakref__"),
     )
 )
 _NOTHING_PENDING: Final = {
@@ -80,11 +81,30 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._left: float | None = None
         # The raw trainer's own factor, while a step has another in its place.
         self._own_scale: float | None = None
+        # Low-precision parameters have float32 gradients, from when these are divided until the step is over.
+        self._widened: list[Any] = []
+        # Checked at the first scale_loss, because prepare may come after wrap_optimizer.
+        self._must_be_prepared = plan is not None and plan.level in ("O2", "O3")
         self._forget_pending()
         self._attach()
 
     def _forget_pending(self) -> None:
+        self._narrow()
         self.__dict__.update(_NOTHING_PENDING)  # at once: setting an attribute of a delegating object is slow
+
+    def _widen(self) -> None:
+        """Have low-precision gradients in float32: divided by the scale, they may be too small for less."""
+        self._widened = low_parameters(gradients.parameters(self.trainer))
+        with mx.autograd.pause():
+            for parameter in self._widened:
+                parameter.widen_gradients()
+
+    def _narrow(self) -> None:
+        """Undo `_widen`, as far as it came; what hangs on the parameters then is rounded."""
+        with mx.autograd.pause():
+            while self._widened:
+                self._widened[-1].narrow_gradients()
+                self._widened.pop()
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
@@ -212,6 +232,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _is_ready(self, ignore_stale_grad: bool, divides_later: bool) -> bool:
         """Collect, unscale, check and clip; return whether the gradients are finite, so that MXNet may update."""
         self._reduced = True  # should the update fail, a second try must not add up again
+        if not divides_later and not self._true:
+            self._widen()
         batches = self._collect(ignore_stale_grad)
         if not self.ampx_member.group.enabled:
             return self._check_and_clip(batches, None)
@@ -296,6 +318,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
                 self.allreduce_grads()
             member.begin_change()
             with switch.Region(None):
+                self._widen()
                 self._unscale(gradients.collect(self.trainer, False))
         member.note_unscaled()
 
@@ -313,6 +336,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Multiply true gradients, so that they carry this loss scale again and further ones may be added."""
         self.ampx_member.begin_change()
         gradients.rescale(gradients.parameters(self.trainer), factor)
+        self._narrow()
         self._finite, self._norm, self._true = None, None, False
         self.ampx_member.note_scaled(factor)
 
@@ -338,12 +362,23 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _check_backward(self) -> tuple[list[Any], bool] | None:
         """Check as `ampx_check_backward`; before the first backward of a step, return what `_take_up` goes by."""
+        if self._must_be_prepared:
+            self._check_prepared()
         session = casting.running_session()
         if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
         if self._reduced:
             self._check_reduced()
         return self._check_left() if self.ampx_member.stage == "idle" else None
+
+    def _check_prepared(self) -> None:
+        """Raise where the level asks for low-precision parameters and `prepare` never made any."""
+        if not low_parameters(self.trainer._params):
+            raise ProtocolError(
+                "the level asks for low-precision parameters, but the trainer holds none: the network would train in "
+                "float32. Call net, trainer = ampx.prepare(net, trainer) first, or use level='O1'."
+            )
+        self._must_be_prepared = False
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring gradients left from the last step to this scale, and keep what MXNet would forget to add to.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ampx.backend import reject_unknown
+from ampx.backend import CastPlan, reject_unknown
 from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.protocol import Member
 
 from .delegation import move_out
 from .dtypes import name_of
 from .hook import OverflowHook, SavedScaler
+from .low_precision import LowParameter
 from .step import AmpTrainer
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
         return _wrap(backend, trainer, member, options)
     _check_native(trainer)
     _check_store(trainer)
-    _check_dtypes(trainer)
+    _check_dtypes(trainer, options["plan"])
     wrapped = _wrap(backend, trainer, member, options)
     trainer = wrapped.trainer
     # Native defect: by default several contexts update while their gradients are added up, before the overflow check.
@@ -80,17 +81,22 @@ def _check_store(trainer: Any) -> None:
         )
 
 
-def _check_dtypes(trainer: Any) -> None:
+def _check_dtypes(trainer: Any, plan: CastPlan | None) -> None:
+    if plan is not None and plan.level == "O3":
+        return
     masters = getattr(trainer._optimizer, "multi_precision", False)
     low = {"bfloat16"} if masters else {"bfloat16", "float16"}  # MXNet keeps masters of float16 parameters only
     names = [
         parameter.name
         for parameter in trainer._params
-        if parameter.grad_req != "null" and name_of(parameter.dtype) in low
+        if parameter.grad_req != "null"
+        and name_of(parameter.dtype) in low
+        and not (isinstance(parameter, LowParameter) and parameter.ampx_has_masters)
     ]
     if names:
         raise LowPrecisionParametersError(
             f"the trainer holds {len(names)} low-precision parameters ({', '.join(names[:5])}); updates smaller than "
-            f"their precision would be lost. Keep the parameters in float32, or make the trainer of float16 parameters "
-            f"with multi_precision=True."
+            f"their precision would be lost; accepted: float32, and low precision with masters. Use "
+            f"ampx.init(level='O2') and net, trainer = ampx.prepare(net, trainer), or make the trainer of float16 "
+            f"parameters with multi_precision=True."
         )

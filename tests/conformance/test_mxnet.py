@@ -15,7 +15,7 @@ import numpy as np
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
 from ampx_mxnet.compat import mx
 from ampx_mxnet.devices import describe
-from ampx_mxnet.dtypes import DTYPES, name_of
+from ampx_mxnet.dtypes import DTYPES, cast_tensor, name_of
 from matrix import MatrixSuite
 from transfer import TransferSuite
 
@@ -79,7 +79,10 @@ class MXNetHarness(Harness):
         with mx.autograd.record():
             pairs = zip(parameters, gradients, strict=True)
             # Times one, because MXNet's custom functions write nothing where a parameter's gradients are added up.
-            return sum(Pull(self.tensor(slopes, "float32"))(p.data() * 1) for p, slopes in pairs)
+            return sum(
+                Pull(self.tensor(slopes, "float32").reshape(p.shape))(cast_tensor(p.data() * 1, "float32"))
+                for p, slopes in pairs
+            )
 
     def nan_loss(self, parameters):
         with mx.autograd.record():
@@ -168,6 +171,11 @@ class MXNetHarness(Harness):
             None if p.grad_req == "null" else (p.grad().asnumpy().tolist(), p.data()._fresh_grad) for p in parameters
         ]
         return [p.data().asnumpy().tolist() for p in parameters], gradients, random.getstate()
+
+    def model(self):
+        model = mx.gluon.nn.Dense(2, in_units=2)
+        model.initialize(ctx=self._context())
+        return model
 
     def parameters_of(self, model):
         return [p for p in model.collect_params().values() if p.grad_req != "null"]

@@ -98,6 +98,16 @@ def deactivate() -> None:
         _settle()
 
 
+def keep(plan: CastPlan) -> None:
+    """Keep in place what regions of a plan need, until the running session ends: to put it there takes milliseconds."""
+    session = running_session()
+    if session is not None and _State.session is None:
+        with _lock:
+            _State.session = plan
+            _settle()
+        session.at_shutdown(deactivate)
+
+
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[None]:
     """Return a region with casting on or off in the calling thread."""
     return _On(plan) if enabled else switch.Region(None)
