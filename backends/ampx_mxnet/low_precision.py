@@ -1,9 +1,9 @@
 """Parameters in low precision, with a float32 master or without, and the updater that trains them.
 
 MXNet has master weights of its own (`multi_precision=True`), which do less than O2 promises. Native defects: they are
-made for float16 only, and of weights that are rounded already; `save_parameters` writes the rounded weights, and a plain
-float32 network loads neither these nor the trainer's states. Without masters, MXNet has no update in bfloat16 at all, and
-several of its optimizers have none in float16. Here a trainer's optimizer sees float32 weights and gradients always.
+made for float16 only, and of weights that are rounded already; `save_parameters` writes the rounded weights, and a
+plain float32 network loads neither these nor the trainer's states. Without masters, MXNet has no update in bfloat16 at
+all, and several of its optimizers have none in float16. Here an optimizer sees float32 weights and gradients always.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class LowParameter(mx.gluon.Parameter):  # type: ignore[misc]
     ampx_dtype: Any
     ampx_masters: list[Any] | None
     ampx_has_masters: bool
+    _grad: Any
     _low_gradients: list[Any] | None
 
     def updated(self, place: int) -> Any:

@@ -1,7 +1,7 @@
 """What `prepare` does: parameters in low precision, float32 norms and master weights at O2; nothing at O1.
 
-The network computes by MXNet's op lists at both levels, whoever calls it: MXNet has no kernels for many operators in low
-precision, and on the CPU some of those that it has in bfloat16 (`transpose`) write beyond their memory.
+The network computes by MXNet's op lists at both levels, whoever calls it: MXNet has no kernels for many operators in
+low precision, and on the CPU some of those that it has in bfloat16 (`transpose`) write beyond their memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
         raw._updaters[:] = [Updater(updater) for updater in raw._updaters]
     for block in models:
         block.apply(_forget_graphs)
-        block.__class__ = _prepared_class(type(block))
+        block.__class__ = _prepared_class(block.__class__)
         block.ampx_plan = plan
     casting.keep(plan)
 
@@ -170,5 +170,5 @@ def _to_float32(leaf: Any) -> Any:
 
 
 @functools.cache
-def _prepared_class(kind: type) -> type:
+def _prepared_class(kind: Any) -> type:
     return type(kind)(kind.__name__, (PreparedBlock, kind), {"__module__": kind.__module__})

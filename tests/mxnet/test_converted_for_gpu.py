@@ -48,8 +48,9 @@ def test_what_is_left_out_stays_in_float32(options):
     assert (seen["last"], seen["first"]) == ("float32", "float16" if "exclude" in options else "float32")
 
 
-def test_a_gpu_refuses_bfloat16(record_property):
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_gpu_refuses_bfloat16(level, record_property):
     """MXNet's kernels for GPUs have no bfloat16."""
     with pytest.raises(ampx.UnsupportedDtypeError, match="float16") as refusal:
-        ampx.init("mxnet", device="gpu", dtype="bfloat16")
-    record_property("ampx.refused", ["mxnet", "gpu/bfloat16/O1", str(refusal.value)])
+        ampx.init("mxnet", device="gpu", dtype="bfloat16", level=level)
+    record_property("ampx.refused", ["mxnet", f"gpu/bfloat16/{level}", str(refusal.value)])

@@ -419,7 +419,9 @@ def test_several_contexts_keep_the_same_masters():
     opt = amp.wrap_optimizer(raw)
     for _ in range(2):
         with autograd.record():
-            losses = [net(mx.nd.ones((1, 2), ctx=context) * (place + 1)).sum() for place, context in enumerate(contexts)]
+            losses = [
+                net(mx.nd.ones((1, 2), ctx=context) * (place + 1)).sum() for place, context in enumerate(contexts)
+            ]
             with ampx.scale_loss(losses, opt) as scaled:
                 autograd.backward(scaled)
         opt.step(1)
