@@ -21,11 +21,11 @@ def init(level="O2", **options):
     return ampx.init("mxnet", dtype="bfloat16", level=level, **options)
 
 
-def network(known=True, hybridize=False):
+def network(shapes=True, hybridize=False):
     """Has layers of every kind that stays in float32, and some that MXNet computes in no bfloat16."""
 
     def units(**options):
-        return options if known else {}
+        return options if shapes else {}
 
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
@@ -116,11 +116,11 @@ def rounded(values):
 
 
 @bfloat16
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("shapes", [True, False])
 @pytest.mark.parametrize("hybridize", [False, True])
-def test_o2_lowers_everything_but_norms(known, hybridize):
+def test_o2_lowers_everything_but_norms(shapes, hybridize):
     amp = init()
-    net = network(known, hybridize)
+    net = network(shapes, hybridize)
     opt = amp.wrap_optimizer(amp.prepare(net, trainer_of(net))[1])
     train(net, opt, 1)
     low = {name for name, dtype in dtypes(net).items() if dtype == "bfloat16"}
@@ -263,10 +263,10 @@ def test_training_equals_masters_written_by_hand(name, hybridize):
     """The gradients are those of a network with rounded weights; a plain float32 trainer gets them."""
     amp = init()
     net, plain = (nn.HybridSequential() for _ in range(2))
-    for built in (net, plain):
-        built.add(nn.Dense(4, in_units=4, flatten=False), nn.Dense(2, in_units=4, flatten=False))
+    for block in (net, plain):
+        block.add(nn.Dense(4, in_units=4, flatten=False), nn.Dense(2, in_units=4, flatten=False))
         mx.random.seed(1)
-        built.initialize(mx.init.Xavier())
+        block.initialize(mx.init.Xavier())
     net.hybridize(hybridize)
     net, raw = amp.prepare(net, trainer_of(net, name))
     opt, trainer = amp.wrap_optimizer(raw), trainer_of(plain, name)
@@ -532,7 +532,7 @@ def test_parameters_load_before_the_first_forward_of_a_network_without_shapes(tm
     _, net, _ = trained()
     expected = saved(net, tmp_path)
     amp = init()
-    other = network(known=False)
+    other = network(shapes=False)
     other, raw = amp.prepare(other, trainer_of(other))
     other.load_parameters(str(tmp_path / "saved"))
     assert_same(saved(other, tmp_path), expected)

@@ -27,6 +27,7 @@ from .operations import blocks_watched
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
     """Patch MXNet for a script that is not edited: see `ampx.run`."""
+    run.refuse_preparation()
     manager = TrainerManager(run)
     with ExitStack() as stack:
         for patched in (trainers_managed, backward_scaled, gradients_true, blocks_watched):
