@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import warnings
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Final
 
 from .plugins import default_registry
@@ -19,6 +19,16 @@ def script_line() -> str:
     """Return the innermost line of the user's own code, as `"train.py:12"`; "" where there is none."""
     frame = _script_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def script_line_of(trace: TracebackType | None) -> str:
+    """Return the innermost line of the user's own code in a traceback, as `script_line` does."""
+    place = ""
+    while trace is not None:
+        if _is_script(trace.tb_frame):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
 
 
 def warn(message: str, category: type[Warning]) -> None:

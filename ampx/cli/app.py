@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +15,21 @@ import typer
 
 _FRAMEWORK = typer.Option(help="Name of the framework, such as torch.", show_default=False)
 _JSON = typer.Option("--json", help="Print JSON instead of tables.")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], Any]]:
+    """Yield what shows what is done now: in place on a terminal, else a line each, so that a log is not silent."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("Starting …") as status:
+            yield status.update
+        return
+    began = time.monotonic()
+    yield lambda text: typer.echo(f"[{time.monotonic() - began:.0f} s] {text}", err=True)
+
 
 app = typer.Typer(
     help="One mixed-precision training API for every framework.",
@@ -272,8 +290,6 @@ def compare(
     replace_native: Annotated[bool, _OWN] = False,
 ) -> None:
     """Run an unedited script in float32 and in mixed precision, and say whether it is right and worth it."""
-    from rich.console import Console
-
     from ampx.numerics import compare_script
     from ampx.numerics.report import check_target, write
     from ampx.run import RunSettings
@@ -282,7 +298,7 @@ def compare(
     check_target(report)
     dtypes = compare_script.parse_dtypes(dtype)
     swept = None if sweep is None else compare_script.Sweep.parse(sweep)
-    with Console(stderr=True).status("Starting …") as status:
+    with _progress() as progress:
         result = compare_script.compare_script(
             Program(command[0], is_module, tuple(command[1:])),
             RunSettings(level=level, device=device, replace_native=replace_native),
@@ -292,7 +308,7 @@ def compare(
             repeats=repeats,
             seed=seed,
             sweep=swept,
-            progress=status.update,
+            progress=progress,
         )
     if report is not None:
         write(report, result)
@@ -326,15 +342,13 @@ def diagnose(
     replace_native: Annotated[bool, _OWN] = False,
 ) -> None:
     """Run an unedited script until it fails, and say in which module and operation, why, and what to do."""
-    from rich.console import Console
-
     from ampx.numerics.diagnose_script import diagnose_script
     from ampx.numerics.report import PAGES, check_target, write
     from ampx.run import RunSettings
     from ampx.run.program import Program
 
     check_target(report, PAGES)
-    with Console(stderr=True).status("Starting …") as status:
+    with _progress() as progress:
         diagnosis, result = diagnose_script(
             Program(command[0], is_module, tuple(command[1:])),
             RunSettings(dtype, level, device, replace_native),
@@ -342,7 +356,7 @@ def diagnose(
             at=at,
             steps=steps,
             seed=seed,
-            progress=status.update,
+            progress=progress,
         )
     if report is not None:
         write(report, result)
@@ -385,8 +399,6 @@ def tune(
     is_module: Annotated[bool, _MODULE] = False,
 ) -> None:
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
-    from rich.console import Console
-
     from ampx.numerics import tune_script
     from ampx.numerics.formats import FORMATS
     from ampx.numerics.report import PAGES, check_target, exclusion_lines, write
@@ -395,7 +407,7 @@ def tune(
 
     check_target(report, PAGES)
     tune_script.check_options(purpose, what_if, tuple(FORMATS), out)
-    with Console(stderr=True).status("Starting …") as status:
+    with _progress() as progress:
         policy, result = tune_script.tune_script(
             Program(command[0], is_module, tuple(command[1:])),
             RunSettings(dtype, "O1", device),
@@ -406,7 +418,7 @@ def tune(
             what_if=what_if,
             repeats=repeats,
             seed=seed,
-            progress=status.update,
+            progress=progress,
         )
     simulated = what_if is not None
     if not simulated:
@@ -419,6 +431,8 @@ def tune(
     typer.echo(result["verdict"])
     for choice in policy.deny:
         typer.echo(f"  {choice.entry:<32} {choice.reason}")
+    if policy.operations:
+        typer.echo(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
     for line in exclusion_lines(result["exclusions"]):
         typer.echo(f"  {line}")
     if not simulated:

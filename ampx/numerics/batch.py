@@ -74,6 +74,7 @@ class Batch:
         self.device: Device = self.backend.device(place)
         self.step, self.model = step, model
         self.replays = 0
+        self.read_before_error: tuple[Reading, ...] = ()  # in the last run that raised
 
     def dtype(self, wanted: object = None) -> str:
         """Return the dtype that is meant: the one asked for, the session's, or what the device prefers.
@@ -142,7 +143,11 @@ class Batch:
             if watching is None:
                 return Seen(self.backend.replay(self.model, self.step, casting.plan, scale))
             watch = stack.enter_context(self.backend.watch(self.model, watching))
-            replayed = self.backend.replay(self.model, self.step, casting.plan, scale)
+            try:
+                replayed = self.backend.replay(self.model, self.step, casting.plan, scale)
+            except Exception:
+                self.read_before_error = tuple(watch.readings())
+                raise
             return Seen(replayed, tuple(watch.readings()))
 
     def clock(self, casting: Casting) -> Callable[[], float]:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ampx
+from ampx.callers import script_line_of
 from ampx.events import Event, ScaleCollapsed
 from ampx.run.page import framework_versions
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
 
+from .diagnose import in_one_line
 from .trial import REFUSED, Outcome, Trial, write_outcome
 
 if TYPE_CHECKING:
@@ -182,8 +184,8 @@ class TrialObserver:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def outcome(self, report: dict[str, Any]) -> Outcome:
-        """Return what was seen."""
+    def outcome(self, report: dict[str, Any], error: BaseException | None = None) -> Outcome:
+        """Return what was seen, and what the script raised."""
         self._finish_block()  # of steps that a device told of after the end
         if report["steps"] and all(loss is None for loss in self.losses):
             self._note("This backend does not report losses.")
@@ -199,6 +201,7 @@ class TrialObserver:
             ended_early=self.ended_early,
             notes=tuple(self.notes),
             versions=self.versions,
+            raised=None if error is None else (in_one_line(error), script_line_of(error.__traceback__)),
         )
 
 
@@ -224,7 +227,8 @@ def main(request: str) -> int:
         if refusal:
             sys.stderr.write(f"ampx: {refusal}\n")
             return REFUSED
-    if finished.failed and not (isinstance(error, SystemExit) and observer.ended_early):
+    raised = error if trial.may_raise and isinstance(error, Exception) and finished.run is not None else None
+    if finished.failed and raised is None and not (isinstance(error, SystemExit) and observer.ended_early):
         if error is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -235,7 +239,7 @@ def main(request: str) -> int:
             "arguments": list(trial.program.arguments),
             "processes": finished.children,
         }
-        write_outcome(Path(message["answer"]), observer.outcome(report))
+        write_outcome(Path(message["answer"]), observer.outcome(report, raised))
     return 0
 
 

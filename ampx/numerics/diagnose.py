@@ -107,7 +107,7 @@ class Diagnosis:
         reference_loss: The loss in float32.
         float32_fails: Float32 fails on this batch, too.
         last_finite: The last place before that at which all is finite; None where it is the batch itself.
-        first_nonfinite: The first place that is not finite.
+        first_nonfinite: The first place that is not finite; of an `"error"` the place that raises, in float32.
         why: One sentence.
         advice: What to do, as code; empty where nothing is to be done.
         risks: What may do harm elsewhere.
@@ -138,8 +138,10 @@ class Diagnosis:
     def __str__(self) -> str:
         """Return the bracket, why, and what to do, as text."""
         lines = [f"{self.kind}: {self.why}"]
-        if self.first_nonfinite is not None:
-            place = self.first_nonfinite
+        place = self.first_nonfinite
+        if place is not None and self.kind == "error":
+            lines.append(f"  raises: {place}; in float32 from values {_range(place.inputs)}")
+        elif place is not None:
             if self.last_finite is not None:
                 lines.append(f"  last finite:      {self.last_finite}: {_range(self.last_finite.value)}")
             lines.append(f"  first non-finite: {place}: {_range(place.value)}, from {_range(place.inputs)}")
@@ -336,7 +338,7 @@ def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
         + ("" if dtype == "float32" else f"\n# or:\n{deny}"),
         "flush": deny + wide,
         "digits": deny,
-        "error": "with ampx.autocast(enabled=False):  # around the line that raises\n    ...",
+        "error": deny if entry else "with ampx.autocast(enabled=False):  # around the line that raises\n    ...",
         "division": f"x = y / (z + {form.smallest_normal * 2:.1g})",
         "data": "assert numpy.isfinite(batch).all()  # in the data pipeline: drop or mend the sample",
         "weights": "# load the last checkpoint with finite weights; skip steps whose gradients are not finite:\n"
@@ -474,29 +476,52 @@ def _is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) 
     return math.isfinite(error) and error > max(WRONG, bound(dtype, position))
 
 
-def refused(error: Exception, reference: Seen, dtype: str, scale: float) -> Diagnosis:
+def in_one_line(error: BaseException) -> str:
+    """Return the type and the first line of what was raised."""
+    return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
+
+
+def where_raised(seen: Sequence[Reading], reference: Sequence[Reading]) -> Reading | None:
+    """Return the first value of the run in float32 that the run that raised did not come to; None where nothing tells.
+
+    Casts are left out: which there are depends on the dtype.
+    """
+    reached = {_key(entry) for entry in seen}
+    missing = (entry for entry in reference if _key(entry) not in reached and family(entry.operation) != "cast")
+    return next(missing, None)
+
+
+def refused(
+    message: str, reference: Seen, dtype: str, scale: float, seen: Sequence[Reading] = (), line: str = ""
+) -> Diagnosis:
     """Say why a framework raises in low precision what it does not raise in float32: for a constant, as a rule.
 
     Args:
-        error: What the framework raised.
+        message: What the framework raised, in one line.
         reference: The batch in float32.
         dtype: The low precision.
         scale: The loss scale.
+        seen: What was read before it raised.
+        line: The line of the user's own code that it came from; "" for unknown.
     """
     form, loss = FORMATS[dtype], reference.replayed.loss
-    message = f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
     readings = reference.readings
+    reached = {_key(entry) for entry in seen}
     constants = (
         position
         for position, entry in enumerate(readings)
-        if entry.direction == "forward" and _mask_constant(entry.value, form.largest)
+        if entry.direction == "forward" and _mask_constant(entry.value, form.largest) and _key(entry) not in reached
     )
     position = next(constants, None)
     kind: Kind
     place: Reading | None
     if position is None:
-        kind, place, before = "error", None, None
-        why = f"it cannot be computed in {dtype}, only in float32"
+        kind, place = "error", where_raised(seen, readings)
+        before = Place.of(seen[-1]) if seen else None
+        at = "" if place is None else f"in the {Place.of(place)}, "
+        if line and (place is None or not place.place):
+            at += f"in {line}, "
+        why = f"{at}it cannot be computed in {dtype}, only in float32"
     else:
         kind, place, before = "mask", readings[position], _before(readings, position)
         why = (
@@ -702,7 +727,7 @@ def diagnose(
     except AmpxError:
         raise
     except Exception as error:  # of the framework, which does not refuse float32
-        return refused(error, reference, chosen, scale)
+        return refused(in_one_line(error), reference, chosen, scale, batch.read_before_error)
     unscaled = None
     if scale != 1 and math.isfinite(low.replayed.loss) and not finite_gradients(low.replayed):
         unscaled = batch.run(casting)

@@ -14,7 +14,7 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Seen, plain
-from .diagnose import SAMPLES, Diagnosis, diagnosed
+from .diagnose import SAMPLES, Diagnosis, diagnosed, refused
 from .operations import normalised
 from .trial import Outcome, Trial, run_trial
 
@@ -50,17 +50,20 @@ def diagnose_script(
     Raises:
         TrialError: A run failed, or did not come to the step, or the backend cannot watch.
     """
-    trial = Trial(program, settings, framework, seed, steps, stop_at_fault=True)
+    trial = Trial(program, settings, framework, seed, steps, stop_at_fault=True, may_raise=True)
     notes: list[str] = []
     first = None
     step, what = at, "asked for"
     if at is None:
-        progress(f"{program.name}: waiting for a loss that is not finite, or a collapse of the scale …")
+        progress(f"{program.name}: waiting for a loss that is not finite, a collapse of the scale, or an exception …")
         first = run(trial)
         notes += [*_off(settings, first), *first.notes]
-        if first.fault is None:
+        if first.fault is not None:
+            step, what = first.fault
+        elif first.raised is not None:
+            step, what = first.steps + 1, "exception"
+        else:
             return None, _report(trial, first, None, None, "", notes)
-        step, what = first.fault
     assert step is not None
     watched = replace(
         trial,
@@ -89,6 +92,16 @@ def diagnose_script(
         else:
             exact = replace(watched, settings=replace(watched.settings, dtype=dtype), float32=(step,))
         reference = _reach(exact, step, run)
+    if reference.raised is not None:
+        raise TrialError(
+            f"{program.name} raises in step {reference.steps + 1} in float32, too: {' in '.join(reference.raised)}; "
+            f"accepted: a script that trains in float32. Mend that first: precision is innocent."
+        )
+    if low.raised is not None and low.steps < step and not any(e.value.nonfinite for e in low.readings.get(step, ())):
+        message, line = low.raised
+        seen = low.readings.get(step, ())
+        diagnosis = refused(message, _seen(reference, step), dtype, low.scale_at(step), seen, line)
+        return diagnosis, _report(trial, first or low, low, diagnosis, what, notes, step)
     unscaled = None
     if math.isfinite(_loss(low, step)) and step in low.skipped and low.scale_at(step) != 1:
         progress(f"{program.name}: step {step} again, with a loss scale of 1 …")
@@ -116,6 +129,8 @@ def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
             f"`ampx run`, and a backend whose capabilities say watches (`ampx backends`). "
             f"{' '.join(outcome.run['notes'])}".rstrip()
         )
+    if outcome.raised is not None and outcome.steps + 1 == step:
+        return outcome
     if step not in outcome.readings:
         raise TrialError(
             f"{trial.program.name} made {outcome.steps} steps and did not come to step {step} on its own; accepted: a "
@@ -131,10 +146,11 @@ def _reach(trial: Trial, step: int, run: Callable[[Trial], Outcome]) -> Outcome:
 
 
 def _loss(outcome: Outcome, step: int) -> float:
-    """Return the loss of a step; NaN for none of a step that was skipped, 0 for none of another."""
+    """Return the loss of a step; NaN for none of a step that was skipped or raised, 0 for none of another."""
     loss = outcome.losses[step - 1] if step <= len(outcome.losses) else None
     if loss is None:
-        return math.nan if step in outcome.skipped else 0.0
+        raised = outcome.raised is not None and outcome.steps < step
+        return math.nan if raised or step in outcome.skipped else 0.0
     return loss
 
 
@@ -235,7 +251,7 @@ def _report(
                 name: plain(getattr(entry, name))
                 for name in ("module", "kind", "direction", "call", "dtype", "value", "inputs")
             }
-            for entry in low.readings[step]
+            for entry in low.readings.get(step, ())
             if not entry.operation
         ]
     if diagnosis is None:

@@ -44,6 +44,7 @@ class Trial:
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
         stop_at_fault: End after the first step with a loss that is not finite, or in which the loss scale collapses.
+        may_raise: An exception of the script is part of what is seen, once it has an optimizer.
     """
 
     program: Program
@@ -58,6 +59,7 @@ class Trial:
     float32: tuple[int, ...] = ()
     forced: Mapping[str, str] = field(default_factory=dict)
     stop_at_fault: bool = False
+    may_raise: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
@@ -94,6 +96,8 @@ class Outcome:
         ended_early: The script was ended after the steps that were asked for.
         notes: What could not be observed.
         versions: Of Python, ampx and the framework.
+        raised: The exception that ended the script in the step after the last, and the line of the script that it went
+            through: `("ValueError: why", "train.py:12")`; None for none.
     """
 
     run: Mapping[str, Any]
@@ -107,6 +111,7 @@ class Outcome:
     ended_early: bool = False
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    raised: tuple[str, str] | None = None
 
     @property
     def steps(self) -> int:
@@ -192,7 +197,7 @@ def _read_outcome(text: str) -> Outcome:
         for step, seen in values.pop("readings").items()
     }
     values.update({name: tuple(values[name]) for name in ("losses", "times", "notes")})
-    values["fault"] = None if values["fault"] is None else tuple(values["fault"])
+    values.update({name: None if values[name] is None else tuple(values[name]) for name in ("fault", "raised")})
     return Outcome(**values, readings=readings)
 
 
@@ -241,7 +246,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
                 f"that shows." + (f" Its last words:\n{last}" if last else "")
             )
         outcome = _read_outcome(answer.read_text(encoding="utf-8"))
-    if outcome.steps == 0:
+    if outcome.steps == 0 and outcome.raised is None:
         notes = " ".join(outcome.run["notes"])
         raise TrialError(
             f"{trial.program.name} made no step that ampx saw; accepted: a script that trains with a framework that "

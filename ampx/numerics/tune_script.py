@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +86,10 @@ class _Search:
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
         self.runs += 1
-        self.progress(f"{trial.program.name}: run {self.runs} …")
+        what = self.dtype if trial.forced else trial.settings.dtype
+        kept = len(trial.settings.deny) or len(trial.forced) - 1
+        what += f" with {kept} in float32" if kept > 0 else ""
+        self.progress(f"{trial.program.name}: run {self.runs}, {what}{', watched' if trial.watched else ', timed'} …")
         return self.run_trial(trial)
 
     def settle(self, dtype: str) -> None:
@@ -117,13 +120,8 @@ class _Search:
         watching = replace(self.watching, modules=only)
         return self.agrees(self.run(self.low(names, operations, watched=(1,), watching=watching)))
 
-    def operations(self) -> frozenset[str] | None:
-        """Return a smallest set of operations that cures what no module does; None where there is none.
-
-        Candidates are the operations that make something in the first step that is not finite, of what is finite.
-        """
-        if self.simulated:
-            return None
+    def failing_operations(self) -> tuple[str, ...]:
+        """Return the operations that make something in the first step that is not finite, of what is finite."""
         watching = Watching(self.dtype, operations=True)
         seen = self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ())
         names = [
@@ -132,17 +130,34 @@ class _Search:
             if entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite
             if entry.direction == "forward" and family(entry.operation) != "cast"
         ]
+        return tuple(dict.fromkeys(names))
 
-        def passes(operations: frozenset[str]) -> bool:
-            if not operations:
-                return False
-            try:
-                return self.passes((), sorted(operations))
-            except TrialError:  # an operation that no list may hold
-                return False
+    def passes_without(self, operations: Collection[str]) -> bool:
+        """Return whether it is enough to keep operations in float32, wherever they are."""
+        if not operations:
+            return False
+        try:
+            return self.passes((), sorted(operations))
+        except TrialError:  # an operation that no list may hold
+            return False
 
-        alone = next((name for name in dict.fromkeys(names) if passes(frozenset({name}))), None)
-        return minimal(names, passes) if alone is None else frozenset({alone})
+    def operations(self) -> frozenset[str] | None:
+        """Return a smallest set of failing operations that cures what no module does; None where there is none."""
+        if self.simulated:
+            return None
+        names = self.failing_operations()
+        alone = next((name for name in names if self.passes_without({name})), None)
+        return minimal(names, self.passes_without) if alone is None else frozenset({alone})
+
+    def worst(self, outcome: Outcome) -> dict[str, dict[int, float]]:
+        """Return by module and watched step the largest error of its outputs and their gradients."""
+        worst: dict[str, dict[int, float]] = {}
+        for step in self.watched:
+            exact, seen = self.reference.readings.get(step, ()), outcome.readings.get(step, ())
+            for entry in module_errors(exact, unscaled(seen, outcome.scale_at(step)), self.dtype):
+                errors = worst.setdefault(entry.module, {})
+                errors[step] = max(entry.error, errors.get(step, 0.0))
+        return worst
 
     def agrees(self, outcome: Outcome) -> bool:
         """Return whether losses and skipped steps agree with float32's, and the gradients of the first step.
@@ -257,9 +272,10 @@ def tune_script(
         policy = _float32(search, reason, agrees=False)
         return policy, _report(trial, search, policy, first)
     kept = frozenset() if kept is None or whole else kept
-    worst: dict[str, float] = {}
-    for entry in errors:
-        worst[entry.module] = max(entry.error, worst.get(entry.module, 0.0))
+    worst = search.worst(first)
+    # Where a module's values are not finite, operations may do in its place: that takes two runs more.
+    broken = not search.simulated and any(math.isinf(error) for name in kept for error in worst.get(name, {}).values())
+    failing = search.failing_operations() if broken else ()
     denied = [
         Choice(f"{MODULE}{pattern}", _reason(pattern, kept, worst, search.dtype))
         for pattern in kept_in_float32(kept, search.modules)
@@ -283,6 +299,7 @@ def tune_script(
         },
         modules=search.modules,
         tolerance=search.tolerance or 0.0,
+        operations=failing if search.passes_without(failing) else (),
     )
     if repeats and not search.simulated and not for_inference:
         policy = _for_speed(search, policy, kept, operations, repeats)
@@ -292,12 +309,19 @@ def tune_script(
     return policy, report
 
 
-def _reason(pattern: str, kept: Iterable[str], worst: dict[str, float], dtype: str) -> str:
+def _reason(pattern: str, kept: Iterable[str], worst: Mapping[str, Mapping[int, float]], dtype: str) -> str:
+    """Return a module's error in the first step that was watched, and in a later one where it is larger."""
     name = next((name for name in kept if glob.escape(name) == pattern), None)
     if name is None:
         return "and all inside"
-    error = worst.get(name, 0.0)
-    return f"not finite in {dtype}" if math.isinf(error) else f"relative error of {error:.2g} in {dtype}"
+    errors = worst.get(name, {})
+    broken = next((step for step, error in errors.items() if math.isinf(error)), None)
+    if broken is not None:
+        return f"not finite in {dtype} in step {broken}"
+    first = errors.get(1, 0.0)
+    last = max(errors, key=lambda step: errors[step], default=1)
+    later = f", {errors[last]:.2g} in step {last}" if last > 1 and errors[last] > 2 * first else ""
+    return f"relative error of {first:.2g} in {dtype} in step 1{later}"
 
 
 def _float32(search: _Search, reason: str, agrees: bool = True, speed: float | None = None) -> TunedPolicy:

@@ -312,17 +312,33 @@ class Run:
                 where="",
             )
 
+    def init_call(self, **options: Any) -> str:
+        """Return the line of code that starts the session by hand, once it is started.
+
+        Args:
+            **options: Arguments of `ampx.init` beyond the settings.
+        """
+        settings = self.settings
+        if settings.policy:  # it says what is allowed and denied, too
+            chosen: dict[str, Any] = {"policy": settings.policy}
+        else:
+            dtype = None if self.amp is None else self.amp.effective.dtype
+            chosen = {"dtype": dtype or "float32", "level": settings.level}
+            chosen |= {name: list(entries) for name in ("allow", "deny") if (entries := getattr(settings, name))}
+            chosen |= {} if settings.loss_scale is None else {"loss_scale": settings.loss_scale}
+        arguments = "".join(f", {name}={value!r}" for name, value in {**chosen, **options}.items())
+        return f"amp = ampx.init({self.framework!r}{arguments})"
+
     def explain(self) -> tuple[str, ...]:
         """Return the lines of code that do by hand what this run did; none where nothing was cast."""
         if self.amp is not None and self.amp.effective.dtype is None and not self.stood_down:
             return ()
         if self.lines is not None or self.amp is None:
             return self.lines or ()
-        chosen = f"dtype={self.amp.effective.dtype!r}, level={self.settings.level!r}"
-        if self.settings.policy:
-            chosen = f"policy={self.settings.policy!r}"
+        named = any(str(entry).startswith("module:") for entry in (*self.settings.allow, *self.settings.deny))
         return (
-            f"amp = ampx.init({self.framework!r}, {chosen})",
+            self.init_call(),
+            *(("ampx.prepare(model)  # the model whose modules are named",) if named else ()),
             "optimizer = ampx.wrap_optimizer(optimizer)",
             "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
         )

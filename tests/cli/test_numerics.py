@@ -31,6 +31,15 @@ for step in range(1000):
     optimizer.step()
 """
 FAILS = SCRIPT.replace("torch.randn(4, 8)", "torch.randn(4, 8) * (1e9 if step == 2 else 1)")
+# Frameworks refuse to mix dtypes where nothing casts the operands alike.
+RAISES = SCRIPT.replace("torch.nn.ReLU()", "Rows()").replace(
+    "torch.manual_seed(0)",
+    """
+class Rows(torch.nn.Module):
+    def forward(self, x):
+        return torch.zeros(4, 16).index_add(0, torch.arange(4), x)
+""",
+)
 ENDS = SCRIPT.replace("range(1000)", "range(100)")
 COMMANDS = {
     "run": (ENDS, "--policy", "policy.toml"),
@@ -127,8 +136,18 @@ def check_diagnose(result, done, folder):
 
 def check_tune(result, done, folder):
     assert result["verdict"] in done.stdout
+    assert " s] train.py: run 1, float32, watched …" in done.stderr  # no terminal: a line each
     assert set(result["losses"]) == {"float32", "bfloat16"}
     assert result["map"]["steps"] == [1, 2]
+
+
+def test_a_script_that_raises_in_low_precision_is_told_which_module_to_keep_in_float32(ampx_command, tmp_path):
+    (tmp_path / "train.py").write_text(RAISES)
+    done = ampx_command("diagnose", "--dtype", "bfloat16", "--steps", "2", "train.py")
+    assert "step 1 of train.py, torch in bfloat16: error: in the forward pass, module '1', operation ind" in done.stdout
+    assert "deny=['module:1']" in done.stdout
+    (tmp_path / "policy.toml").write_text('dtype = "bfloat16"\ndeny = ["module:1"]\n')
+    ampx_command("run", "--policy", "policy.toml", "train.py")
 
 
 def test_a_report_of_no_kind_is_refused_before_anything_runs(ampx_command, script):

@@ -113,6 +113,17 @@ def test_an_automated_loop_is_explained_by_lines_of_code(toy):
     assert run.explain()[0] == "amp = ampx.init('toy', dtype='float16', level='O1')"
 
 
+def test_lines_by_hand_deny_what_the_run_denied(toy):
+    run = Run("toy", RunSettings("float16", deny=("product",), loss_scale=8.0))
+    run.session()
+    call, wrap, _ = run.explain()
+    assert call == "amp = ampx.init('toy', dtype='float16', level='O1', deny=['product'], loss_scale=8.0)"
+    run.settings = RunSettings("float16", deny=("module:head",))
+    assert run.explain()[1:3] == ("ampx.prepare(model)  # the model whose modules are named", wrap)
+    by_file = Run("toy", RunSettings("float16", deny=("mul",), policy="/there/ampx.toml"))
+    assert by_file.init_call() == "amp = ampx.init('toy', policy='/there/ampx.toml')"
+
+
 def test_only_one_framework_is_automated(toy):
     first = Run("toy")
     second = Run("toy-explicit", peers=first.peers)

@@ -48,6 +48,45 @@ def test_a_value_beyond_float16_is_found_in_its_step_and_float32_is_innocent(dia
     assert json.loads((tmp_path / "out.json").read_text())["schema"] == "ampx.diagnose/1"
 
 
+RAISES = """
+from toy import framework as toy
+weight = toy.Tensor([0.5, 0.25], parameter=True)
+optimizer = toy.Optimizer([weight], lr=0.001)
+for step in range(6):
+    scores = toy.product(weight, toy.Tensor([FACTOR, 1.0]))
+    if CONDITION:
+        raise ValueError(f"{scores.dtype} is\\nno good")
+    toy.total(scores).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def raising(toy_script, condition, factor="1.0"):
+    program = toy_script(RAISES.replace("CONDITION", condition).replace("FACTOR", factor))
+    return diagnose_script(program, RunSettings("float16", loss_scale=1.0), framework="toy")
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_what_raises_in_low_precision_only_is_named_with_its_line_and_the_place_it_did_not_come_to(toy_script, step):
+    diagnosis, result = raising(toy_script, f"step == {step} and scores.dtype == 'float16'")
+    assert (result["step"], result["fault"], diagnosis.kind) == (step + 1, "exception", "error")
+    assert "it cannot be computed in float16, only in float32: ValueError: float16 is." in diagnosis.why
+    assert "train.py:8" in diagnosis.why
+    assert not diagnosis.precision_is_innocent
+    assert diagnosis.advice.startswith("with ampx.autocast(enabled=False)")
+
+
+def test_a_script_that_raises_because_of_what_is_not_finite_is_told_where_that_comes_from(toy_script):
+    diagnosis, result = raising(toy_script, "scores.data[0] == float('inf')", "7e5 if step == 2 else 1.0")
+    assert (result["step"], result["fault"], diagnosis.kind) == (3, "exception", "overflow")
+
+
+def test_a_script_that_raises_in_float32_too_is_an_error_that_says_so(toy_script):
+    with pytest.raises(ampx.TrialError, match=r"raises in step 3 in float32, too: ValueError: float32 is in .*py:8"):
+        raising(toy_script, "step == 2")
+
+
 def test_data_that_is_not_finite_is_no_matter_of_precision(diagnosed):
     diagnosis, result = diagnosed("float('nan') if step == 1 else 1.0")
     assert result["step"] == 2

@@ -103,13 +103,53 @@ def test_what_fails_outside_of_modules_is_cured_by_an_operation():
     assert policy.file.deny == ("mul",)
 
 
+class Breaking(Pretended):
+    """Stands for a script in which `layer3` makes infinities by `mul`, from the second step on where `late`."""
+
+    def __init__(self, late: bool):
+        super().__init__(("layer3",))
+        self.late = late
+
+    def __call__(self, trial):
+        self.sensitive = () if "mul" in trial.settings.deny else ("layer3",)
+        outcome = super().__call__(trial)
+        finite, broken = Stats(4), Stats(4, nonfinite=1)
+        readings = {}
+        for step, entries in outcome.readings.items():
+            fails = step > self.late and outcome.losses[-1] == 5.0
+            stats = {"layer3": broken} if fails else {}
+            readings[step] = tuple(
+                replace(entry, value=stats.get(entry.module, finite)) if entry.direction == "forward" else entry
+                for entry in entries
+            )
+            if trial.watching.operations and fails:
+                readings[step] += (
+                    Reading("layer3", "Linear", "mul", "forward", 0, "bfloat16", broken, finite, None, ""),
+                )
+        return replace(outcome, readings=readings)
+
+
+def test_operations_that_would_do_in_place_of_a_module_are_named():
+    policy, _ = tuned(Breaking(late=False))
+    assert [(choice.entry, choice.reason) for choice in policy.deny] == [
+        ("module:layer3", "not finite in bfloat16 in step 1")
+    ]
+    assert policy.operations == ("mul",)
+    assert tuned(Pretended(("layer3",)))[0].operations == ()
+
+
+def test_the_reason_names_the_step_in_which_a_module_first_fails():
+    policy, _ = tuned(Breaking(late=True))
+    assert policy.deny[0].reason == "not finite in bfloat16 in step 2"
+
+
 def test_what_is_written_is_read_back(tmp_path):
     policy, result = tuned(Pretended(("layer3",)))
     (tmp_path / "ampx.toml").write_text(result["file"])
     file = PolicyFile.read(tmp_path / "ampx.toml")
     assert (file.framework, file.dtype, file.deny) == ("toy", "bfloat16", ("module:layer3",))
     assert file.deny == policy.file.deny
-    assert '"module:layer3",  # relative error of 0.5 in bfloat16' in result["file"]
+    assert '"module:layer3",  # relative error of 0.5 in bfloat16 in step 1\n' in result["file"]
 
 
 def write(folder, text):

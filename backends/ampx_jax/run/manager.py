@@ -114,7 +114,7 @@ class Automation:
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
                 self.outcomes = outcomes.Outcomes(group.config, self.stepped, self.lost if self.observed else None)
-            self.run.lines = _lines(amp.effective.dtype, self.scales)
+            self.run.lines = _lines(self.run.init_call(), self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
         if low:
             self.run.refuse(
@@ -299,10 +299,10 @@ def _kind_of(init: Callable[..., Any]) -> str:
     return str(getattr(init, "__qualname__", "optimizer")).partition(".")[0]
 
 
-def _lines(dtype: str | None, scales: bool) -> tuple[str, ...]:
+def _lines(init: str, scales: bool) -> tuple[str, ...]:
     scaling = "with ampx.scale_loss(loss, opt_state) as scaled: return scaled  # at the end of what is differentiated"
     return (
-        f'amp = ampx.init("jax", dtype="{dtype}")',
+        init,
         "loss_of = ampx_jax.autocast(loss_of)",
         "tx = ampx.wrap_optimizer(tx)",
         *((scaling,) if scales else ()),

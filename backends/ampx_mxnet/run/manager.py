@@ -31,9 +31,9 @@ class TrainerManager(Manager[Managed]):
         """Take over a trainer that the script has just made; casting starts with the first."""
         if self.stood_down:
             return
-        amp = self.run.session()
+        self.run.session()
         self.run.lines = (
-            f"amp = ampx.init('mxnet', dtype={amp.effective.dtype or 'float32'!r}, level={amp.effective.level!r})",
+            self.run.init_call(),
             "trainer = ampx.wrap_optimizer(trainer)",
             "with ampx.scale_loss(loss, trainer) as scaled: scaled.backward()",
         )

@@ -39,7 +39,7 @@ def minimize(
     options["startup_program"] = startup
     amp = manager.run.session()
     manager.run.lines = (
-        f"amp = ampx.init('paddle', dtype={amp.effective.dtype or 'float32'!r})  # before the model",
+        f"{manager.run.init_call()}  # before the model",
         "optimizer = ampx.wrap_optimizer(optimizer)",
         "optimizer.minimize(loss)",
     )

@@ -102,9 +102,8 @@ def count_layers(run: Run, model: Any) -> None:
 
 def lines(run: Run) -> tuple[str, ...]:
     """Return the lines of code that do the same by hand."""
-    dtype = None if run.amp is None else run.amp.effective.dtype
     return (
-        f"ampx.init('tensorflow', dtype={dtype or 'float32'!r})  # before the model is made",
+        f"{run.init_call()}  # before the model is made",
         "optimizer = ampx.wrap_optimizer(optimizer)",
         "model.compile(optimizer=optimizer, loss=loss)  # the last layer with dtype='float32'",
     )
