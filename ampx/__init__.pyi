@@ -29,6 +29,8 @@ from .backend import (
     Backend as Backend,
     Capabilities as Capabilities,
     CastPlan as CastPlan,
+    Conversion as Conversion,
+    Converted as Converted,
     Device as Device,
     GenericBackend as GenericBackend,
     LossInfo as LossInfo,
@@ -46,6 +48,7 @@ from .errors import (
     AmpxError as AmpxError,
     AmpxWarning as AmpxWarning,
     BackendLoadError as BackendLoadError,
+    ConversionError as ConversionError,
     DetachedLossError as DetachedLossError,
     DuplicateBackendError as DuplicateBackendError,
     FrameworkNotInstalledError as FrameworkNotInstalledError,
@@ -95,5 +98,6 @@ from .plugins import Register as Register, hookimpl as hookimpl
 from .policy import Effective as Effective, Policy as Policy
 from .scale_state import LossScale as LossScale, LossScaleState as LossScaleState, next_state as next_state
 from .session import Amp as Amp, init as init
+from .shipping.convert import convert as convert
 
 __version__: str

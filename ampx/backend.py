@@ -67,6 +67,7 @@ class Capabilities:
             of `allow` and `deny`.
         replays: A batch can be computed again, with the same random numbers and without a step: the verb `replay`.
         simulates: Dtypes that this device need not have, to which `force` can round values: `"float8_e4m3"`, ….
+        converts: Trained models can be converted for inference in low precision: the verbs `convert` and `infer`.
     """
 
     devices: tuple[str, ...] = ("cpu",)
@@ -93,6 +94,7 @@ class Capabilities:
     forces: bool = False
     replays: bool = False
     simulates: frozenset[str] = frozenset()
+    converts: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,36 @@ class Replayed:
     loss: float
     gradients: Mapping[str, Array]
     parameters: Mapping[str, Stats]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How `Backend.convert` converts a model.
+
+    Attributes:
+        dtype: Of weights and computation; `"float32"` asks for a copy that computes what the model does.
+        deny: What stays in float32: `"module:pattern"` for names of modules (`fnmatch`), and what else the backend
+            takes.
+        keep_io: Floating outputs are float32, and inputs may be; False: floating outputs are of `dtype`.
+        batch: What the model is called with, for backends that trace it; None where no batch is at hand.
+    """
+
+    dtype: Dtype
+    deny: tuple[Any, ...] = ()
+    keep_io: bool = True
+    batch: Any = None
+
+
+class Converted(NamedTuple):
+    """What `Backend.convert` returns.
+
+    Attributes:
+        model: The converted model.
+        modules: Names of the modules that `deny` could keep in float32 and did not, those without others inside first.
+    """
+
+    model: Any
+    modules: tuple[str, ...]
 
 
 class Backend(abc.ABC):
@@ -495,6 +527,38 @@ class Backend(abc.ABC):
             return time.perf_counter() - began
 
         return seconds
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Return a copy of a trained float32 model for inference in low precision; the model stays as it is.
+
+        The copy is in inference mode and shares no memory with the model that either would write to. Normalization and
+        what is denied keep float32 weights and compute in float32; running statistics stay float32, integers as they
+        are, and tied weights tied.
+
+        Args:
+            model: The model; a function and its parameters where these are a value (JAX).
+            conversion: How.
+
+        Raises:
+            InvalidOptionError: It is no model that this backend converts, or needs a batch and got none.
+            UnsupportedDtypeError: The device of the model does not compute the dtype.
+            UnsupportedOpError: An entry of `deny` matches nothing.
+            ConversionError: The framework cannot convert it.
+        """
+        self.refuse("converting models for inference (ampx.convert)")
+
+    def infer(self, model: Any, batch: Any) -> Mapping[str, Array]:
+        """Call a converted model, and return its outputs by their places in what it returns, as NumPy arrays.
+
+        Floating outputs are float32. Nothing is differentiated.
+
+        Args:
+            model: What `convert` returned.
+            batch: A tuple holds positional arguments, a dict named ones; all else is the only argument.
+
+        Sync: one.
+        """
+        self.refuse("converting models for inference (ampx.convert)")
 
     def seed(self, number: int) -> None:
         """Seed the random numbers that the framework draws by itself; nothing where it draws none.

@@ -167,5 +167,9 @@ class PolicyFileError(InvalidOptionError):
     """A policy file cannot be read, or does not fit what it is used for."""
 
 
+class ConversionError(AmpxError, ValueError):
+    """A model cannot be converted for inference, or what it returns would be too far from float32's."""
+
+
 class RunRefusedError(AmpxError, RuntimeError):
     """`ampx run` cannot automate what the script does, and says why."""

@@ -170,6 +170,31 @@ class Harness(abc.ABC):
         """Read weights, gradients and buffers of a model, and the random state, as something that `==` compares."""
         raise NotImplementedError(f"{type(self).__name__}.model_state: wanted because replays is declared")
 
+    def shipped(self, weights: Sequence[float], norm: bool = False) -> tuple[Any, list[str]]:
+        """Make a float32 model for `ampx.convert`, in training mode: layers as in `chain`, which returns their outputs.
+
+        Args:
+            weights: One number a layer.
+            norm: Let a normalization come behind the last layer, with running statistics where the framework has them:
+                mean 0, variance 1, weight 1, bias 0.
+
+        Returns:
+            The model, and the names of the layers, that of the normalization last.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.shipped: wanted because converts is declared")
+
+    def batch(self, inputs: Sequence[float]) -> Any:
+        """Make a batch for the model of `shipped`: rows of one number each."""
+        raise NotImplementedError(f"{type(self).__name__}.batch: wanted because converts is declared")
+
+    def stored(self, model: Any, layer: str) -> set[str]:
+        """Name the dtypes of a layer's floating weights, running statistics included, in `shipped` or converted."""
+        raise NotImplementedError(f"{type(self).__name__}.stored: wanted because converts is declared")
+
+    def called(self, model: Any, batch: Any) -> Any:
+        """Call a converted model."""
+        return model(batch)
+
     def model(self) -> Any:
         """Make a small float32 model for `prepare`: no normalization, parameters between -1 and 1."""
         raise NotImplementedError(f"{type(self).__name__}.model: wanted because levels O2 or O3 are declared")

@@ -9,7 +9,7 @@ import pytest
 
 import ampx
 from ampx import debug
-from ampx.backend import Watching
+from ampx.backend import Conversion, Watching
 from ampx.run import Automates, Run, automation
 
 from .base import KitTests
@@ -155,6 +155,13 @@ def _automates(suite: KitTests) -> None:
     _not_supported(suite, lambda: automation(suite.backend, Run(suite.backend.name)))
 
 
+def _converts(suite: KitTests) -> None:
+    name, dtype = suite.backend.name, suite.subject.dtype
+    _not_supported(suite, lambda: ampx.convert(object(), dtype, framework=name))
+    _not_supported(suite, lambda: suite.backend.convert(object(), Conversion(dtype)))
+    _not_supported(suite, lambda: suite.backend.infer(object(), object()))
+
+
 def _forces(suite: KitTests) -> None:
     _not_supported(suite, lambda: suite.backend.force(None, {"*": "float32"}))
 
@@ -176,6 +183,7 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "clip_grad_norm": _clip_grad_norm,
     "clipping": _clipping,
     "closures": _closures,
+    "converts": _converts,
     "forces": _forces,
     "implicit gradients": lambda suite: _explicit_only(suite, ampx.unscale),
     "master_weights": _prepare,

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from .kit import automation, casting, errors, lifecycle, numerics, precision, reports, schedule, states, verbs, windows
+from .kit import (
+    automation,
+    casting,
+    errors,
+    lifecycle,
+    numerics,
+    precision,
+    reports,
+    schedule,
+    shipping,
+    states,
+    verbs,
+    windows,
+)
 
 
 # pytest runs the last class first. So `pytest -x` tells an author what to write next: the verbs of what is declared,
 # then the harness, then the verbs in the order in which a step calls them.
 class BackendSuite(
     automation.AutomationTests,
+    shipping.ConvertTests,
     precision.ReplayTests,
     precision.ForceTests,
     precision.WatchTests,

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 import ampx
-from ampx.backend import CastPlan, LossInfo, Replayed, Step
+from ampx.backend import CastPlan, Conversion, Converted, LossInfo, Replayed, Step
 from ampx.errors import LossDtypeError
 from ampx.numerics import overflow
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 
-from . import casting, debug, devices, numerics, prepare
+from . import casting, debug, devices, inference, numerics, prepare
 from .trees import LOW
 from .wrapping import make_wrapper
 
@@ -47,6 +47,7 @@ class TorchBackend(ampx.Backend):
         forces=True,
         replays=True,
         simulates=frozenset(numerics.SIMULATED),
+        converts=True,
     )
 
     # Verbs that stand in modules of their own.
@@ -64,6 +65,7 @@ class TorchBackend(ampx.Backend):
     seed = staticmethod(torch.manual_seed)
     watch = staticmethod(numerics.watch)
     force = staticmethod(numerics.force)
+    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)
@@ -124,6 +126,10 @@ class TorchBackend(ampx.Backend):
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
         """Return what times a batch and its gradients."""
         return numerics.clock(self, model, step, plan)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Convert a module for inference."""
+        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         from .run import automate  # only `ampx run` needs it

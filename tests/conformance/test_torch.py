@@ -98,6 +98,20 @@ class TorchHarness(Harness):
         batch = torch.tensor(inputs, device=self.device).reshape(-1, 1)
         return model, lambda model: model(batch).float().sum(), names
 
+    def shipped(self, weights, norm=False):
+        model, _, names = self.chain(weights, ())
+        if norm:
+            model.append(torch.nn.BatchNorm1d(1).to(self.device))
+            names = [*names, str(len(weights))]
+        return model.train(), names
+
+    def batch(self, inputs):
+        return torch.tensor(inputs, device=self.device).reshape(-1, 1)
+
+    def stored(self, model, layer):
+        tensors = model.get_submodule(layer).state_dict().values()
+        return {self.dtype_of(tensor) for tensor in tensors if tensor.is_floating_point()}
+
     def model_state(self, model):
         tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
         return [tensor.tolist() for tensor in tensors], torch.get_rng_state().tolist()

@@ -30,7 +30,18 @@ INSTALLS = re.compile(rf"\b(?:install|uvx|(?:pipx|uv) (?:run|add))((?: +{ARGUMEN
 WRONG = re.compile(r"""['"]?ampx(?:\[[^\]]*\])?(?:[=<>~!][^'"]*)?['"]?[.,;:)]*""")
 # What is in the wheel, by folder: for users, and for authors of backends.
 PACKAGES = {"ampx", "ampx_jax", "ampx_mxnet", "ampx_paddle", "ampx_tensorflow", "ampx_torch"}
-PARTS = {"cli", "cli/new_backend_template", "lint", "migrate", "numerics", "run", "syntax", "testing", "testing/kit"}
+PARTS = {
+    "cli",
+    "cli/new_backend_template",
+    "lint",
+    "migrate",
+    "numerics",
+    "run",
+    "shipping",
+    "syntax",
+    "testing",
+    "testing/kit",
+}
 
 
 def texts():

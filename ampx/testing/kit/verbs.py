@@ -49,3 +49,5 @@ class VerbTests(KitTests):
             yield "forces or simulates", ("force",)
         if can.replays:
             yield "replays", ("replay",)
+        if can.converts:
+            yield "converts", ("convert", "infer")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from ampx.testing.harness import Chosen, Harness
 from toy import framework as toy
-from toy.framework import Dense, Dropout, Module, Optimizer, Tensor
+from toy.framework import Dense, Dropout, Module, Norm, Optimizer, Tensor
 
 
 class ImplicitToyHarness(Harness):
@@ -76,6 +76,22 @@ class ImplicitToyHarness(Harness):
             layers["dropout"] = Dropout()
         model = Module(**layers)
         return model, lambda model: toy.total(model(Tensor(inputs))), names
+
+    def shipped(self, weights: Sequence[float], norm: bool = False) -> tuple[Any, list[str]]:
+        """Multiply by one weight after the other, and normalize."""
+        model, _, names = self.chain(weights, ())
+        if norm:
+            model.modules["norm"] = Norm(Tensor([1.0], parameter=True))
+            names = [*names, "norm"]
+        return model, names
+
+    def batch(self, inputs: Sequence[float]) -> Tensor:
+        """Make a vector."""
+        return Tensor(inputs)
+
+    def stored(self, model: Module, layer: str) -> set[str]:
+        """Read the dtypes of the parameters."""
+        return {parameter.dtype for parameter in dict(model.named_modules())[layer].parameters.values()}
 
     def overflowing(self) -> tuple[Any, Callable[[], Any], str]:
         """Multiply numbers whose product float16 does not hold."""

@@ -16,12 +16,12 @@ from ampx.protocol import Member
 from ampx.run import Run
 from toy.automation import automate
 from toy.framework import Module, Optimizer, Tensor
-from toy.numerics import ToyNumerics
+from toy.inference import ToyInference
 
 OPERATIONS = ("product", "total")
 
 
-class ImplicitToy(ToyNumerics):
+class ImplicitToy(ToyInference):
     """The toy framework used like PyTorch: `loss.backward()`, `opt.step()`."""
 
     name: ClassVar[str] = "toy"
@@ -41,6 +41,7 @@ class ImplicitToy(ToyNumerics):
         forces=True,
         replays=True,
         simulates=frozenset({"float8_e4m3", "float8_e5m2"}),
+        converts=True,
     )
 
     def check_plan(self, plan: CastPlan) -> CastPlan:

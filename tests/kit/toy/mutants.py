@@ -13,10 +13,13 @@ from ampx.protocol import Member
 from ampx.scale_state import LossScale
 from ampx.scaling import ScaleLoss
 from ampx.session import Amp, sessions
+from ampx.shipping import convert as shipping
+from ampx.shipping.convert import OutputError
 from toy import framework
 from toy.explicit import BareToy, ExplicitToy
 from toy.framework import FLOATING
 from toy.implicit import ImplicitToy, ToyOptimizer
+from toy.misconverting import asked, in_place, names_nothing, norms_too
 from toy.misreading import (
     blinkered,
     cast_as_now,
@@ -210,6 +213,16 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("KeepsBuffers", replay=keeps_buffers),
     verbs("ReplaysAsCast", replay=lambda self, m, step, plan, s=1.0: Toy.replay(self, m, cast_as_now(step), plan, s)),
     verbs("ReplaysAnything", replay=replays_anything),
+    # Conversion for inference.
+    verbs("ConvertsInPlace", convert=in_place),
+    verbs("ConvertsNorms", convert=norms_too),
+    verbs("ConvertsNothing", convert=asked(dtype="float32")),
+    verbs("ConvertsTheReference", convert=asked(dtype="float16")),
+    verbs("ConvertsWhatIsDenied", convert=asked(deny=())),
+    verbs("ConvertsOutputs", convert=asked(keep_io=False)),
+    verbs("NamesNoLayers", convert=names_nothing),
+    patched("ComparesNothing", OutputError, "agrees", lambda true, self, tolerance: True),
+    patched("SaysNothing", shipping.callers, "warn", lambda true, *args: None),
     # Automation.
     verbs("AutomatesNothing", automate=lambda self, run: nullcontext()),
     verbs("KeepsTheSession", automate=lambda self, run: Toy.automate(self, stays(run))),
@@ -222,6 +235,7 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("QuietTrace", ExplicitToy, trace_overflow=lambda self, model: nullcontext()),
     verbs("QuietWatch", BareToy, watch=lambda self, model, watching: nullcontext()),
     verbs("QuietForce", BareToy, force=lambda self, model, dtypes: nullcontext()),
+    verbs("QuietConversion", BareToy, convert=asked(), infer=Toy.infer),
     verbs("QuietReplay", BareToy, replay=lambda self, model, step, plan, scale=1.0: None),
     # Mistakes of the core.
     patched("SwallowsWrapErrors", Amp, "wrap_optimizer", quiet),

@@ -1,0 +1,1 @@
+"""Trained models in low precision, for inference."""

@@ -1,0 +1,118 @@
+"""What the converters of backends share: which modules stay in float32, how a batch is passed, names of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ampx.backend import Array, Backend
+from ampx.errors import ConversionError, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.numerics.formats import FORMATS
+from ampx.numerics.watching import MODULE, is_module
+
+
+def check_computed(backend: Backend, device: str, dtype: str) -> None:
+    """Raise where the device of a model does not compute a dtype.
+
+    Raises:
+        UnsupportedDeviceError: The backend knows no such device.
+        UnsupportedDtypeError: It does not.
+    """
+    place = backend.device(device)
+    computed = place.native | place.emulated | {"float32"}
+    if dtype not in computed:
+        raise UnsupportedDtypeError(
+            f"dtype={dtype!r} is not computed by backend {backend.name!r} on {device!r}, where the model is "
+            f"({place.reason}); accepted: {', '.join(sorted(computed))}. Choose one of these, or move the model to a "
+            f"device that computes it."
+        )
+
+
+def denied_names(deny: Sequence[Any], names: Iterable[str]) -> frozenset[str]:
+    """Return the names that entries `"module:pattern"` match.
+
+    Args:
+        deny: The entries, of this form only.
+        names: Of the modules of the model.
+
+    Raises:
+        UnsupportedOpError: An entry is of another form, or matches none.
+    """
+    every = [name for name in names if name]
+    some = f"{', '.join(every[:8]) or 'none'}{', …' if len(every) > 8 else ''}"
+    denied: set[str] = set()
+    for entry in deny:
+        if not is_module(entry):
+            raise UnsupportedOpError(
+                f"deny got {shown(entry)}, which names no module; accepted: 'module:' and a pattern of names of the "
+                f"model's modules, which are {some}. Name the module that holds the operation."
+            )
+        matches = {name for name in every if fnmatchcase(name, entry.removeprefix(MODULE))}
+        if not matches:
+            raise UnsupportedOpError(
+                f"deny got {entry!r}, which matches no module of the model; accepted: patterns of names of its "
+                f"modules, which are {some}. Correct it."
+            )
+        denied |= matches
+    return frozenset(denied)
+
+
+def leaves_first(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of modules, those without others inside first; the model itself, which has none, is left out."""
+    every = [name for name in dict.fromkeys(names) if name]
+    holds = {name for name in every if any(other.startswith(f"{name}.") for other in every)}
+    return (*(name for name in every if name not in holds), *(name for name in every[::-1] if name in holds))
+
+
+def check_fits(dtype: str, largest: Mapping[str, float]) -> None:
+    """Raise for finite weights that a dtype cannot hold.
+
+    Args:
+        dtype: The dtype that they are to have.
+        largest: By name of the weight, its largest finite magnitude; without those of denied modules.
+
+    Raises:
+        ConversionError: There are some.
+    """
+    limit = FORMATS[dtype].overflows_from
+    beyond = {name: value for name, value in largest.items() if value >= limit}
+    if beyond:
+        rows = ", ".join(f"{name} ({value:.3g})" for name, value in list(beyond.items())[:5])
+        raise ConversionError(
+            f"convert got weights that become infinite in {dtype}: {rows}; accepted: magnitudes below {limit:.6g}. "
+            f"Keep their modules in float32 by deny=['module:…'], or convert to bfloat16."
+        )
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the named arguments that a batch stands for."""
+    if isinstance(batch, dict):
+        return (), dict(batch)
+    return (batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)), {}
+
+
+def named_outputs(outputs: Any, array: Callable[[Any], Array | None]) -> dict[str, Array]:
+    """Return the tensors in what a model returned, by their places: `"output"`, `"output[0]"`, `"output['logits']"`.
+
+    Args:
+        outputs: A tensor; or tuples, lists, dicts and dataclasses that hold some.
+        array: Returns a tensor as a NumPy array, floating ones as float32; None for what is no tensor.
+    """
+    return {name: value for name, leaf in _walk(outputs, "output") if (value := array(leaf)) is not None}
+
+
+def _walk(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _walk(value, f"{name}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        keys: Sequence[object] = getattr(tree, "_fields", ()) or range(len(tree))
+        for key, value in zip(keys, tree, strict=True):
+            yield from _walk(value, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key}]")
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        for part in fields(tree):
+            yield from _walk(getattr(tree, part.name), f"{name}.{part.name}")
+    else:
+        yield name, tree

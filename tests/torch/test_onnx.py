@@ -1,0 +1,59 @@
+"""A converted model leaves PyTorch: exported to ONNX, it computes the same in ONNX Runtime on a CPU."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ampx
+from ampx.numerics.formats import FORMATS
+
+onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+
+
+class Network(nn.Module):
+    """Convolution, normalization of two kinds, and a layer that is denied."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU())
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(self.body(self.features(images).mean((2, 3))))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore::DeprecationWarning")
+def test_an_exported_model_computes_the_same_in_onnx_runtime(tmp_path):
+    model, batch = Network(), torch.randn(3, 1, 8, 8)
+    model(torch.randn(32, 1, 8, 8) + 0.5)  # running statistics
+    low = ampx.convert(model, batches=[batch], deny=["module:head"])
+    file = tmp_path / "model.onnx"
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # which operators of torchvision there would be
+    torch.onnx.export(
+        low,
+        (batch,),
+        file,
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+        dynamic_shapes=({0: "n"},),
+    )
+    graph = onnx.load(file).graph
+    stored = {tuple(sorted(entry.dims)): entry.data_type for entry in graph.initializer}  # some are transposed
+    assert stored[1, 3, 3, 16] == stored[16, 64] == onnx.TensorProto.FLOAT16
+    assert stored[10, 64] == onnx.TensorProto.FLOAT
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (entry,) = session.get_inputs()
+    for images in (batch, torch.randn(5, 1, 8, 8)):
+        (output,) = session.run(None, {entry.name: images.numpy()})
+        expected = low(images).numpy()
+        assert output.dtype == np.float32
+        # The two add in another order, in each of half a dozen operations.
+        error = np.linalg.norm(output - expected) / np.linalg.norm(expected)
+        assert error < 6 * 2.0 ** -FORMATS["float16"].bits
