@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Those that take longest first.
 FRAMEWORK ?= jax,tensorflow,torch,core,mxnet,paddle,example
 # Environments of `make test-all` alone.
-NIGHTLY ?= compiled-for-cuda
+NIGHTLY ?= compiled-for-cuda,docs-test
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
@@ -12,7 +12,7 @@ TOX = .venv-tox/bin/tox run
 # Two environments at a time.
 TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
-.PHONY: demo test test-all weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs bench gpu clean
+.PHONY: demo test test-all weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs docs-test bench gpu clean
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
@@ -38,6 +38,8 @@ checks: .venv-tox/bin/tox ; $(TOX_TWO) -e demo,types,docs,lint
 lint: .venv-tox/bin/tox ; $(TOX) -e lint
 types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs
+# In a real browser, which is installed as a wheel.
+docs-test: .venv-tox/bin/tox ; $(TOX) -e docs-test
 bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
 gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick)
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build

@@ -23,7 +23,8 @@ STYLES: Final[Mapping[str, tuple[str, str]]] = {
 }
 _OTHERS: Final = (("#009e73", "-"), ("#cc79a7", "--"), ("#56b4e9", "-"), ("#e69f00", "--"))
 _STYLE: Final = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
+  overflow-wrap: anywhere }  /* the path of a script has no spaces */
 table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-align: left }
 td.number { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 100%; height: auto }

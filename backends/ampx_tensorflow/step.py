@@ -466,7 +466,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         if member is None:
             member = new_group("tensorflow", loss_scale or LossScale(), enabled).add_member()
         group = member.group
-        super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name)
+        super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name=name)
         self.max_grad_norm = max_grad_norm
         self.max_grad_value = max_grad_value
         if not isinstance(group.ledger, VariableLedger):
