@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from ampx.run import asked_by_script
 from ampx.run.recorder import Observer
 from ampx_torch.backend import TorchBackend
+from ampx_torch.reach import bring_together, leaves_of
 from ampx_torch.trees import LOW
 
 from .manager import TorchManaged, TorchManager
@@ -21,8 +22,6 @@ from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")
 _TRUE: Final = "_ampx_true_loss"  # on a scaled loss: the loss
-_LEAF: Final = "AccumulateGrad"
-_HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
                 _backward_scaled(manager, true, losses, optimizers, options)
             else:
                 if manager.run.recorder.sampling:  # the first steps tell; walking the graph takes time
-                    _refuse_by_hand(manager, optimizers, _leaves(losses)[0])
+                    _refuse_by_hand(manager, optimizers, leaves_of(losses)[0])
                 _backward(manager, true, losses, optimizers, options)
 
     with ExitStack() as stack:
@@ -107,7 +106,7 @@ def _backward_scaled(
     options: dict[str, Any],
 ) -> None:
     """Find out what the loss reaches, bring gradients that wait to the same scale, and run."""
-    leaves, hidden = _leaves(losses)
+    leaves, hidden = leaves_of(losses)
     inputs = options["inputs"]
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
@@ -126,7 +125,7 @@ def _backward_scaled(
             "multiply twice; accepted: torch.autograd.grad for these, or --dtype bfloat16, which needs no loss scale"
         )
     with manager.working():
-        _bring_together(manager, optimizers)
+        bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
         strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if manager.owners.of(key) is None]
         for leaf, _ in strangers:
             leaf.grad = None
@@ -153,19 +152,6 @@ def _refuse_by_hand(manager: TorchManager, optimizers: list[TorchManaged], leave
                 f"it says; accepted: parameters in float32. Run it with --unchanged-if-refused{apex}, or leave its "
                 f"parameters in float32"
             )
-
-
-def _bring_together(manager: TorchManager, optimizers: Sequence[TorchManaged]) -> None:
-    """Have the gradients that wait carry one loss scale: the smallest of all that this backward serves."""
-    scales = []
-    for managed in optimizers:
-        member = managed.wrapped.ampx_member
-        if member.stage != "idle" and not managed.wrapped.collect():
-            managed.wrapped.forget()
-        scales.append(member.factors[0] if member.factors else member.group.ledger.factor(member.group, 0))
-    factor = scales[0] if len(scales) == 1 else manager.run.session().backend.smallest(scales)
-    for managed in optimizers:
-        managed.rescale(factor)
 
 
 def _backward(
@@ -218,23 +204,3 @@ def _losses(tensors: Any, weights: Any) -> list[torch.Tensor] | None:
 def _weighted(root: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     wide = root.float() if root.dtype in (torch.float16, torch.bfloat16) else root
     return torch.sum(wide * weight)
-
-
-def _leaves(losses: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], bool]:
-    """Walk the graph; return the tensors that gradients are added to, and whether some part of it is hidden."""
-    leaves: dict[int, torch.Tensor] = {id(loss): loss for loss in losses if loss.grad_fn is None}
-    nodes: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen = set(nodes)  # holds the nodes, whose ids would otherwise be used again
-    hidden = False
-    for node in nodes:  # grows on the way
-        name = type(node).__name__
-        if name == _LEAF:
-            leaf = node.variable
-            leaves[id(leaf)] = leaf
-            continue
-        hidden = hidden or name == _HIDES
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
-                seen.add(after)
-                nodes.append(after)
-    return leaves, hidden

@@ -16,7 +16,6 @@ import torch
 
 from ampx.run import Managed, Manager, Run, script_line
 from ampx_torch.delegation import TakenOver
-from ampx_torch.gradients import unscale_into
 from ampx_torch.step import AmpOptimizer
 
 from .modules import ModuleRules
@@ -48,26 +47,6 @@ class TorchManaged(Managed):
         raw = self.raw.optimizer if isinstance(self.raw, TakenOver) else self.raw
         self.returned = type(raw).step(raw, *(args or own_args), **(kwargs or own_kwargs))
         return self.returned
-
-    def rescale(self, factor: Any) -> None:
-        """Multiply the gradients so that they carry this loss scale, and further ones may be added.
-
-        Loss scales are powers of two, as far as they move by themselves, so no digit is lost.
-        """
-        member = self.wrapped.ampx_member
-        if member.stage == "idle":
-            return
-        carried = member.factors.get(0, 1.0) if member.stage == "scaled" else 1.0
-        buckets = self.wrapped.collect()
-        if not buckets:
-            self.wrapped.forget()  # they were cleared, by model.zero_grad() say
-            return
-        if carried is not factor and carried != factor:
-            for bucket in buckets:
-                flag = torch.zeros((), device=bucket[0].device)  # what is not finite stays so, and is found again
-                unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32).to(flag.device))
-        self.wrapped.take_checked()
-        member.note_scaled(factor)
 
 
 class Owners:

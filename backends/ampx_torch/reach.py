@@ -1,0 +1,74 @@
+"""Which optimizers a backward reaches, and one loss scale for what it adds to their gradients.
+
+For loops in which nobody names the optimizers: `ampx run`, and the trainers of other libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from ampx.backend import Backend
+
+from .gradients import unscale_into
+from .step import AmpOptimizer
+
+_LEAF: Final = "AccumulateGrad"
+_HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
+
+
+def leaves_of(losses: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], bool]:
+    """Walk the graph; return the tensors that gradients are added to, and whether some part of it is hidden."""
+    leaves: dict[int, torch.Tensor] = {id(loss): loss for loss in losses if loss.grad_fn is None}
+    nodes: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(nodes)  # holds the nodes, whose ids would otherwise be used again
+    hidden = False
+    for node in nodes:  # grows on the way
+        name = type(node).__name__
+        if name == _LEAF:
+            leaf = node.variable
+            leaves[id(leaf)] = leaf
+            continue
+        hidden = hidden or name == _HIDES
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    return leaves, hidden
+
+
+def bring_together(backend: Backend, optimizers: Sequence[AmpOptimizer]) -> Any:
+    """Have the gradients that wait carry one loss scale, the smallest of all that a backward serves; return it."""
+    scales = []
+    for optimizer in optimizers:
+        member = optimizer.ampx_member
+        if member.stage != "idle" and not optimizer.collect():
+            optimizer.forget()  # they were cleared, by model.zero_grad() say
+        scales.append(member.factors[0] if member.factors else member.group.ledger.factor(member.group, 0))
+    factor = scales[0] if len(scales) == 1 else backend.smallest(scales)
+    for optimizer in optimizers:
+        rescale(optimizer, factor)
+    return factor
+
+
+def rescale(optimizer: AmpOptimizer, factor: Any) -> None:
+    """Multiply the gradients that wait so that they carry this loss scale, and further ones may be added.
+
+    Loss scales are powers of two, as far as they move by themselves, so no digit is lost.
+    """
+    member = optimizer.ampx_member
+    if member.stage == "idle":
+        return
+    carried = member.factors.get(0, 1.0) if member.stage == "scaled" else 1.0
+    buckets = optimizer.collect()
+    if not buckets:
+        optimizer.forget()
+        return
+    if carried is not factor and carried != factor:
+        for bucket in buckets:
+            flag = torch.zeros((), device=bucket[0].device)  # what is not finite stays so, and is found again
+            unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32).to(flag.device))
+    optimizer.take_checked()
+    member.note_scaled(factor)
