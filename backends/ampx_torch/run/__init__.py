@@ -7,6 +7,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 - `gradients`: `torch.Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
 - `modules`: `torch.nn.Module.__call__`, where `allow` or `deny` name modules;
 - `native` and `scaler`: `torch.autocast` and `GradScaler`, which are refused, or carried out by ampx;
+- `accelerate`: `Accelerator.__init__`, whose fp16 on a CPU is carried out;
 - `old_names`: `import apex`, which ampx provides where it is missing.
 """
 
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 
 from ampx.run import Run
 
+from .accelerate import accelerators_carried_out
 from .backward import backward_scaled
 from .gradients import gradients_true
 from .manager import TorchManager, optimizers_managed
@@ -30,6 +32,9 @@ from .scaler import scaler_watched
 def automate(run: Run) -> Iterator[None]:
     """Patch torch for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
-    patches = (optimizers_managed, backward_scaled, gradients_true, modules_ruled, autocast_watched, scaler_watched)
+    patches = (
+        *(optimizers_managed, backward_scaled, gradients_true, modules_ruled),
+        *(autocast_watched, scaler_watched, accelerators_carried_out),
+    )
     with TorchManager(run).region(old_names, *(() if run.settings.stand_ins_only else patches)):
         yield

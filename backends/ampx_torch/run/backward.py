@@ -53,6 +53,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             return
         if manager.native.scales:
             with manager.run.recorder.phase("backward"):
+                manager.note_scaler(tensors)
                 native()
             return
         losses = None if manager.inside else _losses(tensors, weights)

@@ -89,6 +89,8 @@ class TorchManager(Manager[TorchManaged]):
         self.native = Native(run)  # the script's own regions and GradScaler
         # Makes reads of gradients known; called where losses are multiplied.
         self.watch_gradients: Callable[[], None] = lambda: None
+        # Notes whose gradients wait for which GradScaler of the script; called after a backward of theirs.
+        self.note_scaler: Callable[[Any], None] = lambda roots: None
         self.owners = Owners()  # whose parameters are whose
         self.rules = ModuleRules(run)  # about names of modules
         super().__init__(run, TorchSampler(run.recorder))

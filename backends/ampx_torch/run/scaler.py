@@ -21,7 +21,8 @@ from ampx.errors import AmpxError
 from ampx.run import asked_by_script
 from ampx.scale_state import LossScale, LossScaleState
 from ampx_torch.fused import makes_momentum
-from ampx_torch.gradients import GradientSet
+from ampx_torch.gradients import GradientSet, unscale_into
+from ampx_torch.reach import leaves_of
 
 from .manager import TorchManaged, TorchManager
 from .native import ADVICE, ALIASES, OWN
@@ -29,6 +30,7 @@ from .native import ADVICE, ALIASES, OWN
 # Scales on an accelerator are read together, because every read waits for it.
 _READ_TOGETHER: Final = 64
 _SMALL: Final = 2.0**10
+_SCALER: Final = "_ampx_scaler"  # on a scaled loss: the scaler, as a weak reference
 
 
 @contextmanager
@@ -44,6 +46,7 @@ def scaler_watched(manager: TorchManager) -> Iterator[None]:
         if ours and self.is_enabled():
             watch.take(self)
 
+    manager.note_scaler = watch.note_waiting
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(GradScaler, "__init__", make))
         for name in ("scale", "unscale_", "step", "update"):
@@ -51,6 +54,7 @@ def scaler_watched(manager: TorchManager) -> Iterator[None]:
         try:
             yield
         finally:
+            manager.note_scaler = lambda roots: None
             watch.close()
 
 
@@ -82,6 +86,8 @@ class _Seen:
     optimizers: list[TorchManaged] = field(default_factory=list)  # those that it stepped
     # Those whose gradients the script asked it to unscale since their last step.
     unscaled: set[int] = field(default_factory=set)
+    # Those whose gradients carry the scale since their last step; looked for where there are several.
+    waiting: weakref.WeakSet[TorchManaged] = field(default_factory=weakref.WeakSet)
     now: _Update = field(default_factory=_Update)  # what happens until `update`
     unread: list[_Update] = field(default_factory=list)  # what happened before, oldest first
     scale: float = 0.0  # the scale as far as it was read
@@ -115,14 +121,35 @@ class _Watch:
     def scale(self, native: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
         if scaler not in self._seen:
             self.take(scaler)
-        return native(scaler, outputs)
+        scaled = native(scaler, outputs)
+        for loss in [scaled] if isinstance(scaled, torch.Tensor) else scaled:
+            if isinstance(loss, torch.Tensor):
+                setattr(loss, _SCALER, weakref.ref(scaler))
+        return scaled
+
+    def note_waiting(self, roots: Any) -> None:
+        """Note the optimizers that a backward of scaled losses reaches, where there are several."""
+        optimizers = self.manager.managed()
+        if len(optimizers) < 2:
+            return
+        losses = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+        scaler = next((getattr(loss, _SCALER)() for loss in losses if hasattr(loss, _SCALER)), None)
+        seen = None if scaler is None else self._seen.get(scaler)
+        if seen is None:
+            return
+        self.manager.owners.sort(optimizers)
+        leaves, hidden = leaves_of(losses)
+        reached = {id(self.manager.owners.of(key)) for key in leaves}
+        seen.waiting.update(managed for managed in optimizers if hidden or id(managed) in reached)
 
     def unscale_(self, native: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Divide; from now on the script may change what was tested."""
         native(scaler, optimizer)
         seen = self._seen.get(scaler)
-        if seen is not None and not self._steps(optimizer):
-            seen.unscaled.add(id(optimizer))
+        if seen is not None:
+            seen.waiting.discard(self.manager.find(optimizer))  # type: ignore[arg-type]
+            if not self._steps(optimizer):
+                seen.unscaled.add(id(optimizer))
 
     def step(
         self,
@@ -139,6 +166,7 @@ class _Watch:
         errs = "closure" in kwargs or scaler._scale is None or state["stage"] is OptState.STEPPED
         if managed is None or seen is None or errs:  # PyTorch says what is wrong
             return native(scaler, optimizer, *args, **kwargs)
+        seen.waiting.discard(managed)
         with self.manager.stepping(managed):
             skips = self._look_again(scaler, optimizer, seen, state)
             if skips:
@@ -154,10 +182,26 @@ class _Watch:
         seen = self._seen.get(scaler)
         if seen is not None and not seen.now.steps:
             seen.now.before = _held(scaler._scale)
+        before = None if seen is None or not seen.waiting or scaler._scale is None else scaler._scale.clone()
         with self.manager.uncounted():
             native(scaler, new_scale)
             if seen is not None:
+                if before is not None:
+                    self._carry_over(seen, scaler._scale / before)  # type: ignore[operator]
                 self._turn(scaler, seen)
+
+    def _carry_over(self, seen: _Seen, change: torch.Tensor) -> None:
+        """Have gradients that wait for their step carry the new scale, by which that divides them.
+
+        Native defect: a scaler that is updated between two optimizers, as Accelerate and Lightning do after each step,
+        divides the gradients of the second by another scale than they were multiplied by.
+        """
+        if change.device.type == "cpu" and change.item() == 1.0:
+            return
+        for managed in seen.waiting:
+            for bucket in GradientSet(managed.raw, accepts_half=True).collect():
+                flag = torch.zeros((), device=bucket[0].device)  # what is not finite stays so, and is found again
+                unscale_into(bucket, flag, change.to(flag.device))
 
     # -- looking and noting --------------------------------------------------------------------------
 
