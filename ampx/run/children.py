@@ -2,6 +2,7 @@
 
 A child of `fork` is a copy, automation included. To those of `spawn` and `forkserver` an import is handed over, which
 automates the frameworks that the child imports. Each child that has something to tell leaves a report in a folder.
+A program that starts itself again, as Lightning does for every device but the first, is run the same way.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import multiprocessing.spawn
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -27,23 +29,25 @@ from unittest import mock
 from ampx.errors import PrecisionWarning
 
 if TYPE_CHECKING:
+    from .program import Program
     from .run import RunSettings
     from .supervisor import Finished
 
 # Read by the fork server, which takes no other message.
 VARIABLE: Final = "AMPX_RUN_CHILDREN"
 _PRELOADED: Final = "ampx.run.preloaded"
+_AGAIN_SECONDS: Final = 60.0  # so long a program waits at its end for those that it started of itself
 _LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun")
 
 
 @contextmanager
-def followed(finished: Finished, settings: RunSettings, framework: str | None) -> Iterator[None]:
+def followed(finished: Finished, program: Program, settings: RunSettings, framework: str | None) -> Iterator[None]:
     """Automate the processes that multiprocessing starts inside; afterwards their reports are in `finished`."""
     finished.folder = tempfile.mkdtemp(prefix="ampx-run-")
     message = json.dumps({"settings": asdict(settings), "framework": framework, "folder": finished.folder})
     own = os.getpid()
     try:
-        with handed_on(finished, message), _other_programs_noted(finished):
+        with handed_on(finished, message), _programs_followed(finished, program):
             yield
     finally:
         if os.getpid() == own:  # else a copy that the script made by os.fork
@@ -85,7 +89,7 @@ def handed_on(finished: Finished, message: str) -> Iterator[None]:
         try:
             return bootstrap(self, *args, **kwargs)
         finally:
-            _tell(finished, self.name)
+            tell(finished, self.name)
 
     with ExitStack() as patches:
         for owner, name, patched in (
@@ -98,7 +102,7 @@ def handed_on(finished: Finished, message: str) -> Iterator[None]:
         yield
 
 
-def _tell(finished: Finished, name: str) -> None:
+def tell(finished: Finished, name: str) -> None:
     """Leave a report, where the process trained or was refused."""
     finished.close()
     if finished.recorder.steps or finished.refusal or finished.misuse:
@@ -109,12 +113,19 @@ def _tell(finished: Finished, name: str) -> None:
 
 
 @contextmanager
-def _other_programs_noted(finished: Finished) -> Iterator[None]:
-    """Note Python programs that the script starts by subprocess, which nothing automates."""
+def _programs_followed(finished: Finished, program: Program) -> Iterator[None]:
+    """Automate the program itself where it starts itself again, and note other Python programs, which nothing does."""
     true = subprocess.Popen.__init__
+    again: list[subprocess.Popen[Any]] = []
+    own = os.getpid()
 
     @functools.wraps(true)
     def start(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        if not isinstance(args, (str, bytes, os.PathLike)) and _is_again([str(word) for word in args], program):
+            executable, *words = args
+            true(self, [executable, "-m", _PRELOADED, *words], *rest, **options)
+            again.append(self)
+            return
         true(self, args, *rest, **options)
         words = (
             args.split()
@@ -132,3 +143,19 @@ def _other_programs_noted(finished: Finished) -> Iterator[None]:
 
     with mock.patch.object(subprocess.Popen, "__init__", start):
         yield
+    if os.getpid() == own:
+        for process in again:  # their reports belong to this run
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_AGAIN_SECONDS)
+
+
+def _is_again(words: Sequence[str], program: Program) -> bool:
+    """Return whether a command line starts the program once more, with the same arguments."""
+    if len(words) < 3 - (not program.is_module) or words[0] != sys.executable:
+        return False
+    if program.is_module:
+        names = (program.name, f"{program.name}.__main__")
+        return words[1] == "-m" and words[2] in names and [*words[3:]] == [*program.arguments]
+    if program.name == "-" or [*words[2:]] != [*program.arguments]:
+        return False
+    return os.path.realpath(words[1]) == os.path.realpath(program.name)

@@ -105,7 +105,7 @@ def supervise(
     """
     finished = finished or Finished()
     _judge(settings)
-    with children.followed(finished, settings, framework), automated(finished, settings, framework):
+    with children.followed(finished, program, settings, framework), automated(finished, settings, framework):
         try:
             finished.error = run_program(program)
         finally:

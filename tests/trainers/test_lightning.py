@@ -280,7 +280,10 @@ def test_fabric_saves_the_loss_scale_where_the_session_is_saved(plugin, amp, tmp
     fabric.save(tmp_path / "fabric.ckpt", state)
     assert precision.scaler.get_scale() == 512.0
     precision, fabric, model, optimizer = start()
-    fabric.load(tmp_path / "fabric.ckpt", {"model": model, "optimizer": optimizer, **({"scale": precision} if plugin == "ampx" else {})})
+    fabric.load(
+        tmp_path / "fabric.ckpt",
+        {"model": model, "optimizer": optimizer, **({"scale": precision} if plugin == "ampx" else {})},
+    )
     # Fabric's own plugin is asked for its state by nobody.
     assert precision.scaler.get_scale() == (1024.0 if plugin == "native" else 512.0)
 

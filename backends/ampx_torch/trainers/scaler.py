@@ -86,9 +86,7 @@ class TrainerScaler:
         if hidden:
             return optimizers
         return [
-            optimizer
-            for optimizer in optimizers
-            if any(id(parameter) in leaves for parameter in optimizer.leaves())
+            optimizer for optimizer in optimizers if any(id(parameter) in leaves for parameter in optimizer.leaves())
         ]
 
     # -- what trainers call of a GradScaler ----------------------------------------------------------

@@ -10,7 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 def main(precision="float32"):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+    )
     config.loss_type = "ForCausalLM"
     model = GPT2LMHeadModel(config)
     dtypes = set()
