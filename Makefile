@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Those that take longest first.
 FRAMEWORK ?= jax,tensorflow,torch,core,mxnet,paddle,example
 # Environments of `make test-all` alone.
-NIGHTLY ?= compiled-for-cuda,docs-test
+NIGHTLY ?= compiled-for-cuda,docs-test,trainers
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle

@@ -32,9 +32,10 @@ def _enter(message: str) -> Finished:
 def main(words: list[str]) -> int:
     """Run the program that the words after `python` start, and leave a report; return the exit code."""
     finished = _enter(os.environ[children.VARIABLE])
-    is_module, *rest = (True, *words[1:]) if words[0] == "-m" else (False, *words)
-    error = finished.error = run_program(Program(rest[0], is_module, tuple(rest[1:])))
-    children.tell(finished, f"{os.path.basename(rest[0])}, process {os.getpid()}")
+    is_module = words[0] == "-m"
+    name, *arguments = words[1:] if is_module else words
+    error = finished.error = run_program(Program(name, is_module, tuple(arguments)))
+    children.tell(finished, f"{os.path.basename(name)}, process {os.getpid()}")
     if isinstance(error, SystemExit):
         raise error
     if error is not None:

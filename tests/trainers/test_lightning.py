@@ -23,7 +23,7 @@ def scaler():
     return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
 
 
-def made(plugin, amp, native, ours):
+def precision_of(plugin, amp, native, ours):
     return native("16-mixed", "cpu", scaler()) if plugin == "native" else ours(amp)
 
 
@@ -101,7 +101,7 @@ class Two(lightning.LightningModule):
 @BOTH
 def test_the_second_optimizer_is_not_divided_by_another_scale_when_the_first_overflows(plugin, amp, tmp_path):
     model = Two()
-    trainer_of(made(plugin, amp, NativePrecision, AmpxPrecision), tmp_path).fit(model, batches(INF))
+    trainer_of(precision_of(plugin, amp, NativePrecision, AmpxPrecision), tmp_path).fit(model, batches(INF))
     assert model.a.item() == 0.0
     wrong = 2.0 if plugin == "native" else 1.0  # Lightning's own divides by the scale that the first has halved
     assert model.b.item() == -RATE * wrong
@@ -110,7 +110,7 @@ def test_the_second_optimizer_is_not_divided_by_another_scale_when_the_first_ove
 @BOTH
 def test_a_scheduler_of_steps_waits_for_a_skipped_one(plugin, amp, tmp_path):
     model = Slope()
-    trainer_of(made(plugin, amp, NativePrecision, AmpxPrecision), tmp_path).fit(model, batches(1.0, INF, 1.0))
+    trainer_of(precision_of(plugin, amp, NativePrecision, AmpxPrecision), tmp_path).fit(model, batches(1.0, INF, 1.0))
     waits, moves = [0.125, 0.125, 0.0625], [0.125, 0.0625, 0.03125]
     assert model.rates == (moves if plugin == "native" else waits)
     # The third update is at the rate that the second batch left.
@@ -144,7 +144,7 @@ def test_windows_of_several_batches_are_clipped_as_true_gradients_and_dropped_wh
 @BOTH
 def test_fused_optimizers_are_clipped(plugin, amp, tmp_path):
     model = Constant(torch.optim.SGD, fused=True)
-    trainer = trainer_of(made(plugin, amp, NativePrecision, AmpxPrecision), tmp_path, gradient_clip_val=0.5)
+    trainer = trainer_of(precision_of(plugin, amp, NativePrecision, AmpxPrecision), tmp_path, gradient_clip_val=0.5)
     if plugin == "native":
         with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
             trainer.fit(model, batches(1.0))
@@ -232,7 +232,7 @@ def prepared(plugin, fabric):
 
 @BOTH
 def test_fabrics_second_optimizer_is_not_divided_by_another_scale_when_the_first_overflows(plugin, amp):
-    precision = made(plugin, amp, NativeFabricPrecision, AmpxFabricPrecision)
+    precision = precision_of(plugin, amp, NativeFabricPrecision, AmpxFabricPrecision)
     fabric = fabric_of(precision)
     (first, first_optimizer), (second, second_optimizer) = (prepared(precision, fabric) for _ in range(2))
     fabric.backward(first(INF))
@@ -267,7 +267,7 @@ def test_fabric_accumulates_clips_and_drops_a_window_that_overflows(amp):
 @BOTH
 def test_fabric_saves_the_loss_scale_where_the_session_is_saved(plugin, amp, tmp_path):
     def start():
-        precision = made(plugin, amp, NativeFabricPrecision, AmpxFabricPrecision)
+        precision = precision_of(plugin, amp, NativeFabricPrecision, AmpxFabricPrecision)
         fabric = fabric_of(precision)
         return precision, fabric, *prepared(precision, fabric)
 

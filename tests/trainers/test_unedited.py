@@ -1,7 +1,7 @@
 """Scripts for the trainers of other libraries, unedited, under `ampx run`.
 
-The scripts for Accelerate, Lightning and Fabric train the same model on the same batches. The oracle is a plain loop of
-PyTorch that does, in float32 or with `torch.autocast` and its GradScaler, to the bit: loss scales are powers of two.
+The scripts for Accelerate, Lightning and Fabric train the same model on the same batches. The oracle is a plain loop
+of PyTorch that does, in float32 or with `torch.autocast` and its GradScaler, to the bit: loss scales are powers of two.
 """
 
 import importlib
@@ -27,8 +27,8 @@ INF = float("inf")
 def reference(precision, waits=False, rounds=False):
     """The loop of the scripts.
 
-    With `waits` the scheduler waits for skipped steps, as Accelerate's does; with `rounds` inputs are bfloat16, as those
-    of Fabric are where it computes in that.
+    With `waits` the scheduler waits for skipped steps, as Accelerate's does; with `rounds` inputs are bfloat16, as
+    those of Fabric are where it computes in that.
     """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
@@ -69,8 +69,8 @@ def automated(script, precision, **settings):
     return result, run
 
 
-def same(one, other):
-    assert json.dumps(one) == json.dumps(other)  # a norm may be NaN
+def same(result, expected):
+    assert json.dumps(result) == json.dumps(expected)  # a norm may be NaN
 
 
 @LOW

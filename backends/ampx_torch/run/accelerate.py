@@ -30,8 +30,8 @@ def accelerators_carried_out(manager: TorchManager) -> Iterator[None]:
         def patch(_: str) -> None:
             from accelerate import Accelerator
 
-            made = functools.wraps(Accelerator.__init__)(_carried_out(manager, Accelerator.__init__))
-            patches.enter_context(mock.patch.object(Accelerator, "__init__", made))
+            make = functools.wraps(Accelerator.__init__)(_carried_out(manager, Accelerator.__init__))
+            patches.enter_context(mock.patch.object(Accelerator, "__init__", make))
 
         watch = ImportWatch({_MODULE: _MODULE}, patch)
         patches.enter_context(watch.installed())

@@ -51,13 +51,13 @@ class TrainerScaler:
         Raises:
             NotWrappedError: The trainer was not given this optimizer.
         """
-        found = self._wrapped.get(id(optimizer))
-        if found is None:
+        wrapped = self._wrapped.get(id(optimizer))
+        if wrapped is None:
             raise NotWrappedError(
                 f"the trainer steps a {type(optimizer).__name__} that ampx was not told of; accepted: those that the "
                 f"trainer prepared, or that manage() was called with. Call manage([optimizer]) first."
             )
-        return found
+        return wrapped
 
     @contextmanager
     def scaling(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:

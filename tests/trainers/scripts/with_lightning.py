@@ -50,7 +50,7 @@ def main(precision="float32", devices="1", strategy="auto"):
         enable_model_summary=False,
     )
     trainer.fit(model, loader)
-    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    rate = trainer.optimizers[0].param_groups[0]["lr"] if trainer.optimizers else None  # of this process
     return {"losses": model.losses, "norms": model.norms, "dtypes": sorted(model.dtypes), "rate": rate}
 
 
