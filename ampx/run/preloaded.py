@@ -1,6 +1,6 @@
 """What a process imports first that multiprocessing starts afresh while `ampx run` runs its parent.
 
-As a program it is what the parent has started itself again by: `python -m ampx.run.preloaded script.py --its --arguments`.
+As a program it runs one that the parent has started again: `python -m ampx.run.preloaded script.py --its --arguments`.
 """
 
 from __future__ import annotations
