@@ -28,11 +28,12 @@ class TensorFlowBackend(ampx.Backend):
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
-        levels=frozenset({"O0", "O1"}),
+        levels=frozenset({"O0", "O1", "O2", "O3"}),
         gradients="explicit",
         autocast="scoped",
         promotes=True,
         clipping=True,
+        master_weights=True,
         sparse=True,
         distributed=True,
         device_scale=True,
@@ -105,6 +106,10 @@ class TensorFlowBackend(ampx.Backend):
     def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
         """Return an optimizer that is accepted wherever the raw one is."""
         reject_unknown(self.name, options, ())
+        if options["plan"] is not None and options["level"].casts_params:
+            from . import prepare  # needed at these levels only
+
+            prepare.check_kind(optimizer, "wrap_optimizer", options["level"].name)
         if tf1.is_optimizer(optimizer):
             return tf1.wrap(self, optimizer, member, options)
         if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -112,7 +117,11 @@ class TensorFlowBackend(ampx.Backend):
         return _tf_keras_step().wrap(optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:
-        """Let a model that was made before `init`, or a `tf.function`, cast."""
+        """Let a model that was made before `init`, or a `tf.function`, cast; at O2 and O3 lower a model's variables."""
+        if plan.level != "O1":
+            from . import prepare  # as above
+
+            return prepare.prepare(model, optimizer, plan)
         if rewrite.is_function(model):
             prepared = rewrite.prepare(model, plan)
         elif "tf_keras" in sys.modules and _tf_keras_casting().is_model(model):

@@ -127,7 +127,7 @@ def _innermost(thread: int) -> Region | None:
 
 def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
     """Return a region with casting on or off; layers that are made inside one with casting on follow later ones."""
-    if not enabled:
+    if not enabled or plan.level != "O1":  # beyond O1 it is the variables that are low precision
         return off()
     policy = policy_region(policy_for(plan.dtype), keras.config.dtype_policy, keras.config.set_dtype_policy)
     return both(policy, Region(plan.dtype))
@@ -141,12 +141,15 @@ def off() -> Region:
 def activate(plan: CastPlan) -> None:
     """Switch casting on in the process, and for new layers in the calling thread."""
     _regions.pop(threading.get_ident(), None)
-    _session.dtype = plan.dtype
+    if plan.level == "O1":  # beyond, `prepare` makes layers low precision
+        _session.dtype = plan.dtype
     enter_thread(plan)
 
 
 def enter_thread(plan: CastPlan) -> None:
     """Let new layers of the calling thread cast: Keras keeps the policy for them by thread."""
+    if plan.level != "O1":
+        return
     if not _before.policies:
         _before.policies = (keras.config.dtype_policy(),)
     keras.config.set_dtype_policy(policy_for(plan.dtype))
@@ -193,7 +196,7 @@ def prepare(model: Any, plan: CastPlan) -> Any:
     Raises:
         UnsupportedOpError: A pattern matches no layer.
     """
-    forced = _forced_layers(model, plan)
+    forced = forced_layers(model, plan)
     for layer in model._flatten_layers():
         policy = layer.dtype_policy
         if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
@@ -207,7 +210,7 @@ def prepare(model: Any, plan: CastPlan) -> Any:
     return model
 
 
-def _forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
+def forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
     """Return the dtypes of layers that `allow` and `deny` name, by identity."""
     dtypes = module_dtypes(plan)
     if not dtypes:

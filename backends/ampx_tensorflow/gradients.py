@@ -13,7 +13,7 @@ from ampx.numerics.watching import stride
 
 # Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
 _SMALL: Final = 4096
-_LOW: Final = (tf.float16, tf.bfloat16)
+LOW: Final = (tf.float16, tf.bfloat16)
 
 
 def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
@@ -24,11 +24,16 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
     # TensorFlow's rewriter of graphs moves RealDiv to float16 where it follows a product: there a scale of 2**16 is
     # infinite, and the gradients become 0. It leaves Div alone, which computes the same.
     def divide(values: Any) -> Any:
-        if values.dtype in _LOW:
+        if values.dtype in LOW:
             return tf.cast(tf.raw_ops.Div(x=tf.cast(values, tf.float32), y=scale), values.dtype)
         return tf.raw_ops.Div(x=values, y=tf.cast(scale, values.dtype))
 
     return _each(divide, grads)
+
+
+def widen(grads: Sequence[Any]) -> list[Any]:
+    """Return low-precision gradients in float32, in which they can be divided without flushing to zero."""
+    return _each(lambda values: tf.cast(values, tf.float32) if values.dtype in LOW else values, grads)
 
 
 def name(variable: Any) -> str:
@@ -124,7 +129,7 @@ def _widest(parts: Sequence[Any]) -> Any:
 
 
 def _times(values: Any, *factors: Any) -> Any:
-    wide = tf.float32 if values.dtype in _LOW else values.dtype
+    wide = tf.float32 if values.dtype in LOW else values.dtype
     product = tf.cast(values, wide)
     for factor in factors:
         product *= tf.cast(factor, wide)

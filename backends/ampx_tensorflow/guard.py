@@ -58,8 +58,9 @@ def refuse_low_precision(variables: Iterable[Any]) -> None:
         names = ", ".join(getattr(variable, "path", variable.name) for variable in low[:5])
         raise LowPrecisionParametersError(
             f"the optimizer was given {len(low)} low-precision variables ({names}); updates smaller than their "
-            f"precision would be lost; accepted: float32. Keep the variables in float32 and cast what is computed from "
-            f"them: policy 'mixed_float16', not 'float16'."
+            f"precision would be lost; accepted: float32, or variables with float32 masters. Keep the variables in "
+            f"float32 and cast what is computed from them (policy 'mixed_float16', not 'float16'), or use "
+            f"ampx.init(level='O2') and ampx.prepare(model, optimizer)."
         )
 
 

@@ -24,7 +24,7 @@ from ampx.protocol import Member, refuse_values
 from ampx.scale_state import LossScale
 from ampx.session import new_group
 
-from . import casting, gradients, guard, history, replicas
+from . import casting, gradients, guard, history, masters, replicas
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger, is_one
 from .losses import scale_loss
@@ -45,6 +45,10 @@ class LedgerOptimizer(WrappedOptimizer):
     _shared_loss: bool = False
     # The compute dtype of the session that wrapped it; None of an optimizer that Keras loaded.
     _compute: str | None = None
+    # It updates float32 masters of low-precision variables: level O2.
+    keeps_masters: bool = False
+    # Low-precision variables are what it is to update: level O2 or O3.
+    _must_be_prepared: bool = False
     # The gradients of the step that is being made outside of functions, and their variables.
     _received: tuple[Sequence[Any], Sequence[Any]] = ((), ())
     # Of the last such step: its number, and what `ampx_nonfinite` returns.
@@ -68,6 +72,7 @@ class LedgerOptimizer(WrappedOptimizer):
         self._check_gradients(member, grads)
         self._check_replicas()
         self._build(variables)
+        self._check_prepared(variables)
 
         def run() -> None:
             self._run_step(member, factor, grads, variables, aggregate)
@@ -76,29 +81,37 @@ class LedgerOptimizer(WrappedOptimizer):
             run()
             return
         updated = self._updated(variables)
-        self._received = grads, updated
+        # Past Keras's attributes, whose variables it saves as the optimizer's own.
+        vars(self)["_received"] = grads, updated
         try:
             if self._accumulates or len(updated) != len(grads):  # of which the raw optimizer complains
                 run()
             else:
-                self._meter.step(member, run, partial(gradients.meter_samples, grads, updated))
+                sample = partial(gradients.meter_samples, grads, [masters.of(variable) for variable in updated])
+                self._meter.step(member, run, sample)
         finally:
-            self._received = (), ()
+            vars(self)["_received"] = (), ()
 
     def _run_step(self, member: Member, factor: Any, grads: Sequence[Any], variables: Any, aggregate: bool) -> None:
         grads = self._sum(self._unscale(member, factor, grads), variables, aggregate)
         finite = self._check(grads)
         if on_host():
-            self._nonfinite = member.group.steps + 1, [] if bool(finite) else gradients.nonfinite(*self._received)
+            rows = [] if bool(finite) else gradients.nonfinite(*self._received)
+            vars(self)["_nonfinite"] = member.group.steps + 1, rows
         grads, norm = self._clip(grads)
         self._apply_or_skip(member, finite, norm, factor, grads, variables)
         self._close(member, finite, norm, factor)
 
     def _unscale(self, member: Member, factor: Any, grads: Sequence[Any]) -> Sequence[Any]:
         """Make gradients true, unless `get_unscaled_gradients` did, or the scale is 1 for ever."""
+        grads = self._widened(grads)
         if member.stage == "unscaled" or (is_one(member.group.config) and not self._shared_loss):
             return grads
         return gradients.unscale(grads, factor)
+
+    def _widened(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients as masters take them: in float32."""
+        return gradients.widen(grads) if self.keeps_masters else grads
 
     def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
         """Add up the gradients of all replicas, where that is not left to the raw optimizer."""
@@ -345,7 +358,7 @@ class LedgerOptimizer(WrappedOptimizer):
             return grads
         factor = self._check_step(member)
         self._check_scaled("get_unscaled_gradients", grads)
-        true = gradients.unscale(grads, factor)
+        true = gradients.unscale(self._widened(grads), factor)
         self._divided.update((id(gradient), gradient) for gradient in grads if gradient is not None)
         self._true.update((id(gradient), gradient) for gradient in true if gradient is not None)
         member.mixes = True  # the caller adds up true gradients, if any
@@ -379,6 +392,16 @@ class LedgerOptimizer(WrappedOptimizer):
             raise ProtocolError(
                 "apply_gradients got gradients that carry the loss scale, after get_unscaled_gradients had made true "
                 "ones of them; accepted: what it returned. Pass that."
+            )
+
+    def _check_prepared(self, variables: Any) -> None:
+        """Raise where the level asks for low-precision variables and `prepare` never made any."""
+        if not self._must_be_prepared:
+            return
+        if not any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in self._updated(variables)):
+            raise ProtocolError(
+                "the level asks for low-precision variables, but the optimizer was given none: the model would train "
+                "in float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."
             )
 
     def _check_scaled(self, call: str, grads: Sequence[Any]) -> None:
@@ -459,6 +482,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         enabled: bool = True,
+        keeps_masters: bool = False,
         member: Member | None = None,
         name: str | None = None,
     ) -> None:
@@ -469,6 +493,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name=name)
         self.max_grad_norm = max_grad_norm
         self.max_grad_value = max_grad_value
+        self.keeps_masters = keeps_masters
         if not isinstance(group.ledger, VariableLedger):
             group.ledger = VariableLedger(group, *self._make_scale(group))
         self._ledger: VariableLedger = group.ledger
@@ -489,9 +514,18 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         return scale, counters
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Make the raw optimizer's variables; the loss scale's are there already."""
+        """Make the raw optimizer's variables; the loss scale's are there already.
+
+        Low-precision variables of a model that Keras loaded get their masters here, before their weights come.
+        """
+        if self.keeps_masters:
+            for variable in var_list:
+                if variable.dtype in ("float16", "bfloat16") and isinstance(variable, keras.Variable):
+                    masters.attach(variable, variable.dtype)
+        elif self._ledger.contexts.host.enabled:
+            masters.check_none(var_list)
         if not self.inner_optimizer.built:
-            self.inner_optimizer.build(var_list)
+            masters.build(self.inner_optimizer, var_list)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -571,25 +605,30 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         return (replicas.shared(grads) if self._clips else grads), norm
 
     def _build(self, variables: Any) -> None:
+        if self.keeps_masters and self.inner_optimizer.built:
+            masters.adopt(self.inner_optimizer)
         if self.built:
             return
         if variables is None and self.inner_optimizer.built:
-            variables = self.inner_optimizer._trainable_variables
+            variables = self._updated(None)
         if variables is not None:
             # Natively, variables that are made in a function first called on several replicas break it.
             with tf.init_scope(), keras.name_scope(self.name, caller=self):
                 self.build(variables)
 
     def _apply(self, grads: Sequence[Any], variables: Any) -> None:
+        owned = self._updated(variables) if self.keeps_masters else ()
+        updated = [masters.of(variable) for variable in owned] if self.keeps_masters else variables
         with casting.off():
-            guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=variables)
+            guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=updated)
+        masters.push(owned)
 
     @property
     def _accumulates(self) -> bool:
         return bool(self.inner_optimizer.gradient_accumulation_steps)
 
     def _updated(self, variables: Any) -> Sequence[Any]:
-        return list(self.inner_optimizer._trainable_variables if variables is None else variables)
+        return list(map(masters.owner, self.inner_optimizer._trainable_variables)) if variables is None else variables
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped."""
@@ -597,7 +636,9 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Do what Keras does at the end of `fit`, and send the events that are still due. Sync: one."""
-        super().finalize_variable_values(var_list)
+        super().finalize_variable_values([masters.of(variable) for variable in var_list])
+        if self.inner_optimizer.use_ema:  # Keras has overwritten the weights
+            masters.push(var_list)
         history.look()
 
     # -- saving ---------------------------------------------------------------------------------------
@@ -612,6 +653,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
             "max_grad_norm": self.max_grad_norm,
             "max_grad_value": self.max_grad_value,
             "enabled": group.enabled,
+            "keeps_masters": self.keeps_masters,
         }
 
     @classmethod
@@ -673,13 +715,19 @@ def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptim
             f"sees only micro-batches; accepted: one of them. Pass global_clipnorm or clipvalue to the optimizer, "
             f"which clips what was accumulated."
         )
-    if member.group.enabled:
+    plan, level = options["plan"], options["level"]
+    lowers = plan is not None and level.casts_params
+    if optimizer.built and lowers and level.master_weights:
+        masters.adopt(optimizer)
+    if member.group.enabled and not (lowers and not level.master_weights):
         guard.refuse_low_precision(optimizer._trainable_variables)
     wrapped = AmpOptimizer(
         optimizer,
         max_grad_norm=options.get("max_grad_norm"),
         max_grad_value=options.get("max_grad_value"),
+        keeps_masters=lowers and level.master_weights,
         member=member,
     )
-    wrapped._compute = "float32" if options["plan"] is None else options["plan"].dtype
+    wrapped._compute = "float32" if plan is None else plan.dtype
+    wrapped._must_be_prepared = lowers
     return wrapped

@@ -22,7 +22,11 @@ from transfer import TransferSuite
 @tf.custom_gradient
 def pull(parameter, slopes):
     """The sum of a parameter, with derivatives of the caller's choice."""
-    return tf.reduce_sum(parameter), lambda upstream: (upstream * slopes, tf.zeros_like(slopes))
+
+    def slope(upstream):
+        return tf.cast(upstream * tf.reshape(slopes, parameter.shape), parameter.dtype), tf.zeros_like(slopes)
+
+    return tf.reduce_sum(tf.cast(parameter, tf.float32)), slope
 
 
 class TensorFlowHarness(Harness):
@@ -36,9 +40,10 @@ class TensorFlowHarness(Harness):
         return tf.constant(values, dtype)
 
     def dtype_of(self, tensor):
-        return tensor.dtype.name
+        return tf.as_dtype(tensor.dtype).name
 
     def numbers(self, tensor):
+        tensor = tf.convert_to_tensor(tensor)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype.is_floating else tensor
         return tf.reshape(wide, [-1]).numpy().tolist()
 
@@ -55,7 +60,8 @@ class TensorFlowHarness(Harness):
 
     def loss(self, parameters, gradients):
         with tf.GradientTape() as tape:
-            loss = tf.add_n([pull(p, tf.constant(slopes)) for p, slopes in zip(parameters, gradients, strict=True)])
+            pairs = zip(map(tf.convert_to_tensor, parameters), gradients, strict=True)
+            loss = tf.add_n([pull(parameter, tf.constant(slopes)) for parameter, slopes in pairs])
         loss.tape = tape
         return loss
 
@@ -91,6 +97,12 @@ class TensorFlowHarness(Harness):
 
     def computes_in(self):
         return keras.layers.Dense(2)(tf.ones((2, 2))).dtype.name
+
+    def model(self):
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+
+    def parameters_of(self, model):
+        return model.trainable_variables
 
     def chain(self, weights, inputs, noise=False):
         names = [f"layer_{position}" for position in range(len(weights))]

@@ -120,12 +120,6 @@ def test_annotated_functions_decide_for_layers_inside():
     assert traced(tf.ones((1, 2), tf.bfloat16)).dtype == tf.float32
 
 
-def test_levels_that_keras_has_no_master_weights_for_are_refused():
-    for level in ("O2", "O3"):
-        with pytest.raises(ampx.UnsupportedByBackendError, match=level):
-            ampx.init("tensorflow", level=level)
-
-
 @pytest.mark.parametrize("engine", ["torch", "jax"])
 @pytest.mark.parametrize("how", ["environment", "file"])
 def test_keras_on_another_engine_is_refused(engine, how, tmp_path):
