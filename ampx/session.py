@@ -706,7 +706,8 @@ def init(
         policy=found_level.policy(chosen if casts and chosen is not None else "float32"),
         loss_scale=scale or _default_scale(chosen if casts else None, found_level),
         native=chosen in target.native,
-        process_wide=process_wide and found_level.casts_ops,
+        # Where only functions are cast that the script names, their operations are cast at every level.
+        process_wide=process_wide and (found_level.casts_ops or backend.capabilities.autocast == "explicit"),
         enabled=enabled,
         reason=reason,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ampx
 
 if TYPE_CHECKING:
+    from .masters import float32_parameters as float32_parameters
     from .transform import autocast as autocast
 
 
@@ -24,9 +25,13 @@ def load() -> ampx.Backend:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the function transform on first use: importing the plugin imports no framework."""
+    """Load what users call on first use: importing the plugin imports no framework."""
     if name == "autocast":
         from .transform import autocast
 
         return autocast
+    if name == "float32_parameters":
+        from .masters import float32_parameters
+
+        return float32_parameters
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from ampx.numerics import overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, numerics, optimizer, rules
+from . import casting, devices, numerics, optimizer, prepare, rules
 from .state import StateHandle
 from .taps import SIMULATED
 
@@ -28,11 +28,12 @@ class JaxBackend(ampx.Backend):
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("cuda", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
-        levels=frozenset({"O0", "O1"}),
+        levels=frozenset({"O0", "O1", "O2", "O3"}),
         gradients="explicit",
         autocast="explicit",
         op_lists=True,
         clipping=True,
+        master_weights=True,
         promotes=True,
         distributed=True,
         device_scale=True,
@@ -52,6 +53,7 @@ class JaxBackend(ampx.Backend):
     check_plan = staticmethod(rules.resolve)
     cast = staticmethod(casting.cast)
     widest = staticmethod(casting.widest)
+    prepare = staticmethod(prepare.prepare)
     watch = staticmethod(numerics.watch)
     force = staticmethod(numerics.force)
     replay = staticmethod(numerics.replay)

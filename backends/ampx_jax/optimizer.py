@@ -14,7 +14,7 @@ import ampx
 from ampx.protocol import ScaleGroup
 from ampx.scale_state import next_state
 
-from . import state as states
+from . import masters, state as states
 from .accumulation import let_multi_steps_recover
 from .state import AmpState, Settings, path_name
 
@@ -41,7 +41,7 @@ def wrap(
         inner: What turns true gradients into updates.
         group: The loss scale's configuration, whether it is enabled, and its position in the order of wrapping.
         options: `max_grad_norm`, `max_grad_value`, and `axis_name`: names of mapped axes (`shard_map`, `pmap`, `vmap`)
-            over which finiteness is agreed on.
+            over which finiteness is agreed on; and the session's `plan`, whose level may ask for float32 copies.
 
     Raises:
         AlreadyWrappedError: `inner` is wrapped.
@@ -63,11 +63,14 @@ def wrap(
     max_grad_norm, max_grad_value = options["max_grad_norm"], options["max_grad_value"]
     axes = options.get("axis_name")
     axes = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    plan = options["plan"] if enabled else None
+    level = "O1" if plan is None else plan.level
 
     def init(params: Any) -> AmpState:
-        if enabled:
+        if enabled and level not in ("O2", "O3"):
             _check_parameters(params)
-        first = inner.init(params)
+        copies = masters.make(params, plan) if level == "O2" else None
+        first = inner.init(params if copies is None else masters.full(copies, params))
         if states.find_all(first):
             raise ampx.AlreadyWrappedError(
                 "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
@@ -76,7 +79,7 @@ def wrap(
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)
         named = tuple((path_name(path), int(jnp.size(leaf))) for path, leaf in leaves)
         own = dataclasses.replace(settings, parameters=named if enabled else ())
-        return states.make(own, position, max_grad_norm is not None and enabled, first)
+        return states.make(own, position, max_grad_norm is not None and enabled, copies, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         clips = max_grad_norm is not None or max_grad_value is not None
@@ -92,7 +95,10 @@ def wrap(
                 step_scale=state.scale,
                 nonfinite=jnp.zeros_like(state.nonfinite),
             )
-        grads, finite = unscale(updates, state.scale)
+        copies = None if state.masters is None else masters.followed(state.masters, params)
+        if level == "O3" and params is not None:
+            _check_prepared(params)
+        grads, finite = unscale(updates, state.scale, widen=copies is not None)
         nonfinite = _count_nonfinite(grads, state.nonfinite)
         for axis in axes:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
@@ -102,10 +108,14 @@ def wrap(
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
             norm = norm if measured is None else measured
 
+        seen = params if copies is None else masters.full(copies, params)
+
         def apply() -> tuple[Any, Any]:
-            return inner.update(grads, state.inner, params, **extra)  # type: ignore[no-any-return]
+            return inner.update(grads, state.inner, seen, **extra)  # type: ignore[no-any-return]
 
         returned, after = apply_or_skip(finite, apply, state.inner)
+        if copies is not None:
+            returned, copies = masters.step(returned, state.masters, copies, params, finite)
         moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
         return returned, AmpState(
             scale=jnp.asarray(moved.scale, jnp.float32),
@@ -120,6 +130,7 @@ def wrap(
             grad_norm=norm,
             nonfinite=nonfinite,
             settings=state.settings,
+            masters=copies,
             inner=after,
         )
 
@@ -135,8 +146,11 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def unscale(grads: Any, scale: Any) -> tuple[Any, Any]:
-    """Divide floating gradients by the scale, in float32 or wider; return them, and whether all are finite."""
+def unscale(grads: Any, scale: Any, widen: bool = False) -> tuple[Any, Any]:
+    """Divide floating gradients by the scale, in float32 or wider; return them, and whether all are finite.
+
+    With `widen` they stay as wide as that, else they get their own dtypes again.
+    """
 
     def divide(leaf: Any) -> Any:
         if not _is_inexact(leaf):
@@ -144,7 +158,7 @@ def unscale(grads: Any, scale: Any) -> tuple[Any, Any]:
         dtype = jnp.result_type(leaf)
         true = leaf.astype(jnp.promote_types(dtype, jnp.float32)) / scale
         checks.append(jnp.all(jnp.isfinite(true)))
-        return true.astype(dtype)
+        return true if widen else true.astype(dtype)
 
     checks: list[Any] = []
     true = jax.tree.map(divide, grads)
@@ -250,14 +264,19 @@ def _varying(shape: Any) -> frozenset[str]:
 
 
 def _check_parameters(params: Any) -> None:
-    low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if is_low(leaf)})
+    low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if masters.is_low(leaf)})
     if low:
         raise ampx.LowPrecisionParametersError(
             f"init of a wrapped optimizer got parameters of dtype {', '.join(low)}, in which small updates are lost; "
-            f"accepted: float32 parameters. Keep them in float32 and let autocast compute in low precision."
+            f"accepted: float32 parameters. Keep them in float32 and let autocast compute in low precision, or use "
+            f"level='O2', which keeps float32 copies."
         )
 
 
-def is_low(leaf: Any) -> bool:
-    """Return whether this is a floating array narrower than float32."""
-    return _is_floating(leaf) and jnp.finfo(jnp.result_type(leaf)).bits < 32
+def _check_prepared(params: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if any(map(_is_floating, leaves)) and not any(map(masters.is_low, leaves)):
+        raise ampx.ProtocolError(
+            "update of a wrapped optimizer got float32 parameters only, and level='O3' has them in low precision; "
+            "accepted: what prepare returned. Call params = ampx.prepare(params) first."
+        )

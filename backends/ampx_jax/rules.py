@@ -38,6 +38,10 @@ FOLLOW: Final = _names_in(
 )
 
 
+# Never in another dtype than that of the trace: what reads the bits of a number.
+AS_TRACED: Final = frozenset({"bitcast_convert_type", "convert_element_type", "reduce_precision"})
+
+
 @dataclass(frozen=True)
 class JaxPlan(CastPlan):
     """A plan whose lists are resolved to names of primitives and of compiled functions."""
@@ -48,8 +52,13 @@ class JaxPlan(CastPlan):
 
 
 def resolve(plan: CastPlan) -> JaxPlan:
-    """Check the op lists and give the plan that the interpreter reads."""
+    """Check the op lists and give the plan that the interpreter reads.
+
+    At O3 every operation computes in the plan's dtype, but for those of `deny`.
+    """
     allow, deny = _names("allow", plan.allow), _names("deny", plan.deny)
+    if plan.level == "O3":
+        allow = primitives() - AS_TRACED - deny
     return JaxPlan(
         plan.device,
         plan.dtype,

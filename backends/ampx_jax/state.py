@@ -49,6 +49,8 @@ class AmpState(NamedTuple):
         grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
         nonfinite: int32, one number a parameter: the non-finite elements of its last gradient.
         settings: Configuration; no array.
+        masters: At O2 a tree like the parameters, with float32 copies of those that are of low precision and None for
+            the others; else None.
         inner: The state of the transformation that was wrapped.
     """
 
@@ -64,10 +66,11 @@ class AmpState(NamedTuple):
     grad_norm: Any
     nonfinite: Any
     settings: Settings
+    masters: Any
     inner: Any
 
 
-def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
+def make(settings: Settings, group: int, norm: bool, masters: Any, inner: Any) -> AmpState:
     """Return the state before the first step; every array has a buffer of its own, so that all can be donated."""
     _register_with_flax()
     return AmpState(
@@ -80,6 +83,7 @@ def make(settings: Settings, group: int, norm: bool, inner: Any) -> AmpState:
         grad_norm=jnp.zeros((), jnp.float32) if norm else None,
         nonfinite=jnp.zeros(len(settings.parameters), jnp.int32),
         settings=settings,
+        masters=masters,
         inner=inner,
     )
 
@@ -162,6 +166,13 @@ def _trouble_in_chain(states: tuple[Any, ...]) -> str | None:
     for place, part in enumerate(states):
         if not find_all(part):
             continue
+        following = [type(state).__name__ for state in states[place + 1 :]]
+        if following and find_all(part)[0].masters is not None:
+            return (
+                f"optax.chain has a transformation behind the wrapped one ({', '.join(following)}), which would change "
+                f"what level='O2' adds to low-precision parameters, so that they part from their float32 copies; "
+                f"accepted: the wrapped one last. Write wrap_optimizer(optax.chain(...))"
+            )
         if isinstance(part, optax.MaskedState) and any(map(_works_on, states)):
             return (
                 "the wrapped transformation stands in optax.masked, and another masked one would get the scaled "
@@ -210,6 +221,7 @@ class StateHandle(Handle):
                 f"wrap_optimizer(optax.partition(...))."
             )
         self._tree, self._call, self._settings = tree, call, states[0].settings
+        self.masters = states[0].masters
         if self._settings.enabled:
             _check_surroundings(tree)
         numbers = _numbers_of(states[0])
@@ -310,13 +322,13 @@ class StateHandle(Handle):
 
 
 def _numbers_of(state: AmpState) -> AmpState:
-    """Return the state without the inner one; each number is an array, also where flax nnx holds it in a variable."""
+    """Return the state without the inner one and the copies; each number is an array, also where flax nnx holds it in a variable."""
     fields = {
         name: jax.tree.leaves(value)[0]
         for name, value in state._asdict().items()
-        if name not in ("settings", "inner") and value is not None
+        if name not in ("settings", "masters", "inner") and value is not None
     }
-    return state._replace(inner=None, **fields)
+    return state._replace(masters=None, inner=None, **fields)
 
 
 def _number(leaf: Any) -> Any:

@@ -33,7 +33,7 @@ from ampx.numerics.trial import COMPILED
 from ampx.protocol import Member, ScaleGroup
 from ampx.run import Run
 from ampx.session import Amp, new_group
-from ampx_jax import casting, devices, interpreter, modules, numerics, optimizer, state as states
+from ampx_jax import casting, devices, interpreter, masters, modules, numerics, optimizer, state as states
 from ampx_jax.taps import is_floating
 from ampx_jax.transform import autocast, traced_by
 
@@ -115,7 +115,7 @@ class Automation:
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
                 self.outcomes = outcomes.Outcomes(group.config, self.stepped, self.lost if self.observed else None)
             self.run.lines = _lines(self.run.init_call(), self.scales)
-        low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if optimizer.is_low(leaf)})
+        low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if masters.is_low(leaf)})
         if low:
             self.run.refuse(
                 f"the script keeps parameters in {', '.join(low)}, mixed precision of its own; accepted: float32 "
