@@ -77,6 +77,14 @@ class KitTests:
             return ValueBench(self.subject, momentum)
         return Bench(self.subject, momentum)
 
+    def prepared(self, amp: Amp) -> Bench:
+        """Wrap an optimizer over the parameters of a model that `prepare` gets, with the optimizer."""
+        bench, model = self.plain(), self.subject.model()
+        bench.raw = self.subject.optimizer(self.subject.parameters_of(model), momentum=False)
+        model, opt = amp.prepare(model, amp.wrap_optimizer(bench.raw))
+        bench.parameters = self.subject.parameters_of(model)
+        return bench.join(amp, opt)
+
     def declares(self, ability: str) -> bool:
         """Return whether the backend declares an ability: a field of `Capabilities`, or one of the words below."""
         can = self.backend.capabilities

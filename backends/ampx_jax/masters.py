@@ -67,9 +67,7 @@ def followed(masters: Any, params: Any) -> Any:
 
 def full(masters: Any, params: Any) -> Any:
     """Return the parameters in float32, as the wrapped transformation sees them."""
-    return jax.tree.map(
-        lambda param, master: param if master is None else master, params, masters, is_leaf=_is_none
-    )
+    return jax.tree.map(lambda param, master: param if master is None else master, params, masters, is_leaf=_is_none)
 
 
 def step(updates: Any, before: Any, masters: Any, params: Any, finite: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
+from ampx.backend import CastPlan
 from ampx.protocol import ScaleGroup
 from ampx.scale_state import next_state
 
@@ -63,13 +64,13 @@ def wrap(
     max_grad_norm, max_grad_value = options["max_grad_norm"], options["max_grad_value"]
     axes = options.get("axis_name")
     axes = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-    plan = options["plan"] if enabled else None
+    plan: CastPlan | None = options["plan"] if enabled else None
     level = "O1" if plan is None else plan.level
 
     def init(params: Any) -> AmpState:
         if enabled and level not in ("O2", "O3"):
             _check_parameters(params)
-        copies = masters.make(params, plan) if level == "O2" else None
+        copies = masters.make(params, plan) if plan is not None and level == "O2" else None
         first = inner.init(params if copies is None else masters.full(copies, params))
         if states.find_all(first):
             raise ampx.AlreadyWrappedError(

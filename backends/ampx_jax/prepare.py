@@ -33,7 +33,10 @@ from . import state as states
 from .casting import is_array
 from .scopes import dtype_for
 
-NORMS: Final = frozenset("norm norms normalization layernorm batchnorm groupnorm instancenorm rmsnorm ln bn gn".split())
+NORMS: Final = frozenset(
+    {"norm", "norms", "normalization", "layernorm", "batchnorm", "groupnorm", "instancenorm", "rmsnorm"}
+    | {"ln", "bn", "gn"}
+)
 _SCALES: Final = frozenset({"scale", "gamma"})
 _OF_A_NORM: Final = _SCALES | {"bias", "beta", "offset", "mean", "var", "moving_mean", "moving_variance"}
 _WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")

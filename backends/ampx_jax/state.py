@@ -322,7 +322,7 @@ class StateHandle(Handle):
 
 
 def _numbers_of(state: AmpState) -> AmpState:
-    """Return the state without the inner one and the copies; each number is an array, also where flax nnx holds it in a variable."""
+    """Return the state's numbers; each is an array, also where flax nnx holds it in a variable."""
     fields = {
         name: jax.tree.leaves(value)[0]
         for name, value in state._asdict().items()

@@ -26,13 +26,13 @@ from transfer import TransferSuite  # noqa: E402
 
 @jax.custom_vjp
 def pull(parameter: Any, slopes: Any) -> Any:
-    """The sum of a parameter, with derivatives of the caller's choice."""
-    return jnp.sum(parameter)
+    """The sum of a parameter in float32, with derivatives of the caller's choice."""
+    return jnp.sum(parameter.astype("float32"))
 
 
 pull.defvjp(
-    lambda parameter, slopes: (jnp.sum(parameter), slopes),
-    lambda slopes, upstream: (upstream * slopes, jnp.zeros_like(slopes)),
+    lambda parameter, slopes: (pull(parameter, slopes), (slopes, parameter)),
+    lambda kept, upstream: ((upstream * kept[0]).astype(kept[1].dtype), jnp.zeros_like(kept[0])),
 )
 
 
@@ -121,6 +121,12 @@ class JaxHarness(ValueHarness):
         rows = jnp.array(inputs, "float32")[:, None]
         names = [f"layers.{place}" for place in range(len(weights))]
         return Chain(weights, noise), lambda model: jnp.sum(model(rows)), names
+
+    def model(self):
+        return [jnp.array([0.5, -0.25]), jnp.array([0.125])]
+
+    def parameters_of(self, model):
+        return list(model)
 
     def overflowing(self):
         model, step, names = self.chain((1.0, 2.0**100, 2.0**100, 1.0), (1.0, 2.0))

@@ -123,12 +123,7 @@ class MatrixSuite(KitTests):
         """Wrap an optimizer over parameters; at O2 and O3 over those of a prepared model."""
         if amp.effective.level in ("O0", "O1"):
             return self.bench(amp)
-        bench = self.plain()
-        model = self.subject.model()
-        bench.raw = self.subject.optimizer(self.subject.parameters_of(model), momentum=False)
-        model, opt = amp.prepare(model, amp.wrap_optimizer(bench.raw))
-        bench.parameters = self.subject.parameters_of(model)
-        return bench.join(amp, opt)
+        return self.prepared(amp)
 
     def _cover(self, record: Record, amp: Amp, dtype: Dtype, aspect: str) -> None:
         device, level = amp.effective.device, amp.effective.level
