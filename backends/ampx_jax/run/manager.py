@@ -312,6 +312,7 @@ def _lines(init: str, scales: bool) -> tuple[str, ...]:
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
     """Cast what is differentiated inside, and let optimizers skip what is not finite."""
+    run.refuse_preparation()
     this = Automation(run)
     if COMPILED in os.environ:
         _keep_compiled(os.environ[COMPILED])
