@@ -84,12 +84,15 @@ from .errors import (
 from .events import (
     Event as Event,
     PrecisionLost as PrecisionLost,
+    Progress as Progress,
     ScaleChanged as ScaleChanged,
     ScaleCollapsed as ScaleCollapsed,
     StepResult as StepResult,
     StepSkipped as StepSkipped,
+    UpdateMetered as UpdateMetered,
 )
 from .foreign_states import import_state as import_state
+from .loggers.log import Log as Log, log_to as log_to
 from .numerics.compare import Comparison as Comparison, compare as compare
 from .numerics.diagnose import Diagnosis as Diagnosis, diagnose as diagnose
 from .numerics.tune import TunedPolicy as TunedPolicy, tune as tune

@@ -98,4 +98,33 @@ class PrecisionLost(Event):
     flushed: float = 0.0
 
 
+@dataclass(frozen=True)
+class Progress(Event):
+    """How far training is, every so many steps: sent only while somebody logs, see `ampx.log_to`.
+
+    Attributes:
+        skipped: Skipped steps of the loss scale so far, in this process; in JAX, since the state was made.
+        grad_norm: L2 norm of the true gradients of all optimizers that share the loss scale, before clipping, where
+            clipping measured it; else None, as after a skipped step.
+    """
+
+    skipped: int = 0
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class UpdateMetered(Event):
+    """What the meter saw of an update, every hundredth step: sent only while somebody logs, see `opt.meter`.
+
+    Attributes:
+        lost: Share of the elements with a gradient whose weight did not change.
+        flushed: Share of the elements with a gradient that the compute dtype rounds to zero, scaled as it is.
+        headroom: Bits from the largest gradient element, scaled as it is, to overflow; None without such an element.
+    """
+
+    lost: float = 0.0
+    flushed: float = 0.0
+    headroom: float | None = None
+
+
 Listener: TypeAlias = Callable[[Event], Any]

@@ -12,13 +12,14 @@ two lines, a Ctrl-C say, leaves a stage in which calls are refused until `zero_g
 from __future__ import annotations
 
 import abc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from .errors import NestedScaleError, NotScaledError, ProtocolError
-from .events import Event, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
+from .events import Event, Progress, ScaleChanged, ScaleCollapsed, StepResult, StepSkipped
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 METER_EVERY: Final = 100
@@ -38,6 +39,9 @@ class Ledger(abc.ABC):
     @abc.abstractmethod
     def resolve(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date. Sync: allowed."""
+
+    def pace(self, group: ScaleGroup) -> None:
+        """Note that `group.intervals` changed, where steps wait until the host looks at them. Sync: allowed."""
 
     def close(self, group: ScaleGroup) -> None:
         """Bring the host's view up to date for the last time, because the session ends. Sync: allowed."""
@@ -100,6 +104,17 @@ class Outcome:
     latest: bool = True  # no step of the member without gradients came since, of which `last_step` tells
 
 
+@dataclass(frozen=True)
+class Standing:
+    """A step of which `Progress` is due."""
+
+    step: int  # its number
+    scales: dict[int, Scalar]  # by loss id, the scale that gradients carried
+    states: dict[int, LossScaleState]  # by loss id, after the step
+    skipped: dict[int, int]  # by loss id, steps skipped so far
+    norms: tuple[Any, ...]  # norms of the gradients, one a member that stepped; none after a skipped step
+
+
 @dataclass(eq=False)
 class ScaleGroup:
     """One loss scale (one per loss id) and its members."""
@@ -116,7 +131,9 @@ class ScaleGroup:
     window: list[Outcome] = field(default_factory=list)
     emit: Emit | None = None  # receives the framework's name and an event; None for nobody
     meter_every: int = METER_EVERY  # every so many steps the meter looks at an update
-    _due: list[Move] = field(default_factory=list)
+    intervals: Sequence[int] = ()  # every so many steps somebody wants `Progress`; those who log change it
+    skipped: dict[int, int] = field(default_factory=dict)  # skipped steps by loss id
+    _due: list[Move | Standing] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states.setdefault(0, self.config.initial_state())
@@ -186,9 +203,14 @@ class ScaleGroup:
         """
         self.steps += 1
         finite_by_loss = window[0].finite if len(window) == 1 else _merged(window)
+        scales = None
+        if self.intervals and self.reports(self.steps):
+            scales = {loss_id: self.state_of(loss_id).scale for loss_id in {*self.states, *finite_by_loss}}
         for loss_id, finite in finite_by_loss.items():
             before = self.state_of(loss_id)
             after = self.states[loss_id] = next_state(self.config, before, finite)
+            if not finite:
+                self.skipped[loss_id] = self.skipped.get(loss_id, 0) + 1
             if not finite or after.scale != before.scale:
                 self._due.append((self.steps, loss_id, before, after, finite))
         for outcome in window:
@@ -201,6 +223,19 @@ class ScaleGroup:
             if outcome.latest:
                 result = (finite, finite, float(outcome.scale), first.scale, skips, norm)
                 outcome.member._result = result  # a StepResult once somebody looks: here every step would wait for it
+        if scales is not None:
+            norms = () if False in finite_by_loss.values() else tuple(outcome.grad_norm for outcome in window)
+            self._due.append(Standing(self.steps, scales, dict(self.states), dict(self.skipped), norms))
+
+    def reports(self, step: int, since: int | None = None) -> bool:
+        """Return whether somebody wants `Progress` of a step.
+
+        Args:
+            step: Its number.
+            since: The last step that the host knew of; by default the one before.
+        """
+        before = step - 1 if since is None else since
+        return any(step // every > before // every for every in self.intervals)
 
     def send_events(self) -> None:
         """Send the events of moves that were not told yet. Sync: none, unless a listener does.
@@ -210,8 +245,8 @@ class ScaleGroup:
         due, self._due = self._due, []  # a listener that looks must not be told twice
         try:
             while due:
-                steps, loss_id, before, after, finite = due.pop(0)
-                for event in self.events_of((self.framework, self.index, loss_id, steps), before, after, finite):
+                entry = due.pop(0)
+                for event in self._events_due(entry):
                     self.send(event)
         finally:
             self._due[:0] = due
@@ -234,6 +269,26 @@ class ScaleGroup:
             yield ScaleCollapsed(
                 *labels, *numbers, tuple(name for member in self.members for name in member.culprits())
             )
+
+    def _events_due(self, entry: Move | Standing) -> Iterator[Event]:
+        """Return the events of what is due. Sync: where a norm that is wanted is on the device."""
+        if isinstance(entry, Standing):
+            norms = entry.norms
+            if None in norms and entry.step == self.steps:  # steps of compiled code leave their norm with the member
+                norms = tuple(None if member.result is None else member.result.grad_norm for member in self.members)
+            numbers = [float(norm) for norm in norms if norm is not None]
+            norm = math.hypot(*numbers) if numbers and len(numbers) == len(norms) else None
+            return self.progress_of(entry, norm)
+        steps, loss_id, before, after, finite = entry
+        return self.events_of((self.framework, self.index, loss_id, steps), before, after, finite)
+
+    def progress_of(self, standing: Standing, grad_norm: float | None) -> Iterator[Event]:
+        """Return `Progress` of one step, one for every loss id."""
+        for loss_id, scale in sorted(standing.scales.items()):
+            after = standing.states.get(loss_id) or self.config.initial_state()
+            labels = (self.framework, self.index, loss_id, standing.step)
+            skipped = standing.skipped.get(loss_id, 0)
+            yield Progress(*labels, scale, after.scale, after.consecutive_skips, skipped, grad_norm)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to the running process; the host's view is brought up to date first."""

@@ -83,6 +83,7 @@ class Amp:
         self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[list[Listener]] = []
+        self._endings: list[list[Callable[[], None]]] = []
         self._transformations = 0  # so many optimizers were wrapped whose states carry the loss scale
         self.wrapped_optimizers = 0  # at least so many may be reached by a backward
         self._sent: dict[int, int] = {}  # the last step of each transformation whose events were sent
@@ -567,9 +568,18 @@ class Amp:
                 raise
             self._forget()
 
-    def at_shutdown(self, undo: Callable[[], None]) -> None:
-        """Have `shutdown` call a function: for backends, whose other verbs changed the framework, too."""
+    def at_shutdown(self, undo: Callable[[], None]) -> Callable[[], None]:
+        """Have `shutdown` call a function, after the last events; the result of this forgets it.
+
+        For backends, whose other verbs changed the framework, too, and for those who follow the session.
+        """
         self._endings.append(undo)
+
+        def forget() -> None:
+            if undo in self._endings:
+                self._endings.remove(undo)
+
+        return forget
 
     def _forget(self) -> None:
         self._active = False
@@ -817,6 +827,8 @@ class Sessions:
         # The wrapped optimizers by framework, those of ended sessions too: any backward may reach their parameters.
         self._wrapped: dict[str, list[weakref.ref[Any]]] = {}
         self._watchers: list[list[Callable[[Amp], None]]] = []
+        self.intervals = _Intervals()  # every so many steps somebody wants `Progress`, of whatever framework
+        self._groups: weakref.WeakSet[ScaleGroup] = weakref.WeakSet()
 
     def replace(self, session: Amp) -> None:
         """Make a session the one of its framework; the former one is shut down, and stays if that fails."""
@@ -870,6 +882,30 @@ class Sessions:
         if len(living) < len(references):
             self._wrapped[framework] = [reference for reference in references if reference() is not None]
         return living
+
+    def report_every(self, every: int) -> Callable[[], None]:
+        """Have `Progress` of every so many steps of each loss scale sent; the result of this ends that."""
+        self.intervals.append(every)
+        self._pace()
+
+        def end() -> None:
+            self.intervals.remove(every)
+            self._pace()
+
+        return end
+
+    def _pace(self) -> None:
+        for group in list(self._groups):
+            group.ledger.pace(group)
+
+    def note_group(self, group: ScaleGroup) -> None:
+        """Have a loss scale report as often as somebody asks, now or later."""
+        group.intervals = self.intervals
+        self._groups.add(group)
+
+    def living_groups(self) -> list[ScaleGroup]:
+        """List the loss scales that are alive, whichever session made them."""
+        return list(self._groups)
 
     def all_sessions(self) -> list[Amp]:
         """List the active sessions."""
@@ -954,6 +990,17 @@ class Sessions:
         )
 
 
+class _Intervals(list[int]):
+    """Numbers of steps, which all loss scales of a process share; copies and pickles stand for the list itself."""
+
+    def __reduce__(self) -> tuple[Callable[[], _Intervals], tuple[()]]:
+        return _intervals, ()
+
+
+def _intervals() -> _Intervals:
+    return sessions.intervals
+
+
 sessions: Final = Sessions()
 
 
@@ -963,7 +1010,9 @@ def new_group(framework: str, config: LossScale, enabled: bool = True) -> ScaleG
     `wrap_optimizer` makes them; a backend needs it for what stands outside of a session: an optimizer that the
     framework loads from a file, say.
     """
-    return ScaleGroup(framework, config, enabled, emit=sessions.emit)
+    group = ScaleGroup(framework, config, enabled, emit=sessions.emit)
+    sessions.note_group(group)
+    return group
 
 
 _VERBS: Final = ("step", "update", "update_parameters")

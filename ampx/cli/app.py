@@ -463,6 +463,14 @@ def run_script(
         Path | None,
         typer.Option(dir_okay=False, help="Take the settings from a file of ampx tune.", show_default=False),
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Log loss scale, skips and norms: to x.jsonl, tensorboard:DIR, wandb:PROJECT, mlflow:URI. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = 100,
     stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
 ) -> None:
     """Train an unedited script in mixed precision, and tell what happened when it ends."""
@@ -475,4 +483,5 @@ def run_script(
     settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
     if policy is not None:
         settings = settings.by_policy(policy)
-    raise StartProgram(RunRequest(program, settings, framework, report, unchanged))
+    request = RunRequest(program, settings, framework, report, unchanged, tuple(log or ()), log_every)
+    raise StartProgram(request)

@@ -62,7 +62,7 @@ class HostMeter:
                 for entry, updated in zip(before, look(), strict=True)
             ]
             self._last = Meter(self._steps, self._compute, factor, tuple(entries))
-            report(member.group, self._steps, self._last.lost, self._last.flushed)
+            report(member.group, self._steps, self._last.lost, self._last.flushed, self._last.headroom)
         return result
 
     def last(self) -> Meter | None:

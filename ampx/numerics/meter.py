@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from ampx.events import PrecisionLost
+from ampx.events import PrecisionLost, UpdateMetered
 from ampx.protocol import METER_EVERY, ScaleGroup
 
 from .formats import FORMATS
@@ -96,20 +96,23 @@ class Meter:
         return {**asdict(self), "lost": self.lost, "flushed": self.flushed, "headroom": self.headroom}
 
 
-def report(group: ScaleGroup, step: int, lost: float, flushed: float) -> None:
-    """Send the event `PrecisionLost` where an update lost too much.
+def report(group: ScaleGroup, step: int, lost: float, flushed: float, headroom: float | None) -> None:
+    """Send `UpdateMetered` where somebody logs, and the event `PrecisionLost` where an update lost too much.
 
     Args:
         group: The loss scale of the optimizer.
         step: The step that was metered.
         lost: `Meter.lost`.
         flushed: `Meter.flushed`.
+        headroom: `Meter.headroom`.
     """
-    if lost < LOST and flushed < FLUSHED:
-        return
     state = group.states[0]
     place = group.framework, group.index, 0, step
-    group.send(PrecisionLost(*place, state.scale, state.scale, state.consecutive_skips, lost, flushed))
+    numbers = state.scale, state.scale, state.consecutive_skips
+    if group.intervals:
+        group.send(UpdateMetered(*place, *numbers, lost, flushed, headroom))
+    if lost >= LOST or flushed >= FLUSHED:
+        group.send(PrecisionLost(*place, *numbers, lost, flushed))
 
 
 def count(name: str, dtype: str, before: Any, after: Any, gradient: Any, compute: str = "float16") -> ParameterMeter:

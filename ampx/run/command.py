@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ampx.errors import InvalidOptionError
+from ampx.loggers.log import EVERY, Log
 from ampx.run import children
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
@@ -36,6 +37,8 @@ class RunRequest:
     framework: str | None = None  # the only framework to automate, or None
     report: Path | None = None  # where to write a report, or None
     unchanged_if_refused: bool = False  # run the script without ampx where it is refused
+    log: tuple[str, ...] = ()  # where to write what steps report, as `ampx.log_to` takes it
+    log_every: int = EVERY  # every so many steps
 
 
 class StartProgram(BaseException):
@@ -73,7 +76,7 @@ def run_to_the_end(request: RunRequest) -> int:
     """
     stderr = sys.stderr  # the script may replace it
     finished, own = Finished(), os.getpid()
-    with _termination_told(request, finished):
+    with _logs(request, finished) as logs, _termination_told(request, finished, logs):
         supervise(request.program, request.settings, request.framework, finished)
     if finished.misuse is not None:
         _flush(sys.stdout)
@@ -100,6 +103,21 @@ def run_to_the_end(request: RunRequest) -> int:
     return code
 
 
+@contextmanager
+def _logs(request: RunRequest, finished: Finished) -> Iterator[ExitStack]:
+    """Write what steps report where `--log` says; of a job, the first process does. What closes the logs is given."""
+    with ExitStack() as stack:
+        targets = () if process_rank()[0] else request.log
+        logs = [stack.enter_context(Log(target, request.log_every, None)) for target in targets]
+        yield stack
+    if logs and not any(log.rows for log in logs):
+        children = f", and its {len(finished.children)} processes write no log" if finished.children else ""
+        finished.recorder.note(
+            f"--log {request.log[0]} is empty: ampx saw {finished.recorder.steps} steps in this process{children}. Log "
+            f"more often with --log-every, or call ampx.log_to where the script trains."
+        )
+
+
 def _tell(request: RunRequest, finished: Finished) -> list[str]:
     """Write the report, and return the lines of the summary: one process of a job prints it."""
     if request.settings.stand_ins_only and not request.settings.policy:
@@ -117,7 +135,7 @@ def _tell(request: RunRequest, finished: Finished) -> list[str]:
 
 
 @contextmanager
-def _termination_told(request: RunRequest, finished: Finished) -> Iterator[None]:
+def _termination_told(request: RunRequest, finished: Finished, logs: ExitStack) -> Iterator[None]:
     """Write summary and report when the process is told to end (SIGTERM), and end by that signal, as `python` does.
 
     A script that handles the signal itself goes on to do so.
@@ -127,6 +145,7 @@ def _termination_told(request: RunRequest, finished: Finished) -> Iterator[None]
     def end(number: int, frame: FrameType | None) -> None:
         finished.settle()
         children.gather(finished)
+        logs.close()
         text = "".join(f"{line}\n" for line in _tell(request, finished))
         os.write(2, text.encode())  # the signal may have come in the middle of a write to sys.stderr
         signal.signal(number, signal.SIG_DFL)

@@ -124,6 +124,7 @@ def wrap(
             hysteresis_tracker=jnp.asarray(moved.hysteresis_tracker, jnp.int32),
             consecutive_skips=jnp.asarray(moved.consecutive_skips, jnp.int32),
             steps=state.steps + 1,
+            skipped=state.skipped + (~finite).astype(jnp.int32),
             group=state.group,
             applied=finite,
             finite=finite,

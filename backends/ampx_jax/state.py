@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import ampx
-from ampx.protocol import Handle, ScaleGroup, refuse_values
+from ampx.protocol import Handle, ScaleGroup, Standing, refuse_values
 from ampx.scale_state import LossScale, LossScaleState
 from ampx.session import new_group
 
@@ -42,6 +42,7 @@ class AmpState(NamedTuple):
         hysteresis_tracker: int32, overflows still tolerated before backoff.
         consecutive_skips: int32, overflows in a row up to now.
         steps: int32, counted steps.
+        skipped: int32, those of them that were not applied.
         group: int32, position in the order of wrapping.
         applied: bool, the last step ran the inner transformation.
         finite: bool, the last step's gradients were finite.
@@ -59,6 +60,7 @@ class AmpState(NamedTuple):
     hysteresis_tracker: Any
     consecutive_skips: Any
     steps: Any
+    skipped: Any
     group: Any
     applied: Any
     finite: Any
@@ -76,6 +78,7 @@ def make(settings: Settings, group: int, norm: bool, masters: Any, inner: Any) -
     return AmpState(
         **as_arrays(settings.config.initial_state()),
         steps=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
         group=jnp.array(group, jnp.int32),
         applied=jnp.array(False),
         finite=jnp.array(True),
@@ -286,7 +289,8 @@ class StateHandle(Handle):
     def ampx_observe(self, sent: dict[int, int]) -> ampx.StepResult | None:
         """Send the events of the last step, and return its result: steps run in compiled code, which sends nothing."""
         group, result, steps = self.ampx_group, self.last_step, self._numbers.steps
-        if result is None or not group.enabled or sent.get(group.index, 0) == steps:
+        since = sent.get(group.index, 0)
+        if result is None or not group.enabled or since == steps:
             return result
         sent[group.index] = steps
         after = group.states[0]
@@ -295,6 +299,10 @@ class StateHandle(Handle):
             if isinstance(event, ampx.ScaleCollapsed):
                 event = dataclasses.replace(event, parameters=tuple(name for name, _, _ in self.ampx_nonfinite))
             group.send(event)
+        if group.reports(steps, since if since < steps else None):
+            standing = Standing(steps, {0: result.scale}, {0: after}, {0: self._numbers.skipped}, ())
+            for event in group.progress_of(standing, result.grad_norm):
+                group.send(event)
         return result
 
     def ampx_unscale(self) -> NoReturn:

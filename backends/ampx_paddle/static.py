@@ -14,7 +14,7 @@ import paddle
 from ampx.errors import AmpxWarning, ProtocolError, UnsupportedByBackendError
 from ampx.events import Event, StepResult
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
+from ampx.protocol import Ledger, Member, Outcome, ScaleGroup, Standing
 from ampx.scale_state import LossScaleState, next_state
 
 from . import casting
@@ -79,7 +79,13 @@ class GraphLedger(Ledger):
         self.resolve(group)
         after = group.states[0]
         before = replace(after, scale=self.value("used"))
-        yield from group.events_of((group.framework, group.index, 0, steps), before, after, bool(self.value("finite")))
+        finite = bool(self.value("finite"))
+        if not finite:
+            group.skipped[0] = group.skipped.get(0, 0) + 1
+        yield from group.events_of((group.framework, group.index, 0, steps), before, after, finite)
+        if group.reports(steps):
+            standing = Standing(steps, {0: before.scale}, dict(group.states), dict(group.skipped), ())
+            yield from group.progress_of(standing, None)
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
         """Return what the outcome holds; there are none."""

@@ -150,6 +150,10 @@ class VariableLedger(Ledger):
                 if missed.steps:
                     _take_over(member, slots, state)
 
+    def pace(self, group: ScaleGroup) -> None:
+        """Look as often as somebody wants to hear. Sync: one; two more if traces made steps."""
+        history.look()
+
     def look(self, group: ScaleGroup) -> None:
         """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
         if on_host() and self.history.grew():
@@ -256,6 +260,8 @@ def _replay(config: LossScale, state: LossScaleState, missed: history.Missed) ->
 def _advance_finite(group: ScaleGroup, count: int) -> None:
     while count:
         alike = _alike(group.config, group.states[0], count)
+        if group.intervals:  # a step of which somebody wants to hear is told by itself
+            alike = min(alike, *(every - 1 - group.steps % every for every in group.intervals))
         if alike:
             group.states[0] = _after(group.config, group.states[0], alike)
             group.steps += alike

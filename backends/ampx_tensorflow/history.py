@@ -140,7 +140,8 @@ class _Looks:
                 ledger.look(group)
         finally:  # a listener may raise
             steps = self.steps() - before
-            self.interval = max(1, min(LOOK_EVERY, LOOK_EVERY * max(calls, 1) // max(steps, 1)))
+            every = min([LOOK_EVERY, *(number for group in self.watched for number in group.intervals)])
+            self.interval = max(1, min(every, every * max(calls, 1) // max(steps, 1)))
             self.left = self.interval
 
     def steps(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampx.numerics.formats import FORMATS
 from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.watching import stride
 
@@ -75,7 +77,9 @@ class UpdateMeter:
             magnitude = gradient.float().abs()
             moved = magnitude.isfinite() & (magnitude != 0)
             unchanged = moved & (sample.before[device] == sample.after[device])
-            vector = torch.stack([mask.sum() for mask in (moved, unchanged, moved & (magnitude <= flushes))])
+            counts = [mask.sum() for mask in (moved, unchanged, moved & (magnitude <= flushes))]
+            largest = magnitude.where(moved, 0.0).amax() if magnitude.numel() else magnitude.new_zeros(())
+            vector = torch.stack([*counts, largest])
             if sample.skipped is not None:
                 vector = vector * (sample.skipped.to(device) == 0)
             self._counts.append(_on_its_way(vector))
@@ -88,10 +92,11 @@ class UpdateMeter:
             return
         rows = [vector.tolist() for vector, _ in self._counts]
         self._counts = []
-        moved, unchanged, flushed = map(sum, zip(*rows, strict=True))
+        moved, unchanged, flushed = (sum(column) for column in list(zip(*rows, strict=True))[:3])
         if not moved:
             return
-        report(optimizer.ampx_member.group, self._last.step, unchanged / moved, flushed / moved)
+        headroom = math.log2(FORMATS[self._compute].largest) - math.log2(max(row[3] for row in rows))
+        report(optimizer.ampx_member.group, self._last.step, unchanged / moved, flushed / moved, headroom)
 
     def reading(self, optimizer: AmpOptimizer) -> Meter | None:
         """Return what the last update that was looked at did; None before the first. Sync: one a device."""

@@ -34,6 +34,7 @@ PARTS = {
     "cli",
     "cli/new_backend_template",
     "lint",
+    "loggers",
     "migrate",
     "numerics",
     "run",
