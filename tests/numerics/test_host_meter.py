@@ -19,7 +19,13 @@ class Training:
         self.gradient, self.moves = gradient, np.float32(moves)
         state = types.SimpleNamespace(scale=SCALE, consecutive_skips=0)
         group = types.SimpleNamespace(
-            enabled=enabled, framework="toy", index=1, states={0: state}, send=self.events.append, meter_every=100
+            enabled=enabled,
+            framework="toy",
+            index=1,
+            states={0: state},
+            send=self.events.append,
+            meter_every=100,
+            intervals=(),
         )
         self.member = types.SimpleNamespace(
             group=group,
@@ -65,6 +71,19 @@ def test_precision_that_is_lost_is_an_event(gradient, moves, lost, flushed):
     meter = training.train(100)
     assert (meter.lost, meter.flushed) == (lost, flushed)
     assert training.events == [PrecisionLost("toy", 1, 0, 100, SCALE, SCALE, 0, lost, flushed)]
+
+
+def test_somebody_who_logs_hears_of_every_update_that_was_metered():
+    training = Training(np.float32([1.0, 2.0, 4.0, 0.0]), [0.0, 0.25, 0.25, 0.0])
+    training.member.group.intervals = [7]
+    training.train(200)
+    lost, headroom = 1 / 3, np.log2(65504.0 / 4.0)
+    assert [type(event).__name__ for event in training.events] == ["UpdateMetered"] * 2
+    assert [(event.step, event.lost, event.flushed) for event in training.events] == [
+        (100, lost, 0.0),
+        (200, lost, 0.0),
+    ]
+    assert [event.headroom for event in training.events] == pytest.approx([headroom] * 2)
 
 
 @pytest.mark.parametrize(("stage", "flushed"), [("scaled", 4), ("unscaled", 0)])
