@@ -83,13 +83,12 @@ class Amp:
         self._groups: list[tuple[ScaleGroup, list[weakref.ref[Any]]]] = []
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._listeners: list[list[Listener]] = []
-        self._endings: list[list[Callable[[], None]]] = []
         self._transformations = 0  # so many optimizers were wrapped whose states carry the loss scale
         self.wrapped_optimizers = 0  # at least so many may be reached by a backward
         self._sent: dict[int, int] = {}  # the last step of each transformation whose events were sent
         self.meter_every = METER_EVERY  # of the optimizers that are wrapped from now on
         self._active = True
-        self._endings: list[Callable[[], None]] = []  # what backends undo when the session ends
+        self._endings: list[Callable[[], None]] = []  # called when the session ends
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, Callable[[], Any]] = {}
 
