@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+import sys
 import sysconfig
 import textwrap
 from pathlib import Path
@@ -221,6 +222,16 @@ def test_what_the_manual_shows_is_what_it_does(migrate):
     assert migrate(before)[1] == after
 
 
+@pytest.fixture
+def usual_recursion():
+    """What compiles programs in other tests may have raised the limit."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion")
 def test_a_file_that_cannot_be_analysed_does_not_stop_the_others():
     deep = "x = " + "-" * 3000 + "1\n"
     report = migrate_bytes(Path("script.py"), (RECIPE + deep).encode())
