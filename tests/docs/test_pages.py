@@ -24,7 +24,7 @@ def python_blocks(path):
 
 # What the Python of the manual may need beyond ampx.
 OTHERS = {
-    *("torch", "accelerate", "pytorch_lightning", "lightning_fabric"),
+    *("torch", "accelerate", "pytorch_lightning", "lightning", "lightning_fabric", "transformers"),
     *("tensorflow", "keras", "mxnet", "paddle", "jax", "optax", "flax", "equinox", "numpy", "autograd"),
 }
 # Blocks that run one by one: they are of several frameworks.

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ampx
@@ -103,6 +104,15 @@ def ddp_overflow_on_one_rank(rank):
     with count_all_reduces() as calls:
         result = train(model, opt, rank, {1}, DistributedDataParallel(model))
     return {**result, "flag_reductions": calls}
+
+
+@scenario
+def ddp_with_zero(rank):
+    """Each process updates its part of the weights."""
+    session()
+    model = make_model()
+    opt = ampx.wrap_optimizer(ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1))
+    return train(model, opt, rank, {1}, DistributedDataParallel(model))
 
 
 @scenario
@@ -264,6 +274,43 @@ def _sharded(rank, fused, **options):
 SCENARIOS["fsdp2"] = functools.partial(_sharded, fused=False)
 SCENARIOS["fsdp2_fused"] = functools.partial(_sharded, fused=True)
 SCENARIOS["fsdp2_fused_scale_on_device"] = functools.partial(_sharded, fused=True, device_scale=True)
+
+
+def _sharded_in_float16(rank, casts_by):
+    """Rank 0's loss is infinite on step 1; an average of the shards and a scheduler wait for the steps."""
+    scale = ampx.LossScale(init_scale=1024.0, growth_interval=2)
+    own = casts_by == "ampx"
+    policy = MixedPrecisionPolicy() if own else MixedPrecisionPolicy(torch.float16, reduce_dtype=torch.float32)
+    ampx.init("torch", dtype="float16", device="cpu", process_wide=own, loss_scale=scale, nan_loss="skip")
+    model = make_model()
+    dtypes = set()
+    model[1].register_forward_hook(lambda module, inputs, output: dtypes.add(str(output.dtype)))
+    for module in (model[0], model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    opt = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    shards = [p.detach().clone() for p in model.parameters()]
+    average = torch.optim.swa_utils.AveragedModel(
+        nn.ParameterList(shards), avg_fn=lambda old, new, count: (old + new) / 2
+    )
+    gates = (ampx.gate(average, opt), ampx.gate(torch.optim.lr_scheduler.StepLR(opt, 1, 0.5), opt))
+
+    seen = []
+    for step in range(4):
+        before = flat(model)
+        loss = model(batch(step, rank)).float().pow(2).mean()
+        backward(loss * math.inf if step == 1 and rank == 0 else loss, opt)
+        opt.step()
+        opt.zero_grad()
+        gates[0].update_parameters(nn.ParameterList(model.parameters()))
+        gates[1].step()
+        seen.append([*told(opt), flat(model) == before])
+    result = {"steps": seen, "weights": flat(model)}
+    whole = torch.cat([plain(p).reshape(-1) for p in average.module.parameters()]).tolist()
+    return {**result, "dtypes": sorted(dtypes), "average": whole, "rate": opt.param_groups[0]["lr"]}
+
+
+SCENARIOS["fsdp2_in_float16"] = functools.partial(_sharded_in_float16, casts_by="ampx")
+SCENARIOS["fsdp2_in_float16_by_its_policy"] = functools.partial(_sharded_in_float16, casts_by="torch")
 
 
 @scenario

@@ -81,6 +81,10 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.1)
 
 
+def flat_of(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+
+
 def one_loss(step):
     return [step]
 
@@ -111,6 +115,15 @@ def test_ddp_with_the_flag_reduced_trains_as_without(records):
     for rank in records("ddp_asked_to_reduce_the_flag"):
         assert decisions(rank) == SKIPS_STEP_1
         assert rank["weights"] == pytest.approx(weights, rel=1e-4, abs=1e-4)
+
+
+def test_ddp_with_the_optimizers_state_divided_among_processes(records):
+    ranks = records("ddp_with_zero")
+    weights, _ = train_plainly(adam, one_loss, 4)
+    for rank in ranks:
+        assert decisions(rank) == SKIPS_STEP_1
+        assert rank["weights"] == pytest.approx(weights, rel=1e-4, abs=1e-4)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
 def test_ddp_in_bfloat16_stays_in_step(records, covers):
@@ -175,6 +188,36 @@ def test_fsdp2_overflow_in_one_shard_is_skipped_on_all(records, scenario):
         reported = [norm for applied, _, _, norm, _ in rank["steps"] if applied]
         assert reported == pytest.approx(norms, rel=1e-5)
         assert min(norms) < 0.5 < max(norms)  # clipping was at work, and not always
+
+
+@pytest.mark.parametrize("scenario", ["fsdp2_in_float16", "fsdp2_in_float16_by_its_policy"])
+def test_fsdp2_trains_in_float16_and_averages_and_schedulers_wait(records, scenario):
+    """By ampx's casting, or by FSDP2's own policy with ampx's loss scale."""
+    ranks = records(scenario)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    opt, average = sgd(model.parameters()), None
+    for step in (0, 2, 3):  # in float32, without the step that is skipped
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        opt.zero_grad()
+        model(x).pow(2).mean().backward()
+        opt.step()
+        opt.param_groups[0]["lr"] /= 2
+        weights = torch.tensor(flat_of(model))
+        average = weights if average is None else (average + weights) / 2
+    for rank in ranks:
+        assert decisions(rank) == [
+            [True, 1024.0, 1024.0, False],
+            [False, 1024.0, 512.0, True],
+            [True, 512.0, 512.0, False],
+            [True, 512.0, 1024.0, False],
+        ]
+        assert rank["dtypes"] == ["torch.float16"]
+        assert rank["rate"] == opt.param_groups[0]["lr"]
+        # Gradients of two products in a row, of numbers below 2, that are rounded to one part in 2**11.
+        assert rank["weights"] == pytest.approx(flat_of(model), abs=2**-8)
+        assert rank["average"] == pytest.approx(average.tolist(), abs=2**-8)
+    assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
 def test_fsdp2_each_process_names_what_its_shard_holds(records):

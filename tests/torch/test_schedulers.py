@@ -100,3 +100,25 @@ def test_a_gated_average_of_weights_is_that_of_a_run_without_the_skipped_step(am
             plain_average.update_parameters(nn.ParameterList([plain_parameter]))
     assert average.n_averaged == plain_average.n_averaged == 3
     assert torch.equal(average.module[0], plain_average.module[0])
+
+
+def test_a_gated_target_network_follows_applied_steps_only(amp, backward):
+    """A class of the user's with `update`, as reinforcement learning has it."""
+
+    class Target:
+        value, updates = 0.0, 0
+
+        def update(self):
+            self.value, self.updates = 0.5 * self.value + 0.5 * parameter.item(), self.updates + 1
+
+    parameter, raw = make()
+    opt, target = ampx.wrap_optimizer(raw), Target()
+    gated = ampx.gate(target, opt)
+    expected = 0.0
+    for factor in (1.0, INF, 1.0):
+        opt.zero_grad()
+        backward(parameter.sum() * factor, opt)
+        opt.step()
+        assert gated.update() == (factor != INF)
+        expected = expected if factor == INF else 0.5 * expected + 0.5 * parameter.item()
+    assert (target.value, target.updates) == (expected, 2)

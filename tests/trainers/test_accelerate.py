@@ -7,10 +7,11 @@ computes float16 on GPUs only; `native` gives it there what it has on one.
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
 
 import ampx
-from ampx.errors import InvalidOptionError, ProtocolError
+from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
 from ampx_torch.trainers.accelerate import attach
 
 INF = float("inf")
@@ -166,7 +167,19 @@ def test_states_are_saved_and_loaded(amp, tmp_path):
     assert second[1].get_scale() == 1024.0
 
 
-def test_what_cannot_be_attached_is_refused(amp):
+def test_the_scale_of_a_run_without_ampx_is_taken_over(amp, tmp_path):
+    accelerator, _ = accelerator_of("native", amp)
+    model, optimizer = prepared(accelerator)
+    accelerator.backward(model(INF))
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state")
+    accelerator, scaler = accelerator_of("ampx", amp)
+    prepared(accelerator)
+    accelerator.load_state(tmp_path / "state")
+    assert scaler.get_scale() == 512.0
+
+
+def test_what_cannot_be_attached_is_refused(amp, monkeypatch):
     with pytest.raises(InvalidOptionError, match="Linear"):
         attach(torch.nn.Linear(1, 1), amp)
     for precision in ("no", "bf16"):
@@ -174,6 +187,10 @@ def test_what_cannot_be_attached_is_refused(amp):
             attach(Accelerator(mixed_precision=precision, cpu=True), amp)
         Accelerator().state._reset_state(True)
     accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+        with pytest.raises(UnsupportedByBackendError, match="DEEPSPEED"):
+            attach(accelerator, amp)
     prepared(accelerator)
     with pytest.raises(ProtocolError, match="prepared"):
         attach(accelerator, amp)
