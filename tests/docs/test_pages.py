@@ -90,3 +90,33 @@ def test_what_a_row_of_the_table_says_to_write_exists(row):
                     assert pkgutil.resolve_name(ast.unparse(node)) is not None
             elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("init", "ampx.init"):
                 inspect.signature(ampx.init).bind(*node.args, **{word.arg: word.value for word in node.keywords})
+
+
+LESSONS = {"torch": "float16-pytorch.md", "tensorflow": "float16-keras.md", "jax": "float16-jax.md"}
+
+
+def without_numbers(text):
+    """Return the lines of an output, without steps, losses and times, which differ from run to run."""
+    return {re.sub(r"(^|step|loss:?|-) ?[\d.]+\S*", r"\1 #", line) for line in text.splitlines()}
+
+
+@pytest.mark.filterwarnings("ignore:No ccache found")
+@pytest.mark.parametrize("framework", LESSONS)
+def test_the_programs_of_a_lesson_print_what_it_shows_and_reach_the_same_loss(framework):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"needs {framework}")
+    folder = ROOT / "docs" / "tutorial"
+    page = (folder / LESSONS[framework]).read_text()
+    shown = re.findall(r"```sh\npython ([^\n]+)\n```\n\n```text\n(.*?)```", page, flags=re.S)
+    losses = {}
+    for command, output in shown:
+        name, *options = command.split()
+        if name.endswith("_ampx.py") and "--dtype" not in options:
+            options += ["--dtype", "bfloat16"]  # what `auto` chooses depends on the machine
+        done = run_python(folder / name, *options, "--steps", "11", "--width", "64", check=True)
+        assert without_numbers(done.stdout) == without_numbers(output), command
+        losses[command] = [float(number) for number in re.findall(r"loss:? ([\d.]+)", done.stdout)]
+    in_float32, *in_low_precision = losses.values()
+    assert len(in_low_precision) >= 1
+    # A loss is a mean of logarithms of outputs that are off by some roundings of bfloat16 (2^-9), as are the weights.
+    assert in_low_precision == [pytest.approx(in_float32, rel=4 * 2**-9)] * len(in_low_precision)
