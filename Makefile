@@ -4,6 +4,7 @@ PYTHON ?= python3
 FRAMEWORK ?= jax,tensorflow,torch,core,mxnet,paddle,example
 # Environments of `make test-all` alone.
 NIGHTLY ?= compiled-for-cuda,docs-test,trainers
+VERSIONS ?= jax-lowest,paddle-lowest,tensorflow-lowest,torch-lowest,torch-newest
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
@@ -12,7 +13,7 @@ TOX = .venv-tox/bin/tox run
 # Two environments at a time.
 TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
-.PHONY: demo test test-all weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs docs-test bench gpu clean
+.PHONY: demo test test-all weakest $(WEAKEST_ENVIRONMENTS) evidence table checks lint types docs docs-test versions bench gpu clean
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
@@ -40,6 +41,8 @@ types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs
 # In a real browser, which is installed as a wheel.
 docs-test: .venv-tox/bin/tox ; $(TOX) -e docs-test
+# The oldest and the newest versions; PyTorch's wheels of the index bring gigabytes of CUDA with them.
+versions: .venv-tox/bin/tox ; $(TOX) -e $(VERSIONS)
 bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
 gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick)
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build

@@ -111,3 +111,31 @@ def test_the_reference_names_every_command():
     commands = re.findall(r"^## ampx ([\w-]+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), flags=re.M)
     assert {"run", "migrate", "new-backend"} <= set(commands)
     assert [command for command in commands if f"`{command}`" not in shown] == []
+
+
+def pinned(name):
+    """Return the versions of a file of constraints, by package."""
+    lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
+    return dict(line.partition(";")[0].strip().split("==") for line in lines)
+
+
+def test_the_versions_that_work_are_those_that_are_declared_and_tested():
+    rows = re.findall(r"^\| ([\w ]+) \| (.*) \| (.*) \|$", REFERENCE["versions.md"], flags=re.M)
+    extras = re.findall(r"^(\w+) = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), flags=re.M)
+    declared = {extra: dict(re.findall(r'"([\w-]+)[>=]=([\d.]+)"', needs)) for extra, needs in extras}
+    checked = 0
+    for _, lowest, highest in rows[1:]:
+        versions, newest = (
+            dict(re.findall(r"([\w-]+) ([\d.]+)", lowest)),
+            dict(re.findall(r"([\w-]+) ([\d.]+)", highest)),
+        )
+        (extra,) = [extra for extra in declared if versions.keys() == declared[extra].keys()]
+        for package, version in versions.items():
+            assert version.removesuffix(".0") == declared[extra][package].removesuffix(".0"), (extra, package)
+            if extra != "mxnet":  # which has one version
+                assert version == pinned(f"{extra}-lowest")[package]
+            assert newest[package] == pinned(extra)[package]
+            checked += 1
+        if extra == "torch":
+            assert f"torch {pinned('torch')['torch']}; newest {pinned('torch-newest')['torch']}" == highest
+    assert checked == 7
