@@ -17,7 +17,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, gradients, losses, rewrite, step
+from . import casting, devices, gradients, losses, oplists, rewrite, step
 from .old import graph_rewrite, tf1
 
 
@@ -31,6 +31,7 @@ class TensorFlowBackend(ampx.Backend):
         levels=frozenset({"O0", "O1", "O2", "O3"}),
         gradients="explicit",
         autocast="scoped",
+        op_lists=True,
         promotes=True,
         clipping=True,
         master_weights=True,
@@ -70,10 +71,9 @@ class TensorFlowBackend(ampx.Backend):
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check a plan; where graphs are to be cast and not layers, it becomes one that says so.
 
-        Of `allow` and `deny`, `"module:pattern"` is for the layers of models that `prepare` is passed.
+        Of `allow` and `deny`, layers are those of models that `prepare` is passed, operations those of functions.
         """
-        casting.check_entries(plan)
-        return graph_rewrite.check_plan(plan)
+        return graph_rewrite.check_plan(oplists.resolve(plan))
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process; for layers made from now on, in the calling thread."""

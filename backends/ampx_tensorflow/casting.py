@@ -12,11 +12,9 @@ import keras
 import tensorflow as tf
 
 from ampx.backend import CastPlan, map_leaves
-from ampx.errors import UnsupportedByBackendError
-from ampx.numerics.watching import check_patterns, is_module, module_dtypes
 from ampx.policy import Dtype
 
-from . import retracing
+from . import oplists, retracing
 
 # Keras' policies with float32 variables: those of models that were made before `init`, or loaded.
 _REPLACED: Final = ("float32", "mixed_float16", "mixed_bfloat16")
@@ -129,6 +127,8 @@ def region(plan: CastPlan, enabled: bool) -> AbstractContextManager[Any]:
     """Return a region with casting on or off; layers that are made inside one with casting on follow later ones."""
     if not enabled or plan.level != "O1":  # beyond O1 it is the variables that are low precision
         return off()
+    if oplists.operations(plan):
+        return Region(plan.dtype)
     policy = policy_region(policy_for(plan.dtype), keras.config.dtype_policy, keras.config.set_dtype_policy)
     return both(policy, Region(plan.dtype))
 
@@ -143,12 +143,13 @@ def activate(plan: CastPlan) -> None:
     _regions.pop(threading.get_ident(), None)
     if plan.level == "O1":  # beyond, `prepare` makes layers low precision
         _session.dtype = plan.dtype
+    oplists.warn_of_layers(plan)
     enter_thread(plan)
 
 
 def enter_thread(plan: CastPlan) -> None:
     """Let new layers of the calling thread cast: Keras keeps the policy for them by thread."""
-    if plan.level != "O1":
+    if plan.level != "O1" or oplists.operations(plan):
         return
     if not _before.policies:
         _before.policies = (keras.config.dtype_policy(),)
@@ -172,21 +173,6 @@ def restore() -> None:
     _session.prepared.clear()
 
 
-def check_entries(plan: CastPlan) -> None:
-    """Raise for an entry of `allow` or `deny` that does not name modules.
-
-    Raises:
-        UnsupportedByBackendError: There is one.
-    """
-    for entry in (*plan.allow, *plan.deny):
-        if not is_module(entry):
-            raise UnsupportedByBackendError(
-                f"backend 'tensorflow' does not support operations in allow and deny, and got {entry!r}: it casts by "
-                f"layers; accepted: 'module:pattern' with a pattern of names of layers. Leave it out, or cast in the "
-                f"code with ampx.half_function and ampx.float_function."
-            )
-
-
 def prepare(model: Any, plan: CastPlan) -> Any:
     """Let the layers of a model that was made before `init` cast, in place; gives the model.
 
@@ -194,9 +180,9 @@ def prepare(model: Any, plan: CastPlan) -> Any:
     `deny` name computes in the dtype of the plan, or in float32, with all inside; what is denied stays so.
 
     Raises:
-        UnsupportedOpError: A pattern matches no layer.
+        UnsupportedOpError: A pattern matches no layer, or `allow` and `deny` name operations.
     """
-    forced = forced_layers(model, plan)
+    forced = oplists.forced_layers(model, plan)
     for layer in model._flatten_layers():
         policy = layer.dtype_policy
         if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
@@ -208,19 +194,6 @@ def prepare(model: Any, plan: CastPlan) -> Any:
             layer.dtype_policy = policy_for(plan.dtype) if low else keras.DTypePolicy("float32")
         forget_functions(layer)
     return model
-
-
-def forced_layers(model: Any, plan: CastPlan) -> dict[int, str]:
-    """Return the dtypes of layers that `allow` and `deny` name, by identity."""
-    dtypes = module_dtypes(plan)
-    if not dtypes:
-        return {}
-    from .numerics import forcing, names  # they need this module
-
-    layers = dict(names.walk(model))
-    check_patterns("prepare", dtypes, list(layers))
-    held = {name: forcing.find_dtype(dtypes, name) for name in layers}
-    return {id(layers[name]): dtype for name, dtype in held.items() if dtype is not None}
 
 
 def forget_functions(layer: Any) -> None:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
 
-from . import casting, masters
+from . import casting, masters, oplists
 from .step import AmpOptimizer
 
 # Normalization that computes in float32 on low-precision inputs by a mixed policy; Keras computes the others in the
@@ -119,7 +119,7 @@ def _check_optimizer(optimizer: Any, plan: CastPlan) -> None:
 
 def _lower_layers(layer: Any, root: Any, plan: CastPlan) -> None:
     """Make the variables of a layer and of all in it low precision, now or once they are there."""
-    forced = casting.forced_layers(root, plan)
+    forced = oplists.forced_layers(root, plan)
     if plan.level == "O2":  # it writes the weights of the layer inside
         spectral = (each for each in root._flatten_layers() if isinstance(each, keras.layers.SpectralNormalization))
         forced = {id(inner): "float32" for each in spectral for inner in each._flatten_layers()} | forced

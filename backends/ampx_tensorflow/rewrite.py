@@ -24,6 +24,7 @@ from ampx.backend import CastPlan
 from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.policy import Dtype
 
+from . import oplists
 from .casting import compute_dtype
 
 # Dtype → the rewriter's option, and what it rounds 1 + 2**-9 + 2**-13 to: float16 keeps ten bits, bfloat16 seven.
@@ -48,7 +49,11 @@ def prepare(function: Any, plan: CastPlan) -> PreparedFunction:
             "functions without it. Leave jit_compile out, or cast inside the function with ampx.half_function."
         )
     _option(plan.device, plan.dtype)
-    return PreparedFunction(function, plan.device)
+    if not isinstance(plan, oplists.ListsPlan) or not plan.operations:
+        return PreparedFunction(function, plan.device)
+    plan.waiting.clear()
+    # TensorFlow keeps what a function was rewritten to: that of other lists would stay.
+    return PreparedFunction(function._clone(None), plan.device, plan)
 
 
 def check(plan: CastPlan) -> None:
@@ -164,9 +169,10 @@ class PreparedFunction:
     Everything but calling it is the function's own.
     """
 
-    def __init__(self, function: Any, device: str) -> None:
+    def __init__(self, function: Any, device: str, plan: oplists.ListsPlan | None = None) -> None:
         self.function = function
         self._device = device
+        self._plan = plan
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "function" not in self.__dict__:
@@ -190,5 +196,6 @@ class PreparedFunction:
                 "a prepared function was called while another tf.function is traced, where casting is decided by the "
                 "outer one; accepted: calling it directly. Give the outer function to ampx.prepare instead."
             )
-        with _switched(_option(self._device, dtype)):
+        lists = {} if self._plan is None else self._plan.environment()
+        with _switched(_option(self._device, dtype)), oplists.environment(lists):
             return self.function(*args, **kwargs)

@@ -24,7 +24,7 @@ from ampx.protocol import Member, refuse_values
 from ampx.scale_state import LossScale
 from ampx.session import new_group
 
-from . import casting, gradients, guard, history, masters, replicas
+from . import casting, gradients, guard, history, masters, oplists, replicas
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger, is_one
 from .losses import scale_loss
@@ -47,6 +47,8 @@ class LedgerOptimizer(WrappedOptimizer):
     _compute: str | None = None
     # It updates float32 masters of low-precision variables: level O2.
     keeps_masters: bool = False
+    # The plan of its session, whose entries of allow and deny may wait for a model.
+    _lists: oplists.ListsPlan | None = None
     # Low-precision variables are what it is to update: level O2 or O3.
     _must_be_prepared: bool = False
     # The gradients of the step that is being made outside of functions, and their variables.
@@ -395,7 +397,9 @@ class LedgerOptimizer(WrappedOptimizer):
             )
 
     def _check_prepared(self, variables: Any) -> None:
-        """Raise where the level asks for low-precision variables and `prepare` never made any."""
+        """Raise where the session asks for something that `prepare` does, and it was never called."""
+        if self._lists is not None:
+            self._lists.check_resolved()
         if not self._must_be_prepared:
             return
         if not any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in self._updated(variables)):
@@ -730,4 +734,5 @@ def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptim
     )
     wrapped._compute = "float32" if plan is None else plan.dtype
     wrapped._must_be_prepared = lowers
+    wrapped._lists = plan if isinstance(plan, oplists.ListsPlan) else None
     return wrapped

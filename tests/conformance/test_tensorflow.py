@@ -14,7 +14,9 @@ if importlib.util.find_spec("tensorflow") is None:
 import keras
 import tensorflow as tf
 
+import ampx
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
+from ampx_tensorflow.oplists import ListsPlan
 from matrix import MatrixSuite
 from transfer import TransferSuite
 
@@ -96,7 +98,20 @@ class TensorFlowHarness(Harness):
         return keras.config.dtype_policy(), keras.config.dtype_policy().compute_dtype
 
     def computes_in(self):
-        return keras.layers.Dense(2)(tf.ones((2, 2))).dtype.name
+        layer = keras.layers.Dense(2)
+        session = self.session()
+        if session is not None and isinstance(session.plan, ListsPlan):  # entries are for models that are prepared
+            layer = session.prepare(layer)
+        return layer(tf.ones((2, 2))).dtype.name
+
+    def session(self):
+        try:
+            return ampx.current("tensorflow")
+        except ampx.NotInitializedError:
+            return None
+
+    def operation(self):
+        return keras.layers.Dense
 
     def model(self):
         return keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])

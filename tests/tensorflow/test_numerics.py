@@ -384,11 +384,6 @@ def test_module_patterns_hold_in_prepared_models_eager_traced_and_in_fit(when):
     assert model(X).dtype == tf.float32
 
 
-def test_entries_that_name_operations_are_refused():
-    with pytest.raises(ampx.UnsupportedByBackendError, match=r"'softmax'.*'module:pattern'"):
-        ampx.init("tensorflow", dtype="bfloat16", deny=["softmax"])
-
-
 # -- ampx run ------------------------------------------------------------------------------------------
 
 

@@ -155,6 +155,12 @@ def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:
     return own if own is not None or outer is None else find_dtype(dtypes, outer)
 
 
+def inherited(dtypes: Mapping[str, str], name: str) -> str | None:
+    """Return the dtype of a name: its own, or that of the innermost name around it that has one."""
+    own, outer = dtypes.get(name), _outer(name)
+    return own if own is not None or outer is None else inherited(dtypes, outer)
+
+
 def _outer(name: str) -> str | None:
     """Return the name of the module around another; None for the outermost."""
     if "." in name:

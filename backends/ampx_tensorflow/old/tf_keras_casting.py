@@ -8,9 +8,10 @@ from typing import Any
 import tf_keras
 
 from ampx.backend import CastPlan
-from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.errors import ProtocolError, UnsupportedByBackendError, UnsupportedOpError
 from ampx.policy import Dtype
 from ampx_tensorflow.casting import policy_region
+from ampx_tensorflow.oplists import ListsPlan
 
 from .graph_rewrite import GraphPlan
 
@@ -54,6 +55,11 @@ def is_model(candidate: object) -> bool:
 
 def prepare(model: Any, plan: CastPlan) -> Any:
     """Return a model whose layers cast already; raise where one was made before `init`, whose variables cannot."""
+    if isinstance(plan, ListsPlan):
+        raise UnsupportedOpError(
+            "prepare got a model of tf_keras in a session with entries in allow or deny; accepted: models of Keras 3. "
+            "Layers of tf_keras cast as they were made: pass dtype='float32' to those that are not to cast."
+        )
     early = [layer.name for layer in model._flatten_layers() if layer.weights and layer.dtype_policy.name == "float32"]
     if early:
         raise UnsupportedByBackendError(

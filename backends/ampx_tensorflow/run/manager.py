@@ -21,7 +21,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
 from ampx.run import Managed, Manager, Run
 from ampx.session import Amp
-from ampx_tensorflow import devices, guard, replicas, rewrite
+from ampx_tensorflow import devices, guard, oplists, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.numerics import stats
 from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
@@ -78,6 +78,8 @@ class KerasManager(Manager[Managed]):
         amp = self.run.session(**({"loss_scale": 1.0} if new and only_graphs else {}))
         if new:
             keras.config.set_dtype_policy(before)  # what is not prepared computes in float32
+            if isinstance(amp.plan, oplists.ListsPlan):
+                amp.plan.waiting.clear()  # a region around the run sees to them
         if graphs:
             plan = amp.casting
             with self.inside():  # the rewriter is tried in a session, which is none of the script's
