@@ -311,6 +311,8 @@ class Backend(abc.ABC):
     capabilities: ClassVar[Capabilities]
     # `watch` does not see the operations by which `force` rounds, where a dtype is simulated.
     rounds_unseen: ClassVar[bool] = False
+    # `watch` runs uncompiled what trains compiled: the times of its readings say nothing about training.
+    watches_uncompiled: ClassVar[bool] = False
 
     @abc.abstractmethod
     def device(self, name: str) -> Device:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,9 @@ class TrialObserver:
 
     def _watch(self, backend: Backend) -> None:
         if backend.capabilities.watches:
-            self._watches.append(self._watching.enter_context(backend.watch(None, self.trial.watching)))
+            watching = self.trial.watching
+            watching = replace(watching, times=watching.times and not backend.watches_uncompiled)
+            self._watches.append(self._watching.enter_context(backend.watch(None, watching)))
         else:
             self._note(f"Modules of {backend.name} cannot be watched.")
 

@@ -50,7 +50,7 @@ def diagnose_script(
     Raises:
         TrialError: A run failed, or did not come to the step, or the backend cannot watch.
     """
-    trial = Trial(program, settings, framework, seed, steps, stop_at_fault=True, may_raise=True)
+    trial = Trial(program, settings, framework, seed, steps, stop_at_fault=True, shares_compiled=True, may_raise=True)
     notes: list[str] = []
     first = None
     step, what = at, "asked for"

@@ -23,7 +23,7 @@ from ampx.run.program import Program
 _CHILD: Final = "ampx.numerics.child"
 # Exit code of a child whose script `ampx run` refuses.
 REFUSED: Final = 3
-# Names the folder in which a watched trial may keep what it compiles for the next one.
+# Names the folder in which a trial may keep what it compiles for the next one, if its memory is not to be measured.
 COMPILED: Final = "AMPX_COMPILED"
 
 
@@ -44,6 +44,7 @@ class Trial:
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
         stop_at_fault: End after the first step with a loss that is not finite, or in which the loss scale collapses.
+        shares_compiled: What is compiled is kept for other trials of this process; its memory is not comparable then.
         may_raise: An exception of the script is part of what is seen, once it has an optimizer.
     """
 
@@ -59,6 +60,7 @@ class Trial:
     float32: tuple[int, ...] = ()
     forced: Mapping[str, str] = field(default_factory=dict)
     stop_at_fault: bool = False
+    shares_compiled: bool = False
     may_raise: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -229,7 +231,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         request, answer, noise = (Path(folder, name) for name in ("request.json", "answer.json", "output.txt"))
         request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}), encoding="utf-8")
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        if trial.watched:  # others are timed, and their memory is measured: each compiles for itself
+        if trial.watched or trial.shares_compiled:
             environment[COMPILED] = _compiled().name
         command = [sys.executable, "-m", _CHILD, str(request)]
         with noise.open("wb") as output:

@@ -488,7 +488,7 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
     watching = Watching(times=True)
     low: list[Sequence[Reading]] = []
     wide: list[Sequence[Reading]] = []
-    for _ in range(repeats):
+    for _ in range(0 if tuning.batch.backend.watches_uncompiled else repeats):
         low.append(tuning.batch.run(safe, tuning.scale, watching).readings)
         wide.append(tuning.batch.run(FLOAT32, 1.0, watching).readings)
     denied = {choice.entry for choice in policy.deny}

@@ -14,6 +14,7 @@ import numpy as np
 
 from ampx.backend import Reading, Replayed, Watching
 from ampx.errors import InvalidOptionError, TrialError
+from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
@@ -32,6 +33,7 @@ _FLOAT32: Final = "float32"
 # No rounding explains a gradient that is off by more: its module computes something else. Small gradients have little
 # weight in the error of all together, and may be off by some percent where rounding moves a threshold such as ReLU's.
 _GROSS: Final = 0.25
+_CLEARLY: Final = 1.25  # times as long as the fastest
 
 
 def check_options(purpose: str, what_if: str | None, dtypes: Sequence[str], out: Path) -> None:
@@ -60,13 +62,14 @@ class _Search:
         tolerance: float | None,
         for_inference: bool,
         simulated: bool,
+        times: bool,
         run: Callable[[Trial], Outcome],
         progress: Callable[[str], Any],
     ) -> None:
         self.trial, self.dtype, self.for_inference, self.simulated = trial, dtype, for_inference, simulated
         self.run_trial, self.progress = run, progress
         self.runs = 0
-        self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES)
+        self.watching = Watching(dtype if dtype != "auto" else "float16", samples=_SAMPLES, times=times)
         settings = replace(trial.settings, dtype=_FLOAT32, watched=True)
         last = trial.steps or 1
         self.watched = tuple(sorted({1, (1 + last) // 2, last}))  # for the map; the first step decides
@@ -117,7 +120,7 @@ class _Search:
     def passes(self, names: Iterable[str], operations: Iterable[str] = ()) -> bool:
         """Run with modules and operations in float32, and return whether that agrees with float32."""
         only = (glob.escape(self.output),) if self.for_inference and self.output else ()
-        watching = replace(self.watching, modules=only)
+        watching = replace(self.watching, modules=only, times=False)
         return self.agrees(self.run(self.low(names, operations, watched=(1,), watching=watching)))
 
     def failing_operations(self) -> tuple[str, ...]:
@@ -246,15 +249,16 @@ def tune_script(
     """
     disturbance = busy() if repeats else []
     warm_up = min(5, steps // 4)
-    trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up)
-    search = _Search(trial, what_if or settings.dtype, tolerance, for_inference, what_if is not None, run, progress)
-    if what_if is None:
+    trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up, shares_compiled=True)
+    timed = repeats > 0 and what_if is None and not for_inference
+    dtype, why = what_if or settings.dtype, "float32 was asked for"
+    if what_if is None and dtype != "auto":
+        dtype = normalise_dtype(dtype)
+    search = _Search(trial, dtype, tolerance, for_inference, what_if is not None, timed, run, progress)
+    if dtype == "auto":
         probe = run(replace(trial, steps=1))
-        search.settle(probe.dtype)
-        why = probe.run["reason"]
-    else:
-        search.settle(what_if)
-        why = "float32 was asked for"
+        dtype, why = probe.dtype, probe.run["reason"]
+    search.settle(dtype)
     first = search.run(search.low(watched=search.watched, watching=search.watching))
     if search.dtype == _FLOAT32:
         policy = _float32(search, f"mixed precision is off on this device: {why}; --what-if float16 simulates it")
@@ -301,8 +305,8 @@ def tune_script(
         tolerance=search.tolerance or 0.0,
         operations=failing if search.passes_without(failing) else (),
     )
-    if repeats and not search.simulated and not for_inference:
-        policy = _for_speed(search, policy, kept, operations, repeats)
+    if timed:
+        policy = _for_speed(search, policy, first, kept, operations, repeats)
     policy = replace(policy, replays=search.runs)
     report = _report(trial, search, policy, first)
     report["notes"] += disturbance
@@ -342,19 +346,20 @@ def _float32(search: _Search, reason: str, agrees: bool = True, speed: float | N
 
 
 def _for_speed(
-    search: _Search, policy: TunedPolicy, kept: frozenset[str], operations: frozenset[str], repeats: int
+    search: _Search,
+    policy: TunedPolicy,
+    low: Outcome,
+    kept: frozenset[str],
+    operations: frozenset[str],
+    repeats: int,
 ) -> TunedPolicy:
     """Return a policy that is not slower than float32: without the modules that lose time, or without any casting."""
     steps = search.trial.steps or 1
-    watched = tuple(range(max(2, steps - 4), steps + 1))
-    times = Watching(times=True)
-    settings = replace(search.trial.settings, dtype=_FLOAT32, watched=True)
-    wide = search.run(replace(search.trial, settings=settings, watched=watched, watching=times))
-    low = search.run(search.low(kept, operations, watched=watched, watching=times))
-    slow = {name: pair for name, pair in slow_modules(_runs(low), _runs(wide)).items() if name not in kept}
+    slow = {name: pair for name, pair in slow_modules(_runs(low), _runs(search.reference)).items() if name not in kept}
     block = max(1, (steps - search.trial.warm_up) // 5)
     # The simplest in front: where nothing pays, nothing is cast.
-    choices = {_FLOAT32: replace(search.trial, settings=replace(settings, watched=False), block=block)}
+    wide = replace(search.trial.settings, dtype=_FLOAT32)
+    choices = {_FLOAT32: replace(search.trial, settings=wide, block=block)}
     choices["safe"] = search.low(kept, operations, block=block)
     if slow and search.passes({*kept, *slow}, operations):
         choices["tuned"] = search.low({*kept, *slow}, operations, block=block)
@@ -362,6 +367,8 @@ def _for_speed(
     for _ in range(repeats):
         for name, trial in choices.items():
             seconds[name].append(search.run(trial).seconds_a_step or math.nan)
+        if _is_clear(seconds):
+            break
     choice = fastest(seconds)
     speeds = {name: float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[name]))) for name in choices}
     ratio = speeds.pop(choice)
@@ -380,8 +387,18 @@ def _for_speed(
     return replace(policy, speed=ratio, reasons={**policy.reasons, "dtype": reason})
 
 
+def _is_clear(seconds: Mapping[str, Sequence[float]]) -> bool:
+    """Return whether more rounds would decide nothing: in two and more, one is the fastest by far each time."""
+    times = np.array(list(seconds.values()))
+    if times.shape[1] < 2:
+        return False
+    order = np.sort(times, axis=0)
+    return len(set(times.argmin(axis=0))) == 1 and bool((order[1] > _CLEARLY * order[0]).all())
+
+
 def _runs(outcome: Outcome) -> list[tuple[Reading, ...]]:
-    return list(outcome.readings.values())
+    """Return what was read in the watched steps; in the first, much is made that later steps find ready."""
+    return [readings for step, readings in outcome.readings.items() if step > 1]
 
 
 def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:

@@ -25,6 +25,7 @@ class JaxBackend(ampx.Backend):
     """JAX: optax transformations whose state carries the loss scale, and a function transform that casts."""
 
     name: ClassVar[str] = "jax"
+    watches_uncompiled: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("cuda", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),

@@ -226,6 +226,12 @@ def test_speed_is_what_the_backend_s_clock_says(monkeypatch):
     assert order == ["float32", "bfloat16", "bfloat16", "float32", "float32", "bfloat16"]
 
 
+def test_modules_are_not_timed_where_a_watch_runs_uncompiled(monkeypatch):
+    monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: pytest.fail("modules were timed") if low else {})
+    monkeypatch.setattr(ampx.Backend, "watches_uncompiled", True)
+    assert ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16", repeats=1).speed is not None
+
+
 def test_speed_is_measured_where_it_is_asked_for():
     policy = ampx.tune(step, layers(3, ()), framework="toy", dtype="bfloat16", repeats=2)
     assert policy.speed == 1.0 if policy.dtype == "float32" else policy.speed > 0  # which it is depends on the machine

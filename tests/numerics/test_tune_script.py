@@ -48,7 +48,9 @@ class Pretended:
         wrong = direction == ("backward" if self.only_gradients else "forward")
         off = 0.5 if low and wrong and name in set(self.sensitive) - kept else 0.0
         sample = np.ones(4, np.float32) * (1 + off)
-        return Reading(name, "Linear", "", direction, 0, "bfloat16", Stats(4), sample=sample, seconds=0.001)
+        return Reading(
+            name, "Linear", "", direction, 0, "bfloat16", Stats(4), sample=sample, seconds=0.001 / (1 + bool(low))
+        )
 
 
 def tuned(script, **options):
@@ -166,6 +168,20 @@ def test_a_dtype_that_is_slower_is_not_chosen(tmp_path):
     assert "switches ampx off (enabled = false)" in result["verdict"]
     assert "Stay in float32: bfloat16 agrees, and runs at 0.50 times the speed" in result["verdict"]
     assert tuned(Pretended(()), repeats=2)[0].speed == 2.0
+
+
+@pytest.mark.parametrize(("speed", "runs"), [(2.0, 6), (1.1, 12)])
+def test_rounds_of_timed_runs_end_when_the_fastest_is_clear(speed, runs):
+    script = Pretended((), speed)
+    tuned(script, repeats=5)
+    assert script.runs == runs  # float32 and bfloat16, watched; then both, timed, in each round
+
+
+def test_a_dtype_that_was_asked_for_is_not_run_for_its_name():
+    scripts = [Pretended(()), Pretended(())]
+    tuned(scripts[0])
+    tune_script(Program("a.py"), RunSettings("auto"), run=scripts[1], steps=2, tolerance=0.01, repeats=0)
+    assert [script.runs for script in scripts] == [2, 3]
 
 
 def test_a_simulated_dtype_is_forced_upon_the_modules():
