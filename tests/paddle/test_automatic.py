@@ -162,6 +162,15 @@ print("{}")
 """
 
 
+def test_operators_that_the_run_denies_compute_in_float32_in_static_programs(tmp_path):
+    pytest.importorskip("typer", reason="the command line is not installed")
+    script, report = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(STATIC)
+    metric("-m", "ampx", "run", "--deny", "matmul", "--report", str(report), str(script))
+    facts = json.loads(report.read_text())
+    assert {entry["dtype"] for entry in facts["ops"] if entry["op"] == "matmul"} == {"float32"}
+
+
 @pytest.mark.parametrize("arguments", [(), ("--amp",)])
 def test_steps_skips_and_scales_of_static_programs_are_told(tmp_path, arguments):
     """Whether the run scales, or the script by fluid's decorate, names parameters, and keeps no optimizer."""

@@ -6,6 +6,7 @@ A build of Paddle for CPUs shows no more: it adds no backward to such a program,
 import paddle
 import pytest
 
+import ampx
 from ampx_paddle.graph_rewrite import cast_program
 
 functional = paddle.nn.functional
@@ -51,11 +52,21 @@ def test_the_forward_program_multiplies_in_float16_and_nothing_else_does(program
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [(None, "conv2d"), ({"deny": ["matmul_v2"]}, "matmul"), ({"allow": ["exp"]}, "exp")],
-    ids=["nothing is cast", "products are not cast", "an exponential is cast"],
+    [
+        (None, "conv2d"),
+        ({"deny": ["matmul_v2"]}, "matmul"),
+        ({"deny": ["matmul"]}, "matmul"),
+        ({"allow": ["exp"]}, "exp"),
+    ],
+    ids=["nothing is cast", "products are not cast", "by their name of today", "an exponential is cast"],
 )
 def test_a_planted_fault_is_noticed(program, options, word):
     if options is not None:
         cast_program(program, "float16", **options)
     with pytest.raises(AssertionError, match=word):
         check(program)
+
+
+def test_a_name_of_no_operator_is_refused(program):
+    with pytest.raises(ampx.UnsupportedOpError, match="matmull"):
+        cast_program(program, "float16", deny=["matmull"])
