@@ -162,11 +162,12 @@ print("{}")
 """
 
 
-def test_operators_that_the_run_denies_compute_in_float32_in_static_programs(tmp_path):
+def test_operators_that_a_policy_denies_compute_in_float32_in_static_programs(tmp_path):
     pytest.importorskip("typer", reason="the command line is not installed")
     script, report = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(STATIC)
-    metric("-m", "ampx", "run", "--deny", "matmul", "--report", str(report), str(script))
+    (policy := tmp_path / "ampx.toml").write_text('deny = ["matmul"]')
+    metric("-m", "ampx", "run", "--policy", str(policy), "--report", str(report), str(script))
     facts = json.loads(report.read_text())
     assert {entry["dtype"] for entry in facts["ops"] if entry["op"] == "matmul"} == {"float32"}
 
