@@ -30,7 +30,7 @@ class PaddleBackend(ampx.GenericBackend):
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
-        levels=frozenset({"O0", "O1", "O2"}),
+        levels=frozenset({"O0", "O1", "O2", "O3"}),
         gradients="implicit",
         autocast="scoped",
         promotes=True,

@@ -47,10 +47,10 @@ def check_plan(plan: CastPlan) -> CastPlan:
         raise UnsupportedOpError(
             f"allow and deny both name {', '.join(both)}; accepted: each in one list. Remove it from one."
         )
-    if rest and plan.level == "O2":
+    if rest and plan.level in ("O2", "O3"):
         raise UnsupportedOpError(
-            "deny got '*' at level='O2', where parameters are low precision; accepted: '*' at O1. Use level='O1', or "
-            "name the operators."
+            f"deny got '*' at level={plan.level!r}, where parameters are low precision; accepted: '*' at O1. Use "
+            f"level='O1', or name the operators."
         )
     return CastPlan(plan.device, plan.dtype, plan.level, allow, (*deny, EVERYTHING_ELSE) if rest else deny)
 
@@ -112,7 +112,7 @@ def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
         options = {
             "custom_white_list": _operators(plan.allow) or None,
             "custom_black_list": _operators(plan.deny) - {EVERYTHING_ELSE} or None,
-            "level": "OD" if rest else plan.level,
+            "level": "OD" if rest else min(plan.level, "O2"),  # which is what Paddle calls casting of all but a few
         }
     with ExitStack() as stack:
         if enabled and module_dtypes(plan):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import paddle
 
 from ampx.backend import Unscaled
-from ampx.errors import UnsupportedByBackendError
+from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
@@ -251,6 +251,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, and where a step was skipped, one a gradient.
         """
+        self._check_prepared()
         gradients = collect(self.optimizer)
         if self.ampx_member.stage == "idle":
             self._writes.check_left(gradients)
@@ -266,6 +267,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, one a gradient.
         """
+        self._check_prepared()
         if self.ampx_member.stage == "idle":
             self._forget_losses()  # an exception may have left them
             self._writes.take_up(collect(self.optimizer), scale)
@@ -273,6 +275,17 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
             self._writes.check()
         self._put_aside(loss_id)
         self._writes.enter(scale)
+
+    def _check_prepared(self) -> None:
+        """Raise where the level asks for low-precision parameters and `prepare` never made any."""
+        plan, low = self._plan, (paddle.float16, paddle.bfloat16)
+        if plan is None or plan.level not in ("O2", "O3"):
+            return
+        if not any(parameter.dtype in low for parameter in parameters(self.optimizer)):
+            raise ProtocolError(
+                "the level asks for low-precision parameters, but the optimizer holds none: the model would train in "
+                "float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."
+            )
 
     def _put_aside(self, loss_id: int) -> None:
         member = self.ampx_member

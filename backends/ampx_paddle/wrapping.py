@@ -35,7 +35,8 @@ def make_wrapper(
         )
     if not paddle.in_dynamic_mode():
         return _wrap_static(backend, optimizer, member, options)
-    if member.group.enabled and not getattr(optimizer, "_multi_precision", False):
+    pure = options["plan"] is not None and options["plan"].level == "O3"
+    if member.group.enabled and not pure and not getattr(optimizer, "_multi_precision", False):
         _refuse_low_precision(optimizer)
     kind = ClosureOptimizer if isinstance(optimizer, paddle.optimizer.LBFGS) else AmpOptimizer
     return kind(backend, optimizer, member, options)
@@ -51,9 +52,10 @@ def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options
         raise UnsupportedByBackendError(
             "wrap_optimizer got several optimizers for a static graph; accepted: one. Wrap them one by one."
         )
-    if options["plan"] is not None and options["plan"].level == "O2":
+    if options["plan"] is not None and options["plan"].level in ("O2", "O3"):
         raise UnsupportedByBackendError(
-            "wrap_optimizer was called for a static graph at level O2; accepted: O0 and O1 there. Use level='O1'."
+            f"wrap_optimizer was called for a static graph at level {options['plan'].level}; accepted: O0 and O1 "
+            f"there. Use level='O1'."
         )
     return StaticOptimizer(backend, optimizer, member, options)
 
