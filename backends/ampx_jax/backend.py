@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import CastPlan, LossInfo, reject_unknown
+from ampx.backend import CastPlan, Conversion, Converted, LossInfo, reject_unknown
 from ampx.numerics import overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, numerics, optimizer, prepare, rules
+from . import casting, devices, inference, numerics, optimizer, prepare, rules
 from .state import StateHandle
 from .taps import SIMULATED
 
@@ -47,6 +47,7 @@ class JaxBackend(ampx.Backend):
         forces=True,
         replays=True,
         simulates=frozenset(SIMULATED),
+        converts=True,
     )
 
     # Verbs that stand in modules of their own.
@@ -59,6 +60,7 @@ class JaxBackend(ampx.Backend):
     force = staticmethod(numerics.force)
     replay = staticmethod(numerics.replay)
     clock = staticmethod(numerics.clock)
+    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, optax.GradientTransformation)
@@ -110,6 +112,10 @@ class JaxBackend(ampx.Backend):
     def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
         """Return a region in which the first module with a non-finite output is found."""
         return overflow.trace_overflow(self, model)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Convert a function and its parameters for inference."""
+        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""

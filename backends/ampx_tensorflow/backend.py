@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 import ampx
-from ampx.backend import CastPlan, Replayed, Step, Watch, Watching, reject_unknown
+from ampx.backend import Array, CastPlan, Conversion, Converted, Replayed, Step, Watch, Watching, reject_unknown
 from ampx.numerics import overflow
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
@@ -46,6 +46,7 @@ class TensorFlowBackend(ampx.Backend):
         forces=True,
         replays=True,
         simulates=frozenset(("float8_e4m3", "float8_e5m2")),
+        converts=True,
     )
 
     # Verbs that stand in modules of their own.
@@ -179,6 +180,18 @@ class TensorFlowBackend(ampx.Backend):
         from . import numerics  # as above
 
         return numerics.replay(model, step, plan, scale, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Convert a model of Keras 3 for inference."""
+        from . import inference  # as above
+
+        return inference.convert(self, model, conversion)
+
+    def infer(self, model: Any, batch: Any) -> Mapping[str, Array]:
+        """Call a converted model; a dict or list is its only argument."""
+        from . import inference  # as above
+
+        return inference.infer(model, batch)
 
     def demo(self) -> Any:
         from .demo import KerasTrainer  # scikit-learn is needed for the demo only

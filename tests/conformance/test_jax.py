@@ -128,6 +128,23 @@ class JaxHarness(ValueHarness):
     def parameters_of(self, model):
         return list(model)
 
+    def shipped(self, weights, norm=False):
+        model, _, names = self.chain(weights, ())
+        if norm:
+            model.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+            model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+            names = [*names, "norm"]
+        return model, names
+
+    def batch(self, inputs):
+        return jnp.array(inputs, "float32")[:, None]
+
+    def stored(self, model, layer):
+        state = nnx.state(model) if isinstance(model, nnx.Module) else model.args[0]
+        for name in layer.split("."):
+            state = state[int(name) if name.isdigit() else name]
+        return {str(leaf.dtype) for leaf in jax.tree.leaves(state)}
+
     def overflowing(self):
         model, step, names = self.chain((1.0, 2.0**100, 2.0**100, 1.0), (1.0, 2.0))
         return model, lambda: step(model), names[2]

@@ -131,6 +131,19 @@ class TensorFlowHarness(Harness):
         batch = tf.constant([[value] for value in inputs], tf.float32)
         return model, lambda model: tf.reduce_sum(tf.cast(model(batch, training=noise), tf.float32)), names
 
+    def shipped(self, weights, norm=False):
+        model, _, names = self.chain(weights, ())
+        if norm:
+            model.add(keras.layers.BatchNormalization(name="norm"))
+            names = [*names, "norm"]
+        return model, names
+
+    def batch(self, inputs):
+        return tf.constant([[value] for value in inputs], tf.float32)
+
+    def stored(self, model, layer):
+        return {variable.dtype for variable in model.get_layer(layer).weights}
+
     def overflowing(self):
         model, step, names = self.chain((1.0, float("inf"), 1.0), (1.0,))
         return model, lambda: step(model), names[1]

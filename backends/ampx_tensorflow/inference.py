@@ -1,0 +1,197 @@
+"""Trained Keras models in low precision: made anew from their configuration, with other dtype policies.
+
+Keras casts the inputs of each layer to what its policy computes in. Layers get the policy `"float16"`, whose variables
+are float16, too; those that normalize get `"mixed_float16"`, and what is denied gets `"float32"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ampx.backend import Array, Backend, Conversion, Converted
+from ampx.errors import ConversionError, InvalidOptionError
+from ampx.shipping.layers import check_computed, check_fits, denied_names, leaves_first, named_outputs
+
+from .numerics.names import walk
+
+# These compute in float32 whatever their policy says, and return what it says: where variables are float32, nothing is
+# lost, and what is added to their outputs has their dtype.
+_NORMS: Final = tuple(
+    getattr(keras.layers, name)
+    for name in ("BatchNormalization", "LayerNormalization", "GroupNormalization")
+    if hasattr(keras.layers, name)
+)
+# These compute in the dtype of their policy; the last two are of late.
+_WIDE: Final = tuple(
+    getattr(keras.layers, name)
+    for name in ("Normalization", "UnitNormalization", "RMSNormalization", "SpectralNormalization")
+    if hasattr(keras.layers, name)
+)
+_LOW: Final = ("float16", "bfloat16")
+
+
+def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
+    """Convert a model: functional, sequential, or of a class whose objects are made from their configuration."""
+    _check(model)
+    check_computed(backend, backend.device("auto").name, conversion.dtype)
+    layers = {name: layer for name, layer in walk(model) if name}
+    denied = denied_names(conversion.deny, layers)
+    policies = _policies(layers, denied, conversion.dtype)
+    if conversion.dtype != "float32":
+        check_fits(conversion.dtype, _magnitudes(layers, policies))
+    try:
+        outputs, inputs = _made(model, layers, policies, conversion)
+    except Exception as error:
+        raise ConversionError(
+            f"convert cannot make {type(model).__name__} {model.name!r} anew from its configuration ({error}); "
+            f"accepted: functional and sequential models, and classes with get_config and from_config. Write these two "
+            f"methods, or build the model from layers by keras.Model(inputs, outputs)."
+        ) from error
+    target = "float32" if conversion.keep_io else conversion.dtype
+    converted = keras.Model(inputs, _cast(outputs, target), name=model.name)
+    _take_weights(model, converted)
+    converted.trainable = False
+    names = [name for name in layers if not any(name == entry or name.startswith(f"{entry}.") for entry in denied)]
+    return Converted(converted, leaves_first(names))
+
+
+def infer(model: Any, batch: Any) -> Mapping[str, Array]:
+    """Call a converted model; a dict or list is its only argument, as Keras passes several inputs."""
+    args = batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
+    return named_outputs(model(*args, training=False), _array)
+
+
+def _array(value: Any) -> Array | None:
+    if not keras.ops.is_tensor(value):
+        return None
+    if keras.backend.is_float_dtype(keras.backend.standardize_dtype(value.dtype)):
+        value = keras.ops.cast(value, "float32")
+    return np.asarray(value.numpy())
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise InvalidOptionError(
+            f"convert got {type(model).__module__}.{type(model).__qualname__}; accepted: a model of Keras 3. Pass "
+            f"that, or keras.Sequential([layer])."
+        )
+    if not model.built:
+        raise InvalidOptionError(
+            f"convert got {type(model).__name__} {model.name!r} before it has weights; accepted: a model that is built. "
+            f"Call it once, or load its weights."
+        )
+    other = [variable.path for variable in model.weights if variable.dtype in _LOW]
+    if other:
+        raise InvalidOptionError(
+            f"convert got a model with weights in low precision ({', '.join(other[:5])}), of which nothing can be told "
+            f"about float32; accepted: float32 weights. Load its checkpoint into such a model, and convert that."
+        )
+    homes: dict[int, str] = {}
+    for name, layer in walk(model):
+        for variable in _own(layer):
+            if homes.setdefault(id(variable), name) != name:
+                raise ConversionError(
+                    f"the layers {homes[id(variable)]!r} and {name!r} share the variable {variable.path!r}, of which a "
+                    f"model made anew would have two; accepted: weights of one layer, which may be called several "
+                    f"times. Share the layer."
+                )
+
+
+def _own(layer: Any) -> list[Any]:
+    if not isinstance(layer, keras.layers.Layer):
+        return []
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def _policies(layers: Mapping[str, Any], denied: frozenset[str], dtype: str) -> dict[str, str]:
+    """Return the policy of each layer; one that was made for float32 in a model of mixed precision keeps it."""
+    if dtype == "float32":
+        return dict.fromkeys(("", *layers), dtype)
+    mixed = any(layer.compute_dtype in _LOW for layer in layers.values() if isinstance(layer, keras.layers.Layer))
+    wide: list[str] = []
+    for name, layer in layers.items():
+        chosen = mixed and not _own(layer) and getattr(layer, "compute_dtype", dtype) == "float32"
+        if name in denied or isinstance(layer, _WIDE) or (chosen and not isinstance(layer, keras.Model)):
+            wide.append(name)
+    policies = {"": dtype}
+    for name, layer in layers.items():
+        if any(name == entry or name.startswith(f"{entry}.") for entry in wide):
+            policies[name] = "float32"
+        else:
+            policies[name] = f"mixed_{dtype}" if isinstance(layer, _NORMS) else dtype
+    return policies
+
+
+def _magnitudes(layers: Mapping[str, Any], policies: Mapping[str, str]) -> dict[str, float]:
+    largest: dict[str, float] = {}
+    for name, layer in layers.items():
+        for variable in _own(layer) if policies[name] in _LOW else ():
+            values = np.abs(tf.convert_to_tensor(variable.value).numpy())
+            if np.issubdtype(values.dtype, np.floating):
+                largest[f"{name}.{variable.name}"] = float(values[np.isfinite(values)].max(initial=0.0))
+    return largest
+
+
+def _made(
+    model: Any, layers: Mapping[str, Any], policies: Mapping[str, str], conversion: Conversion
+) -> tuple[Any, Any]:
+    """Return what a model like this returns for new symbolic inputs, and these."""
+    names = {id(layer): name for name, layer in layers.items()}
+
+    def made(layer: Any) -> Any:
+        config = layer.get_config()
+        name = names.get(id(layer))
+        if "dtype" in config and name is not None:
+            config["dtype"] = policies[name]
+        copied = type(layer).from_config(config)
+        if name is not None:
+            _set_policies(copied, name, policies)
+        return copied
+
+    if isinstance(model, keras.Sequential) or hasattr(model, "operations"):
+        copied = keras.models.clone_model(model, clone_function=made, recursive=True)
+        graph = copied._functional if isinstance(copied, keras.Sequential) else copied
+        return graph._outputs_struct, graph._inputs_struct  # which keep dicts, as `inputs` and `outputs` do not
+    if conversion.batch is None:
+        raise InvalidOptionError("it is of a class of its own, and there is no batch to build it with")
+    copied = type(model).from_config(model.get_config())
+    _set_policies(copied, "", policies)
+    args = conversion.batch if isinstance(conversion.batch, tuple) else (conversion.batch,)
+    inputs = keras.tree.map_structure(
+        lambda array: keras.Input(np.shape(array)[1:], dtype=keras.backend.standardize_dtype(array.dtype)), args
+    )
+    return copied(*inputs), inputs if len(inputs) > 1 else inputs[0]
+
+
+def _set_policies(copied: Any, name: str, policies: Mapping[str, str]) -> None:
+    """Give a layer and those inside their policies, before they have weights."""
+    for inner, layer in walk(copied, name):
+        if inner in policies and isinstance(layer, keras.layers.Layer):
+            layer.dtype_policy = policies[inner]
+
+
+def _cast(outputs: Any, dtype: str) -> Any:
+    """Return symbolic outputs with the floating ones in a dtype."""
+
+    def cast(output: Any) -> Any:
+        if not keras.backend.is_float_dtype(output.dtype):
+            return output
+        return keras.layers.Activation("linear", dtype=dtype)(output)
+
+    return keras.tree.map_structure(cast, outputs)
+
+
+def _take_weights(model: Any, converted: Any) -> None:
+    pairs = list(zip(model.weights, converted.weights, strict=False))
+    if len(model.weights) != len(converted.weights) or any(old.shape != new.shape for old, new in pairs):
+        raise ConversionError(
+            f"{type(model).__name__} {model.name!r} has other weights when it is made anew: {len(model.weights)} and "
+            f"{len(converted.weights)}; accepted: models that their configuration describes. Correct get_config."
+        )
+    for old, new in pairs:
+        new.assign(keras.ops.cast(old.value, new.dtype))
