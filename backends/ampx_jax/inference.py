@@ -224,9 +224,12 @@ def _is_cast(jaxpr: Any, variable: Any, dtype: Any) -> bool:
 
 def _casts(equation: Any, place: int, dtype: Any, jaxpr: Any) -> bool:
     name, params = equation.primitive.name, equation.params
-    if name == "convert_element_type":
+    same = name == "convert_element_type" and params["new_dtype"] == jnp.float32  # a weak type becomes a plain one
+    if name == "convert_element_type" and not same:
         return bool(params["new_dtype"] == dtype)
-    if name in _LAYOUT and place == 0:
+    if name == "ampx_product":  # which casts its factors
+        return bool(params["dtype"] == dtype)
+    if same or (name in _LAYOUT and place == 0):
         return _is_cast(jaxpr, equation.outvars[0], dtype)
     if name == "scan" and params["num_consts"] <= place < params["num_consts"] + params["num_carry"]:
         return False

@@ -129,12 +129,8 @@ class JaxHarness(ValueHarness):
         return list(model)
 
     def shipped(self, weights, norm=False):
-        model, _, names = self.chain(weights, ())
-        if norm:
-            model.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
-            model.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-            names = [*names, "norm"]
-        return model, names
+        model, _, names = self.chain(weights, (), noise=norm)
+        return model, [*names, "norm"] if norm else names
 
     def batch(self, inputs):
         return jnp.array(inputs, "float32")[:, None]
