@@ -27,7 +27,9 @@ from .state import path_name
 from .transform import autocast
 
 # What hands its first operand on, in another order.
-_LAYOUT: Final = frozenset(("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "rev", "copy", "expand_dims"))
+_LAYOUT: Final = frozenset(
+    ("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "rev", "copy", "expand_dims")
+)
 
 
 def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
@@ -133,11 +135,13 @@ def _split(model: Any) -> tuple[Callable[..., Any], Any]:
             f"called with the parameters and a batch, or a module of flax nnx or equinox that can be called. Pass "
             f"(function, parameters); of flax linen, (model.apply, variables)."
         )
-    floats = [leaf for leaf in jax.tree.leaves(parameters) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    floats = [
+        leaf for leaf in jax.tree.leaves(parameters) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     if not floats or any(leaf.dtype in (jnp.float16, jnp.bfloat16) for leaf in floats):
-        found = ", ".join(sorted({str(leaf.dtype) for leaf in floats})) or "no floating dtype"
+        dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in floats})) or "no floating dtype"
         raise InvalidOptionError(
-            f"convert got parameters of {found}; accepted: float32 parameters, of which alone something can be told "
+            f"convert got parameters of {dtypes}; accepted: float32 parameters, of which alone something can be told "
             f"about float32. Pass those that were trained."
         )
     return function, parameters
@@ -167,8 +171,8 @@ def _traced(function: Callable[..., Any], parameters: Any, args: Any, kwargs: An
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise ConversionError(
-            f"the model cannot be traced with the first batch ({type(error).__name__}: {lines[0]}); accepted: functions "
-            f"that jax.jit compiles. Correct the batch or the function."
+            f"the model cannot be traced with the first batch ({type(error).__name__}: {lines[0]}); accepted: "
+            f"functions that jax.jit compiles. Correct the batch or the function."
         ) from error
 
 

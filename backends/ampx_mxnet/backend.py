@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Replayed, Step, Unscaled
+from ampx.backend import CastPlan, Conversion, Converted, Replayed, Step, Unscaled
 from ampx.numerics.overflow import trace_overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, dtypes, gradients, numerics
+from . import casting, devices, dtypes, gradients, inference, numerics
 from .compat import mx
 from .losses import inspect_loss, scale_loss
 from .prepare import prepare
@@ -44,6 +44,7 @@ class MXNetBackend(ampx.GenericBackend):
         forces=True,
         replays=True,
         simulates=numerics.SIMULATED,
+        converts=True,
     )
 
     # Verbs that stand in modules of their own.
@@ -57,6 +58,7 @@ class MXNetBackend(ampx.GenericBackend):
     scale = staticmethod(scale_loss)
     prepare = staticmethod(prepare)
     watch = staticmethod(numerics.watch)
+    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, mx.gluon.Trainer) and not isinstance(candidate, AmpTrainer)
@@ -107,6 +109,10 @@ class MXNetBackend(ampx.GenericBackend):
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
         """Return what times a batch and its gradients."""
         return numerics.clock(self, model, step, plan)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Convert a block for inference, by MXNet's own conversion of its symbol."""
+        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         from .run import automate  # patches, which nothing else should come near

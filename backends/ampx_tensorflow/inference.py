@@ -82,8 +82,8 @@ def _check(model: Any) -> None:
         )
     if not model.built:
         raise InvalidOptionError(
-            f"convert got {type(model).__name__} {model.name!r} before it has weights; accepted: a model that is built. "
-            f"Call it once, or load its weights."
+            f"convert got {type(model).__name__} {model.name!r} before it has weights; accepted: a model that is "
+            f"built. Call it once, or load its weights."
         )
     other = [variable.path for variable in model.weights if variable.dtype in _LOW]
     if other:
@@ -169,7 +169,7 @@ def _made(
 
 
 def _set_policies(copied: Any, name: str, policies: Mapping[str, str]) -> None:
-    """Give a layer and those inside their policies, before they have weights."""
+    """Set the policies of a layer and of those inside, before they have weights."""
     for inner, layer in walk(copied, name):
         if inner in policies and isinstance(layer, keras.layers.Layer):
             layer.dtype_policy = policies[inner]

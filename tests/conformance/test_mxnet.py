@@ -164,6 +164,23 @@ class MXNetHarness(Harness):
 
         return model, step, [str(position) for position in range(len(weights))]
 
+    def shipped(self, weights, norm=False):
+        self.block, _, names = self.chain(weights, ())
+        if norm:
+            self.block.add(mx.gluon.nn.BatchNorm(in_channels=1))
+            self.block[len(weights)].initialize(ctx=self._context())
+            names = [*names, str(len(weights))]
+        return self.block, names
+
+    def batch(self, inputs):
+        batch = mx.nd.empty((len(inputs), 1), ctx=self._context())
+        batch[:] = np.array(inputs, "float32").reshape(-1, 1)
+        return batch
+
+    def stored(self, model, layer):
+        names = self.block[int(layer)].collect_params()
+        return {self.dtype_of(p) for name, p in model.collect_params().items() if name in names}
+
     def model_state(self, model):
         # Not the random state of MXNet, which tells nobody.
         parameters = model._collect_params_with_prefix().values()

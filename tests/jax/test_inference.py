@@ -1,4 +1,4 @@
-"""`ampx.convert` in JAX: parameters by what is done with them, and converted functions that are exported and read back."""
+"""`ampx.convert` in JAX: parameters by what is done with them; what is converted is exported and read back."""
 
 import jax
 import jax.numpy as jnp

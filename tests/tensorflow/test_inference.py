@@ -1,4 +1,4 @@
-"""`ampx.convert` in Keras: policies and weights of every layer, files that hold a converted model, and what is refused."""
+"""`ampx.convert` in Keras: policies and weights of every layer, files of converted models, and what is refused."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,11 @@ def test_layers_are_half_and_norms_are_not():
     np.testing.assert_allclose(outputs["scores"], expected["scores"], rtol=0.02, atol=0.02)
     assert outputs["choice"].tolist() == expected["choice"].tolist()
     kept = ampx.convert(model, batches=[IMAGES], deny=["module:head", "module:conv"])
-    assert {path.split("/")[-2] for path, dtype in dtypes(kept).items() if dtype == "float32"} == {"norm", "conv", "out"}
+    assert {path.split("/")[-2] for path, dtype in dtypes(kept).items() if dtype == "float32"} == {
+        "norm",
+        "conv",
+        "out",
+    }
 
 
 def test_a_converted_model_is_saved_and_loaded_whole_and_as_a_saved_model(tmp_path):
