@@ -20,14 +20,14 @@ from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendE
 from . import casting, masters, oplists
 from .step import AmpOptimizer
 
-# Normalization that computes in float32 on low-precision inputs by a mixed policy; Keras computes the others in the
-# compute dtype, so that they get a policy in float32.
+# Normalization that computes in float32 on low-precision inputs by a mixed policy. Keras computes the others in the
+# compute dtype, some in older versions only, so that they get a policy in float32.
 _MIXED_NORMS: Final = (
     keras.layers.BatchNormalization,
     keras.layers.LayerNormalization,
-    keras.layers.GroupNormalization,
 )
 _FLOAT32_NORMS: Final = (
+    keras.layers.GroupNormalization,  # before Keras 3.15
     keras.layers.RMSNormalization,
     keras.layers.UnitNormalization,
     keras.layers.SpectralNormalization,
@@ -73,6 +73,13 @@ def _check_model(model: Any, plan: CastPlan) -> None:
         raise InvalidOptionError(
             f"prepare got {type(model).__name__} at level {plan.level}; accepted: a model or layer of Keras 3, or a "
             f"list of them, whose variables can become low precision. Pass one, or use level='O1'."
+        )
+    several = tf.distribute.has_strategy() and tf.distribute.get_strategy().extended._in_multi_worker_mode()
+    if several and plan.dtype == "bfloat16":
+        raise UnsupportedByBackendError(
+            f"prepare was called at level {plan.level} in bfloat16 under MultiWorkerMirroredStrategy, by which "
+            f"TensorFlow cannot send variables of that dtype to other workers; accepted: float16 there. Use "
+            f"dtype='float16', or level='O1'."
         )
     for variable in model.variables:
         low, has_master = (

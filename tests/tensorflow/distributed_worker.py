@@ -204,6 +204,45 @@ def plain_fit(strategy):
     return "fits"
 
 
+def low_precision(strategy, dtype, overflowing):
+    """Train a model with low-precision variables by updates that these would lose; the gradients are exact."""
+    import keras
+
+    amp = ampx.init("tensorflow", dtype=dtype, device="cpu", level="O2", loss_scale="dynamic", nan_loss="skip")
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input((3,)), layer])
+        model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(2.0**-14)))
+
+    @tf.function
+    def step(rows):
+        def replica_step(row):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(model(row), tf.float32)) / len(ROWS)
+                with ampx.scale_loss(loss, opt) as scaled:
+                    pass
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            opt.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        strategy.run(replica_step, args=(rows,))
+
+    applied = []
+    for overflow in (0, 1, 0, 0):
+        rows = np.array(ROWS, "float32")
+        rows[overflowing] *= np.float32("inf") if overflow else 1
+        shares = [tf.constant(row[None]) for row in rows]
+        step(
+            strategy.experimental_distribute_values_from_function(
+                lambda context, shares=shares: shares[context.replica_id_in_sync_group]
+            )
+        )
+        applied.append(bool(opt.last_step.applied))
+    copies = strategy.experimental_local_results(layer.kernel.value)
+    lows = [[copy.dtype.name, tf.cast(copy, tf.float32).numpy().ravel().tolist()] for copy in copies]
+    masters = strategy.experimental_local_results(layer.kernel.master.value)
+    return [applied, lows, [copy.numpy().ravel().tolist() for copy in masters], model.get_weights()[0].ravel().tolist()]
+
+
 def main():
     folder, kind = pathlib.Path(sys.argv[1]), sys.argv[2]
     strategy = make_strategy(kind)
@@ -227,6 +266,14 @@ def main():
     keep("clip", clip_and_embed(strategy))
     if kind == "workers":
         keep("plain fit", plain_fit(strategy))
+    dtype = {"mirrored": "bfloat16", "workers": "float16"}[kind]
+    for overflowing in range(len(ROWS)):
+        keep(f"low precision {overflowing}", low_precision(strategy, dtype, overflowing))
+    if kind == "workers":
+        try:
+            low_precision(strategy, "bfloat16", 0)
+        except ampx.UnsupportedByBackendError as error:
+            keep("bfloat16", str(error))
 
 
 if __name__ == "__main__":

@@ -141,3 +141,21 @@ def test_wrapping_outside_the_scope_is_refused(mirrored, keras_name):
     for message, weight in mirrored(f"outside {keras_name}"):
         assert "strategy.scope()" in message
         assert weight == 1.0
+
+
+@pytest.mark.parametrize(("strategy", "dtype"), [("mirrored", "bfloat16"), ("workers", "float16")])
+@pytest.mark.parametrize("overflowing", [0, 1])
+def test_masters_are_the_same_on_all_replicas_and_gather_small_updates(request, strategy, dtype, overflowing, covers):
+    """Three steps of 2**-14 times the mean of the rows, which are (0.5, 1, -0.25) and (0.25, -1, 0.75)."""
+    expected = [1 - 3 * 2.0**-14 * slope for slope in (0.375, 0.0, 0.25)]
+    for applied, lows, masters, saved in request.getfixturevalue(strategy)(f"low precision {overflowing}"):
+        assert applied == [True, False, True, True]
+        assert saved == expected
+        assert masters == [expected] * len(masters)
+        assert lows == [[dtype, [1.0, 1.0, 1.0]]] * len(lows)
+    covers("distributed", "tensorflow", f"cpu/{dtype}/O2")
+
+
+def test_bfloat16_variables_are_refused_where_tensorflow_cannot_send_them_to_other_workers(workers):
+    for message in workers("bfloat16"):
+        assert "MultiWorkerMirroredStrategy" in message

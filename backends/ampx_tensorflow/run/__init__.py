@@ -38,6 +38,7 @@ from .tf1 import graphs_managed
 @contextmanager
 def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
+    run.refuse_preparation()
     patches = (rewrites_started, optimizers_managed, tapes_watched, models_cast, products_cast, graphs_managed)
     manager = KerasManager(run)
     with ExitStack() as stack:
