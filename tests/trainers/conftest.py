@@ -1,6 +1,7 @@
 """The trainers of other libraries: imported once, with the warnings that they send; ours are errors."""
 
 import logging
+import os
 import pathlib
 import sys
 import warnings
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import ampx  # noqa: E402
+import simulated_cuda  # noqa: E402
 
 logging.getLogger("lightning").setLevel(logging.ERROR)
 
@@ -41,6 +43,17 @@ def _alone():
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def simulated_cuda_folder(tmp_path_factory):
+    """Where the simulated CUDA device is, which a process starts by `simulated_cuda.start(folder)`."""
+    folder = pathlib.Path(os.environ.get("TOX_ENV_DIR") or tmp_path_factory.getbasetemp().parent) / "simulated-cuda"
+    try:
+        simulated_cuda._build(pathlib.Path(torch.__file__).parent, folder)
+    except simulated_cuda.CannotSimulateError as error:
+        pytest.skip(str(error))
+    return folder
 
 
 @pytest.fixture

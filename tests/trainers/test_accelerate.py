@@ -4,6 +4,9 @@ The oracle is arithmetic: a parameter's gradient is what the batch says, loss sc
 computes float16 on GPUs only; `native` gives it there what it has on one.
 """
 
+import os
+import pathlib
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -13,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 import ampx
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
 from ampx_torch.trainers.accelerate import attach
+from processes import run_python
 
 INF = float("inf")
 RATE = 0.25
@@ -110,6 +114,16 @@ def test_two_models_are_clipped_in_one_iteration(way, amp):
     assert scaler.wrapped(second_optimizer).last_step.applied
 
 
+def test_a_loss_carries_the_scale_of_the_optimizer_that_it_reaches(amp):
+    accelerator, scaler = accelerator_of("ampx", amp)
+    (first, first_optimizer), (second, second_optimizer) = prepared(accelerator), prepared(accelerator)
+    for model, optimizer, slope in ((first, first_optimizer, INF), (second, second_optimizer, 1.0)):
+        accelerator.backward(model(slope))
+        optimizer.step()
+    assert [scaler.wrapped(opt).loss_scale for opt in (first_optimizer, second_optimizer)] == [512.0, 1024.0]
+    assert scaler.wrapped(second_optimizer).last_step.scale == 1024.0  # not the smaller one of the other
+
+
 def test_a_loss_that_comes_after_clipping_is_added_to_true_gradients(amp):
     accelerator, _ = accelerator_of("ampx", amp)
     (first, first_optimizer), (second, second_optimizer) = prepared(accelerator), prepared(accelerator)
@@ -194,6 +208,34 @@ def test_what_cannot_be_attached_is_refused(amp, monkeypatch):
     prepared(accelerator)
     with pytest.raises(ProtocolError, match="prepared"):
         attach(accelerator, amp)
+
+
+ON_CUDA = """
+import pathlib, sys
+import simulated_cuda
+simulated_cuda.start(pathlib.Path(sys.argv[1]))
+import ampx, torch
+from accelerate import Accelerator
+from ampx_torch.trainers.accelerate import attach
+amp = ampx.init("torch", dtype="float16", process_wide=False, nan_loss="skip")
+accelerator = Accelerator(mixed_precision="fp16")
+attach(accelerator, amp)
+weight = torch.nn.Parameter(torch.zeros(2, device="cuda"))
+optimizer = accelerator.prepare(torch.optim.AdamW([weight], fused=True))
+for slope in (1.0, float("inf"), 1.0):
+    accelerator.backward((weight * slope).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    print(optimizer.step_was_skipped)
+"""
+
+
+def test_on_a_gpu_a_fused_optimizer_tells_that_it_skipped(simulated_cuda_folder):
+    """Where ampx has the scale on the device by itself, and the kernel skips: here the host is asked."""
+    kit = pathlib.Path(__file__).parent.parent / "kit"
+    path = os.pathsep.join([str(kit), os.environ.get("PYTHONPATH", "")])
+    done = run_python("-c", ON_CUDA, simulated_cuda_folder, fresh=True, check=True, PYTHONPATH=path)
+    assert done.stdout.split() == ["False", "True", "False"]
 
 
 # -- Trainer ---------------------------------------------------------------------------------------

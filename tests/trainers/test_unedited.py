@@ -191,18 +191,11 @@ print(json.dumps([result, [optimizer.steps, optimizer.skipped], run.amp.effectiv
 
 
 @pytest.mark.parametrize("script", [*LOOPS, "with_trainer"])
-def test_a_float16_script_trains_as_it_says_where_there_is_a_gpu(script, tmp_path_factory):
+def test_a_float16_script_trains_as_it_says_where_there_is_a_gpu(script, simulated_cuda_folder):
     """On a simulated CUDA device, where the libraries accept float16 and bring a GradScaler for CUDA."""
-    import simulated_cuda
-
-    folder = pathlib.Path(os.environ.get("TOX_ENV_DIR") or tmp_path_factory.getbasetemp().parent) / "simulated-cuda"
-    try:
-        simulated_cuda._build(pathlib.Path(torch.__file__).parent, folder)
-    except simulated_cuda.CannotSimulateError as error:
-        pytest.skip(str(error))
-    kit = pathlib.Path(simulated_cuda.__file__).parent.parent
+    kit = pathlib.Path(__file__).parent.parent / "kit"
     path = os.pathsep.join([str(kit), os.environ.get("PYTHONPATH", "")])
-    done = run_python("-c", ON_CUDA, SCRIPTS, folder, script, fresh=True, check=True, PYTHONPATH=path)
+    done = run_python("-c", ON_CUDA, SCRIPTS, simulated_cuda_folder, script, fresh=True, check=True, PYTHONPATH=path)
     result, counts, dtype, device = json.loads(done.stdout.splitlines()[-1])
     assert (dtype, device.partition(":")[0]) == ("float16", "cuda")
     assert result["dtypes"] == ["torch.float16"]
