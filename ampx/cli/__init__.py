@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-_DEMO = ("sklearn", "matplotlib")
+_EXTRAS = {"sklearn": "demo", "matplotlib": "demo", "numpy": "torch"}  # every other framework brings NumPy by itself
 
 
 def main() -> int:
@@ -25,10 +25,11 @@ def main() -> int:
         return run()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _DEMO:
+        if missing not in _EXTRAS:
             raise
+        others = " (or the extra of another framework)" if missing == "numpy" else ""
         sys.stderr.write(
             f"ampx: this command needs {missing}, which is not installed. Install it with "
-            f"`pip install 'ampx-precision[demo]'`.\n"
+            f"`pip install 'ampx-precision[{_EXTRAS[missing]}]'`{others}.\n"
         )
         return 2

@@ -15,6 +15,7 @@ from rich.table import Table
 from .capability_table import Declared
 from .demo import SCALED, equals_float32, plain_run
 from .demo_command import Outcome
+from .frameworks import KNOWN
 from .installation import DISTRIBUTION, REPAIR
 from .new_backend import Written
 
@@ -65,6 +66,10 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
         _print_details(console, framework)
     for framework in report["frameworks"]:
         _print_verdict(console, framework)
+    absent = [framework["name"] for framework in report["frameworks"] if framework["state"] == "not installed"]
+    if len(absent) == len(report["frameworks"]) and absent[0] in KNOWN:
+        install = f"`pip install '{DISTRIBUTION}[{absent[0]}]'`"
+        console.print(f"No framework is installed in this Python. Install one, such as with {escape(install)}.")
     plugins = report["plugins"]
     console.print(f"Plugins: {escape(', '.join(plugins['found'])) or 'none found'}")
     if plugins["disabled"]:

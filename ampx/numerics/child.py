@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import ampx
 from ampx.callers import script_line_of
+from ampx.errors import AmpxError
 from ampx.events import Event, ScaleCollapsed
 from ampx.run.page import framework_versions
 from ampx.run.ranks import process_rank
@@ -224,7 +225,11 @@ def main(request: str) -> int:
     finished = Finished()
     observer = finished.recorder.observer = TrialObserver(trial)
     observer.seed()
-    supervise(trial.program, trial.settings, trial.framework, finished)
+    try:
+        supervise(trial.program, trial.settings, trial.framework, finished)
+    except AmpxError as reason:  # such as that there is no such program; what the script raised is not raised here
+        sys.stderr.write(f"ampx: {reason}\n")
+        return REFUSED
     error = finished.error
     for refusal in (finished.misuse, finished.refusal):
         if refusal:

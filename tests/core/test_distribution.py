@@ -202,10 +202,18 @@ def test_the_command_works_after_a_plain_install(stranger):
     report = json.loads(stranger.ampx("doctor", "--json", code=1))  # no framework, so no mixed precision
     assert (report["ampx"], report["others"]) == (ampx.__version__, [])
     assert {framework["name"] for framework in report["frameworks"]} == set(KNOWN) == set(report["plugins"]["found"])
+    assert "Install one, such as with `pip install 'ampx-precision[torch]'`" in stranger.ampx("doctor", code=1)
     (stranger.home / "train.py").write_text("from torch.cuda import amp\nscaler = amp.GradScaler()\n")
     assert "train.py" in stranger.ampx("migrate", "train.py", code=1)
     assert "0 problems in 1 file" in stranger.ampx("lint", "train.py")
     assert "ampx-mine" in stranger.ampx("new-backend", "mine")
+    for command in ("compare", "diagnose", "tune"):  # PyTorch does not bring NumPy by itself, and its extra does
+        assert "needs numpy, which is not installed. Install it with `pip install 'ampx-precision[torch]'`" in (
+            stranger.ampx(command, "train.py", code=2)
+        )
+    assert "numpy" in next(
+        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line[:8] == "torch = "
+    )
 
 
 def test_the_other_package_in_the_way_is_told_and_the_advice_helps(stranger):

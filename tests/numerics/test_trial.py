@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import ampx
-from ampx.numerics.trial import Outcome, write_outcome
+from ampx.numerics.trial import Outcome, Trial, run_trial, write_outcome
+from ampx.run import RunSettings
+from ampx.run.program import Program
 
 SCRIPT = """
 import atexit, random, sys
@@ -81,6 +83,13 @@ def test_watched_runs_share_a_folder_for_what_they_compile_and_timed_ones_compil
 def test_a_script_that_fails_is_an_error_with_its_last_words(trial):
     with pytest.raises(ampx.TrialError, match=r"(?s)exit code 1.*ZeroDivisionError"):
         trial("1 / 0")
+
+
+def test_a_script_that_is_not_there_is_an_error_of_one_line():
+    trial = Trial(Program("trian.py"), RunSettings("float32"))
+    with pytest.raises(ampx.TrialError, match=r"ampx: the script 'trian.py' cannot be read: No such file") as raised:
+        run_trial(trial)
+    assert "Traceback" not in str(raised.value)
 
 
 def test_a_script_that_trains_nothing_is_an_error(trial):
