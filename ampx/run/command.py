@@ -21,6 +21,7 @@ from ampx.run import children
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
 
+from .recorder import LossCurve
 from .report import summary_lines
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def run_to_the_end(request: RunRequest) -> int:
     """
     stderr = sys.stderr  # the script may replace it
     finished, own = Finished(), os.getpid()
+    if request.report is not None:
+        finished.recorder.curve = LossCurve()
     with _logs(request, finished) as logs, _termination_told(request, finished, logs):
         supervise(request.program, request.settings, request.framework, finished)
     if finished.misuse is not None:

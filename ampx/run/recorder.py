@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "ampx.run/1"
 # The first steps tell which operations run in which dtype; the others do not pay for being counted.
 SAMPLED_STEPS: Final = 3
+CURVE_POINTS: Final = 256
 FORWARD: Final = "forward"
 
 
@@ -105,6 +107,41 @@ class Observer(Protocol):
         """Return a region that is entered when a framework is automated, and left before it is so no more."""
 
 
+class LossCurve:
+    """Keeps the losses of a few hundred steps, spread over all, as functions that read them, so that nothing waits."""
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._kept: list[tuple[int, list[Callable[[], float]]]] = []
+        self._of_this_step: list[Callable[[], float]] = []
+
+    def wants(self, steps: int) -> bool:
+        """Return whether the loss of the step after so many is kept."""
+        return steps % self._every == 0
+
+    def loss(self, read: Callable[[], float]) -> None:
+        """Note a loss of this step, as `Observer.loss` does."""
+        self._of_this_step.append(read)
+
+    def stepped(self, steps: int) -> None:
+        """Note that so many steps are over."""
+        if self._of_this_step:
+            self._kept.append((steps, self._of_this_step))
+            self._of_this_step = []
+        if len(self._kept) > CURVE_POINTS:
+            self._every *= 2
+            self._kept = [entry for entry in self._kept if self.wants(entry[0] - 1)]
+
+    def points(self) -> list[tuple[int, float | str]]:
+        """Return pairs of step and loss, which is text where it is not finite. Sync: one a loss."""
+        points: list[tuple[int, float | str]] = []
+        for step, readers in self._kept:
+            with suppress(Exception):  # a tensor that the framework has freed, say
+                loss = sum(read() for read in readers)
+                points.append((step, loss if math.isfinite(loss) else str(loss)))
+        return points
+
+
 class Recorder:
     """Takes down what the summary of a run tells. Reads clocks of the host only: it never waits for a device.
 
@@ -125,6 +162,8 @@ class Recorder:
         self.sampled_steps = sampled_steps  # how many steps are sampled
         # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
+        # Keeps losses for a report; None where none is written.
+        self.curve: LossCurve | None = None
         # Returns what the meters of the optimizers say, each with the optimizer's number and the name of its class.
         self.metering: Callable[[], Iterable[tuple[int, str, Meter | None]]] | None = None
         self.meter_every = METER_EVERY
@@ -135,6 +174,20 @@ class Recorder:
         self._stack: list[str] = []
         self._mark: float | None = None
         self._thread = threading.get_ident()
+
+    # -- losses ------------------------------------------------------------------------------------
+
+    @property
+    def wants_losses(self) -> bool:
+        """Whether somebody wants to know the loss of this step: a backend that sees it calls `saw_loss`."""
+        return self.observer is not None or (self.curve is not None and self.curve.wants(self.steps))
+
+    def saw_loss(self, read: Callable[[], float]) -> None:
+        """Hand on the loss of a backward, not scaled, as a function that reads it when it may be waited for."""
+        if self.observer is not None:
+            self.observer.loss(read)
+        if self.curve is not None:
+            self.curve.loss(read)
 
     # -- optimizers and steps ----------------------------------------------------------------------
 
@@ -168,6 +221,8 @@ class Recorder:
         # Reading a meter may wait for the device: in an ordinary run after 100, 200, 400, 800 ... steps.
         if looks > before and (self.observer is not None or looks & (looks - 1) == 0):
             self.read_meters()
+        if self.curve is not None:
+            self.curve.stepped(self.steps)
         if self.observer is not None:
             self.observer.stepped(self.steps)
 
@@ -245,6 +300,7 @@ class Recorder:
             record.steps, record.skipped, record.scales = 0, [], []
         self.seconds.clear()
         self.meters.clear()
+        self.curve = None if self.curve is None else LossCurve()
         self.notes.clear()
         self._stack.clear()
         self.restart_sampling()
@@ -291,5 +347,6 @@ class Recorder:
             "sampled_steps": self.steps_sampled,
             "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],
             "meters": [record.to_json() for record in self.meters.values()],
+            "losses": [] if self.curve is None else self.curve.points(),
             "notes": list(self.notes),
         }

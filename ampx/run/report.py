@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -118,7 +119,12 @@ def page(report: dict[str, Any]) -> str:
     """Return the page of `ampx run`."""
     parts = [paragraph(f"{headline(report)}.", verdict=True)] if report["framework"] else []
     parts.append(_facts(report))
-    pictures = {"Time": _draw_time(report), "Loss scale": _draw_scales(report), "Operations": _draw_ops(report)}
+    pictures = {
+        "Loss": _draw_losses(report),
+        "Time": _draw_time(report),
+        "Loss scale": _draw_scales(report),
+        "Operations": _draw_ops(report),
+    }
     for title, drawn in pictures.items():
         if drawn is not None:
             parts += [heading(title), drawn]
@@ -180,6 +186,21 @@ def _draw_time(report: dict[str, Any]) -> str | None:
     axes.set_yticks([])
     axes.set_xlabel("seconds on the host")
     axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return svg(figure)
+
+
+def _draw_losses(report: dict[str, Any]) -> str | None:
+    points = [(step, float(loss)) for step, loss in report["losses"]]
+    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    if not finite:
+        return None
+    figure, axes = new_figure(2.6)
+    axes.plot(*zip(*finite, strict=True), marker="." if len(finite) < 50 else "")
+    for step, loss in points:
+        if not math.isfinite(loss):
+            axes.axvline(step, color=ALARM, linewidth=0.8)
+    axes.set_xlabel("step" if len(finite) == len(points) else "step; a red line is a loss that is not finite")
+    axes.set_ylabel("loss")
     return svg(figure)
 
 

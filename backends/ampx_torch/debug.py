@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
 
+from .casting.module_rules import plain_name
 from .numerics.reductions import stored
 
 
@@ -36,17 +38,43 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
 def name_parameters(
     groups: list[dict[str, Any]], model: torch.nn.Module | None, masters: Any = None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Pair the parameters of an optimizer with names: the model's, the optimizer's own, or positions."""
+    """Pair an optimizer's parameters with names: the model's, the optimizer's own, a living module's, or positions."""
     names: dict[int, str] = {}
+    pairs = [] if masters is None else masters.pairs
     if model is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        if masters is not None:
-            names |= {id(master): names[id(own)] for own, master in masters.pairs if id(own) in names}
+    elif not all("param_names" in group for group in groups):
+        names = _names_in_modules([*(p for group in groups for p in group["params"]), *(own for own, _ in pairs)])
+    names |= {id(master): names[id(own)] for own, master in pairs if id(own) in names}
     named = []
     for group_index, group in enumerate(groups):
         own_names = group.get("param_names")
         for index, parameter in enumerate(group["params"]):
             position = f"param_groups[{group_index}]['params'][{index}] {tuple(parameter.shape)}"
-            name = names.get(id(parameter)) or (own_names[index] if own_names else position)
+            own_name = own_names[index] if own_names else None
+            in_module = names.get(id(parameter))
+            name = (in_module or own_name if model is not None else own_name or in_module) or position
             named.append((name, parameter))
     return named
+
+
+def _names_in_modules(parameters: list[torch.Tensor]) -> dict[int, str]:
+    """Return, by id, the names that parameters have in the outermost modules that live; none for what no module holds.
+
+    Where two models have the same names, the model's class goes in front, and what is ambiguous still has no name.
+    """
+    # By type: asking an object for its class may wake what stands in for another.
+    modules = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.nn.Module)]
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    wanted = set(map(id, parameters))
+    seen: dict[int, tuple[str, str]] = {}
+    for root in modules:
+        if id(root) in inner or "_parameters" not in vars(root):
+            continue
+        for name, parameter in root.named_parameters():
+            if id(parameter) in wanted:
+                seen.setdefault(id(parameter), (plain_name(name), f"{type(root).__name__}.{plain_name(name)}"))
+    for names in zip(*seen.values(), strict=True):
+        if len(set(names)) == len(names):
+            return dict(zip(seen, names, strict=True))
+    return {}

@@ -257,14 +257,14 @@ def _shorten(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
+def _is_half(parameter: torch.Tensor) -> bool:
+    return parameter.dtype is torch.float16 and parameter.requires_grad
+
+
 def refuse_half(groups: list[dict[str, Any]]) -> None:
     """Raise where trainable float16 parameters would be updated in float16."""
-    half = [
-        name
-        for name, parameter in name_parameters(groups, None)
-        if parameter.dtype is torch.float16 and parameter.requires_grad
-    ]
-    if half:
+    if any(_is_half(parameter) for group in groups for parameter in group["params"]):
+        half = [name for name, parameter in name_parameters(groups, None) if _is_half(parameter)]
         names = ", ".join(half[:5]) + (", …" if half[5:] else "")
         raise LowPrecisionParametersError(
             f"the optimizer holds {len(half)} float16 parameters ({names}); updates smaller than their "

@@ -49,6 +49,8 @@ class UpdateMeter:
         self._compute = compute
         self._steps = 0
         self._last: Sample | None = None
+        self._ids: list[int] = []
+        self._names: list[str] = []
         # Counts that are on their way to the host, and what says that they are there.
         self._counts: list[tuple[torch.Tensor, Any]] = []
 
@@ -104,7 +106,7 @@ class UpdateMeter:
         if sample is None or (sample.skipped is not None and bool(sample.skipped)):
             return None
         assert sample.after is not None
-        named = name_parameters(optimizer.param_groups, None, optimizer.masters)
+        named = self._named(optimizer)
         columns = [_host(values) for values in (sample.gradients, sample.before, sample.after)]
         taken = {id(parameter) for parameter in sample.parameters}
         places = dict.fromkeys(sample.before, 0)
@@ -121,6 +123,14 @@ class UpdateMeter:
             gradient, before, after = (column[parameter.device][start:end] for column in columns)
             entries.append(count(name, dtype, before, after, gradient, self._compute))
         return Meter(sample.step, self._compute, float(sample.scale), tuple(entries))
+
+    def _named(self, optimizer: AmpOptimizer) -> list[tuple[str, torch.Tensor]]:
+        """Return names and parameters; the names are looked up where the parameters are others than before."""
+        parameters = optimizer.gradients.parameters()
+        if list(map(id, parameters)) != self._ids:
+            self._ids = list(map(id, parameters))
+            self._names = [name for name, _ in name_parameters(optimizer.param_groups, None, optimizer.masters)]
+        return list(zip(self._names, parameters, strict=True))
 
 
 def _on_its_way(vector: torch.Tensor) -> tuple[torch.Tensor, Any]:

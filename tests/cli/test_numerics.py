@@ -105,6 +105,9 @@ def check_run(result, done, folder):
     assert len(meter["map"]["lost"]) == 4  # parameters
     assert "meter       SGD, step 100: " in done.stderr
     assert (result["dtype"], result["steps"]) == ("bfloat16", 100)
+    assert [step for step, _ in result["losses"]] == list(range(1, 101))
+    assert result["losses"][-1][1] < result["losses"][0][1]
+    assert "<h2>Loss</h2>" in (folder / "out.html").read_text()
     dtypes = {entry["dtype"] for entry in result["ops"] if entry["op"] == "addmm"}
     assert dtypes == {"bfloat16", "float32"}  # the first layer, and the one that the policy denies
     assert "policy=" in done.stderr

@@ -124,6 +124,25 @@ def test_lines_by_hand_deny_what_the_run_denied(toy):
     assert by_file.init_call() == "amp = ampx.init('toy', policy='/there/ampx.toml')"
 
 
+def test_losses_of_few_steps_are_kept_spread_over_all_and_read_at_the_end():
+    seen, read = Recorder(), []
+    seen.add_optimizer("SGD", 1.0)
+    seen.curve = recorder.LossCurve()
+    for step in range(1, 2001):
+        if seen.wants_losses:
+            seen.saw_loss(lambda step=step: read.append(step) or float(step))
+        seen.stepped(0)
+    assert not read
+    points = seen.to_json()["losses"]
+    assert all(step == loss for step, loss in points)
+    assert [step for step, _ in points] == list(range(1, 2001, 8))
+    seen.curve.loss(lambda: float("nan"))
+    seen.stepped(0)
+    assert seen.to_json()["losses"][-1] == (2001, "nan")
+    seen.begin_child()
+    assert seen.to_json()["losses"] == []
+
+
 def test_only_one_framework_is_automated(toy):
     first = Run("toy")
     second = Run("toy-explicit", peers=first.peers)

@@ -10,6 +10,7 @@ from torch import nn
 
 import ampx
 from ampx import debug
+from ampx_torch.debug import name_parameters
 
 
 def backward(loss, opt):
@@ -62,12 +63,12 @@ def test_nonfinite_parameters_is_empty_after_an_applied_step_and_before_any_grad
     ("made_from", "name"),
     [
         (lambda model: list(model.named_parameters()), "1.weight"),
-        (lambda model: model.parameters(), "param_groups[0]['params'][2] (1, 2)"),
-        (lambda model: [{"params": [p]} for p in model.parameters()], "param_groups[2]['params'][0] (1, 2)"),
+        (lambda model: model.parameters(), "1.weight"),
+        (lambda model: [{"params": [p]} for p in model.parameters()], "1.weight"),
     ],
-    ids=["named parameters", "positions", "positions in groups"],
+    ids=["named parameters", "living modules", "living modules, groups"],
 )
-def test_without_a_model_names_come_from_the_optimizer(made_from, name):
+def test_without_a_model_names_come_from_the_optimizer_or_the_modules_that_live(made_from, name):
     ampx.init("torch", dtype="float32", loss_scale="dynamic")
     model = two_layers()
     opt = ampx.wrap_optimizer(torch.optim.SGD(made_from(model), lr=0.1))
@@ -76,6 +77,21 @@ def test_without_a_model_names_come_from_the_optimizer(made_from, name):
     opt.step()
     assert [entry.name for entry in debug.nonfinite_parameters(opt)] == [name]
     assert [entry.name for entry in debug.nonfinite_parameters(opt, model)] == ["1.weight"]
+
+
+def names_of(*parameters):
+    return [name for name, _ in name_parameters([{"params": list(parameters)}], None)]
+
+
+def test_parameters_of_two_models_are_told_apart_by_their_class_and_else_by_their_position():
+    class Critic(nn.Sequential):
+        pass
+
+    actor, critic, twin = two_layers(), Critic(nn.Linear(3, 2)), Critic(nn.Linear(3, 2))
+    assert names_of(actor[0].weight, nn.Parameter(torch.ones(1))) == ["0.weight", "param_groups[0]['params'][1] (1,)"]
+    assert names_of(actor[0].bias, critic[0].bias) == ["Sequential.0.bias", "Critic.0.bias"]
+    assert names_of(critic[0].bias, twin[0].bias) == [f"param_groups[0]['params'][{n}] (2,)" for n in (0, 1)]
+    assert names_of(nn.DataParallel(actor).module[1].weight) == ["1.weight"]
 
 
 def test_a_tied_weight_has_the_name_it_has_in_named_parameters():

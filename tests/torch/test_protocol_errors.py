@@ -158,14 +158,14 @@ def test_an_option_that_is_not_accepted_is_refused_and_the_optimizer_can_be_wrap
     assert session.wrap_optimizer(raw).optimizer is raw
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["positions", "names"])
+@pytest.mark.parametrize("named", [False, True], ids=["living module", "names"])
 @pytest.mark.usefixtures("untouched")
 def test_float16_parameters_are_refused_with_names_and_remedy(named, session):
     half = nn.Linear(2, 1).half()
     parameters = half.named_parameters() if named else half.parameters()
     with pytest.raises(ampx.LowPrecisionParametersError) as caught:
         session.wrap_optimizer(torch.optim.SGD(parameters, lr=1.0))
-    assert ("weight, bias" if named else "param_groups[0]['params'][1] (1,)") in str(caught.value)
+    assert "weight, bias" in str(caught.value)
     assert "prepare" in str(caught.value)
 
 

@@ -48,9 +48,9 @@ def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> No
     if not trainers or not all(isinstance(head, mx.nd.NDArray) and is_floating(head) for head in listed):
         true(heads)
         return
-    if (observer := manager.run.recorder.observer) is not None:
+    if (recorder := manager.run.recorder).wants_losses:
         values = [head.detach() for head in listed]  # gluon's losses have one element a sample
-        observer.loss(lambda: sum(float(cast_tensor(value, "float32").mean().asscalar()) for value in values))
+        recorder.saw_loss(lambda: sum(float(cast_tensor(value, "float32").mean().asscalar()) for value in values))
     with manager.run.recorder.phase("backward"):
         factor = _choose_factor(manager, trainers)
         manager.multiplied = manager.multiplied or factor != 1

@@ -45,9 +45,9 @@ def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> No
     if not optimizers or not all(isinstance(loss, paddle.Tensor) and loss.is_floating_point() for loss in listed):
         true(losses)
         return
-    if (observer := manager.run.recorder.observer) is not None:
+    if (recorder := manager.run.recorder).wants_losses:
         values = [loss.detach() for loss in listed]
-        observer.loss(lambda: sum(float(value.astype("float32").sum()) for value in values))
+        recorder.saw_loss(lambda: sum(float(value.astype("float32").sum()) for value in values))
     with manager.run.recorder.phase("backward"):
         if not manager.scales:
             true(losses)

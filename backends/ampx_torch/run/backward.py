@@ -12,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampx.run import asked_by_script
-from ampx.run.recorder import Observer
+from ampx.run.recorder import Recorder
 from ampx_torch.backend import TorchBackend
 from ampx_torch.reach import bring_together, leaves_of
 from ampx_torch.trees import LOW
@@ -44,9 +44,9 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
 
         if manager.held:
             manager.decide()
-        observer = manager.run.recorder.observer
-        if observer is not None and not manager.inside and asked_by_script(OWN, _THROUGH):
-            _report_loss(observer, tensors, weights)
+        recorder = manager.run.recorder
+        if recorder.wants_losses and not manager.inside and asked_by_script(OWN, _THROUGH):
+            _report_loss(recorder, tensors, weights)
         if manager.stood_down:
             with manager.records_only("backward"):
                 native()
@@ -72,7 +72,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
-        if manager.run.recorder.observer is not None:
+        if manager.run.recorder.wants_losses:
             for owner in (TorchBackend, GradScaler):
                 stack.enter_context(mock.patch.object(owner, "scale", _remembering(owner.scale)))
         yield
@@ -91,12 +91,12 @@ def _remembering(scale: Callable[..., Any]) -> Callable[..., Any]:
     return remember
 
 
-def _report_loss(observer: Observer, tensors: Any, weights: Any) -> None:
+def _report_loss(recorder: Recorder, tensors: Any, weights: Any) -> None:
     """Report the loss of a backward as it is not scaled, whoever scales it."""
     losses = _losses(tensors, weights)
     if losses:
         values = [getattr(loss, _TRUE, loss).detach().clone() for loss in losses]  # the script may write to its own
-        observer.loss(lambda: sum(map(float, values)))
+        recorder.saw_loss(lambda: sum(map(float, values)))
 
 
 def _backward_scaled(
