@@ -13,7 +13,6 @@ import json
 import math
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -181,17 +180,13 @@ _files: Final = itertools.count()
 
 
 def _open_tensorboard(folder: str) -> Target:
-    """Write an event file by what is installed: TensorBoard, tensorboardX, or TensorFlow where the script uses it.
+    """Write an event file by what is installed: TensorBoard, or else tensorboardX.
 
     TensorBoard's own writer would import TensorFlow wherever that is installed, so the file is opened here.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        if importlib.util.find_spec("tensorboardX") is not None:
-            writer = importlib.import_module("tensorboardX").SummaryWriter(folder)
-            return _summary_writer(writer, writer.close)
-        if "tensorflow" in sys.modules:
-            writer = sys.modules["tensorflow"].summary.create_file_writer(folder)
-            return _tf_summary(writer, writer.close)
+    if importlib.util.find_spec("tensorboard") is None and importlib.util.find_spec("tensorboardX") is not None:
+        writer = importlib.import_module("tensorboardX").SummaryWriter(folder)
+        return _summary_writer(writer, writer.close)
     records = _module("tensorboard.summary.writer.record_writer", "tensorboard", "tensorboard")
     event_pb2 = importlib.import_module("tensorboard.compat.proto.event_pb2")
     summary_pb2 = importlib.import_module("tensorboard.compat.proto.summary_pb2")
@@ -217,8 +212,9 @@ def _summary_writer(writer: Any, close: Callable[[], Any] | None = None) -> Targ
     return Curves(draw, writer.flush, close or writer.flush)
 
 
-def _tf_summary(writer: Any, close: Callable[[], Any] | None = None) -> Target:
+def _tf_summary(writer: Any) -> Target:
     tf = _module("tensorflow", "tf.summary", "tensorflow")
+    _module("tensorboard", "tf.summary", "tensorboard")  # TensorFlow comes without it, and says so in the first step
 
     def draw(values: dict[str, float], step: int) -> None:
         # A log is written on the host, whatever is being traced at the moment.
@@ -226,7 +222,7 @@ def _tf_summary(writer: Any, close: Callable[[], Any] | None = None) -> Target:
             for name, value in values.items():
                 tf.summary.scalar(name, value)
 
-    return Curves(draw, writer.flush, close or writer.flush)
+    return Curves(draw, writer.flush, writer.flush)
 
 
 # -- Weights & Biases, MLflow --------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from ampx_tensorflow.callbacks import LossScaleMonitor
 BATCHES = 4
 OPTIONS = {
     "function": {},
-    "compiled": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "several steps": {"steps_per_execution": 2},
 }

@@ -1,5 +1,6 @@
 """Logs of steps that Python does not see: each row is exact, however many steps a function makes."""
 
+import importlib.util
 import math
 from dataclasses import asdict
 
@@ -12,6 +13,9 @@ import ampx
 from ampx.testing.oracle import Oracle
 from ampx_tensorflow.callbacks import LossScaleMonitor
 
+NEEDS_TENSORBOARD = pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tf.summary needs tensorboard, which is not installed"
+)
 CONFIG = ampx.LossScale(init_scale=256.0, growth_interval=4)
 PATTERN = [step in (2, 3, 11) for step in range(1, 21)]
 
@@ -103,6 +107,7 @@ def scalars_in(folder):
     return points
 
 
+@NEEDS_TENSORBOARD
 def test_a_writer_of_tf_summary_gets_the_curves(amp, tmp_path):
     writer = tf.summary.create_file_writer(str(tmp_path))
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.01), loss_scale=CONFIG)
@@ -122,6 +127,8 @@ def test_a_writer_of_tf_summary_gets_the_curves(amp, tmp_path):
     assert scalars_in(tmp_path)["mine"] == {1: 1.0}
 
 
+@NEEDS_TENSORBOARD
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, with numpy 2
 def test_kerass_own_tensorboard_callback_draws_what_the_monitor_adds(amp, tmp_path):
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.01), loss_scale=CONFIG)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype="float32")])
