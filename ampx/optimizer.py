@@ -342,7 +342,7 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
                 f"{call} got {type(optimizer).__name__}, which wrap_optimizer did not return; accepted: wrapped "
                 f"optimizers. Call opt = ampx.wrap_optimizer(opt) first and pass its result."
             )
-    return optimizers
+    return [optimizer.ampx_member.owner_of(optimizer) for optimizer in optimizers]
 
 
 def check_bound(name: str, bound: object) -> None:

@@ -394,6 +394,15 @@ class Member:
         """Note whose member this is; the scale does not wait for the step of an optimizer that is gone."""
         self._owner = weakref.ref(optimizer)
 
+    def owner_of(self, optimizer: Any) -> Any:
+        """Return the optimizer whose member this is, where another library's object stands for it and derives from it.
+
+        What such an object (Fabric's, Lightning's) were told would stay with it, and its optimizer would not know.
+        """
+        if self._owner is None or "ampx_member" in getattr(optimizer, "__dict__", ()):
+            return optimizer
+        return self._owner() or optimizer
+
     @property
     def is_abandoned(self) -> bool:
         """Whether the optimizer is gone, or was not copied with the others that share the scale."""

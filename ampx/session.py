@@ -224,7 +224,7 @@ class Amp:
         Sync: none, unless `init(nan_loss="raise")` and the loss lives on an accelerator.
         """
         if isinstance(opt, WrappedOptimizer):
-            return ScaleLoss(self, loss, (opt,), loss_id)
+            return ScaleLoss(self, loss, (opt.ampx_member.owner_of(opt),), loss_id)
         state = self.backend.state_handle(opt, "scale_loss")
         if state is not None:
             return ScaleLoss(self, loss, (), loss_id, state.loss_scale if state.ampx_enabled else None)

@@ -399,3 +399,36 @@ def test_disabled_sessions_hand_everything_to_the_raw_optimizer(same):
     assert opt.last_step.finite is None
     half = nn.Parameter(torch.ones(1, dtype=torch.float16))
     opt.add_param_group({"params": [half]})
+
+
+@pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 10.0)])
+def test_an_object_that_stands_for_a_wrapped_optimizer_and_derives_from_it_is_seen_through(call, amp, backward):
+    """Fabric and Lightning make such objects: their class is made from the optimizer's."""
+
+    class Around:
+        def __init__(self, optimizer):
+            self._optimizer = optimizer
+            self.__class__ = type("Around", (Around, type(optimizer)), {})
+
+        optimizer = property(lambda self: self._optimizer)
+
+        def step(self):
+            return self._optimizer.step()
+
+        def __getattr__(self, name):
+            return getattr(self._optimizer, name)
+
+    parameter = nn.Parameter(torch.zeros(1))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=1.0))
+    around = Around(opt)
+    backward(parameter.sum(), around)
+    call(around)
+    parameter.grad.fill_(float("inf"))  # after it was tested
+    around.step()
+    assert parameter.item() == 0.0
+    assert not around.last_step.applied
+    around.zero_grad()
+    backward(parameter.sum(), [around])
+    around.step()
+    assert (parameter.item(), around.last_step.scale) == (-1.0, 2.0**15)
+    assert amp.state_dict(around) == amp.state_dict(opt)

@@ -312,3 +312,18 @@ def test_an_optimizer_that_was_not_told_of_is_an_error_and_not_a_wrong_step(amp)
         precision.load_state_dict({**precision.state_dict(), "groups": []})
     with pytest.raises(ProtocolError, match="new_scale"):
         precision.scaler.update(2.0)
+
+
+def test_what_fabric_returns_stands_for_an_optimizer_that_was_wrapped_before(amp):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = Weights()
+    model, optimizer = fabric.setup(model, ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=RATE)))
+    for slope, written in ((1.0, INF), (1.0, 1.0)):
+        with ampx.scale_loss(model(slope), optimizer) as scaled:
+            fabric.backward(scaled)
+        ampx.unscale(optimizer)
+        model.w.grad.fill_(written)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.w.item() == -RATE
+    assert optimizer.last_step.scale == 512.0
