@@ -86,15 +86,31 @@ def bare_signature(function, method=False):
 FUNCTIONS = [name for name in dir(ampx) if inspect.isfunction(getattr(ampx, name))]
 
 
+def typed_signature(name):
+    """Return a call with the types of its arguments and of its result, an argument a line where it is long."""
+    function = getattr(ampx, name)
+    passes_on = any(item.kind is item.VAR_KEYWORD for item in inspect.signature(function).parameters.values())
+    signature = inspect.signature(getattr(Amp, name) if passes_on else function)
+    arguments = []
+    for parameter in list(signature.parameters.values())[passes_on:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        default = parameter.default.__name__ if inspect.isfunction(parameter.default) else repr(parameter.default)
+        default = "" if parameter.default is parameter.empty else f" = {default}"
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        arguments.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
+    line = f"ampx.{name}({', '.join(arguments)}) -> {signature.return_annotation}"
+    if len(line) > 100:
+        line = f"ampx.{name}(\n    " + ",\n    ".join(arguments) + f",\n) -> {signature.return_annotation}"
+    return re.sub(r"\b(types|annotate|os)\.", "", line)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_signature_in_the_reference_is_the_true_one(name):
-    written = re.search(rf"^### {name}\n\n`ampx\.{name}(\(.*\))`$", REFERENCE["api.md"], flags=re.M)
-    assert written, f"docs/reference/api.md has no '### {name}' followed by its signature"
-    function = getattr(ampx, name)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values()):
-        assert written[1] == bare_signature(getattr(Amp, name), method=True)
-    else:
-        assert written[1] == bare_signature(function)
+    block = rf"^### {name}\n\n```\{{code-block\}} python\n(.*?)\n```$"
+    written = re.search(block, REFERENCE["api.md"], flags=re.M | re.S)
+    assert written, f"docs/reference/api.md has no '### {name}' followed by a block with its signature"
+    assert written[1] == typed_signature(name)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
