@@ -87,8 +87,8 @@ def tensor_core_instructions(dtype):
     """Return the dtypes that the kernels' Tensor Core instructions name: of the sum, the factors and the result."""
     kernels = list(h200.KERNELS.glob(f"*.jit_step_{dtype}.*.ptx"))
     assert kernels, "the compiler left no kernel"
-    found = (re.findall(r"\bmma\.sync\.aligned\.\w+\.row\.col\.([\w.]+)", kernel.read_text()) for kernel in kernels)
-    return set().union(*found)
+    named = (re.findall(r"\bmma\.sync\.aligned\.\w+\.row\.col\.([\w.]+)", kernel.read_text()) for kernel in kernels)
+    return set().union(*named)
 
 
 def test_every_product_has_factors_in_low_precision_and_the_host_has_no_part(dtype, covers):
