@@ -55,6 +55,9 @@ class Master(keras.Variable):  # type: ignore[misc]
 class LowPrecisionVariable(keras.Variable):  # type: ignore[misc]
     """A variable that is low precision to layers and tapes, and float32 to all that saves it."""
 
+    # Its graph is being written as a SavedModel, which then writes the values that the graph reads.
+    _exported = False
+
     def _exact(self) -> Any:
         """Return what is saved."""
         return tf.cast(self._value, tf.float32)
@@ -71,7 +74,12 @@ class LowPrecisionVariable(keras.Variable):  # type: ignore[misc]
     # Checkpoints load into plain float32 models, and those of these load here.
 
     def _serialize_to_tensors(self) -> Any:
-        return {"VARIABLE_VALUE": self._exact()}
+        exported, self._exported = self._exported, False
+        return self._value._serialize_to_tensors() if exported else {"VARIABLE_VALUE": self._exact()}
+
+    def _export_to_saved_model_graph(self, *args: Any, **options: Any) -> Any:
+        self._exported = True
+        return super()._export_to_saved_model_graph(*args, **options)
 
     def _restore_from_tensors(self, restored: Any) -> Any:
         self.assign(restored["VARIABLE_VALUE"])

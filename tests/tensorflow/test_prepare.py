@@ -484,6 +484,17 @@ def test_a_saved_model_loads_without_ampx(tmp_path):
     np.testing.assert_array_equal(loaded(X), outputs)
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_exported_model_computes_in_low_precision_and_checkpoints_after_it_are_float32(level, tmp_path):
+    model = init(level).prepare(dense(0.3))
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_array_equal(loaded.serve(X), model(X))
+    plain = dense()
+    through_checkpoint(model, plain, tmp_path)
+    np.testing.assert_array_equal(plain.get_weights()[0], model.get_weights()[0])
+
+
 def resume_from_model(amp, model, opt, path):
     model.save(path / "m.keras")
     loaded = keras.models.load_model(path / "m.keras")
