@@ -170,14 +170,14 @@ def test_the_axis_in_wandb_is_the_step():
     assert ("ampx/*", "ampx/step") in {(metric.glob_name, metric.step_metric) for metric in metrics}
 
 
-@pytest.mark.parametrize("given", ["run", "module"])
-def test_rows_of_the_scripts_own_wandb_run_keep_their_steps(given):
+@pytest.mark.parametrize("handed", ["run", "module"])
+def test_rows_of_the_scripts_own_wandb_run_keep_their_steps(handed):
     """Points go into the row that the script ends; its own steps are as they were."""
     run = wandb.init(project="ampx-tests")
     ampx.init("torch", dtype="bfloat16", device="cpu", loss_scale="dynamic", nan_loss="skip")
     weight = torch.nn.Parameter(torch.ones(2))
     opt = ampx.wrap_optimizer(torch.optim.SGD([weight], lr=0.1))
-    with ampx.log_to({"run": run, "module": wandb}[given], every=2):
+    with ampx.log_to({"run": run, "module": wandb}[handed], every=2):
         for step in range(1, 5):
             with ampx.scale_loss(weight.sum(), opt) as scaled:
                 scaled.backward()
@@ -208,13 +208,13 @@ def test_mlflow_by_name_is_a_run_of_its_own(tmp_path):
     assert mlflow.get_tracking_uri() == before
 
 
-@pytest.mark.parametrize("given", ["run", "module"])
-def test_the_scripts_own_mlflow_run_goes_on(tmp_path, given):
+@pytest.mark.parametrize("handed", ["run", "module"])
+def test_the_scripts_own_mlflow_run_goes_on(tmp_path, handed):
     before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(str(tmp_path / "store"))
     try:
         with mlflow.start_run() as run:
-            train({"run": run, "module": mlflow}[given])
+            train({"run": run, "module": mlflow}[handed])
             mlflow.log_metric("mine", 1.0)
         points = in_mlflow(tmp_path / "store", run)
         check(points)
