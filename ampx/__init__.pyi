@@ -13,6 +13,7 @@ from .api import (
     last_step as last_step,
     load_state_dict as load_state_dict,
     loss_scale as loss_scale,
+    meter as meter,
     observe as observe,
     on_event as on_event,
     prepare as prepare,

@@ -135,6 +135,11 @@ def loss_scale(opt: Any) -> Any:
     return sessions.find("loss_scale", opt).loss_scale(opt)
 
 
+def meter(opt: Any) -> Any:
+    """Return what the last metered update of an optimizer, or of an optimizer state, did: see `Amp.meter`."""
+    return sessions.find("meter", opt).meter(opt)
+
+
 def observe(opt: Any) -> StepResult | None:
     """Send the events of the last step that are due, and give its result: see `Amp.observe`."""
     return sessions.find("observe", opt).observe(opt)

@@ -346,6 +346,11 @@ class Handle(abc.ABC):
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
         """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
 
+    @property
+    def meter(self) -> Any:
+        """What the last metered update did; None where the backend does not meter."""
+        return None
+
     def ampx_observe(self, sent: dict[int, int]) -> StepResult | None:
         """Send the events of the last step if nobody did, and return its result.
 

@@ -411,6 +411,23 @@ class Amp:
         """
         return self.handle(opt, "loss_scale").loss_scale
 
+    def meter(self, opt: Any) -> Any:
+        """Return what the last metered update did, one in a hundred, as `ampx.numerics.meter.Meter`.
+
+        Args:
+            opt: A wrapped optimizer, or an optimizer state outside traced code.
+
+        Returns:
+            The meter; None before the first such update, and where the backend does not meter.
+
+        Raises:
+            NotWrappedError: It is neither.
+            ProtocolError: The state is traced.
+
+        Sync: where the scale lives on the device.
+        """
+        return self.handle(opt, "meter").meter
+
     def observe(self, opt: Any) -> StepResult | None:
         """Send the events of the last step that were not sent yet, and give its result.
 

@@ -15,7 +15,7 @@ from ampx.backend import CastPlan
 from ampx.protocol import ScaleGroup
 from ampx.scale_state import next_state
 
-from . import masters, state as states
+from . import masters, meter, prepare, state as states, varying
 from .accumulation import let_multi_steps_recover
 from .state import AmpState, Settings, path_name
 
@@ -66,20 +66,24 @@ def wrap(
     axes = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     plan: CastPlan | None = options["plan"] if enabled else None
     level = "O1" if plan is None else plan.level
+    compute = "float32" if plan is None else plan.dtype
 
     def init(params: Any) -> AmpState:
         if enabled and level not in ("O2", "O3"):
             _check_parameters(params)
         copies = masters.make(params, plan) if plan is not None and level == "O2" else None
-        first = inner.init(params if copies is None else masters.full(copies, params))
+        whole = params if copies is None else masters.full(copies, params)
+        if plan is not None and level == "O3":
+            whole = prepare.lower(params, plan)
+        first = inner.init(whole)
         if states.find_all(first):
             raise ampx.AlreadyWrappedError(
                 "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
                 "unscaled twice. Use the object that the first call returned, or wrap only the whole."
             )
-        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-        named = tuple((path_name(path), int(jnp.size(leaf))) for path, leaf in leaves)
-        own = dataclasses.replace(settings, parameters=named if enabled else ())
+        leaves, _ = jax.tree_util.tree_flatten_with_path(whole)
+        named = tuple((path_name(path), int(jnp.size(leaf)), str(jnp.result_type(leaf))) for path, leaf in leaves)
+        own = dataclasses.replace(settings, parameters=named if enabled else (), compute=compute)
         return states.make(own, position, max_grad_norm is not None and enabled, copies, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
@@ -100,30 +104,43 @@ def wrap(
         if level == "O3" and params is not None:
             _check_prepared(params)
         grads, finite = unscale(updates, state.scale, widen=copies is not None)
-        nonfinite = _count_nonfinite(grads, state.nonfinite)
+        true = grads
         for axis in axes:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
-            nonfinite = jax.lax.pmax(nonfinite, axis)
         norm = state.grad_norm
         if clips:
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
             norm = norm if measured is None else measured
-
         seen = params if copies is None else masters.full(copies, params)
 
         def apply() -> tuple[Any, Any]:
-            return inner.update(grads, state.inner, seen, **extra)  # type: ignore[no-any-return]
+            updates, after = inner.update(grads, state.inner, seen, **extra)
+            return updates, (after, jnp.zeros_like(state.nonfinite))
 
-        returned, after = apply_or_skip(finite, apply, state.inner)
+        def skip() -> Any:
+            nonfinite = _count_nonfinite(true, state.nonfinite)
+            for axis in axes:
+                nonfinite = jax.lax.pmax(nonfinite, axis)
+            return state.inner, nonfinite
+
+        proposed, (after, nonfinite) = apply_or_skip(finite, apply, skip)
+        returned = proposed
         if copies is not None:
-            returned, copies = masters.step(returned, state.masters, copies, params, finite)
+            returned, copies = masters.step(proposed, state.masters, copies, params, finite)
+        steps = state.steps + 1
+        numbers = state.meter
+        if params is not None and group.meter_every:
+            leaves = _looked_at(params, seen, returned, proposed, true)
+            if len(leaves) == len(state.settings.parameters):
+                due = finite & (steps % group.meter_every == 0)
+                numbers = meter.look(numbers, due, steps, state.scale, compute, leaves)
         moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
         return returned, AmpState(
             scale=jnp.asarray(moved.scale, jnp.float32),
             growth_tracker=jnp.asarray(moved.growth_tracker, jnp.int32),
             hysteresis_tracker=jnp.asarray(moved.hysteresis_tracker, jnp.int32),
             consecutive_skips=jnp.asarray(moved.consecutive_skips, jnp.int32),
-            steps=state.steps + 1,
+            steps=steps,
             skipped=state.skipped + (~finite).astype(jnp.int32),
             group=state.group,
             applied=finite,
@@ -131,6 +148,7 @@ def wrap(
             step_scale=state.scale,
             grad_norm=norm,
             nonfinite=nonfinite,
+            meter=numbers,
             settings=state.settings,
             masters=copies,
             inner=after,
@@ -205,10 +223,7 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
         shift = 16.0 / _largest(leaves)
         return shift, _norm(leaves, shift)
 
-    kinds = jax.eval_shape(shifted)
-    shift, norm = jax.lax.cond(
-        jnp.isfinite(plain), lambda: (_varying_like(kinds[0], jnp.ones_like(plain)), plain), shifted
-    )
+    shift, norm = varying.cond(jnp.isfinite(plain), lambda: (jnp.ones_like(plain), plain), shifted)
     factor = jnp.where(plain > max_norm, max_norm / norm, 1.0)
     clipped = each(lambda leaf: (leaf * shift * factor).astype(leaf.dtype), grads)
     return clipped, (norm / shift).astype(jnp.float32)
@@ -231,38 +246,39 @@ def _largest(leaves: list[Any]) -> Any:
     return largest
 
 
-def apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], before: Any) -> tuple[Any, Any]:
-    """Run the inner transformation where gradients are finite; else give updates that change nothing."""
+def _looked_at(params: Any, seen: Any, updates: Any, proposed: Any, grads: Any) -> list[meter.Leaf | None]:
+    """List what the meter looks at."""
+    leaves: list[meter.Leaf | None] = []
+
+    def add(param: Any, *others: Any) -> None:
+        metered = _is_floating(param) and all(other is not None and _is_floating(other) for other in others)
+        before, *rest = others
+        leaves.append(meter.Leaf(before, param, *rest) if metered else None)
+
+    jax.tree.map(add, params, seen, updates, proposed, grads)
+    return leaves
+
+
+def apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], skip_to: Callable[[], Any]) -> tuple[Any, Any]:
+    """Run the inner transformation where gradients are finite; else return updates that change nothing.
+
+    Args:
+        finite: Whether they are.
+        apply: Returns updates and what comes with them.
+        skip_to: Returns what comes with them otherwise.
+    """
     shapes = jax.eval_shape(apply)
 
-    def run() -> tuple[Any, Any]:
-        return jax.tree.map(_varying_like, shapes, apply())  # type: ignore[no-any-return]
-
     def skip() -> tuple[Any, Any]:
-        unchanged = jax.tree.map(
-            lambda shape, old: _varying_like(shape, jnp.asarray(old, shape.dtype)), shapes[1], before
-        )
+        unchanged = jax.tree.map(lambda shape, old: jnp.asarray(old, shape.dtype), shapes[1], skip_to())
         return jax.tree.map(_nothing, shapes[0]), unchanged
 
-    return jax.lax.cond(finite, run, skip)  # type: ignore[no-any-return]
+    return varying.cond(finite, apply, skip)  # type: ignore[no-any-return]
 
 
 def _nothing(shape: Any) -> Any:
     # Adding -0.0 leaves every number as it is; adding 0.0 would turn -0.0 into 0.0.
-    zero = -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0
-    return _varying_like(shape, jnp.full(shape.shape, zero, shape.dtype))
-
-
-def _varying_like(shape: Any, value: Any) -> Any:
-    """Mark a value as different on the devices of a `shard_map`, where `shape` is; both branches must agree."""
-    missing = _varying(shape) - _varying(jax.typeof(value))
-    return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
-
-
-def _varying(shape: Any) -> frozenset[str]:
-    # The attribute has changed its name: `vma` up to some JAX version, then part of `manual_axis_type`.
-    manual = getattr(shape, "manual_axis_type", None)
-    return frozenset((getattr(shape, "vma", None) if manual is None else manual.varying) or ())
+    return jnp.full(shape.shape, -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0, shape.dtype)
 
 
 def _check_parameters(params: Any) -> None:

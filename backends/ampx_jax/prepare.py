@@ -84,13 +84,18 @@ def _check_patterns(paths: Iterable[Path], plan: CastPlan) -> None:
 
 
 def _lowered_tree(tree: Any, plan: CastPlan) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    if not any(is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves):
+    if not any(is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(tree)):
         raise ampx.InvalidOptionError(
             f"prepare got {type(tree).__name__} as the model, which holds no floating array; accepted: a tree of "
             f"parameters, or a module of flax nnx or equinox. Pass that."
         )
     _check_patterns([_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]], plan)
+    return lower(tree, plan)
+
+
+def lower(tree: Any, plan: CastPlan) -> Any:
+    """Return a tree with the dtypes of the level."""
+    leaves, structure = jax.tree.flatten(tree)
     pairs = zip(leaves, lowered(tree, plan), strict=True)
     return structure.unflatten(jnp.asarray(leaf).astype(plan.dtype) if low else leaf for leaf, low in pairs)
 

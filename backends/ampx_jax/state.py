@@ -14,9 +14,12 @@ import numpy as np
 import optax
 
 import ampx
+from ampx.numerics.meter import Meter, report
 from ampx.protocol import Handle, ScaleGroup, Standing, refuse_values
 from ampx.scale_state import LossScale, LossScaleState
 from ampx.session import new_group
+
+from . import meter
 
 jax.tree_util.register_dataclass(
     ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]
@@ -30,7 +33,9 @@ class Settings:
 
     config: LossScale
     enabled: bool  # False: the transformation is transparent
-    parameters: tuple[tuple[str, int], ...] = ()  # their names, by the keys of their tree, and elements
+    # Their names, by the keys of their tree, elements, and the dtypes in which they are updated.
+    parameters: tuple[tuple[str, int, str], ...] = ()
+    compute: str = "float32"  # the compute dtype
 
 
 class AmpState(NamedTuple):
@@ -49,6 +54,7 @@ class AmpState(NamedTuple):
         step_scale: float32, loss scale of the last step's gradients; 0 before the first.
         grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
         nonfinite: int32, one number a parameter: the non-finite elements of its last gradient.
+        meter: int32, what `ampx_jax.meter` counted.
         settings: Configuration; no array.
         masters: At O2 a tree like the parameters, with float32 copies of those that are of low precision and None for
             the others; else None.
@@ -67,6 +73,7 @@ class AmpState(NamedTuple):
     step_scale: Any
     grad_norm: Any
     nonfinite: Any
+    meter: Any
     settings: Settings
     masters: Any
     inner: Any
@@ -85,6 +92,7 @@ def make(settings: Settings, group: int, norm: bool, masters: Any, inner: Any) -
         step_scale=jnp.zeros((), jnp.float32),
         grad_norm=jnp.zeros((), jnp.float32) if norm else None,
         nonfinite=jnp.zeros(len(settings.parameters), jnp.int32),
+        meter=meter.empty(len(settings.parameters)),
         settings=settings,
         masters=masters,
         inner=inner,
@@ -267,7 +275,18 @@ class StateHandle(Handle):
         counts = np.asarray(self._numbers.nonfinite)
         counts = counts.reshape(-1, counts.shape[-1]).sum(0).tolist()  # `vmap` stacks several states
         rows = zip(self._settings.parameters, counts, strict=True)
-        return [(name, count, elements) for (name, elements), count in rows if count]
+        return [(name, count, elements) for (name, elements, _), count in rows if count]
+
+    @property
+    def meter(self) -> Meter | None:
+        """The last update that was looked at; None before, and where `vmap` stacked several states.
+
+        Raises:
+            ProtocolError: The state is traced.
+        """
+        self._check_untraced()
+        numbers = np.asarray(self._numbers.meter)
+        return meter.reading(numbers, self._settings.compute, self._settings.parameters) if numbers.ndim == 1 else None
 
     @functools.cached_property
     def ampx_group(self) -> ScaleGroup:
@@ -276,15 +295,18 @@ class StateHandle(Handle):
         Raises:
             ProtocolError: The state is traced.
         """
+        self._check_untraced()
+        group = new_group("jax", self._settings.config, self._settings.enabled)
+        group.index, group.states[0] = self._numbers.group, loss_scale_state(self._numbers)
+        return group
+
+    def _check_untraced(self) -> None:
         if self._traced:
             call = self._call.removeprefix("load_")
             raise ampx.ProtocolError(
                 f"{call} was called inside traced code, where numbers are not known; accepted: a state outside of it. "
                 f"Call it after the compiled function has returned."
             )
-        group = new_group("jax", self._settings.config, self._settings.enabled)
-        group.index, group.states[0] = self._numbers.group, loss_scale_state(self._numbers)
-        return group
 
     def ampx_observe(self, sent: dict[int, int]) -> ampx.StepResult | None:
         """Send the events of the last step, and return its result: steps run in compiled code, which sends nothing."""
@@ -303,6 +325,9 @@ class StateHandle(Handle):
             standing = Standing(steps, {0: result.scale}, {0: after}, {0: self._numbers.skipped}, ())
             for event in group.progress_of(standing, result.grad_norm):
                 group.send(event)
+        last = self.meter
+        if last is not None and last.step > since:
+            report(group, last.step, last.lost, last.flushed)
         return result
 
     def ampx_unscale(self) -> NoReturn:
