@@ -88,18 +88,27 @@ def step(updates: Any, before: Any, masters: Any, params: Any, finite: Any) -> t
         if master is None or update is None:
             changed.append(old)
             return update
-        after = master + update
-        largest = float(jnp.finfo(param.dtype).max)
-        after = jnp.where(jnp.isfinite(after), jnp.clip(after, -largest, largest), after)
         start = param.astype(jnp.float32)
-        # Only additions from here on, which give the same wherever the compiler repeats them. Adding -0.0 changes no
-        # number.
-        difference = jnp.where(finite & (after != start), after - start, -0.0)
+        difference = _difference(param.dtype, start, master, update)
         changed.append(jnp.where(finite, start + difference, old))
-        return difference
+        return jnp.where(finite, difference, -0.0)
 
     added = jax.tree.map(add, params, masters, before, updates, is_leaf=_is_none)
     return added, jax.tree.structure(params, is_leaf=_is_none).unflatten(changed)
+
+
+def after(dtype: Any, param: Any, master: Any, update: Any) -> Any:
+    """Return the copy of a parameter after an update; all in float32, but for the dtype, which is the parameter's."""
+    return param + _difference(dtype, param, master, update)
+
+
+def _difference(dtype: Any, param: Any, master: Any, update: Any) -> Any:
+    """Return what to add to a parameter."""
+    largest = float(jnp.finfo(dtype).max)
+    total = master + update
+    total = jnp.where(jnp.isfinite(total), jnp.clip(total, -largest, largest), total)
+    # Only additions from here on, which give the same wherever the compiler repeats them; adding -0.0 changes nothing.
+    return jnp.where(total != param, total - param, -0.0)
 
 
 def float32_parameters(params: Any, opt_state: Any) -> Any:

@@ -7,7 +7,7 @@ Numbers are compared as bits: a compiler may leave out roundings between floats,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,6 @@ import numpy as np
 from ampx.numerics.formats import FORMATS
 from ampx.numerics.meter import SAMPLES, Meter, ParameterMeter
 from ampx.numerics.watching import stride
-
-from . import varying
 
 _NUMBERS = 4  # of a parameter: moved, unchanged, flushed, and the bits of the largest magnitude
 _INFINITE = 0x7F800000  # the bits of infinity; those of finite magnitudes are smaller
@@ -33,55 +31,60 @@ class Leaf(NamedTuple):
     """A parameter in a step.
 
     Attributes:
-        before: What was updated, before it was: the parameter, or its float32 copy.
         param: The parameter.
-        update: What is added to it.
-        proposed: What the wrapped transformation returned: zeros while it gathers gradients.
+        before: What is updated: the parameter, or its float32 copy.
+        update: What the wrapped transformation would add to that.
         gradient: Its true gradient.
+        add: Returns what `before` becomes, in float32, of float32 samples of the first three.
     """
 
-    before: Any
     param: Any
+    before: Any
     update: Any
-    proposed: Any
     gradient: Any
+    add: Callable[[Any, Any, Any], Any]
 
 
-def look(numbers: Any, due: Any, step: Any, scale: Any, compute: str, leaves: Sequence[Leaf | None]) -> Any:
-    """Return the array after a step: a new reading where one is due and there is an update.
+def look(numbers: Any, step: Any, scale: Any, compute: str, leaves: Sequence[Leaf | None]) -> Any:
+    """Return the array after a step that updates; as it is, where the step only gathers gradients.
 
     Args:
         numbers: The array.
-        due: Whether to look.
         step: The step, counted from 1.
         scale: The loss scale of the gradients.
         compute: The compute dtype.
         leaves: Every parameter; None where it has no gradient.
     """
-
-    def read() -> Any:
-        rows = [_row(leaf, scale, compute) for leaf in leaves]
-        head = jnp.stack([step.astype(jnp.int32), _bits(scale)])
-        updated = sum(proposed for _, proposed in rows)
-        return jnp.where(updated > 0, jnp.concatenate([head, *(row for row, _ in rows)]), numbers)
-
-    return varying.cond(due, read, lambda: numbers)
+    rows = [_row(leaf, scale, compute) for leaf in leaves]
+    updated = sum(proposed for *_, proposed in rows)
+    scalars = [step.astype(jnp.int32), _bits(scale), *(number for row in rows for number in row[:-1])]
+    return jnp.where(updated > 0, jnp.stack(scalars), numbers)
 
 
-def _row(leaf: Leaf | None, scale: Any, compute: str) -> tuple[Any, Any]:
+def _row(leaf: Leaf | None, scale: Any, compute: str) -> Sequence[Any]:
     """Return the numbers of a parameter, and for how many of the elements an update was proposed."""
     if leaf is None:
-        return jnp.zeros(_NUMBERS, jnp.int32), jnp.int32(0)
-    before, param, update, proposed, gradient = map(_sampled, leaf)
-    after = (param + update).astype(leaf.before.dtype).astype(jnp.float32)
+        return (jnp.int32(0),) * (_NUMBERS + 1)
+    param, before, update, gradient = map(_sampled, leaf[:4])
+    after = leaf.add(param, before, update)
     magnitude = _bits(gradient * scale) & 0x7FFFFFFF
     moved = (magnitude != 0) & (magnitude < _INFINITE)
     same = _bits(before) == _bits(after)
     same |= (_bits(before) | _bits(after)) & 0x7FFFFFFF == 0  # zeros of either sign
     flushes = int(np.float32(FORMATS[compute].flushes_to).view(np.int32))
-    largest = jnp.max(jnp.where(magnitude < _INFINITE, magnitude, 0), initial=0)
-    counts = [jnp.sum(mask, dtype=jnp.int32) for mask in (moved, moved & same, moved & (magnitude <= flushes))]
-    return jnp.stack([*counts, largest]), jnp.sum(_bits(proposed) & 0x7FFFFFFF != 0, dtype=jnp.int32)
+    columns = (
+        *(mask.astype(jnp.int32) for mask in (moved, moved & same, moved & (magnitude <= flushes))),
+        jnp.where(magnitude < _INFINITE, magnitude, 0),
+        (_bits(update) & 0x7FFFFFFF != 0).astype(jnp.int32),
+    )
+    # One reduction: several would keep samples in memory that every step allocates, also those that look at nothing.
+    return jax.lax.reduce(columns, (np.int32(0),) * len(columns), _joined, (0,))  # type: ignore[no-any-return]
+
+
+def _joined(one: Any, other: Any) -> Any:
+    counts = [a + b for a, b in zip(one, other, strict=True)]
+    counts[3] = jnp.maximum(one[3], other[3])
+    return tuple(counts)
 
 
 def _sampled(values: Any) -> Any:

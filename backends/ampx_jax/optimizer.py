@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,28 +113,31 @@ def wrap(
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
             norm = norm if measured is None else measured
         seen = params if copies is None else masters.full(copies, params)
+        steps = state.steps + 1
+        every = 0 if params is None else group.meter_every
 
-        def apply() -> tuple[Any, Any]:
+        def run() -> tuple[Any, Any]:
             updates, after = inner.update(grads, state.inner, seen, **extra)
-            return updates, (after, jnp.zeros_like(state.nonfinite))
+            return updates, (after, jnp.zeros_like(state.nonfinite), state.meter)
+
+        def look() -> tuple[Any, Any]:
+            updates, (after, nonfinite, numbers) = run()
+            leaves = _looked_at(params, seen, updates, true)
+            if len(leaves) == len(state.settings.parameters):
+                numbers = meter.look(numbers, steps, state.scale, compute, leaves)
+            return updates, (after, nonfinite, numbers)
 
         def skip() -> Any:
             nonfinite = _count_nonfinite(true, state.nonfinite)
             for axis in axes:
                 nonfinite = jax.lax.pmax(nonfinite, axis)
-            return state.inner, nonfinite
+            return state.inner, nonfinite, state.meter
 
-        proposed, (after, nonfinite) = apply_or_skip(finite, apply, skip)
-        returned = proposed
+        branches = [run, look] if every else [run]
+        chosen = jnp.where(finite, (steps % every == 0).astype(jnp.int32) if every else 0, len(branches))
+        returned, (after, nonfinite, numbers) = apply_or_skip(chosen, branches, skip)
         if copies is not None:
-            returned, copies = masters.step(proposed, state.masters, copies, params, finite)
-        steps = state.steps + 1
-        numbers = state.meter
-        if params is not None and group.meter_every:
-            leaves = _looked_at(params, seen, returned, proposed, true)
-            if len(leaves) == len(state.settings.parameters):
-                due = finite & (steps % group.meter_every == 0)
-                numbers = meter.look(numbers, due, steps, state.scale, compute, leaves)
+            returned, copies = masters.step(returned, state.masters, copies, params, finite)
         moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
         return returned, AmpState(
             scale=jnp.asarray(moved.scale, jnp.float32),
@@ -223,7 +227,9 @@ def clip(grads: Any, max_norm: float | None, max_value: float | None) -> tuple[A
         shift = 16.0 / _largest(leaves)
         return shift, _norm(leaves, shift)
 
-    shift, norm = varying.cond(jnp.isfinite(plain), lambda: (jnp.ones_like(plain), plain), shifted)
+    shift, norm = varying.switch(
+        jnp.isfinite(plain).astype(jnp.int32), [shifted, lambda: (jnp.ones_like(plain), plain)]
+    )
     factor = jnp.where(plain > max_norm, max_norm / norm, 1.0)
     clipped = each(lambda leaf: (leaf * shift * factor).astype(leaf.dtype), grads)
     return clipped, (norm / shift).astype(jnp.float32)
@@ -246,34 +252,44 @@ def _largest(leaves: list[Any]) -> Any:
     return largest
 
 
-def _looked_at(params: Any, seen: Any, updates: Any, proposed: Any, grads: Any) -> list[meter.Leaf | None]:
+def _looked_at(params: Any, seen: Any, updates: Any, grads: Any) -> list[meter.Leaf | None]:
     """List what the meter looks at."""
     leaves: list[meter.Leaf | None] = []
 
-    def add(param: Any, *others: Any) -> None:
-        metered = _is_floating(param) and all(other is not None and _is_floating(other) for other in others)
-        before, *rest = others
-        leaves.append(meter.Leaf(before, param, *rest) if metered else None)
+    def note(param: Any, before: Any, update: Any, grad: Any) -> None:
+        if not all(leaf is not None and _is_floating(leaf) for leaf in (param, update, grad)):
+            leaves.append(None)
+        elif before.dtype == param.dtype:
+            leaves.append(meter.Leaf(param, before, update, grad, functools.partial(_sum, param.dtype)))
+        else:
+            leaves.append(meter.Leaf(param, before, update, grad, functools.partial(masters.after, param.dtype)))
 
-    jax.tree.map(add, params, seen, updates, proposed, grads)
+    jax.tree.map(note, params, seen, updates, grads)
     return leaves
 
 
-def apply_or_skip(finite: Any, apply: Callable[[], tuple[Any, Any]], skip_to: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run the inner transformation where gradients are finite; else return updates that change nothing.
+def _sum(dtype: Any, param: Any, before: Any, update: Any) -> Any:
+    """Return what `optax.apply_updates` makes of a parameter."""
+    return (param + update).astype(dtype).astype(jnp.float32)
+
+
+def apply_or_skip(
+    chosen: Any, branches: Sequence[Callable[[], tuple[Any, Any]]], skip_to: Callable[[], Any]
+) -> tuple[Any, Any]:
+    """Run one of several branches, or none of them and return updates that change nothing.
 
     Args:
-        finite: Whether they are.
-        apply: Returns updates and what comes with them.
+        chosen: The number of the branch; behind the last, none.
+        branches: Each returns updates and what comes with them.
         skip_to: Returns what comes with them otherwise.
     """
-    shapes = jax.eval_shape(apply)
+    shapes = jax.eval_shape(branches[0])
 
     def skip() -> tuple[Any, Any]:
         unchanged = jax.tree.map(lambda shape, old: jnp.asarray(old, shape.dtype), shapes[1], skip_to())
         return jax.tree.map(_nothing, shapes[0]), unchanged
 
-    return varying.cond(finite, apply, skip)  # type: ignore[no-any-return]
+    return varying.switch(chosen, [*branches, skip])  # type: ignore[no-any-return]
 
 
 def _nothing(shape: Any) -> Any:

@@ -1,21 +1,21 @@
-"""Values that differ between the devices of a `shard_map`: both branches of a condition must say the same of theirs."""
+"""Values that differ between the devices of a `shard_map`: all branches of a condition must say the same of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 
-def cond(condition: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-    """Return what one of two functions returns, marked as different where it is in either."""
-    kinds = [jax.eval_shape(branch) for branch in (if_true, if_false)]
+def switch(index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
+    """Return what one of several functions returns, marked as different where it is in any."""
+    kinds = [jax.eval_shape(branch) for branch in branches]
 
     def marked(branch: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: jax.tree.map(lambda value, *shapes: _like(value, shapes), branch(), *kinds)
 
-    return jax.lax.cond(condition, marked(if_true), marked(if_false))
+    return jax.lax.switch(index, [marked(branch) for branch in branches])
 
 
 def _like(value: Any, shapes: tuple[Any, ...]) -> Any:

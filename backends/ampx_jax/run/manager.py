@@ -490,6 +490,7 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
             this.refuse_own_scaling()
             _, finite = optimizer.unscale(updates, jnp.float32(1.0))
             this.report(finite, this.stepped)
-            return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), state)
+            chosen = jnp.where(finite, 0, 1)
+            return optimizer.apply_or_skip(chosen, [lambda: native(updates, state, params, **extra)], lambda: state)
 
     return update

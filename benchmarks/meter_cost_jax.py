@@ -1,0 +1,42 @@
+"""What the meter costs in JAX: a hundred steps of which it looks at one, beside a hundred steps compiled without it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+from _paired import paired
+from jax_step import WORKLOADS, _loss, _Run, _through_ampx
+
+import ampx
+import ampx_jax
+from ampx.numerics.meter import EVERY
+
+
+def measure(workload: str, quick: bool) -> dict[str, object]:
+    """Time a hundred steps of a workload with the meter and without, in turn."""
+    (init, forward, shape), batch, optimizer, pairs, _ = WORKLOADS[workload]
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = init(keys[0])
+    x, y = jax.random.normal(keys[1], (batch, *shape)), jax.random.randint(keys[2], (batch,), 0, 10)
+    loss = _loss(ampx_jax.autocast(functools.partial(forward, product=jnp.matmul)))
+    with ampx.init("jax", device="cpu", dtype="bfloat16", loss_scale="dynamic") as amp:
+        runs = []
+        for every in (EVERY, 0):
+            amp.meter_every = every
+            runs.append(_Run(_through_ampx(loss, optimizer(), params), params, x, y))
+            runs[-1]()
+        ratio = paired(*runs, pairs=max(pairs // (8 if quick else 1), 8), repeat=EVERY, warmup=1)
+    return {"workload": workload, "share": ratio.ratio - 1, "every": EVERY, **ratio.to_json()}
+
+
+if __name__ == "__main__":
+    chosen = list(WORKLOADS)[: 2 if "--quick" in sys.argv else None]
+    for row in (measure(workload, "--quick" in sys.argv) for workload in chosen):
+        spread = f"[{100 * row['ratio_low'] - 100:.2f}, {100 * row['ratio_high'] - 100:.2f}]"
+        print(
+            f"{row['workload']:42} {1e6 * row['median_b']:8.0f} us  {100 * row['share']:6.2f} % of a step {spread}",
+            flush=True,
+        )
