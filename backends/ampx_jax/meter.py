@@ -81,9 +81,9 @@ def _row(leaf: Leaf | None, scale: Any, compute: str) -> Sequence[Any]:
     return jax.lax.reduce(columns, (np.int32(0),) * len(columns), _joined, (0,))  # type: ignore[no-any-return]
 
 
-def _joined(one: Any, other: Any) -> Any:
-    counts = [a + b for a, b in zip(one, other, strict=True)]
-    counts[3] = jnp.maximum(one[3], other[3])
+def _joined(left: Any, right: Any) -> Any:
+    counts = [a + b for a, b in zip(left, right, strict=True)]
+    counts[3] = jnp.maximum(left[3], right[3])
     return tuple(counts)
 
 

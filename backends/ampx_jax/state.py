@@ -327,7 +327,7 @@ class StateHandle(Handle):
                 group.send(event)
         last = self.meter
         if last is not None and last.step > since:
-            report(group, last.step, last.lost, last.flushed)
+            report(group, last.step, last.lost, last.flushed, last.headroom)
         return result
 
     def ampx_unscale(self) -> NoReturn:
