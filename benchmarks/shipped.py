@@ -2,8 +2,8 @@
 
     python benchmarks/shipped.py --out FOLDER
 
-The network has a convolution, normalization and two wide dense layers. Per dtype and runtime the two models are timed in
-turn; where ONNX packages are installed, the exported files are, too.
+The network has a convolution, normalization and two wide dense layers. Per dtype and runtime the two models take turns
+being timed; where ONNX packages are installed, the exported files are, too.
 """
 
 from __future__ import annotations
