@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from ampx.errors import NotInitializedError, NotWrappedError
+from ampx.api import on_event
+from ampx.errors import NotWrappedError
 from ampx.events import Event, ScaleCollapsed
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import ScaleGroup
-from ampx.session import sessions
 
 
 class LossScaleMonitor(keras.callbacks.Callback):  # type: ignore[misc]
@@ -45,19 +45,13 @@ class LossScaleMonitor(keras.callbacks.Callback):  # type: ignore[misc]
 
         Raises:
             NotWrappedError: The model was not compiled with a wrapped optimizer.
-            NotInitializedError: There is no session of TensorFlow.
+            NotInitializedError: There is no session.
         """
         group = self._group()
-        session = sessions.get(group.framework)
-        if session is None:
-            raise NotInitializedError(
-                "fit was called with LossScaleMonitor, and there is no session of TensorFlow; accepted: fit within a "
-                "session. Call ampx.init('tensorflow') first."
-            )
         group.resolve()
         self._collapses, self.collapse, self._before = 0, None, _counts(group)
         self._remove()  # of a fit that an exception ended
-        self._remove = session.on_event(self._hear)
+        self._remove = on_event(self._hear)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Add the numbers of the epoch. Sync: one."""
@@ -86,7 +80,8 @@ class LossScaleMonitor(keras.callbacks.Callback):  # type: ignore[misc]
         return optimizer.ampx_group
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, ScaleCollapsed) and event.group == self._group().index:
+        group = self._group()
+        if isinstance(event, ScaleCollapsed) and (event.framework, event.group) == (group.framework, group.index):
             self._collapses += 1
             self.collapse = event
             if self.stop_on_collapse:
