@@ -68,7 +68,7 @@ def convert(
         dtype: `"float16"` or `"bfloat16"`, of weights and computation.
         batches: What the model is called with, to compare outputs with float32: of each, a tuple holds positional
             arguments, a dict named ones, and all else is the only argument. Without any nothing is compared, and a
-            warning says so; JAX and MXNet need one to trace the model.
+            warning says so; JAX, MXNet and Paddle need one to trace the model.
         deny: What stays in float32: `"module:pattern"` for names of modules, as in `init`, and what else the
             backend takes.
         keep_io: Floating inputs and outputs are float32, as before; False: outputs are of the low dtype, and inputs

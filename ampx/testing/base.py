@@ -101,7 +101,8 @@ class KitTests:
             "op_lists": casts and can.op_lists,
             "master_weights": casts and can.master_weights,
             "clip_grad_norm": can.clipping and can.gradients == "implicit",
-            "converts": can.converts and self.subject.dtype in device.native | device.emulated,
+            "converts": can.converts
+            and (self.subject.converts_to is not None or self.subject.dtype in device.native | device.emulated),
             "prepare": casts and bool({"O2", "O3"} & can.levels),
         }
         return derived[ability] if ability in derived else bool(getattr(can, ability))

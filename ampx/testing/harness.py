@@ -24,6 +24,8 @@ class Harness(abc.ABC):
         detaches: The framework tells a loss from which no gradient can flow.
         dtype: Compute dtype of the tests. The loss scale is given explicitly, so any will do.
         device: Device of the tests.
+        converts_to: The dtype that models are converted to, where the device computes that only in converted models.
+        returns_low: What `ampx.convert` returns can return the low dtype (`keep_io=False`).
         clears_to_zero: Clearing leaves gradients of zeros, not none.
         copies: How optimizers of the framework can be copied: "deepcopy", "pickle".
         guards_raw_steps: Stepping the raw optimizer while scaled gradients are pending raises `RawStepError`.
@@ -37,6 +39,8 @@ class Harness(abc.ABC):
     detaches: ClassVar[bool] = True
     dtype: ClassVar[Dtype] = "float16"
     device: ClassVar[str] = "auto"
+    converts_to: ClassVar[Dtype | None] = None
+    returns_low: ClassVar[bool] = True
     clears_to_zero: ClassVar[bool] = False
     copies: ClassVar[tuple[str, ...]] = ()
     guards_raw_steps: ClassVar[bool] = False

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import paddle
 
 import ampx
-from ampx.backend import CastPlan, Replayed, Step, Unscaled, Watch, Watching
+from ampx.backend import CastPlan, Conversion, Converted, Replayed, Step, Unscaled, Watch, Watching
 from ampx.numerics.overflow import trace_overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, gradients, numerics
+from . import casting, devices, gradients, inference, numerics
 from .losses import inspect_loss, scale_loss
 from .prepare import prepare
 from .static import StaticOptimizer
@@ -48,6 +48,7 @@ class PaddleBackend(ampx.GenericBackend):
         forces=True,
         replays=True,
         simulates=numerics.SIMULATED,
+        converts=True,
     )
 
     # Verbs that stand in modules of their own.
@@ -60,6 +61,7 @@ class PaddleBackend(ampx.GenericBackend):
     inspect_loss = staticmethod(inspect_loss)
     scale = staticmethod(scale_loss)
     gradients = staticmethod(gradients.collect)
+    infer = staticmethod(inference.infer)
     prepare = staticmethod(prepare)
 
     def is_optimizer(self, candidate: object) -> bool:
@@ -119,6 +121,10 @@ class PaddleBackend(ampx.GenericBackend):
     def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
         """Return what times a batch and its gradients; on the CPU in float32, whatever the plan."""
         return numerics.clock(self, model, step, plan)
+
+    def convert(self, model: Any, conversion: Conversion) -> Converted:
+        """Convert a layer to an inference program; on the CPU in bfloat16 only."""
+        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         from .run import automate  # patches, which nothing else should come near

@@ -39,6 +39,17 @@ def _describe_cpu() -> Device:
     )
 
 
+def programs_compute_bfloat16() -> bool:
+    """Return whether programs compute bfloat16 on this CPU, also where Paddle is eager now."""
+    if not paddle.in_dynamic_mode():
+        return _computes_bfloat16()
+    paddle.enable_static()
+    try:
+        return _computes_bfloat16()
+    finally:
+        paddle.disable_static()
+
+
 @functools.cache
 def _computes_bfloat16() -> bool:
     """Return whether static graphs compute bfloat16 here, by a tiny product: a few hundredths of a second, once.

@@ -12,6 +12,7 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite
+from ampx_paddle import devices
 from matrix import MatrixSuite
 from transfer import TransferSuite
 
@@ -41,6 +42,8 @@ class QuietNorm(paddle.nn.BatchNorm1D):
 
 class PaddleHarness(Harness):
     framework, plugin, device = "paddle", "ampx_paddle", "cpu"
+    converts_to = "bfloat16" if devices.programs_compute_bfloat16() else None
+    returns_low = False  # on a CPU
     clears_to_zero, copies, guards_raw_steps, watches_others = True, ("deepcopy",), True, True
     watches_true = True
 
@@ -117,6 +120,22 @@ class PaddleHarness(Harness):
         batch = paddle.to_tensor([[value] for value in inputs], "float32")
         return model, lambda model: model(batch).astype("float32").sum(), names
 
+    def shipped(self, weights, norm=False):
+        model, _, names = self.chain(weights, (1.0,))
+        if norm:
+            model.add_sublayer(str(len(weights)), QuietNorm(1))
+            names = [*names, str(len(weights))]
+        layers = dict(model.named_children())
+        self.names = {name: [value.name for value in layers[name].state_dict().values()] for name in layers}
+        return model, names
+
+    def batch(self, inputs):
+        return paddle.to_tensor([[value] for value in inputs], "float32", place=self._place())
+
+    def stored(self, model, layer):
+        names = tuple(self.names[layer])  # with which those of copies begin
+        return {self.dtype_of(value) for value in model.state_dict().values() if value.name.startswith(names)}
+
     def model_state(self, model):
         state = {name: value.tolist() for name, value in model.state_dict().items()}
         gradients = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
@@ -144,7 +163,7 @@ class TestFuzz(FuzzSuite):
 if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
 
     class GpuHarness(PaddleHarness):
-        device = "gpu"
+        device, converts_to, returns_low = "gpu", None, True
 
     @pytest.mark.gpu
     class TestOnGpu(BackendSuite):

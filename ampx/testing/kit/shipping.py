@@ -16,6 +16,7 @@ import pytest
 import ampx
 from ampx.backend import Conversion
 from ampx.numerics.formats import FORMATS
+from ampx.policy import Dtype
 from ampx.testing.base import KitTests, requires
 from ampx.testing.checks import refused
 
@@ -26,15 +27,20 @@ LOOSE: Final = 0.1
 class ConvertTests(KitTests):
     """`ampx.convert`."""
 
+    @property
+    def dtype(self) -> Dtype:
+        """The low dtype."""
+        return self.subject.converts_to or self.subject.dtype
+
     def near(self) -> float:
         """Return a number that float32 holds and the low dtype rounds to 1."""
-        return 1 + 2.0 ** -(FORMATS[self.subject.dtype].bits + 1)
+        return 1 + 2.0 ** -(FORMATS[self.dtype].bits + 1)
 
     def converted(self, model: Any, *inputs: Sequence[float], **options: Any) -> Any:
         """Convert to the dtype of the harness, with loose bounds unless told otherwise."""
         batches = [self.subject.batch(values) for values in inputs or (INPUTS,)]
         options = {"tolerance": LOOSE, "framework": self.subject.framework, **options}
-        return ampx.convert(model, self.subject.dtype, batches=batches, **options)
+        return ampx.convert(model, self.dtype, batches=batches, **options)
 
     def outputs(self, model: Any, inputs: Sequence[float] = INPUTS) -> list[float]:
         """Return the numbers that a converted model returns."""
@@ -48,13 +54,16 @@ class ConvertTests(KitTests):
         assert self.subject.stored(model, names[0]) == {"float32"}
         low = self.converted(model)
         assert self.outputs(low) == [2 * value for value in INPUTS]
-        assert [self.subject.stored(low, name) for name in names] == [{self.subject.dtype}] * 2
+        assert [self.subject.stored(low, name) for name in names] == [{self.dtype}] * 2
 
     @requires("converts")
     def test_outputs_are_float32_unless_asked(self) -> None:
         """At the border; inside, numbers are low."""
         model, _ = self.subject.shipped((2.0, 4.0))
-        for keep, dtype in ((True, "float32"), (False, self.subject.dtype)):
+        if not self.subject.returns_low:
+            with refused(ampx.InvalidOptionError, passed="keep_io=False", accepted="keep_io=True", advice="Pass"):
+                self.converted(model, keep_io=False)
+        for keep, dtype in ((True, "float32"), (False, self.dtype))[: 1 + self.subject.returns_low]:
             output = self.subject.called(self.converted(model, keep_io=keep), self.subject.batch(INPUTS))
             assert self.subject.dtype_of(output) == dtype
             assert self.subject.numbers(output) == [8 * value for value in INPUTS]
@@ -66,7 +75,7 @@ class ConvertTests(KitTests):
         model, names = self.subject.shipped((2.0, near))
         low = self.converted(model, deny=[f"module:{names[1]}"])
         assert self.outputs(low) == [2 * near * value for value in INPUTS]
-        assert [self.subject.stored(low, name) for name in names] == [{self.subject.dtype}, {"float32"}]
+        assert [self.subject.stored(low, name) for name in names] == [{self.dtype}, {"float32"}]
 
     @requires("converts")
     def test_normalization_stays_in_float32_and_uses_its_running_statistics(self) -> None:
@@ -75,9 +84,9 @@ class ConvertTests(KitTests):
         before = self.subject.model_state(model)
         low = self.converted(model)
         assert self.outputs(low) == pytest.approx(
-            [8 * value for value in INPUTS], rel=4 * 2.0 ** -FORMATS[self.subject.dtype].bits
+            [8 * value for value in INPUTS], rel=4 * 2.0 ** -FORMATS[self.dtype].bits
         )
-        assert [self.subject.stored(low, name) for name in names] == [*[{self.subject.dtype}] * 2, {"float32"}]
+        assert [self.subject.stored(low, name) for name in names] == [*[{self.dtype}] * 2, {"float32"}]
         assert self.subject.model_state(model) == before
 
     @requires("converts")
@@ -104,8 +113,8 @@ class ConvertTests(KitTests):
     @requires("converts")
     def test_a_weight_that_becomes_infinite_is_refused(self) -> None:
         """By the comparison, or before it; only float16 has a limit that float32 passes."""
-        if self.subject.dtype != "float16":
-            pytest.skip(f"{self.subject.dtype} has the exponents of float32: no weight becomes infinite")
+        if self.dtype != "float16":
+            pytest.skip(f"{self.dtype} has the exponents of float32: no weight becomes infinite")
         model, _ = self.subject.shipped((2.0**17, 1.0))
         with pytest.raises(ampx.ConversionError, match=r"infinite|not finite"):
             self.converted(model, tolerance=math.inf)
@@ -131,7 +140,7 @@ class ConvertTests(KitTests):
         with warnings.catch_warnings():
             warnings.simplefilter("error", ampx.PrecisionWarning)
             with pytest.raises((ampx.PrecisionWarning, ampx.InvalidOptionError), match="batch"):
-                ampx.convert(model, self.subject.dtype, framework=self.subject.framework)
+                ampx.convert(model, self.dtype, framework=self.subject.framework)
 
     @requires("converts")
     def test_a_float32_copy_computes_what_the_model_does(self) -> None:
