@@ -17,8 +17,8 @@ import tempfile
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Fault:
         modules: The modules it is planted in: naming any of them will do.
         direction: In which pass; None where the tests leave it open.
         code: Returns the functions of the model that hold the planted operation, none where it is the framework's.
+        options: What `ampx.init` and `ampx.diagnose` are told beyond the dtype.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Fault:
     modules: tuple[str, ...]
     direction: str | None
     code: Callable[[Any], Sequence[Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,13 @@ class Tool:
 
     Attributes:
         name: In the table.
-        look: Computes a batch under the tool: takes model, step, dtype and loss scale.
+        look: Computes a batch under the tool: takes model, step, dtype and loss scale, and the options of the fault.
         region: Makes the region in which a step of a model costs what it costs.
         missing: Why it cannot be tried here; empty where it can.
     """
 
     name: str
-    look: Callable[[Any, Callable[[Any], Any], str, float], Said] | None = None
+    look: Callable[..., Said] | None = None
     region: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None
     missing: str = ""
 
@@ -231,14 +233,14 @@ def compared(
     rows: list[dict[str, object]] = []
     for fault in faults:
         model, step = fault.make()
-        diagnosis = ampx.diagnose(step, model, dtype="float16", framework=framework, device="cpu")
+        diagnosis = ampx.diagnose(step, model, dtype="float16", framework=framework, device="cpu", **fault.options)
         seen = diagnosis.first_nonfinite
         place = seen is not None and seen.module in fault.modules and fault.direction in (None, seen.direction)
         results = {"ampx.diagnose": (diagnosis.kind != "healthy", place, diagnosis.kind == fault.kind)}
         for tool in tools:
             if tool.look is not None:
                 model, step = fault.make()
-                said = tool.look(model, step, "float16", diagnosis.scale)
+                said = tool.look(model, step, "float16", diagnosis.scale, **fault.options)
                 place = said.anything and names_place(said, fault.modules, fault.code(model))
                 results[tool.name] = (said.anything, place, said.anything and names_kind(said, fault.kind))
         for name, (noticed, place, kind) in results.items():

@@ -210,6 +210,12 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
         4,
         _faults(enable_check_numerics="tf.debugging.enable_check_numerics"),
     ),
+    "debuggers_jax": ("who finds a planted fault in JAX, and what it costs", 1, _DEBUGGERS),
+    "debuggers_jax:fault": (
+        "what each names of a planted fault in JAX",
+        4,
+        _faults(jax_debug_nans="jax_debug_nans, jax_debug_infs"),
+    ),
     "call_cost:calls": (
         "the calls of one step where there is nothing to compute",
         1,

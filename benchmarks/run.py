@@ -33,7 +33,7 @@ PARTS = {
         "call_cost",
         "debuggers_torch",
     ),
-    "jax": ("jax_step",),
+    "jax": ("jax_step", "debuggers_jax"),
     "paddle": ("paddle_step",),
     "tensorflow": ("tensorflow_step", "debuggers_tensorflow"),
     "mxnet": ("mxnet_step",),
