@@ -294,12 +294,13 @@ def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
             ],
             "ops": [{"op": "mm", "dtype": "float16", "count": 4}, {"op": "sum", "dtype": "float32", "count": 2}],
             "sampled_steps": 3,
+            "losses": [[1, 2.0], [2, 1.5]],
             "processes": [],
             "lines": ["a < b"],
             "notes": ["mind & look"],
         }
     )
-    assert text.count("<svg") == 3
+    assert text.count("<svg") == 4
     assert "http-equiv" not in text
     assert "src=" not in text
     assert "<script>" not in text
