@@ -14,7 +14,9 @@ from ampx_tensorflow.step import AmpOptimizer, LedgerOptimizer, read_configurati
 
 from .graph_rewrite import read_loss_scale
 
-_OPTIONS: Final = frozenset({"loss_scale", "max_grad_norm", "max_grad_value", "enabled", "member", "name"})
+_OPTIONS: Final = frozenset(
+    {"loss_scale", "max_grad_norm", "max_grad_value", "enabled", "keeps_masters", "member", "name"}
+)
 _OF_THE_INNER: Final[Mapping[str, Any]] = {
     "weight_decay": None,
     "clipnorm": None,
