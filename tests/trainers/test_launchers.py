@@ -22,8 +22,14 @@ def free_port():
         return str(server.getsockname()[1])
 
 
-def lines(done):
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def results(done):
+    """Return what the processes printed; two may have written to one line."""
+    decoder, results, start = json.JSONDecoder(), [], done.stdout.find('{"')
+    while start != -1:
+        result, end = decoder.raw_decode(done.stdout, start)
+        results.append(result)
+        start = done.stdout.find('{"', end)
+    return results
 
 
 def test_every_process_of_torchrun_trains_by_ampx(tmp_path):
@@ -32,7 +38,7 @@ def test_every_process_of_torchrun_trains_by_ampx(tmp_path):
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", "2", *address, *AMPX)
     script = SCRIPTS / "with_accelerate.py"
     done = run_python(*launch, script, cwd=tmp_path, check=True, fresh=True, timeout=150, **LOOPBACK)
-    first, second = lines(done)
+    first, second = results(done)
     assert first["dtypes"] == second["dtypes"] == ["torch.bfloat16"]
     assert first["norms"] == second["norms"]
     assert first["losses"] != second["losses"]
@@ -47,7 +53,7 @@ def test_accelerate_launch_trains_by_ampx(tmp_path):
     launch = ("-m", "accelerate.commands.launch", "--cpu", *options, *AMPX)
     script = SCRIPTS / "with_accelerate.py"
     done = run_python(*launch, script, cwd=tmp_path, check=True, fresh=True, timeout=150, **LOOPBACK)
-    (result,) = lines(done)
+    (result,) = results(done)
     assert result["dtypes"] == ["torch.bfloat16"]
     assert json.loads((tmp_path / "out.json").read_text())["steps"] == 4
 
@@ -62,7 +68,7 @@ def test_lightnings_own_processes_train_by_ampx(strategy, tmp_path):
     assert [(process["dtype"], process["steps"]) for process in processes] == [("bfloat16", 2)] * 2
     assert "did not automate" not in done.stderr
     if strategy == "ddp":
-        first, second = lines(done)
+        first, second = results(done)
         assert first["dtypes"] == second["dtypes"] == ["torch.bfloat16"]
         assert first["norms"] == second["norms"]
         assert first["losses"] != second["losses"]
