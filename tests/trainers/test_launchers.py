@@ -24,12 +24,12 @@ def free_port():
 
 def results(done):
     """Return what the processes printed; two may have written to one line."""
-    decoder, results, start = json.JSONDecoder(), [], done.stdout.find('{"')
+    decoder, every, start = json.JSONDecoder(), [], done.stdout.find('{"')
     while start != -1:
         result, end = decoder.raw_decode(done.stdout, start)
-        results.append(result)
+        every.append(result)
         start = done.stdout.find('{"', end)
-    return results
+    return every
 
 
 def test_every_process_of_torchrun_trains_by_ampx(tmp_path):
