@@ -316,7 +316,8 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         except UnsupportedByBackendError:
             self.drop_pending()
             raise
-        mixer.note(loss_id, bool(unscale(collect(self.optimizer), member.factors[loss_id])))
+        if gradients := collect(self.optimizer):  # a backward that gave none does not count for its loss
+            mixer.note(loss_id, bool(unscale(gradients, member.factors[loss_id])))
         mixer.bring_back()
         self._unscaled = Unscaled(collect(self.optimizer), all(mixer.finite.values()))
         member.note_unscaled()
@@ -330,9 +331,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     def ampx_finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Return which losses were finite."""
-        if self._mixer.loss_id is None:
-            return super().ampx_finite_by_loss(finite)
-        return dict(self._mixer.finite)
+        return dict(self._mixer.finite) or super().ampx_finite_by_loss(finite)
 
     def ampx_unscale(self) -> None:
         """Make the pending gradients true."""

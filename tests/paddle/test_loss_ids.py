@@ -72,6 +72,37 @@ def test_an_exception_in_a_later_losss_body_keeps_the_earlier_ones_gradients(amp
     assert parameter.tolist() == [-2.0, -2.0]
 
 
+def test_a_loss_that_gave_no_gradient_does_not_count(amp, opt, parameter, weights, backward):
+    """What is known of its scale stays; one that never counted has no row."""
+    elsewhere = weights(1.0)
+    for loss_id, factor in ((0, 1.0), (2, math.inf)):
+        backward((parameter * factor).sum(), opt, loss_id=loss_id)
+    opt.step()
+    opt.clear_grad(set_to_zero=False)
+    backward(parameter.sum(), opt, loss_id=0)
+    for loss_id in (1, 2):
+        backward(elsewhere.sum(), opt, loss_id=loss_id)
+    backward(parameter.sum(), opt, loss_id=0)
+    opt.step()
+    assert parameter.tolist() == [-1.0, -1.0]
+    counted = {loss_id: (row["growth_tracker"], row["consecutive_skips"]) for loss_id, row in rows(amp).items()}
+    assert counted == {0: (2, 0), 2: (0, 1)}
+    assert scales(amp) == {0: 2.0**16, 2: 2.0**15}
+
+
+def test_a_loss_that_cleared_and_gave_no_gradient_counts_for_those_that_come_without_a_scale(
+    amp, opt, parameter, weights, backward
+):
+    backward(parameter.sum(), opt, loss_id=0)
+    with ampx.scale_loss(weights(1.0).sum(), opt, loss_id=1) as scaled:
+        opt.clear_grad()
+        scaled.backward()
+    parameter.sum().backward()
+    opt.step()
+    assert parameter.tolist() == [0.0, 0.0]
+    assert {loss_id: row["growth_tracker"] for loss_id, row in rows(amp).items()} == {0: 0, 1: 1}
+
+
 @pytest.mark.parametrize("how", ["optimizer", "parameter"])
 def test_clearing_between_losses_drops_the_earlier_ones_gradients(how, amp, opt, parameter, backward):
     backward((parameter * math.inf).sum(), opt, loss_id=0)
