@@ -131,6 +131,7 @@ class ScaleGroup:
     window: list[Outcome] = field(default_factory=list)
     emit: Emit | None = None  # receives the framework's name and an event; None for nobody
     meter_every: int = METER_EVERY  # every so many steps the meter looks at an update
+    meter_asked: bool = False  # whether somebody said so, and not the default
     intervals: Sequence[int] = ()  # every so many steps somebody wants `Progress`; those who log change it
     skipped: dict[int, int] = field(default_factory=dict)  # skipped steps by loss id
     _due: list[Move | Standing] = field(default_factory=list)

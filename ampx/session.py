@@ -41,7 +41,7 @@ from .optimizer import (
 )
 from .plugins import default_registry
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
-from .protocol import METER_EVERY, Handle, Member, ScaleGroup
+from .protocol import Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
 from .scale_state import LossScale
 from .scaling import LossT, ScaleLoss
@@ -86,7 +86,9 @@ class Amp:
         self._transformations = 0  # so many optimizers were wrapped whose states carry the loss scale
         self.wrapped_optimizers = 0  # at least so many may be reached by a backward
         self._sent: dict[int, int] = {}  # the last step of each transformation whose events were sent
-        self.meter_every = METER_EVERY  # of the optimizers that are wrapped from now on
+        # Of the optimizers that are wrapped from now on: every so many steps the meter looks at an update. None: every
+        # METER_EVERY, where the backend meters without being asked.
+        self.meter_every: int | None = None
         self._active = True
         self._endings: list[Callable[[], None]] = []  # called when the session ends
         # Losses that came out of scale_loss, by id; an entry goes with its object.
@@ -171,7 +173,8 @@ class Amp:
         }
         group = new_group(self.framework, config, self.enabled)
         group.index = len(self.live_groups()) + self._transformations
-        group.meter_every = self.meter_every
+        if self.meter_every is not None:
+            group.meter_every, group.meter_asked = self.meter_every, True
         wrapped: list[Any] = []
         try:
             for optimizer in optimizers:
@@ -418,7 +421,8 @@ class Amp:
             opt: A wrapped optimizer, or an optimizer state outside traced code.
 
         Returns:
-            The meter; None before the first such update, and where the backend does not meter.
+            The meter; None before the first such update, and where the backend does not meter. In JAX float32
+            parameters are metered only where `amp.meter_every = 100` was set before `wrap_optimizer`.
 
         Raises:
             NotWrappedError: It is neither.

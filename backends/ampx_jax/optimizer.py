@@ -114,7 +114,10 @@ def wrap(
             norm = norm if measured is None else measured
         seen = params if copies is None else masters.full(copies, params)
         steps = state.steps + 1
-        every = 0 if params is None else group.meter_every
+        # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
+        # lost it is left out, unless it is asked for.
+        asked = group.meter_asked or (copies is None and any(map(masters.is_low, jax.tree.leaves(params))))
+        every = group.meter_every if asked and params is not None else 0
 
         def run() -> tuple[Any, Any]:
             updates, after = inner.update(grads, state.inner, seen, **extra)

@@ -12,6 +12,7 @@ import ampx
 from ampx.numerics import meter
 from ampx.numerics.meter import count
 from ampx.numerics.rounding import sample
+from ampx.protocol import METER_EVERY
 from ampx_jax.state import find_all
 
 
@@ -118,6 +119,24 @@ def test_pure_bfloat16_loses_updates_and_says_so_and_with_copies_it_loses_none()
     (event,) = events
     assert isinstance(event, ampx.PrecisionLost)
     assert (event.step, event.lost) == (2, lost["O3"])
+
+
+def test_unasked_it_looks_where_updates_can_be_lost():
+    readings = {}
+    for level in ("O1", "O2", "O3"):
+        amp = init(level=level, every=None, loss_scale=1.0)
+        tx = amp.wrap_optimizer(optax.sgd(1e-3))
+        params = {"w": jnp.ones((2, 2))}
+        state = tx.init(params)
+        if level != "O1":
+            params, state = amp.prepare(params, state)
+        update = jax.jit(tx.update)
+        for _ in range(METER_EVERY):
+            updates, state = update(params, state, params)
+            params = optax.apply_updates(params, updates)
+        reading = ampx.meter(state)
+        readings[level] = reading and reading.step
+    assert readings == {"O1": None, "O2": None, "O3": METER_EVERY}
 
 
 def test_gradients_that_flush_at_the_present_scale_are_told():
