@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from ampx.scale_state import next_state
 
 from . import masters, meter, prepare, state as states, varying
 from .accumulation import let_multi_steps_recover
-from .state import AmpState, Settings, path_name
+from .state import AmpState, Settings
 
 
 class Update:
@@ -61,13 +60,14 @@ def wrap(
         )
     let_multi_steps_recover()
     inner = optax.with_extra_args_support(inner)
-    enabled, settings, position = group.enabled, Settings(group.config, group.enabled), group.index
+    enabled, position = group.enabled, group.index
     max_grad_norm, max_grad_value = options["max_grad_norm"], options["max_grad_value"]
     axes = options.get("axis_name")
     axes = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     plan: CastPlan | None = options["plan"] if enabled else None
     level = "O1" if plan is None else plan.level
     compute = "float32" if plan is None else plan.dtype
+    settings = Settings(group.config, enabled, compute=compute)
 
     def init(params: Any) -> AmpState:
         if enabled and level not in ("O2", "O3"):
@@ -82,9 +82,7 @@ def wrap(
                 "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
                 "unscaled twice. Use the object that the first call returned, or wrap only the whole."
             )
-        leaves, _ = jax.tree_util.tree_flatten_with_path(whole)
-        named = tuple((path_name(path), int(jnp.size(leaf)), str(jnp.result_type(leaf))) for path, leaf in leaves)
-        own = dataclasses.replace(settings, parameters=named if enabled else (), compute=compute)
+        own = settings.naming(whole) if enabled else settings
         return states.make(own, position, max_grad_norm is not None and enabled, copies, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
@@ -113,6 +111,10 @@ def wrap(
             grads, measured = clip(grads, max_grad_norm, max_grad_value)
             norm = norm if measured is None else measured
         seen = params if copies is None else masters.full(copies, params)
+        if not state.settings.parameters:  # `optax.tree_map_params` has taken the names out
+            named = state.settings.naming(updates if seen is None else seen)
+            if len(named.parameters) == state.nonfinite.shape[-1]:
+                state = state._replace(settings=named)
         steps = state.steps + 1
         # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
         # lost it is left out, unless it is asked for.

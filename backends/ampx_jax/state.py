@@ -27,15 +27,36 @@ jax.tree_util.register_dataclass(
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Settings:
-    """What is known when a function is traced: part of the state's structure, not one of its arrays."""
+    """What is known when a function is traced: part of the state's structure, not one of its arrays.
+
+    Settings without parameters equal those with any: `optax.tree_map_params` compares, by their structure, a state with
+    what `init` makes of a placeholder for all parameters. Its result has the structure of the latter, and the next
+    update names the parameters again. Compiled functions tell the two apart by the shape of `nonfinite`, or need not.
+    """
 
     config: LossScale
     enabled: bool  # False: the transformation is transparent
     # Their names, by the keys of their tree, elements, and the dtypes in which they are updated.
     parameters: tuple[tuple[str, int, str], ...] = ()
     compute: str = "float32"  # the compute dtype
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether they are the same, but that parameters may be unknown."""
+        if not isinstance(other, Settings):
+            return NotImplemented
+        same = (self.config, self.enabled, self.compute) == (other.config, other.enabled, other.compute)
+        return same and (not self.parameters or not other.parameters or self.parameters == other.parameters)
+
+    def __hash__(self) -> int:
+        return hash((self.config, self.enabled, self.compute))
+
+    def naming(self, parameters: Any) -> Settings:
+        """Return these with the names, elements and dtypes of a tree of parameters."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(parameters)
+        named = tuple((path_name(path), int(jnp.size(leaf)), str(jnp.result_type(leaf))) for path, leaf in leaves)
+        return dataclasses.replace(self, parameters=named)
 
 
 class AmpState(NamedTuple):
@@ -269,24 +290,29 @@ class StateHandle(Handle):
 
     @property
     def ampx_nonfinite(self) -> list[tuple[str, int, int]]:
-        """The parameters whose last gradients were not finite: name, such elements, elements; empty under a trace."""
+        """The parameters whose last gradients were not finite: name, such elements, elements; empty under a trace.
+
+        Where `optax.tree_map_params` has taken the names out, up to the next update, they are called by their places,
+        with 0 elements.
+        """
         if self._traced:
             return []
         counts = np.asarray(self._numbers.nonfinite)
         counts = counts.reshape(-1, counts.shape[-1]).sum(0).tolist()  # `vmap` stacks several states
-        rows = zip(self._settings.parameters, counts, strict=True)
+        parameters = self._settings.parameters or [(f"parameter {place}", 0, "") for place in range(len(counts))]
+        rows = zip(parameters, counts, strict=True)
         return [(name, count, elements) for (name, elements, _), count in rows if count]
 
     @property
     def meter(self) -> Meter | None:
-        """The last update that was looked at; None before, and where `vmap` stacked several states.
+        """The last update that was looked at; None before, where `vmap` stacked several states, and without names.
 
         Raises:
             ProtocolError: The state is traced.
         """
         self._check_untraced()
-        numbers = np.asarray(self._numbers.meter)
-        return meter.reading(numbers, self._settings.compute, self._settings.parameters) if numbers.ndim == 1 else None
+        numbers, parameters = np.asarray(self._numbers.meter), self._settings.parameters
+        return meter.reading(numbers, self._settings.compute, parameters) if numbers.ndim == 1 and parameters else None
 
     @functools.cached_property
     def ampx_group(self) -> ScaleGroup:

@@ -325,6 +325,112 @@ SOUND = {
 SOUND_ALONE = {"apply_if_finite inside": lambda tx: tx}
 
 
+MAPPED = {
+    "alone": lambda wrap: wrap(optax.adam(0.1)),
+    "chain": lambda wrap: optax.chain(optax.clip(1.0), wrap(optax.adam(0.1))),
+    "masked around": lambda wrap: optax.masked(wrap(optax.adam(0.1)), {"a": True, "b": False}),
+    "masked inside": lambda wrap: wrap(optax.masked(optax.adam(0.1), {"a": True, "b": False})),
+    "multi_transform": lambda wrap: wrap(
+        optax.multi_transform({"x": optax.adam(0.1), "y": optax.sgd(0.1)}, {"a": "x", "b": "y"})
+    ),
+    "hyperparameters inside": lambda wrap: wrap(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)),
+    "hyperparameters around": lambda wrap: optax.inject_hyperparams(
+        lambda learning_rate: wrap(optax.adam(learning_rate))
+    )(learning_rate=0.1),
+    "MultiSteps": lambda wrap: optax.MultiSteps(wrap(optax.adam(0.1)), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", MAPPED)
+def test_tree_map_params_reaches_the_copies_of_parameters_that_it_reaches_without_the_wrapper(name, level):
+    """The oracle is optax alone, on a state in which every array is its own."""
+    params = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+    places = {"a": "at a", "b": "at b"}
+    mapped = []
+    with ampx.init("jax", level=level, dtype="bfloat16"):
+        for wrap in (ampx.wrap_optimizer, lambda tx: tx):
+            tx = MAPPED[name](wrap)
+            tree = optax.tree_map_params(
+                tx,
+                lambda leaf, place: place,
+                tx.init(params),
+                places,
+                transform_non_params=lambda leaf: "other",
+                is_leaf=lambda leaf: leaf is None or isinstance(leaf, optax.MaskedNode),
+            )
+            mapped.append(sorted(leaf for leaf in jax.tree.leaves(tree) if leaf != "other"))
+    masters = ["at a", "at b"] if level == "O2" else []
+    assert mapped[0] == sorted([*mapped[1], *masters])
+    assert "at a" in mapped[1]
+
+
+def test_a_state_that_tree_map_params_placed_trains_on_and_names_its_parameters_again(session):
+    """Sharding a state is what it is for; the oracle is the run that was not mapped."""
+    params = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    tx = ampx.wrap_optimizer(optax.adam(0.1))
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,))
+    placed = NamedSharding(mesh, P())
+    update = jax.jit(tx.update)
+    bad = {"a": jnp.full(3, np.inf), "b": jnp.ones(2)}
+    _, state = update(bad, tx.init(params), params)
+    mapped = optax.tree_map_params(
+        tx,
+        jax.device_put,
+        state,
+        jax.tree.map(lambda _: placed, params),
+        transform_non_params=lambda leaf: jax.device_put(leaf, placed),
+    )
+    assert same(state, mapped)
+    assert ampx.loss_scale(mapped) == 2.0**15
+    [row] = ampx.debug.nonfinite_parameters(mapped)
+    assert (row.name, row.nonfinite) == ("parameter 0", 3)
+    assert ampx.meter(mapped) is None
+    for gradients in (jax.tree.map(jnp.ones_like, bad), bad):
+        _, state = update(gradients, state, params)
+        _, mapped = update(gradients, mapped, params)
+        assert same(state, mapped)
+    [row] = ampx.debug.nonfinite_parameters(mapped)
+    assert (row.name, row.nonfinite, row.elements) == ("a", 3, 3)
+    assert find_all(mapped)[0].settings.parameters == find_all(state)[0].settings.parameters
+
+
+def test_a_state_without_names_goes_through_loops(session):
+    params = {"a": jnp.ones(3)}
+    tx = ampx.wrap_optimizer(optax.adam(0.1))
+    state = optax.tree_map_params(tx, lambda leaf: leaf, tx.init(params))
+    state, _ = jax.lax.scan(
+        lambda state, slope: (tx.update({"a": slope}, state, params)[1], None), state, jnp.ones((4, 3))
+    )
+    assert find_all(state)[0].steps == 4
+    assert find_all(tx.update({"a": jnp.full(3, jnp.nan)}, state, params)[1])[0].settings.parameters[0][0] == "a"
+
+
+def test_states_of_other_parameters_have_another_structure(session):
+    """Else a compiled function that has seen one would return the other with the first one's names."""
+    tx = ampx.wrap_optimizer(optax.sgd(0.1))
+    carry = jax.jit(lambda state: state)
+    for name in ("a", "b"):
+        assert find_all(carry(tx.init({name: jnp.ones(3)})))[0].settings.parameters[0][0] == name
+
+
+def test_the_tools_for_trees_read_and_write_the_state(session):
+    """Its leaves have paths of their own, `tree_get` and `tree_set` find fields, flattened it comes back the same."""
+    params = {"a": jnp.ones(3)}
+    tx = ampx.wrap_optimizer(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+    state = tx.init(params)
+    assert optax.tree_utils.tree_get(state, "learning_rate") == jnp.float32(0.1)
+    assert optax.tree_utils.tree_get(state, "skipped") == 0
+    changed = optax.tree_utils.tree_set(state, learning_rate=jnp.float32(0.0))
+    updates, changed = tx.update({"a": jnp.ones(3)}, changed, params)
+    assert not jnp.any(updates["a"])
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(changed)]
+    assert len(set(paths)) == len(paths) == len(jax.tree.leaves(changed))
+    by_path = jax.tree_util.tree_map_with_path(lambda path, leaf: leaf, changed)
+    assert jax.tree.structure(by_path) == jax.tree.structure(changed)
+    assert same(by_path, changed)
+
+
 @pytest.mark.parametrize("name", SOUND)
 def test_what_stands_around_goes_on_after_an_overflow(session, name):
     """To what stands around, a skipped step is one of zeros; the oracle is optax alone with gradients of zero there."""
