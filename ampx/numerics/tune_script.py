@@ -76,10 +76,7 @@ class _Search:
         self.reference = self.run(replace(trial, settings=settings, watched=self.watched, watching=self.watching))
         readings = self.reference.readings.get(1, ())
         if not readings:
-            raise TrialError(
-                f"no module of {trial.program.name} could be watched in its first step; accepted: a framework whose "
-                f"backend watches. `ampx backends` shows which does."
-            )
+            raise TrialError(_nothing_watched(trial, self.reference))
         values = [entry for entry in readings if not entry.operation and entry.direction == "forward"]
         self.modules = tuple(dict.fromkeys(entry.module for entry in values))
         self.output = values[-1].module
@@ -204,6 +201,27 @@ class _Search:
             return True
         joined = [np.concatenate([gradients[key] for key in common]) for gradients in (samples, references)]
         return relative_error(*joined) <= self.tolerance
+
+
+def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
+    """Say why a first step has no readings."""
+    script, framework = trial.program.name, outcome.run["framework"]
+    if not outcome.watches:
+        return (
+            f"no module of {script} could be watched in its first step; accepted: a framework whose backend watches. "
+            f"`ampx backends` shows which does."
+        )
+    how = "Make the parts of the model modules of the framework"
+    if framework == "jax":
+        how = (
+            "Write `with jax.named_scope('encoder'):` around the parts of the model, or make them modules of flax or "
+            "layers of equinox.nn, which have names"
+        )
+    return (
+        f"no named module computed anything in the first step of {script}, and tune chooses among modules by their "
+        f"names; accepted: a model of named modules, called in what is differentiated. {how}. `ampx compare` and "
+        f"`ampx diagnose` need no names. {' '.join(outcome.run['notes'])}".rstrip()
+    )
 
 
 def _gradients(readings: Iterable[Reading]) -> dict[tuple[str, int], Any]:

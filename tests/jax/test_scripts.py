@@ -5,6 +5,7 @@ import textwrap
 
 import pytest
 
+from ampx.errors import TrialError
 from ampx.numerics.diagnose_script import diagnose_script
 from ampx.numerics.trial import COMPILED, Trial
 from ampx.numerics.tune_script import tune_script
@@ -77,6 +78,25 @@ NNX = """
     for _ in range(3):
         train(net, optimizer)
 """
+UNNAMED = """
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    x = jnp.ones((4, 4))
+    params = {"first": jnp.ones((4, 4)), "wide": jnp.full((4, 4), 1e4)}
+    tx = optax.sgd(1e-6)
+    state = tx.init(params)
+
+
+    def loss(params):
+        return ((x @ params["first"]) @ params["wide"] * 1e-5).astype(jnp.float32).mean()
+
+
+    for _ in range(3):
+        updates, state = tx.update(jax.grad(loss)(params), state)
+        params = optax.apply_updates(params, updates)
+"""
 FLOAT16 = RunSettings(dtype="float16")
 
 
@@ -102,6 +122,13 @@ def test_tune_denies_the_layer_that_overflows_and_no_other(here, script, text):
     policy, report = tune_script(script(text), FLOAT16, framework="jax", steps=2, repeats=0, run=here)
     assert [choice.entry for choice in policy.deny] == ["module:wide"]
     assert '"module:wide"' in report["file"]
+
+
+def test_tune_of_a_script_without_names_says_how_to_name_and_diagnose_needs_none(here, script):
+    with pytest.raises(TrialError, match=r"no named module computed anything.*jax\.named_scope"):
+        tune_script(script(UNNAMED), FLOAT16, framework="jax", steps=2, repeats=0, run=here)
+    diagnosis, _ = diagnose_script(script(UNNAMED), FLOAT16, framework="jax", at=1, run=here)
+    assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "")
 
 
 @pytest.mark.parametrize("text", [LINEN, NNX], ids=["linen", "nnx"])

@@ -72,6 +72,36 @@ def test_modules_whose_gradients_are_wrong_stay_in_float32_though_losses_agree()
     assert [choice.entry for choice in policy.deny] == ["module:layer3"]
 
 
+class Unnamed(Pretended):
+    """Stands for a script in which nothing has a name."""
+
+    def __init__(self, framework: str, watches: bool):
+        super().__init__(())
+        self.framework, self.watches = framework, watches
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        run = {**outcome.run, "framework": self.framework, "notes": ["A note."]}
+        return replace(outcome, run=run, readings={1: ()}, watches=self.watches)
+
+
+@pytest.mark.parametrize(
+    ("framework", "watches", "message"),
+    [
+        (
+            "jax",
+            True,
+            r"no named module.*jax\.named_scope.*flax.*`ampx compare` and `ampx diagnose` need no names\. A note",
+        ),
+        ("toy", True, r"no named module.*modules of the framework"),
+        ("toy", False, "backend watches"),
+    ],
+)
+def test_a_script_without_modules_is_refused_with_how_to_name_them(framework, watches, message):
+    with pytest.raises(ampx.TrialError, match=message):
+        tuned(Unnamed(framework, watches))
+
+
 class OutsideOfModules(Pretended):
     """Stands for a script in which `mul` between the modules overflows; nobody takes `secret` in a list."""
 
