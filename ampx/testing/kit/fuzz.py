@@ -432,7 +432,11 @@ class Training(RuleBasedStateMachine):
             return ampx.UnsupportedByBackendError, None
         if self.values:
             return None, None
-        if len({reference.carried[loss_id] for reference in references if loss_id in reference.carried}) > 1:
+        # Who was unscaled without any gradients may be taken for cleared, and then carries no scale.
+        carrying = [
+            reference for reference in references if reference.phase == "scaled" or any(elements(reference.true or []))
+        ]
+        if len({reference.carried[loss_id] for reference in carrying if loss_id in reference.carried}) > 1:
             return ampx.ProtocolError, None
         may = None
         for trainee in receivers:
