@@ -42,11 +42,8 @@ class HostMeter:
             look: Returns a sample of every parameter and of its gradient as it is now.
         """
         self._steps += 1
-        if (
-            self._steps % member.group.meter_every
-            or not member.group.enabled
-            or member.stage not in ("scaled", "unscaled")
-        ):
+        every = member.group.meter_every
+        if not every or self._steps % every or not member.group.enabled or member.stage not in ("scaled", "unscaled"):
             return run()
         factor = float(member.factor) if len(member.factors) == 1 else 1.0
         times = factor if member.stage == "unscaled" else 1.0  # somebody has divided the gradients
@@ -64,6 +61,10 @@ class HostMeter:
             self._last = Meter(self._steps, self._compute, factor, tuple(entries))
             report(member.group, self._steps, self._last.lost, self._last.flushed, self._last.headroom)
         return result
+
+    def note(self, meter: Meter) -> None:
+        """Keep what another meter of the same optimizer counted."""
+        self._last = meter
 
     def last(self) -> Meter | None:
         """Return what the last update that was looked at did; None before the first."""

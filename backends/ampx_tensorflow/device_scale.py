@@ -17,6 +17,7 @@ from ampx.scale_state import LossScale, LossScaleState, next_state, round_to_flo
 
 from . import history, retracing
 from .contexts import Contexts, on_host
+from .meter import TracedMeter
 from .replicas import several
 
 
@@ -39,6 +40,7 @@ class VariableLedger(Ledger):
         self.history = history.History()
         self.given: Any = None  # what `factor` gave last
         self.slots: list[Slots] = []
+        self.meters: list[TracedMeter] = []
         self.contexts = Contexts(group)
         self._following = threading.Lock()
         self._moved = False
@@ -102,6 +104,10 @@ class VariableLedger(Ledger):
         """Return whether one optimizer's step in a trace moves the scale, on one device."""
         return len(group.members) == 1 and not tf.executing_eagerly() and not several()
 
+    def next_step(self) -> Any:
+        """Return, in a trace, the number of the step that is being made, from 1 on."""
+        return tf.unstack(tf.convert_to_tensor(self.counters))[3] + 1
+
     def move(self, group: ScaleGroup, finite: bool, scale: Any, norm: Any) -> None:
         """Do what `settle` does, which then finds it done, in a branch of a trace where the finiteness is known.
 
@@ -138,6 +144,9 @@ class VariableLedger(Ledger):
             missed = self.history.read()
             if missed.steps or state != group.states[0] or steps != group.steps:
                 self._follow(group, missed, state, steps)
+            if missed.steps:
+                for meter in self.meters:
+                    meter.look(group)
         finally:
             self._following.release()
 

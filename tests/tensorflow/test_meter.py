@@ -8,6 +8,7 @@ import tensorflow as tf
 import ampx
 from ampx.numerics.meter import Meter, count
 from ampx.numerics.rounding import sample
+from ampx.protocol import METER_EVERY
 
 EVERY = 4
 
@@ -79,14 +80,68 @@ def test_updates_of_fit_that_round_to_nothing_are_told_where_it_runs_eagerly(amp
     assert [event.lost for event in events if isinstance(event, ampx.PrecisionLost)] == [1.0]
 
 
-def test_steps_of_a_function_are_not_metered(amp):
+def test_steps_of_a_function_are_not_metered_unless_somebody_chose_how_often(amp):
+    amp.meter_every = METER_EVERY
     weight, row = parameters()
     opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE))
     opt.build([weight, row])
     step = tf.function(step_of(opt, weight, row))
-    for _ in range(EVERY):
+    for _ in range(METER_EVERY):
         step(tf.constant(1.0))
     assert opt.meter is None
+
+
+@pytest.mark.parametrize(
+    ("compiled", "clip"),
+    [(False, {"max_grad_value": 2.0**-30}), (True, {})],
+    ids=["function, clipped", "jit_compile"],
+)
+def test_the_numbers_of_a_function_equal_a_count_in_numpy(amp, compiled, clip):
+    events = []
+    amp.on_event(events.append)
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE), **clip)
+    opt.build([weight, row])
+    step = tf.function(step_of(opt, weight, row), jit_compile=compiled)
+    for _ in range(2 * EVERY):
+        before = weight.numpy()
+        gradient = step(tf.constant(1.0))
+    after = weight.numpy()
+    step(tf.constant(1.0))
+    values = sample(before, 4096), sample(after, 4096), sample(gradient.numpy(), 4096)
+    expected = (
+        count("weight:0", "float32", *values, "float16"),
+        count("row:0", "float32", range(2), range(2), None, "float16"),
+    )
+    assert opt.meter == Meter(2 * EVERY, "float16", 1024.0, expected)
+    assert 0 < opt.meter.lost < 1
+    (lost,) = (event for event in events if isinstance(event, ampx.PrecisionLost))
+    assert (lost.lost, lost.flushed) == (opt.meter.lost, opt.meter.flushed)
+
+
+def test_a_step_of_a_function_that_is_skipped_is_not_metered(amp):
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE))
+    opt.build([weight, row])
+    step = tf.function(step_of(opt, weight, row))
+    for number in range(1, EVERY + 1):
+        step(tf.constant(float("inf") if number == EVERY else 1.0))
+    assert opt.last_step.applied is False
+    assert opt.meter is None
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["function", "jit_compile"])
+def test_updates_of_fit_that_round_to_nothing_are_told(amp, compiled):
+    events = []
+    amp.on_event(events.append)
+    ones = keras.initializers.Ones()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False, kernel_initializer=ones)])
+    opt = amp.wrap_optimizer(keras.optimizers.Adam(1e-9))
+    model.compile(opt, "mse", jit_compile=compiled)
+    model.fit(np.ones((5, 2), "float32"), np.zeros((5, 3), "float32"), batch_size=1, verbose=0)
+    assert [event.lost for event in events if isinstance(event, ampx.PrecisionLost)] == [1.0]
+    (entry,) = opt.meter.parameters
+    assert (opt.meter.step, entry.name, entry.moved, entry.unchanged) == (EVERY, model.weights[0].path, 6, 6)
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}], ids=["skipped", "accumulated"])

@@ -353,13 +353,20 @@ def test_gradients_that_float16_would_flush_after_unscaling_reach_the_masters():
     assert model.get_weights()[0].ravel().tolist() == [1 - 2.0**-20] * 4
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_the_meter_reads_nothing_lost_under_o2_and_all_under_o3(level):
+def test_the_meter_reads_nothing_lost_under_o2_and_all_under_o3(level, traced):
     amp, model = init(level), dense(1.0)
     amp.meter_every = 2
     model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(2.0**-14)))
+    opt.build(model.trainable_variables)
+
+    def run(x):
+        return step(opt, model, x, fixed=True)
+
+    train = tf.function(run) if traced else run
     for _ in range(2):
-        step(opt, model, np.ones((1, 4), "float32"), fixed=True)
+        train(tf.ones((1, 4)))
     assert opt.meter.lost == (0.0 if level == "O2" else 1.0)
     assert opt.meter.parameters[0].dtype == ("float32" if level == "O2" else "bfloat16")
 

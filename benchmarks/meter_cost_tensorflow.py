@@ -1,0 +1,42 @@
+"""What the meter costs in functions of TensorFlow, where it was asked for: steps with it beside steps without it."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import tensorflow as tf
+from _paired import paired
+from tensorflow_step import WAYS, WORKLOADS, _built, _raw, _step
+
+import ampx
+
+EVERY = 101  # at the default of 100 functions are not metered
+
+
+def measure(workload: str, way: str, quick: bool) -> dict[str, object]:
+    """Time as many steps as the meter looks at one of, with the meter and without, in turn."""
+    make, shape, optimizer, pairs = WORKLOADS[workload]
+    generator = np.random.default_rng(0)
+    integers = "embeddings" in workload
+    x = generator.integers(0, 100_000, shape) if integers else generator.standard_normal(shape, np.float32)
+    data = tf.constant(x), tf.constant(generator.integers(0, 10, shape[0]))
+    with ampx.init("tensorflow", device="cpu", dtype="float32", loss_scale="dynamic") as amp:
+        steps = []
+        for every in (EVERY, 0):
+            amp.meter_every = every
+            opt = amp.wrap_optimizer(_raw(optimizer))
+            steps.append(_step(way, _built(make, data[0]), opt, opt.scale_loss, data))
+            steps[-1]()
+        ratio = paired(*steps, pairs=max(pairs // (8 if quick else 2), 8), repeat=EVERY, warmup=1)
+    return {"workload": workload, "way": way, "share": ratio.ratio - 1, "every": EVERY, **ratio.to_json()}
+
+
+if __name__ == "__main__":
+    chosen = list(WORKLOADS)[: 2 if "--quick" in sys.argv else None]
+    for workload in chosen:
+        for way in WAYS:
+            row = measure(workload, way, "--quick" in sys.argv)
+            spread = f"[{100 * row['ratio_low'] - 100:.2f}, {100 * row['ratio_high'] - 100:.2f}]"
+            microseconds, percent = 1e6 * row["median_b"], 100 * row["share"]
+            print(f"{workload:48} {way:12} {microseconds:8.0f} us  {percent:6.2f} % of a step {spread}", flush=True)
