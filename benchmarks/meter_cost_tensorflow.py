@@ -10,8 +10,7 @@ from _paired import paired
 from tensorflow_step import WAYS, WORKLOADS, _built, _raw, _step
 
 import ampx
-
-EVERY = 101  # at the default of 100 functions are not metered
+from ampx.numerics.meter import EVERY
 
 
 def measure(workload: str, way: str, quick: bool) -> dict[str, object]:

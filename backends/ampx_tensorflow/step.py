@@ -20,7 +20,7 @@ from ampx.events import UNCHECKED, StepResult
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
-from ampx.protocol import METER_EVERY, Member, refuse_values
+from ampx.protocol import Member, refuse_values
 from ampx.scale_state import LossScale
 from ampx.session import new_group
 
@@ -203,8 +203,8 @@ class LedgerOptimizer(WrappedOptimizer):
     ) -> Sequence[meter.Leaf]:
         """List what the meter looks at in a trace, with gradients that the step holds anyway; () where it does not."""
         group = self._ledger.contexts.host
-        # Two conditions in every step make a small step some 5 % slower: only where somebody chose how often.
-        if group.meter_every in (0, METER_EVERY) or not self._ledger.moves_alone(group) or self._accumulates:
+        # Two conditions in every step make a small step some 5 % slower: only where somebody asked for them.
+        if not (group.meter_asked and group.meter_every) or not self._ledger.moves_alone(group) or self._accumulates:
             return ()
         updated = [masters.of(variable) for variable in self._updated(variables)]
         if len(updated) != len(true):  # of which the raw optimizer complains

@@ -124,6 +124,8 @@ class KerasManager(Manager[Managed]):
             managed = Managed(raw)
             with tf.init_scope() if tf.inside_function() else nullcontext(), self.working():
                 managed.wrapped = amp.wrap_optimizer(raw)
+                # The run says how often; functions, in which the meter costs every step, it leaves as they are.
+                managed.wrapped.ampx_member.group.meter_asked = False
             guard.leave(raw)  # the script has nothing but the raw one
             self._by_raw[id(raw)] = managed
             self.record(managed.wrapped, type(raw).__name__)
