@@ -58,7 +58,7 @@ class UpdateMeter:
         """Count a step; in every hundredth take a sample of gradients and weights, before anything is divided."""
         self._steps += 1
         every = optimizer.ampx_member.group.meter_every
-        if self._steps % every or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not every or self._steps % every or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return None
         member = optimizer.ampx_member
         scale: Any = member.factor if len(member.factors) == 1 else 1.0

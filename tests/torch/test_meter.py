@@ -62,6 +62,18 @@ def test_the_numbers_equal_a_count_in_numpy(dtype, options):
     assert opt.meter.step == 100
 
 
+def test_every_so_many_steps_are_metered_as_the_session_says_and_at_0_none():
+    steps = {}
+    for every in (None, 30, 0):
+        amp = ampx.init("torch", dtype="bfloat16")
+        amp.meter_every = every
+        model = layers()
+        opt = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+        train(model, opt)
+        steps[every] = opt.meter and opt.meter.step
+    assert steps == {None: 100, 30: 90, 0: None}
+
+
 def test_pure_bfloat16_loses_updates_and_says_so_and_with_copies_it_loses_none():
     events = []
     amp = ampx.init("torch", dtype="bfloat16")
