@@ -32,7 +32,8 @@ def _value(node: ast.expr) -> float:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and abs(right) > 200:
             raise ValueError("too large a power")
-        return _OPERATORS[type(node.op)](left, right)  # type: ignore[no-any-return]
+        value: float = _OPERATORS[type(node.op)](left, right)
+        return value
     raise ValueError("not a number")
 
 

@@ -361,7 +361,7 @@ def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     inner = jax.jit(
         lambda *args: _run(mode, closed.jaxpr, closed.consts, args), inline=params["inline"], keep_unused=True
     )
-    return inner(*values)  # type: ignore[no-any-return]
+    return inner(*values)
 
 
 def equation_avals(equation: Any) -> list[Any]:
@@ -374,7 +374,7 @@ def _checkpoint(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     inner = jax.checkpoint(
         lambda *args: _run(mode, params["jaxpr"], (), args), prevent_cse=params["prevent_cse"], policy=params["policy"]
     )
-    return inner(*values)  # type: ignore[no-any-return]
+    return inner(*values)
 
 
 def _cond(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
@@ -384,7 +384,7 @@ def _cond(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         return lambda *args: evaluate(mode, closed, args)
 
     branches = [branch(closed) for closed in equation.params["branches"]]
-    return jax.lax.switch(index, branches, *operands)  # type: ignore[no-any-return]
+    return jax.lax.switch(index, branches, *operands)
 
 
 def _while(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
@@ -392,7 +392,7 @@ def _while(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     first, second = params["cond_nconsts"], params["body_nconsts"]
     test_consts, body_consts, start = values[:first], values[first : first + second], values[first + second :]
     start = like(start, equation_avals(equation)[first + second :])
-    return jax.lax.while_loop(  # type: ignore[no-any-return]
+    return jax.lax.while_loop(
         lambda carry: evaluate(mode, params["cond_jaxpr"], [*test_consts, *carry])[0],
         lambda carry: evaluate(mode, params["body_jaxpr"], [*body_consts, *carry]),
         start,
@@ -433,7 +433,7 @@ def _custom_jvp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         half = len(results) // 2
         return like(results[:half], shapes), like(results[half:], shapes)
 
-    return function(*values)  # type: ignore[no-any-return]
+    return function(*values)
 
 
 def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
@@ -463,7 +463,7 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         return (*(None for _ in range(count)), *evaluate(mode, own, [*leaves, *upstream]))
 
     function.defvjp(forward, backward)
-    return function(*values)  # type: ignore[no-any-return]
+    return function(*values)
 
 
 NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {

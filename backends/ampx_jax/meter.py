@@ -78,7 +78,7 @@ def _row(leaf: Leaf | None, scale: Any, compute: str) -> Sequence[Any]:
         (_bits(update) & 0x7FFFFFFF != 0).astype(jnp.int32),
     )
     # One reduction: several would keep samples in memory that every step allocates, also those that look at nothing.
-    return jax.lax.reduce(columns, (np.int32(0),) * len(columns), _joined, (0,))  # type: ignore[no-any-return]
+    return jax.lax.reduce(columns, (np.int32(0),) * len(columns), _joined, (0,))
 
 
 def _joined(left: Any, right: Any) -> Any:

@@ -45,7 +45,7 @@ def _is_object(nnx: Any, leaf: Any) -> bool:
 
 
 def _leaves(nnx: Any, tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=functools.partial(_is_object, nnx))  # type: ignore[no-any-return]
+    return jax.tree.leaves(tree, is_leaf=functools.partial(_is_object, nnx))
 
 
 def _unbound(nnx: Any, function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -456,7 +456,7 @@ class Reader:
         for place, own in enumerate(entries):
             if any(branch[place] for branch in read):
                 own.append(_Choice(jnp.clip(index, 0, len(branches) - 1), [branch[place] for branch in read]))
-        return results  # type: ignore[no-any-return]
+        return results
 
     def _tap(
         self,

@@ -30,7 +30,7 @@ class Update:
 
     def __call__(self, updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         """Turn scaled gradients into updates."""
-        return self._update(updates, state, params, **extra)  # type: ignore[no-any-return]
+        return self._update(updates, state, params, **extra)
 
 
 def wrap(
@@ -294,7 +294,7 @@ def apply_or_skip(
         unchanged = jax.tree.map(lambda shape, old: jnp.asarray(old, shape.dtype), shapes[1], skip_to())
         return jax.tree.map(_nothing, shapes[0]), unchanged
 
-    return varying.switch(chosen, [*branches, skip])  # type: ignore[no-any-return]
+    return varying.switch(chosen, [*branches, skip])
 
 
 def _nothing(shape: Any) -> Any:

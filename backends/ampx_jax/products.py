@@ -78,7 +78,7 @@ def _multiply_on_cpu(left: Any, right: Any, *, dtype: Any, result: Any, **params
 @functools.cache
 def _compiled(options: frozenset[tuple[str, Any]]) -> Callable[..., Any]:
     """Return what multiplies outside of compiled code."""
-    return jax.jit(functools.partial(_product_p.bind, **dict(options)))  # type: ignore[no-any-return]
+    return jax.jit(functools.partial(_product_p.bind, **dict(options)))
 
 
 def _product_aval(left: Any, right: Any, *, dtype: Any, result: Any, **params: Any) -> Any:

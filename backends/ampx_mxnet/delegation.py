@@ -9,7 +9,7 @@ from ampx.optimizer import Delegated, delegate
 from .compat import mx
 
 
-class DelegatingTrainer(mx.gluon.Trainer):  # type: ignore[misc]
+class DelegatingTrainer(mx.gluon.Trainer):
     """Looks to MXNet like the raw trainer it holds: parameters, state and learning rate are that one's.
 
     The base class's `__init__` is never called: it would take the parameters away from the raw trainer.

@@ -15,7 +15,7 @@ from .compat import amp
 _NUMBERS: Final = ("_loss_scale", "_next_loss_scale", "_max_loss_scale", "_scale_seq_len", "_unskipped")
 
 
-class SavedScaler(amp.loss_scaler.LossScaler):  # type: ignore[misc]
+class SavedScaler(amp.loss_scaler.LossScaler):
     """The numbers of a trainer's loss scale, by MXNet's names, as they were copied or pickled; it checks nothing."""
 
     def __init__(self, numbers: dict[str, float]) -> None:

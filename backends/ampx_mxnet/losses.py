@@ -52,7 +52,7 @@ def _scaled(loss: Any, scale: float) -> Any:
     return mx.nd._internal._mul_scalar(loss, scalar=scale, out=ScaledLoss(_new_empty_handle()))
 
 
-class ScaledLoss(mx.nd.NDArray):  # type: ignore[misc]
+class ScaledLoss(mx.nd.NDArray):
     """An array that can be referred to weakly, as MXNet's cannot: so a loss that is scaled twice is noticed."""
 
     __slots__ = ("__weakref__",)

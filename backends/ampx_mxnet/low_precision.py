@@ -16,7 +16,7 @@ from .compat import mx
 from .dtypes import DTYPES, cast_tensor
 
 
-class LowParameter(mx.gluon.Parameter):  # type: ignore[misc]
+class LowParameter(mx.gluon.Parameter):
     """A gluon parameter in low precision: it saves and loads float32, exactly where it has masters.
 
     Attributes:
@@ -127,7 +127,7 @@ def lower(parameter: Any, dtype: Any, masters: bool) -> None:
                 array._fresh_grad = old._fresh_grad
 
 
-class Updater(mx.optimizer.Updater):  # type: ignore[misc]
+class Updater(mx.optimizer.Updater):
     """MXNet's updater of one context, whose optimizer sees float32 in the place of parameters in low precision.
 
     Its states are those of float32 training: files of them are read by plain trainers, and theirs are read here.

@@ -77,7 +77,7 @@ class _AsWritten:
             block._active = True
 
 
-class _Behind(mx.autograd.Function):  # type: ignore[misc]
+class _Behind(mx.autograd.Function):
     """Does nothing to a value, and shows its gradient, or changes it."""
 
     def __init__(self, look: Callable[[Any], Any]) -> None:
@@ -400,7 +400,7 @@ class _Rounding:
             return dtypes.each(output, lambda leaf: _behind(leaf, lambda gradient: rounded(gradient, dtype)))
 
 
-class _Rounded(mx.autograd.Function):  # type: ignore[misc]
+class _Rounded(mx.autograd.Function):
     """Rounds, and lets the gradient through as it is."""
 
     def __init__(self, dtype: str) -> None:

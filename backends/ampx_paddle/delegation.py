@@ -9,7 +9,7 @@ import paddle
 from ampx.optimizer import delegate
 
 
-class DelegatingOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
+class DelegatingOptimizer(paddle.optimizer.Optimizer):
     """Looks to Paddle like the raw optimizer it holds: parameters, state and learning rate are that one's.
 
     The base class's `__init__` is never called: it would make a second set of accumulators.

@@ -35,7 +35,7 @@ class LossMixer:
         self._aside = [(parameter, gradient_of(parameter).detach().clone()) for parameter in collect(optimizer)]
         drop_gradients(optimizer)
 
-    @paddle.no_grad()  # type: ignore[untyped-decorator]
+    @paddle.no_grad()
     def bring_back(self) -> None:
         """Add what was put aside to the gradients."""
         aside, self._aside = self._aside, []

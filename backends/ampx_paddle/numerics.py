@@ -411,7 +411,7 @@ def _both_ways(tensor: Any, dtype: str) -> Any:
     return output
 
 
-@paddle.no_grad()  # type: ignore[untyped-decorator]
+@paddle.no_grad()
 def rounded(tensor: Any, dtype: str) -> Any:
     """Round the elements of a tensor as a dtype would, to nearest even, and keep the tensor's own dtype."""
     with _quiet():

@@ -17,7 +17,7 @@ from ampx.scale_state import LossScale, LossScaleState
 from .step import AmpOptimizer
 
 
-class GradScaler(paddle.amp.GradScaler):  # type: ignore[misc]
+class GradScaler(paddle.amp.GradScaler):
     """A `paddle.amp.GradScaler` for scripts and for Paddle's own loops, which call one.
 
     It holds no state: scale, counters and finiteness are the wrapped optimizers', each by itself. So it is right with

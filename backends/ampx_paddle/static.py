@@ -189,7 +189,7 @@ class StaticOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """
         group = self.ampx_member.group
         if not group.enabled:
-            return self.optimizer.minimize(loss, startup_program, parameters, no_grad_set)  # type: ignore[no-any-return]
+            return self.optimizer.minimize(loss, startup_program, parameters, no_grad_set)
         if isinstance(group.ledger, GraphLedger):
             raise ProtocolError(
                 "minimize was called a second time; accepted: once for an optimizer. Wrap another optimizer for "

@@ -93,7 +93,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     # -- the step --------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Unscale if not done, check, clip, apply or skip, move the loss scale.
 
         Args:

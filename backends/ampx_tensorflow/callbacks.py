@@ -14,7 +14,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import ScaleGroup
 
 
-class LossScaleMonitor(keras.callbacks.Callback):  # type: ignore[misc]
+class LossScaleMonitor(keras.callbacks.Callback):
     """Add the loss scale and skipped steps to the `logs` of every epoch, and stop training when the scale collapses.
 
     `History`, `CSVLogger`, `TensorBoard` and other callbacks find there, if they stand behind this one:

@@ -50,7 +50,7 @@ def compute_dtype() -> Dtype:
     return _session.dtype or "float32"
 
 
-class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
+class AmpPolicy(keras.DTypePolicy):
     """Float32 variables, and computation in whatever dtype the session and its regions say at the moment.
 
     Its name is that of Keras' own policy, as which it is saved.
@@ -65,7 +65,7 @@ class AmpPolicy(keras.DTypePolicy):  # type: ignore[misc]
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """Keras' own class: saved models then hold its policy, and load where there is no ampx."""
-        return keras.DTypePolicy  # type: ignore[no-any-return]
+        return keras.DTypePolicy
 
 
 def policy_for(dtype: Dtype) -> AmpPolicy:

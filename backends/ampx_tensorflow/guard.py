@@ -68,7 +68,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     name = method.__name__
 
     @functools.wraps(method)
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def call(raw: Any, *args: Any, **kwargs: Any) -> Any:
         step = native(raw, name)
         wrapper = _watched[raw][0]() if raw in _watched else None

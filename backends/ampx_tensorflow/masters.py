@@ -31,7 +31,7 @@ def lowered() -> int:
     return _Lowered.count
 
 
-class _Penalty(keras.regularizers.Regularizer):  # type: ignore[misc]
+class _Penalty(keras.regularizers.Regularizer):
     """A regularizer that computes in float32: Keras adds its value to a loss in float32, and cannot add others."""
 
     def __init__(self, native: Any) -> None:
@@ -42,7 +42,7 @@ class _Penalty(keras.regularizers.Regularizer):  # type: ignore[misc]
         return self.native(tf.cast(tf.convert_to_tensor(values), tf.float32))
 
 
-class Master(keras.Variable):  # type: ignore[misc]
+class Master(keras.Variable):
     """A float32 variable that an optimizer updates.
 
     Attributes:
@@ -52,7 +52,7 @@ class Master(keras.Variable):  # type: ignore[misc]
     low: Any
 
 
-class LowPrecisionVariable(keras.Variable):  # type: ignore[misc]
+class LowPrecisionVariable(keras.Variable):
     """A variable that is low precision to layers and tapes, and float32 to all that saves it."""
 
     # Its graph is being written as a SavedModel, which then writes the values that the graph reads.

@@ -94,7 +94,7 @@ def _frames(stack: FrameType | None, package: str) -> Iterator[FrameType]:
         stack = stack.f_back
 
 
-class _Table(TypeDispatchTable):  # type: ignore[misc]
+class _Table(TypeDispatchTable):
     """The traces of one context; what was asked for last is found by one comparison.
 
     TensorFlow hashes the types of all arguments and captured variables up to five times a call. Without this a step
@@ -105,7 +105,7 @@ class _Table(TypeDispatchTable):  # type: ignore[misc]
     trace: Any = None
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     """The traces of a function, kept apart by what they depend on."""
 
     __slots__ = ()

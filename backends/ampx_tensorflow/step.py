@@ -373,7 +373,7 @@ class LedgerOptimizer(WrappedOptimizer):
             member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
         return scaled
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
         """Return the loss in float32 times the loss scale, as in Keras 2.
 
@@ -387,7 +387,7 @@ class LedgerOptimizer(WrappedOptimizer):
         """
         return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Return true gradients, as in Keras 2; `apply_gradients` then takes them as they are.
 
@@ -512,7 +512,7 @@ class LedgerOptimizer(WrappedOptimizer):
 
 
 @keras.saving.register_keras_serializable("ampx")
-class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
+class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     """A Keras optimizer with its own loss scale.
 
     It is Keras' own `LossScaleOptimizer` with the loss scale of the specification, in variables that are there from
@@ -577,7 +577,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
             masters.build(self.inner_optimizer, var_list)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """Scale a loss inside the tape, as Keras does in `fit`: `ampx.scale_loss` without its checks of the loss.
 
@@ -594,7 +594,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
 
     # -- stepping -------------------------------------------------------------------------------------
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Unscale, check, clip, apply or skip, move the loss scale.
 
@@ -610,14 +610,14 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):  # typ
         """
         self._step(list(grads), None if trainable_variables is None else list(trainable_variables))
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         """Call `apply` with pairs of gradients and variables; gives `iterations`."""
         pairs = list(grads_and_vars)
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def ampx_apply_true(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Do what `apply` does with gradients that carry no scale, as `ampx run` gets them. Sync: as `apply`."""
         self._take_true()

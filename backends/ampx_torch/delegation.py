@@ -74,7 +74,7 @@ class TakenOver(DelegatingOptimizer):
             setattr(self.optimizer, name, value)
 
     def __getstate__(self) -> Any:
-        return self.optimizer.__getstate__()  # type: ignore[no-untyped-call]
+        return self.optimizer.__getstate__()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the raw optimizer, of its original class."""

@@ -279,7 +279,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Leave the raw optimizer alone."""
         self.ampx_member.begin_change()
         # A scheduler made on the raw optimizer would warn that it saw no step: skipping is no mistake.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer._opt_called = True
 
     def close(self, checked: dict[int, Any]) -> None:
         """Note the step's outcome and move the loss scale."""

@@ -386,7 +386,7 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
 
         def differentiate(scale: Any, inputs: Any, named: Any) -> tuple[Any, Any]:
             if scale is None:
-                return value_and_grad(cast, **options)(*inputs, **named)  # type: ignore[no-any-return]
+                return value_and_grad(cast, **options)(*inputs, **named)
 
             def scaled(*inputs: Any, **named: Any) -> Any:
                 outputs = cast(*inputs, **named)

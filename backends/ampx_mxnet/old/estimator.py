@@ -13,7 +13,7 @@ from ampx_mxnet.dtypes import cast
 native: Any = importlib.import_module("mxnet.gluon.contrib.estimator")
 
 
-class BatchProcessor(native.BatchProcessor):  # type: ignore[misc]
+class BatchProcessor(native.BatchProcessor):
     """Trains on a batch as gluon's own does, through `scale_loss`; for an Estimator with a wrapped trainer."""
 
     def fit_batch(

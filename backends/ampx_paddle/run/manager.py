@@ -173,7 +173,7 @@ class PaddleManager(Manager[PaddleManaged]):
             with self.working(managed):
                 managed.wrapped.ampx_unscale()
 
-    @paddle.no_grad()  # type: ignore[untyped-decorator]
+    @paddle.no_grad()
     def rescale(self, managed: PaddleManaged, factor: float) -> None:
         """Have an optimizer's pending gradients carry this loss scale, so that further ones may be added."""
         member = managed.wrapped.ampx_member

@@ -33,7 +33,7 @@ _forced: Final[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary(
 _regions: Final[list[object]] = []
 
 
-class ForcedPolicy(keras.DTypePolicy):  # type: ignore[misc]
+class ForcedPolicy(keras.DTypePolicy):
     """Computation in one dtype, whatever the session and its regions say; variables as they are."""
 
     def __init__(self, dtype: Dtype, variables: str) -> None:
@@ -182,7 +182,7 @@ def _rounded(tree: Any, dtype: str, gradients: bool) -> Any:
     def nearest(value: Any) -> Any:
         return tf.cast(tf.cast(tf.cast(value, tf.float32), SIMULATED[dtype]), value.dtype)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient
     def rounding(value: Any) -> Any:
         return nearest(value), nearest if gradients else lambda upstream: upstream
 

@@ -209,10 +209,10 @@ class Modules:
         return owners + [kind for kind in users if "__call__" in vars(kind) and not issubclass(kind, layers)]
 
     def _patched(self, owner: type, around: Around, in_graphs: bool) -> Callable[..., Any]:
-        native = owner.__call__  # type: ignore[operator]
+        native = owner.__call__
 
         @functools.wraps(native)
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        @tf.autograph.experimental.do_not_convert
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             innermost = self.innermost
             skipped = not in_graphs and not tf.executing_eagerly()

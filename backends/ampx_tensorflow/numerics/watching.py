@@ -176,7 +176,7 @@ class TensorFlowWatch:
             if not watched or not record.should_record_backprop([leaf]):
                 return leaf
 
-            @tf.custom_gradient  # type: ignore[untyped-decorator]
+            @tf.custom_gradient
             def identity(value: Any) -> Any:
                 def backward(upstream: Any) -> Any:
                     self._note_gradient(call, gradients, position, upstream)
@@ -329,7 +329,7 @@ def watch(model: Any | None, watching: Watching) -> Iterator[TensorFlowWatch]:
     native = tf.GradientTape.gradient
 
     @functools.wraps(native)
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def gradient(self: Any, *args: Any, **kwargs: Any) -> Any:
         with watched.backward():
             return native(self, *args, **kwargs)

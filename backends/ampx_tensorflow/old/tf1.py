@@ -40,7 +40,7 @@ def wrap(backend: Backend, optimizer: Any, member: Member, options: Mapping[str,
     return GraphOptimizer(backend, optimizer, member, options)
 
 
-class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[misc,name-defined]
+class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[name-defined]
     """TensorFlow's own loss scale of graphs, moved as the specification says."""
 
     def __init__(self, config: LossScale, first: LossScaleState) -> None:
@@ -82,7 +82,7 @@ class SpecifiedLossScale(_v1.mixed_precision.DynamicLossScale):  # type: ignore[
         return f"SpecifiedLossScale({self.numbers.config!r})"
 
 
-class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):  # type: ignore[misc,name-defined]
+class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossScaleOptimizer):  # type: ignore[name-defined]
     """An optimizer of `tf.compat.v1.train` with its own loss scale.
 
     `minimize(loss)` and `compute_gradients(loss)` scale the loss themselves and give true gradients; gradients of a
@@ -156,7 +156,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         """
         member = self.ampx_member
         if not member.group.enabled:
-            return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)  # type: ignore[no-any-return]
+            return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
         self.ampx_catch_up()
         if not member.pending:
             self._loss_scale.computed = []  # nobody applied them
@@ -172,7 +172,7 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
             self._computed = True  # leaving the body would call the gradients scaled
         else:
             member.note_unscaled()
-        return pairs  # type: ignore[no-any-return]
+        return pairs
 
     def zero_grad(self) -> None:
         """Forget the gradients computed since the last step: they will not be applied."""

@@ -28,7 +28,7 @@ from . import tf_keras_casting
 from .keras2 import Keras2Optimizer
 
 
-class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):  # type: ignore[misc]
+class _Meta(ABCMeta, native.LossScaleOptimizerMetaclass):
     """What both bases below ask of a class."""
 
 
@@ -154,7 +154,7 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         )
 
 
-class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
+class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):
     """A tf_keras optimizer with its own loss scale."""
 
     native = native.LossScaleOptimizerV3
@@ -192,7 +192,7 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):  # type: ignore[misc]
         guard.native(self._optimizer, "apply_gradients")(pairs, skip_gradients_aggregation=True)
 
 
-class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):  # type: ignore[misc]
+class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):
     """An optimizer of tf_keras.optimizers.legacy with its own loss scale."""
 
     native = native.LossScaleOptimizer

@@ -41,7 +41,7 @@ def tapes_watched(manager: KerasManager) -> Iterator[None]:
 
 def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(native)
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
         scale = None
         with stats.unwatched():

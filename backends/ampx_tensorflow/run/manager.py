@@ -328,7 +328,7 @@ def _applying(manager: KerasManager, native: Callable[..., Any]) -> Callable[...
     """Return `apply` of an optimizer of the script, which unscales, checks and counts."""
 
     @functools.wraps(native)
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if not manager.stood_down and isinstance(self, keras.optimizers.LossScaleOptimizer):
             if not isinstance(self, WrappedOptimizer):
@@ -355,7 +355,7 @@ def _applying_own(manager: KerasManager, native: Callable[..., Any]) -> Callable
     """Return `apply` of a wrapper, which is recorded where the script wrapped it."""
 
     @functools.wraps(native)
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         if manager.stood_down:
             manager.run.look()

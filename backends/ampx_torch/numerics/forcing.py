@@ -166,7 +166,7 @@ class _Widened:
                 if buffer is not None and buffer.dtype in LOW:
                     self._buffers.append((part, name, buffer))
         for part, name, parameter in self._parameters:
-            part._parameters[name] = parameter.float()  # type: ignore[assignment]
+            part._parameters[name] = parameter.float()
         for part, name, buffer in self._buffers:
             part._buffers[name] = buffer.float()
         self._flatten()

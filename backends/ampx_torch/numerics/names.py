@@ -129,12 +129,12 @@ def _listen(arrivals: _Arrivals) -> None:
         _listeners.append(arrivals)
         if not _patch.stands:
             _patch.native, _patch.stands = nn.Module.__call__, True
-            nn.Module.__call__ = _call  # type: ignore[method-assign]
+            nn.Module.__call__ = _call
 
 
 def _stop(arrivals: _Arrivals) -> None:
     with _lock:
         _listeners.remove(arrivals)
         if not _listeners and nn.Module.__call__ is _call:  # else somebody else's stands around it
-            nn.Module.__call__ = _patch.native  # type: ignore[method-assign]
+            nn.Module.__call__ = _patch.native
             _patch.stands = False

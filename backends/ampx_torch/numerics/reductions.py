@@ -61,8 +61,8 @@ def floating(tree: Any) -> Iterator[torch.Tensor]:
 def stored(tensor: torch.Tensor) -> torch.Tensor:
     """Return the stored elements, as real numbers; of a sharded tensor (DTensor) this process's part."""
     tensor = tensor.detach()
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # type: ignore[attr-defined]
-        tensor = torch._C._functorch.get_unwrapped(tensor)  # type: ignore[attr-defined]
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):

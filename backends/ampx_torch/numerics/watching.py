@@ -173,7 +173,7 @@ class ModuleWatch:
         wanted = [
             tensor
             for tensor in tensors
-            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[attr-defined]
+            if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         ]
         sizes = [stored(tensor).numel() for tensor in wanted] if self._watching.samples else [0] * len(wanted)
         group = _Gradients(call, sum(sizes))
@@ -238,7 +238,7 @@ class ModuleWatch:
         else:
             place = script_line()
             # The node of an operation is made before it runs; what makes none, as our reading, takes no other's place.
-            latest = torch._C._autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            latest = torch._C._autograd._get_sequence_nr() - 1
             self._nodes.setdefault(latest, (module, kind, place))
         reads = not function.is_view and not (backward and calls) and self._watching.watches(module)
         if not reads or name in _IDLE or name.startswith(("empty", "new_empty")):

@@ -145,7 +145,7 @@ def _give(optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, nn.Pa
             if own in optimizer.state:
                 optimizer.state[master] = _in_float32(optimizer.state.pop(own))
     weights = MasterWeights(pairs)
-    optimizer.ampx_masters = weights  # type: ignore[attr-defined]
+    optimizer.ampx_masters = weights
     return weights
 
 

@@ -47,7 +47,7 @@ def _grad_watched(manager: TorchManager) -> Iterator[None]:
         native.__delete__(self)
 
     def install() -> None:
-        torch.Tensor.grad = property(read, write, forget, native.__doc__)  # type: ignore[assignment, misc]
+        torch.Tensor.grad = property(read, write, forget, native.__doc__)
 
     manager.watch_gradients = install  # every read of a gradient takes longer then, so not before it must
     try:

@@ -109,7 +109,7 @@ class TorchManager(Manager[TorchManaged]):
         if not self.held:
             self.start()
         managed = TorchManaged(raw, script_line())
-        raw.step = MethodType(self._shadow(managed), raw)  # type: ignore[method-assign]
+        raw.step = MethodType(self._shadow(managed), raw)
         self.keep(managed)
 
     def start(self) -> None:

@@ -61,7 +61,7 @@ class _ApexAlias(ImportAlias):
     def _hide(self) -> None:
         package = sys.modules["apex"]
         self._hidden = sys.modules.pop(_AMP)
-        del package.amp  # type: ignore[attr-defined]
+        del package.amp
 
         def look_up(name: str) -> ModuleType:
             if name == "amp" and self._hidden is not None:

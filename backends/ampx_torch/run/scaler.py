@@ -187,7 +187,7 @@ class _Watch:
             native(scaler, new_scale)
             if seen is not None:
                 if before is not None:
-                    self._carry_over(seen, scaler._scale / before)  # type: ignore[operator]
+                    self._carry_over(seen, scaler._scale / before)
                 self._turn(scaler, seen)
 
     def _carry_over(self, seen: _Seen, change: torch.Tensor) -> None:

@@ -168,4 +168,4 @@ class ScaledLoss:
     def backward(self, **kwargs: Any) -> None:
         """Run backward, with torch's options."""
         with self._scaler.scaling(self._loss) as scaled:
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+            scaled.backward(**kwargs)

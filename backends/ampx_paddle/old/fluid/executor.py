@@ -18,7 +18,7 @@ from .script import check_callers
 __all__ = ["DataFeeder", "Executor", "LoDTensor"]
 
 
-class _Fetched(np.ndarray):  # type: ignore[misc]
+class _Fetched(np.ndarray):
     """What is fetched: scripts write `float(loss)`, also of a row, which NumPy allows no more for shape (1,)."""
 
     def __float__(self) -> float:

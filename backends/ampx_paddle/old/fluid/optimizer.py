@@ -50,7 +50,7 @@ _OPTIMIZERS: Final[dict[str, tuple[type[Any], dict[str, Any]]]] = {
 _RENAMED: Final = {"parameter_list": "parameters", "regularization": "weight_decay"}
 
 
-class _Fluid(paddle.optimizer.Optimizer):  # type: ignore[misc]
+class _Fluid(paddle.optimizer.Optimizer):
     """Takes its arguments, and `minimize`, as fluid did."""
 
     __signature__: ClassVar[Signature]

@@ -10,7 +10,7 @@ import paddle
 __all__ = ["cosine_decay", "exponential_decay", "noam_decay", "piecewise_decay", "polynomial_decay"]
 
 
-class Schedule(paddle.optimizer.lr.LRScheduler):  # type: ignore[misc]
+class Schedule(paddle.optimizer.lr.LRScheduler):
     """A learning rate by the number of steps so far; `Executor.run` counts."""
 
     def __init__(self, rate: Callable[[int], float]) -> None:

@@ -169,7 +169,7 @@ class LossesInTurn(ApexOptimizer):
 
 def _wrap_in_turn(optimizer: Any, member: Member, options: Mapping[str, Any]) -> LossesInTurn:
     """Turn a script's optimizer into one of the older calls, in place."""
-    return make(optimizer, LossesInTurn, member, options)  # type: ignore[return-value]
+    return make(optimizer, LossesInTurn, member, options)
 
 
 class AmpHandle:

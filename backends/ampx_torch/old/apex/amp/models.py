@@ -106,15 +106,15 @@ class _Replicate:
 
     def __call__(self) -> nn.Module:
         """Copy as torch does; the copy's `forward` then is its own."""
-        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[operator]
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
         vars(replica)["forward"] = CastForward(replica, *self.casts, vars(self.module)["forward"].before)
         return replica
 
 
 def cast_calls(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
     """Cast what goes into a model and what comes out."""
-    model.forward = CastForward(model, inputs, outputs, vars(model).get("forward"))  # type: ignore[method-assign]
-    model._replicate_for_data_parallel = _Replicate(model, inputs, outputs)  # type: ignore[assignment]
+    model.forward = CastForward(model, inputs, outputs, vars(model).get("forward"))
+    model._replicate_for_data_parallel = _Replicate(model, inputs, outputs)
 
 
 def cast_batch(value: Any, dtype: torch.dtype) -> Any:

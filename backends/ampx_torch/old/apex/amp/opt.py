@@ -188,7 +188,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         events = self._check()
         overflowed = self._overflowed
         # Schedulers ask it, and would warn that they saw no step: skipping is no mistake.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer._opt_called = True
         if not overflowed:
             self._apply()
         self._close()
@@ -354,7 +354,7 @@ def make(optimizer: Any, kind: type[ApexOptimizer], member: Member, options: Map
     """Turn an optimizer into one of a kind, in place."""
     take_over(optimizer, kind)
     optimizer.begin(member, None if options["plan"] is None else options["plan"].device)
-    return optimizer  # type: ignore[no-any-return]
+    return optimizer
 
 
 # -- which gradients of a low-precision model its masters have already ------------------------------

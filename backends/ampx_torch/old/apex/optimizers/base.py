@@ -35,7 +35,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles need: torch leaves out all attributes of its subclasses."""
         own = {name: value for name, value in vars(self).items() if name[:1] != "_" and not callable(value)}
-        return {**own, **super().__getstate__(), "_dummy_overflow_buf": self._dummy_overflow_buf}  # type: ignore[no-untyped-call]
+        return {**own, **super().__getstate__(), "_dummy_overflow_buf": self._dummy_overflow_buf}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients, by default in the way that `set_grad_none` says."""

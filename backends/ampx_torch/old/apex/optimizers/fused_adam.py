@@ -57,7 +57,7 @@ class FusedAdam(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.set_grad_none = set_grad_none
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         grads: None = None,

@@ -49,7 +49,7 @@ class LARC(DelegatingOptimizer):
         """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scale the gradients, and step the wrapped optimizer; a closure is evaluated before."""
         loss = None
         if closure is not None:
