@@ -58,8 +58,10 @@ def interrupted_everywhere(
         sys.settrace(interruption.enter)
         try:
             act(subject)
-        except error:
-            if interruption.place is None:
+        except BaseException as raised:
+            # JAX raises an error of its own because of one that comes while it compares static values.
+            interrupted = isinstance(raised, error) or isinstance(raised.__cause__, error)
+            if interruption.place is None or not interrupted:
                 raise
         finally:
             sys.settrace(before)
