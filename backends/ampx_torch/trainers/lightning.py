@@ -17,7 +17,44 @@ from ampx_torch.closures import evaluates_once
 from .scaler import TrainerScaler
 
 
-class AmpxFabricPrecision(FabricPrecision):
+class _ByAmpx:
+    """What both plugins are to their trainer: a region that casts, and loss scales in its checkpoints.
+
+    Attributes:
+        scaler: The optimizers of ampx beside the trainer's.
+        precision: The trainer's name of what the session computes in.
+    """
+
+    def __init__(self, amp: Amp, **options: Any) -> None:
+        """Serve a session.
+
+        Args:
+            amp: What `ampx.init` returned; with `process_wide=False` casting is on in the trainer's regions only: those
+                of Fabric, or the steps of Lightning's module.
+            **options: For `amp.wrap_optimizer`.
+        """
+        self.scaler = TrainerScaler(amp, **options)
+        names = {"float16": "16-mixed", "bfloat16": "bf16-mixed"}
+        self.precision: Any = names.get(str(amp.effective.dtype), "32-true")
+
+    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Return ampx's optimizer beside one of the trainer's, for `last_step`, `loss_scale` and `ampx.gate`."""
+        return self.scaler.wrapped(_raw(optimizer))
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return a region that casts."""
+        return self.scaler.amp.autocast()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loss scales."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over loss scales, of another precision plugin's GradScaler too."""
+        self.scaler.load_state_dict(state_dict)
+
+
+class AmpxFabricPrecision(_ByAmpx, FabricPrecision):
     """Has Fabric cast, scale and step by ampx: `Fabric(plugins=AmpxFabricPrecision(amp))`.
 
     Fabric does not tell a plugin of its optimizers: call `manage` with them. It does not save a plugin's state either:
@@ -27,27 +64,9 @@ class AmpxFabricPrecision(FabricPrecision):
         scaler: The optimizers of ampx beside Fabric's.
     """
 
-    def __init__(self, amp: Amp, **options: Any) -> None:
-        """Serve a session.
-
-        Args:
-            amp: What `ampx.init` returned; with `process_wide=False` casting is on in Fabric's regions only.
-            **options: For `amp.wrap_optimizer`.
-        """
-        self.scaler = TrainerScaler(amp, **options)
-        self.precision = _name(amp)
-
     def manage(self, *optimizers: torch.optim.Optimizer) -> None:
         """Wrap optimizers, as `Fabric.setup` returned them or raw, in the order of their checkpoints."""
         self.scaler.manage(_raw(optimizer) for optimizer in optimizers)
-
-    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return ampx's optimizer beside one of Fabric's, for `last_step`, `loss_scale` and `ampx.gate`."""
-        return self.scaler.wrapped(_raw(optimizer))
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a region that casts."""
-        return self.scaler.amp.autocast()
 
     def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss."""
@@ -62,16 +81,8 @@ class AmpxFabricPrecision(FabricPrecision):
         """Make gradients true, before they are clipped."""
         self.scaler.unscale_(_raw(optimizer))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loss scales."""
-        return self.scaler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over loss scales, of another precision plugin's GradScaler too."""
-        self.scaler.load_state_dict(state_dict)
-
-
-class AmpxPrecision(Precision):
+class AmpxPrecision(_ByAmpx, Precision):
     """Has Lightning's Trainer cast, scale and step by ampx: `Trainer(plugins=AmpxPrecision(amp))`.
 
     Loss scales are in the Trainer's checkpoints. Schedulers that move with the steps wait for skipped ones.
@@ -79,16 +90,6 @@ class AmpxPrecision(Precision):
     Attributes:
         scaler: The optimizers of ampx beside the Trainer's.
     """
-
-    def __init__(self, amp: Amp, **options: Any) -> None:
-        """Serve a session.
-
-        Args:
-            amp: What `ampx.init` returned; with `process_wide=False` casting is on in the module's steps only.
-            **options: For `amp.wrap_optimizer`.
-        """
-        self.scaler = TrainerScaler(amp, **options)
-        self.precision = _name(amp)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Wrap the optimizers; have their schedulers wait for skipped steps.
@@ -101,14 +102,6 @@ class AmpxPrecision(Precision):
                 optimizer = self.scaler.wrapped(config.scheduler.optimizer)
                 config.scheduler = self.scaler.amp.gate(config.scheduler, optimizer)
         return super().connect(model, optimizers, lr_schedulers)
-
-    def wrapped(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return ampx's optimizer beside one of the Trainer's, for `last_step`, `loss_scale` and `ampx.gate`."""
-        return self.scaler.wrapped(_raw(optimizer))
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a region that casts."""
-        return self.scaler.amp.autocast()
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward on the scaled loss."""
@@ -134,21 +127,7 @@ class AmpxPrecision(Precision):
         self.scaler.step(optimizer, **kwargs)
         return result
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loss scales."""
-        return self.scaler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over loss scales."""
-        self.scaler.load_state_dict(state_dict)
-
 
 def _raw(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside Lightning's or Fabric's."""
     return getattr(optimizer, "_optimizer", optimizer)
-
-
-def _name(amp: Amp) -> Any:
-    """Return Lightning's name of what the session computes in."""
-    names = {"float16": "16-mixed", "bfloat16": "bf16-mixed"}
-    return names.get(str(amp.effective.dtype), "32-true")
