@@ -31,3 +31,12 @@ def nothing_of_its_own(monkeypatch):
     for name in ("jmp", "flax.training.dynamic_scale"):
         monkeypatch.setitem(sys.modules, name, None)  # so that it is as before afterwards, also where a test imports it
         monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def quiet_end():
+    """Low precision that a CPU is slow in is no news here; no test leaves a session."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        yield
+    ampx.shutdown()

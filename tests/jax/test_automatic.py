@@ -3,7 +3,6 @@
 import json
 import pathlib
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,7 @@ PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "plain" / "jax_plain.
 A = jnp.asarray(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3))
 B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))
 
-
-@pytest.fixture(autouse=True)
-def end(nothing_of_its_own):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
 
 
 def automate(dtype="bfloat16"):

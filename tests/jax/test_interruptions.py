@@ -5,7 +5,6 @@ host: the session, the regions, flax's objects, and what `ampx run` knows of the
 """
 
 import os
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +24,7 @@ THOROUGH = bool(os.environ.get("AMPX_TEST_ALL"))  # every line and call; else a 
 START = jnp.array([[1.0, -2.0], [0.5, 0.25]])
 INPUTS = jnp.array([[1.0, 2.0], [-1.0, 0.5], [0.25, 4.0]])
 
-
-@pytest.fixture(autouse=True)
-def end(nothing_of_its_own):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
 
 
 def places(stride, first=1):

@@ -1,7 +1,5 @@
 """The meter: updates that round to nothing and gradients that flush, counted again by NumPy."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +13,7 @@ from ampx.numerics.rounding import sample
 from ampx.protocol import METER_EVERY
 from ampx_jax.state import find_all
 
-
-@pytest.fixture(autouse=True)
-def restored():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("quiet_end")
 
 
 def init(dtype="bfloat16", level="O1", every=2, **options):

@@ -3,7 +3,6 @@
 import functools
 import gc
 import inspect
-import warnings
 import weakref
 
 import jax
@@ -22,13 +21,7 @@ INFINITE = float("inf")
 # More steps than the host leaves unseen, and three of them overflow: the last, and two in a row.
 PATTERN = [INFINITE if number in (20, 50, 51, 99) else 1.0 + number / 100 for number in range(100)]
 
-
-@pytest.fixture(autouse=True)
-def end(nothing_of_its_own):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("nothing_of_its_own", "quiet_end")
 
 
 def automate(dtype="bfloat16"):

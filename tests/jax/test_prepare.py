@@ -1,7 +1,5 @@
 """Levels O2 and O3: low-precision parameters, float32 norms, float32 copies in the optimizer state, checkpoints."""
 
-import warnings
-
 import equinox
 import jax
 import jax.numpy as jnp
@@ -19,13 +17,7 @@ from ampx_jax.state import find_all
 LOW = ("bfloat16", "float16")
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
-
-@pytest.fixture(autouse=True)
-def restored():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ampx.PrecisionWarning)
-        yield
-    ampx.shutdown()
+pytestmark = pytest.mark.usefixtures("quiet_end")
 
 
 def init(level="O2", dtype="bfloat16", **options):

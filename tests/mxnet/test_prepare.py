@@ -54,12 +54,21 @@ def batch(seed):
     return mx.nd.array(np.random.RandomState(seed).randn(8, 5, 4))
 
 
+def mean_square(output):
+    return output.square().mean()
+
+
+def backward(net, inputs, opt, loss_of=mx.nd.sum):
+    """Run the backward of a scaled loss of what a network returns."""
+    with autograd.record():
+        loss = loss_of(net(inputs))
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+
+
 def train(net, opt, steps=3, start=0):
     for seed in range(start, start + steps):
-        with autograd.record():
-            loss = net(batch(seed)).square().mean()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, batch(seed), opt, mean_square)
         opt.step(1)
         assert opt.last_step.applied
 
@@ -230,10 +239,7 @@ def test_small_updates_add_up_in_the_masters(first, clips, scale, tmp_path):
     if first == "prepare":
         opt = amp.wrap_optimizer(opt, **options)
     for _ in range(64):
-        with autograd.record():
-            loss = net(mx.nd.ones((1, 1))).sum()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, mx.nd.ones((1, 1)), opt)
         opt.step(1)
     # 64 steps of 2**-14: each is lost in bfloat16, the sum is exact.
     assert saved(net, tmp_path)["weight"].item() == 1 - 2.0**-8
@@ -248,10 +254,7 @@ def test_o3_has_no_masters_that_such_updates_add_up_in():
     net, opt = amp.prepare(net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 2.0**-14}))
     opt = amp.wrap_optimizer(opt)
     for _ in range(3):
-        with autograd.record():
-            loss = net(mx.nd.ones((1, 1))).sum()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, mx.nd.ones((1, 1)), opt)
         opt.step(1)
     assert own(net)["weight"].item() == 1.0
 
@@ -271,10 +274,7 @@ def test_training_equals_masters_written_by_hand(name, hybridize):
     net, raw = amp.prepare(net, trainer_of(net, name))
     opt, trainer = amp.wrap_optimizer(raw), trainer_of(plain, name)
     for seed in range(4):
-        with autograd.record():
-            loss = net(batch(seed)).square().mean()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, batch(seed), opt, mean_square)
         opt.step(1)
         for low, parameter in zip(net.collect_params().values(), plain.collect_params().values(), strict=True):
             parameter.grad()[:] = cast_tensor(low.grad(), "float32")
@@ -311,10 +311,7 @@ def test_weights_written_between_prepare_and_the_first_step_count(write, tmp_pat
     opt = amp.wrap_optimizer(raw)
     write(net)
     for _ in range(2):
-        with autograd.record():
-            loss = net(mx.nd.full((1, 4), 0.25)).sum()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, mx.nd.full((1, 4), 0.25), opt)
         opt.step(1)
     exact = write in (rewrite, initialize)
     start = np.full((2, 4), 0.3, "float32") if exact else rounded(np.full((2, 4), 0.3))
@@ -348,10 +345,7 @@ def test_an_overflow_leaves_masters_network_and_states_bit_identical(clips, hybr
     trains = {name for name, parameter in parameters(net).items() if parameter.grad_req != "null"}
     before = [{k: v for k, v in values.items() if k in trains} for values in (own(net), saved(net, tmp_path))]
     states, scale = momenta(opt), opt.loss_scale
-    with autograd.record():
-        loss = (net(batch(0)) * float("inf")).sum()
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+    backward(net, batch(0), opt, lambda output: (output * float("inf")).sum())
     opt.step(1)
     assert not opt.last_step.applied
     assert opt.loss_scale == scale / 2
@@ -370,14 +364,8 @@ def test_true_gradients_are_float32_and_accumulate():
     net.initialize(mx.init.One())
     net, raw = amp.prepare(net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}))
     opt = amp.wrap_optimizer(raw)
-
-    def backward():
-        with autograd.record():
-            loss = net(mx.nd.array([[3.0, 4.0]])).sum()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
-
-    backward()
+    inputs = mx.nd.array([[3.0, 4.0]])
+    backward(net, inputs, opt)
     ampx.unscale(opt)
     assert net.weight.grad().dtype == np.float32
     assert net.weight.grad().asnumpy().tolist() == [[3.0, 4.0]]
@@ -386,7 +374,7 @@ def test_true_gradients_are_float32_and_accumulate():
     expected = 1 - np.array([[3, 4]], "float32") * np.float32(0.3 / 5)
     np.testing.assert_allclose(net.weight.ampx_masters[0].asnumpy(), expected, rtol=2.0**-22)
     assert name_of(net.weight.grad().dtype) == "bfloat16"
-    backward()
+    backward(net, inputs, opt)
     opt.step(1)
     np.testing.assert_allclose(net.weight.ampx_masters[0].asnumpy(), expected - [[3, 4]], rtol=2.0**-20)
 
@@ -400,10 +388,7 @@ def test_gradients_that_add_are_summed_up():
     net, raw = amp.prepare(net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}))
     opt = amp.wrap_optimizer(raw)
     for _ in range(2):
-        with autograd.record():
-            loss = net(mx.nd.array([[1.0, 2.0]])).sum()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, mx.nd.array([[1.0, 2.0]]), opt)
     opt.step(1)
     assert net.weight.ampx_masters[0].asnumpy().tolist() == [[-1.0, -3.0]]
 
@@ -438,10 +423,7 @@ def test_the_meter_of_lost_updates_reads_nothing_where_there_are_masters(level, 
     net, raw = amp.prepare(net, gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 2.0**-12}))
     opt = amp.wrap_optimizer(raw)
     for _ in range(100):
-        with autograd.record():
-            loss = net(mx.nd.ones((1, 4))).sum()
-            with ampx.scale_loss(loss, opt) as scaled:
-                scaled.backward()
+        backward(net, mx.nd.ones((1, 4)), opt)
         opt.step(1)
     assert opt.meter.lost == lost
 
@@ -576,10 +558,7 @@ def test_gradients_of_float16_that_are_smaller_than_it_reaches_are_applied(unsca
     net, raw = prepare(net, raw, CastPlan("cpu", "float16", "O2"))
     opt = amp.wrap_optimizer(raw, **({"max_grad_norm": 1.0} if unscale == "clip" else {}))
     assert name_of(net.weight.data().dtype) == "float16"
-    with autograd.record():
-        loss = (net(mx.nd.full((1, 2), 2.0**-6)) * 2.0**-20).sum()
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+    backward(net, mx.nd.full((1, 2), 2.0**-6), opt, lambda output: (output * 2.0**-20).sum())
     if unscale == "by hand":
         ampx.unscale(opt)
         assert net.weight.grad().asnumpy().tolist() == [2.0**-26] * 2
@@ -622,10 +601,7 @@ def test_preparing_while_gradients_are_pending_is_refused():
     raw = gluon.Trainer([p for net in nets for p in net.collect_params().values()], "sgd")
     opt = amp.wrap_optimizer(raw)
     amp.prepare(nets[0], opt)
-    with autograd.record():
-        loss = nets[0](mx.nd.ones((1, 2))).sum()
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+    backward(nets[0], mx.nd.ones((1, 2)), opt)
     with pytest.raises(ampx.ProtocolError, match="pending"):
         amp.prepare(nets[1], opt)
     assert name_of(nets[1].weight.data().dtype) == "float32"
@@ -643,10 +619,7 @@ def test_a_level_that_needs_prepare_does_not_train_in_float32_without_it(level):
     with pytest.raises(ampx.ProtocolError, match="prepare"), ampx.scale_loss(loss, opt):
         pass
     amp.prepare(net, opt)
-    with autograd.record():
-        loss = net(mx.nd.ones((1, 2))).sum()
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+    backward(net, mx.nd.ones((1, 2)), opt)
     opt.step(1)
     assert opt.last_step.applied
 

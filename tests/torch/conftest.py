@@ -1,6 +1,7 @@
 """Every test starts without a session and leaves none; torch computes on one thread, so that sums are the same."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -60,7 +61,10 @@ def same():
 
 @pytest.fixture(scope="session")
 def run_two_ranks():
-    """Run a worker as two gloo processes on this machine; what they leave in the folder is for the tests to judge."""
+    """Run a worker as two gloo processes on this machine; what they leave in the folder is for the tests to judge.
+
+    Gives a function that reads what both left of a scenario, and fails where one never finished it or raised.
+    """
 
     def run(worker, folder):
         if simulated_cuda.started():
@@ -71,5 +75,18 @@ def run_two_ranks():
         ranks = [start([*command, rank, folder], GLOO_SOCKET_IFNAME="lo") for rank in ("0", "1")]
         for rank, done in enumerate(processes.finish(ranks)):  # what came before a scenario that hangs still counts
             (folder / f"stderr.{rank}").write_text(done.stderr)
+
+        def read(scenario):
+            results = []
+            for rank in (0, 1):
+                path = folder / f"{scenario}.{rank}.json"
+                if not path.exists():
+                    pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")
+                record = json.loads(path.read_text())
+                assert "error" not in record, f"rank {rank}: {record['error']}"
+                results.append(record)
+            return results
+
+        return read
 
     return run

@@ -3,7 +3,6 @@
 What is right comes from plain torch in one process on the whole batch: no ampx, no distribution, no scaling.
 """
 
-import json
 import math
 import pathlib
 
@@ -33,21 +32,7 @@ SKIPS_NOTHING = [
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory, run_two_ranks):
-    folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(WORKER, folder)
-
-    def read(scenario):
-        results = []
-        for rank in (0, 1):
-            path = folder / f"{scenario}.{rank}.json"
-            if not path.exists():
-                pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")
-            record = json.loads(path.read_text())
-            assert "error" not in record, f"rank {rank}: {record['error']}"
-            results.append(record)
-        return results
-
-    return read
+    return run_two_ranks(WORKER, tmp_path_factory.mktemp("ranks"))
 
 
 def decisions(record):

@@ -44,20 +44,7 @@ def device(request):
 def records(device, tmp_path_factory, run_two_ranks):
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "asked.json").write_text(json.dumps({"device": device, "cases": CASES}))
-    run_two_ranks(WORKER, folder)
-
-    def read(case):
-        results = []
-        for rank in (0, 1):
-            path = folder / f"{case}.{rank}.json"
-            if not path.exists():
-                pytest.fail(f"rank {rank} never finished: {(folder / f'stderr.{rank}').read_text()}")
-            record = json.loads(path.read_text())
-            assert "error" not in record, f"rank {rank}: {record['error']}"
-            results.append(record)
-        return results
-
-    return read
+    return run_two_ranks(WORKER, folder)
 
 
 def train_plainly():

@@ -9,12 +9,11 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampx
 from processes import run_python
+from waits import CountsWaits
 
-WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
 SCRIPT = """
 import torch
 weight = torch.nn.Parameter(torch.ones(2))
@@ -26,18 +25,6 @@ for step in range(1, 8):
     optimizer.zero_grad()
 {end}
 """
-
-
-class CountsWaits(TorchDispatchMode):
-    """Count the operations that would make the host wait for an accelerator."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.waits += func.name().split(".")[0] in WAITS
-        return func(*args, **(kwargs or {}))
 
 
 def wrapped(**options):

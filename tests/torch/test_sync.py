@@ -9,26 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampx
 from ampx_torch import gradients, step as stepping
 from ampx_torch.backend import TorchBackend
+from waits import CountsWaits
 
 INF = float("inf")
-WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal")
-
-
-class CountsWaits(TorchDispatchMode):
-    """Count the operations that would make the host wait for an accelerator."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.waits += func.name().split(".")[0] in WAITS
-        return func(*args, **(kwargs or {}))
 
 
 def float32(value):

@@ -50,7 +50,7 @@ def simulated_cuda_folder(tmp_path_factory):
     """Where the simulated CUDA device is, which a process starts by `simulated_cuda.start(folder)`."""
     folder = pathlib.Path(os.environ.get("TOX_ENV_DIR") or tmp_path_factory.getbasetemp().parent) / "simulated-cuda"
     try:
-        simulated_cuda._build(pathlib.Path(torch.__file__).parent, folder)
+        simulated_cuda.build(pathlib.Path(torch.__file__).parent, folder)
     except simulated_cuda.CannotSimulateError as error:
         pytest.skip(str(error))
     return folder

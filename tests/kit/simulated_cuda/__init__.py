@@ -46,7 +46,7 @@ def start(folder: pathlib.Path) -> None:
     if spec is None or spec.origin is None:
         raise CannotSimulateError("there is no torch")
     home = pathlib.Path(spec.origin).parent
-    library = _build(home, folder)
+    library = build(home, folder)
     ctypes.CDLL(str(home / "lib" / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
     global _library, built_in
     _library = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
@@ -55,7 +55,8 @@ def start(folder: pathlib.Path) -> None:
     built_in = folder
 
 
-def _build(home: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+def build(home: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Compile the device for the torch at `home`, unless `folder` has it; return the library."""
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
         raise CannotSimulateError(f"there is no C++ compiler ({compiler}) to build the simulated CUDA device with")
