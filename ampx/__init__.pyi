@@ -62,6 +62,7 @@ from .errors import (
     NestedScaleError as NestedScaleError,
     NonFiniteLossError as NonFiniteLossError,
     NotAnOptimizerError as NotAnOptimizerError,
+    NotEnteredError as NotEnteredError,
     NotInitializedError as NotInitializedError,
     NotScaledError as NotScaledError,
     NotWrappedError as NotWrappedError,

@@ -119,6 +119,10 @@ class NestedScaleError(ProtocolError):
     """`scale_loss` was entered twice for one optimizer."""
 
 
+class NotEnteredError(ProtocolError, AttributeError):
+    """`scale_loss` was used as if it were the scaled loss, which only its `with` block has."""
+
+
 class RawStepError(ProtocolError):
     """The raw optimizer was stepped while scaled gradients were pending."""
 

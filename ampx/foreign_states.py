@@ -51,6 +51,11 @@ def import_state(data: object) -> dict[str, Any]:
     except Exception as error:
         raise _unknown(f"a {type(data).__name__}, reading which raises {type(error).__name__}") from error
     if match is None:
+        if isinstance(data, dict) and not data:
+            raise UnknownSchemaError(
+                "the state is an empty dict, which a GradScaler saves that is switched off: it holds no loss scale; "
+                "accepted: a state that holds one. Load nothing; the optimizer begins with its first scale."
+            )
         raise _unknown(_outline(data))
     name, fields, read = match
     try:

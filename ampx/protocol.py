@@ -460,7 +460,7 @@ class Member:
         self._check_interrupted("scale_loss")
 
     def check_step(self) -> None:
-        """Raise unless scaled or unscaled gradients are pending.
+        """Raise unless scaled or unscaled gradients are pending, for a step or what may come right before it.
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.
@@ -469,16 +469,16 @@ class Member:
         """
         if self.stage == "idle" and self._region is None:
             raise NotScaledError(
-                "step was called on gradients whose loss did not go through scale_loss; dividing them by the "
-                "loss scale would shrink the update. Call backward inside "
-                "`with ampx.scale_loss(loss, opt) as scaled:` before opt.step()."
+                "the gradients did not go through scale_loss since the last step; dividing them by the loss scale "
+                "would shrink the update. Call backward inside `with ampx.scale_loss(loss, opt) as scaled:` before "
+                "opt.step(), unscale or clip_grad_norm."
             )
         if self.stage in ("idle", "inside"):
             raise NestedScaleError(
-                "step was called inside a scale_loss body; the gradients are not complete there. Call opt.step() "
-                "after the with block (if an exception kept it from being left, call opt.zero_grad())."
+                "step, unscale or clip_grad_norm was called inside a scale_loss body; the gradients are not complete "
+                "there. Call it after the with block (if an exception kept it from being left, call opt.zero_grad())."
             )
-        self._check_interrupted("step")
+        self._check_interrupted("step, unscale or clip_grad_norm")
 
     def _check_interrupted(self, call: str) -> None:
         if self.stage == "interrupted":

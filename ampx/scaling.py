@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from .backend import Backend, CastPlan, Loss
 from .errors import (
@@ -16,6 +16,7 @@ from .errors import (
     LossDtypeError,
     LossShapeError,
     NonFiniteLossError,
+    NotEnteredError,
     ProtocolError,
     UnsupportedByBackendError,
     shown,
@@ -165,6 +166,14 @@ class ScaleLoss(Generic[LossT]):
             for other, before in self._watched:
                 other.ampx_notice_foreign(before, self._scale)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise for what a loss has and a region has not: `backward`, mostly."""
+        raise NotEnteredError(
+            f"scale_loss was used without with: .{name} was asked of the region, and only its block has the scaled "
+            f"loss; accepted: `with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`, or what the framework "
+            f"has in place of backward. Write it so."
+        )
+
     def _choose_scale(self) -> Scalar:
         """Return the scale that pending gradients carry, or else the smallest current one."""
         loss_id = self._loss_id
@@ -239,7 +248,7 @@ def check_loss(backend: Backend, loss: Loss, check_nan: bool | None, call: str =
     if info.elements != 1 and not (info.elements and backend.capabilities.vector_losses):
         raise LossShapeError(
             f"{call} got a loss of {info.elements} elements; accepted: a scalar. Reduce it first, for instance "
-            f"with loss.mean()."
+            f"to its mean."
         )
     if not info.floating:
         raise LossDtypeError(

@@ -94,6 +94,14 @@ class Amp:
         # Losses that came out of scale_loss, by id; an entry goes with its object.
         self.scaled: dict[int, Callable[[], Any]] = {}
 
+    def __repr__(self) -> str:
+        effective = self.effective
+        state = effective.reason if effective.enabled else "enabled=False"
+        if not self._active:
+            state = "shut down"
+        dtype = effective.dtype or "float32"
+        return f"<ampx.Amp: {self.framework} in {dtype} on {effective.device}, {effective.level}; {state}>"
+
     @property
     def framework(self) -> str:
         """Name of the framework."""
@@ -634,9 +642,11 @@ class Amp:
                 f"be unscaled twice. Use the object that the first call returned."
             )
         if not self.backend.is_optimizer(opt):
+            kind = opt if isinstance(opt, type) else type(opt)
             raise NotAnOptimizerError(
-                f"wrap_optimizer got {type(opt).__module__}.{type(opt).__qualname__}, which is no optimizer of "
-                f"{self.framework!r}; accepted: one of the framework's optimizers or a list of them. Pass that."
+                f"wrap_optimizer got {'the class ' if kind is opt else ''}{kind.__module__}.{kind.__qualname__}, which "
+                f"is no optimizer of {self.framework!r}; accepted: one of the framework's optimizers or a list of "
+                f"them. Pass that{', made with its parameters' if kind is opt else ''}."
             )
 
     def _is_remembered(self, opt: Any) -> bool:

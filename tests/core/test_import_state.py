@@ -268,6 +268,11 @@ def test_what_no_library_saved_is_refused(saved):
     assert type(caught.value) is UnknownSchemaError
 
 
+def test_the_state_of_a_scaler_that_is_off_is_named():
+    with pytest.raises(UnknownSchemaError, match="switched off"):
+        ampx.import_state({})
+
+
 def test_a_large_checkpoint_is_not_printed_whole():
     with pytest.raises(UnknownSchemaError) as caught:
         ampx.import_state({f"layer{number}.weight": 0 for number in range(10_000)})

@@ -331,6 +331,26 @@ def test_a_nested_scale_loss_is_refused_and_the_outer_goes_on(trainer, alpha):
     assert trainer.param.value == -2.0
 
 
+def test_a_region_used_as_the_loss_says_where_the_scaled_loss_is(trainer, alpha):
+    region = ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt)
+    with pytest.raises(ampx.NotEnteredError, match=r"without with: \.backward .* as scaled: scaled\.backward\(\)"):
+        region.backward()
+    assert not hasattr(region, "backward")  # libraries ask so
+    with region as scaled:
+        scaled.backward()
+    trainer.opt.step()
+    assert trainer.param.value == -2.0
+
+
+@pytest.mark.parametrize("call", [ampx.unscale, lambda opt: ampx.clip_grad_norm(opt, 1.0)])
+def test_what_was_never_scaled_is_refused_without_speaking_of_another_call(call, trainer, alpha):
+    alpha.Loss((trainer.param, 2.0)).backward()
+    with pytest.raises(ampx.NotScaledError) as caught:
+        call(trainer.opt)
+    assert "step was called" not in str(caught.value)
+    assert (trainer.param.grad, trainer.opt.loss_scale) == (2.0, 1024.0)
+
+
 def test_the_same_region_is_not_entered_twice(trainer, alpha):
     region = ampx.scale_loss(alpha.Loss((trainer.param, 2.0)), trainer.opt)
     with region as scaled:

@@ -3,6 +3,7 @@
 import collections
 import gc
 import math
+import re
 import sys
 import threading
 import types
@@ -218,6 +219,20 @@ def test_what_is_no_optimizer_is_refused(alpha, beta):
         with pytest.raises(ampx.NotAnOptimizerError):
             ampx.wrap_optimizer(wrong)
     assert ampx.state_dict()["groups"] == []
+
+
+def test_a_class_in_the_place_of_an_optimizer_is_named(alpha):
+    ampx.init("alpha")
+    with pytest.raises(ampx.NotAnOptimizerError, match=r"the class \S*Sgd, .*made with its parameters"):
+        ampx.wrap_optimizer(alpha.Sgd)
+
+
+def test_a_session_prints_what_it_does(alpha):
+    amp = ampx.init("alpha", dtype="bfloat16")
+    assert re.match(r"<ampx\.Amp: alpha in bfloat16 on \w+, O1; .+>", repr(amp))
+    amp.shutdown()
+    assert repr(amp).endswith("; shut down>")
+    assert repr(ampx.init("alpha", enabled=False)).endswith("in float32 on cpu, O1; enabled=False>")
 
 
 def test_wrapping_twice_is_refused(alpha, make_trainer):
