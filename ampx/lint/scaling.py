@@ -365,6 +365,27 @@ def unscaled_beside_scaled(script: Script) -> Iterator[Place]:
                     f"the gradients of `{loss}` carry no loss scale and are divided by that of `{last.scaler}`; scale "
                     "this loss, too",
                 )
+    yield from _unscaled_in_block(script)
+
+
+def _unscaled_in_block(script: Script) -> Iterator[Place]:
+    """Backward on the loss that a block was given, where it yields the scaled one."""
+    for region, call, _ in script.blocks:
+        loss = dotted(call.args[0]) if call.args else None
+        bound = {dotted(node) for node in ast.walk(region) if isinstance(getattr(node, "ctx", None), ast.Store)}
+        if loss is None or loss in bound:
+            continue
+        scaled = next((dotted(item.optional_vars) for item in region.items if item.context_expr is call), None)
+        for backward in script.calls:
+            if called_name(backward) != "backward" or not script.program.inside(backward, region):
+                continue
+            owner = backward.func.value if isinstance(backward.func, ast.Attribute) else None
+            if loss in (dotted(owner), dotted(backward.args[0]) if backward.args else None):
+                yield (
+                    backward,
+                    f"the gradients of `{loss}` carry no loss scale and are divided by it; call backward on "
+                    f"{f'`{scaled}`' if scaled else 'what the block yields'}",
+                )
 
 
 def made_in_a_loop(script: Script) -> Iterator[Place]:
