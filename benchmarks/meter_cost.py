@@ -1,4 +1,4 @@
-"""What the meter costs, in PyTorch: a step that it looks at beside one that it does not, of which there are 99."""
+"""What the meter costs in PyTorch, in bfloat16."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import sys
 from collections.abc import Callable
 
 import torch
-from _paired import paired
+from _metered import metered
 from workloads import Workload, chosen
 
 import ampx
-from ampx.numerics.meter import EVERY
 
 
 def measure(workload: Workload, quick: bool) -> dict[str, object]:
-    """Time the two kinds of step of a workload in turn; return the share of all steps' time that the meter takes."""
+    """Measure one workload."""
     torch.manual_seed(0)
     batch, model = workload.batch(), workload.model()
     raw = workload.optimizer(list(model.parameters()))
@@ -28,17 +27,7 @@ def measure(workload: Workload, quick: bool) -> dict[str, object]:
             optimizer.step()
             optimizer.zero_grad()
 
-        def every(steps: int) -> None:
-            optimizer.ampx_member.group.meter_every = steps
-
-        ratio = paired(
-            step,
-            step,
-            pairs=max(workload.pairs // (8 if quick else 1), 8),
-            before_a=lambda: every(1),
-            before_b=lambda: every(sys.maxsize),
-        )
-    return {"workload": workload.name, "share": (ratio.ratio - 1) / EVERY, "every": EVERY, **ratio.to_json()}
+        return metered(workload.name, step, optimizer.ampx_member.group, workload.pairs, quick)
 
 
 WORKLOADS = chosen(quick=True)

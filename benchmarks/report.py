@@ -108,6 +108,13 @@ def _share(row: Row, key: str) -> str:
     return f"{100 * (row[key] - 1) / row['every']:.2f} %"
 
 
+_METER: tuple[Column, ...] = (
+    _WORKLOAD,
+    ("a step it looks at", _time("median_a")),
+    ("any other", _time("median_b")),
+    ("of all steps", lambda row: f"{100 * row['share']:.2f} %"),
+    ("middle half", lambda row: f"{_share(row, 'ratio_low')} to {_share(row, 'ratio_high')}"),
+)
 _MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
 
 LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
@@ -160,17 +167,9 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
             ("middle half", _spread),
         ),
     ),
-    "meter_cost": (
-        "what the meter takes of the time of all steps",
-        1,
-        (
-            _WORKLOAD,
-            ("a step it looks at", _time("median_a")),
-            ("any other", _time("median_b")),
-            ("of all steps", lambda row: f"{100 * row['share']:.2f} %"),
-            ("middle half", lambda row: f"{_share(row, 'ratio_low')} to {_share(row, 'ratio_high')}"),
-        ),
-    ),
+    "meter_cost": ("what the meter takes of the time of all steps, PyTorch", 1, _METER),
+    "meter_cost_mxnet": ("what the meter takes of the time of all steps, MXNet", 1, _METER),
+    "meter_cost_paddle": ("what the meter takes of the time of all steps, PaddlePaddle", 1, _METER),
     "convergence": (
         "training to the same quality (medians over the seeds)",
         2,

@@ -34,9 +34,9 @@ PARTS = {
         "debuggers_torch",
     ),
     "jax": ("jax_step", "debuggers_jax"),
-    "paddle": ("paddle_step",),
+    "paddle": ("paddle_step", "meter_cost_paddle"),
     "tensorflow": ("tensorflow_step", "debuggers_tensorflow"),
-    "mxnet": ("mxnet_step",),
+    "mxnet": ("mxnet_step", "meter_cost_mxnet"),
 }
 """The modules to run, each with `run(quick, advance)` and the number of its measurements, `STEPS`."""
 

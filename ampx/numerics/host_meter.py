@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from ampx.backend import Array
 from ampx.protocol import Member
 
+from .formats import FORMATS
 from .meter import Meter, count, report
 
 
@@ -24,6 +27,59 @@ class Sampled:
     gradient: Array | None
 
 
+@dataclass(frozen=True)
+class Update:
+    """An update that was looked at.
+
+    Attributes:
+        step: The step, counted from 1.
+        compute: The compute dtype.
+        scale: The loss scale of the gradients.
+        times: What makes the sampled gradients scaled ones again.
+        before: A sample of every parameter and of its gradient, before the update.
+        after: A sample of every parameter, after it.
+    """
+
+    step: int
+    compute: str
+    scale: float
+    times: float
+    before: Sequence[Sampled]
+    after: Sequence[Sampled]
+
+    def summary(self) -> tuple[float, float, float | None]:
+        """Return `Meter.lost`, `Meter.flushed` and `Meter.headroom`, of all parameters in one go."""
+        pairs = zip(self.before, self.after, strict=True)
+        moving = [
+            (entry.values, updated.values, entry.gradient) for entry, updated in pairs if entry.gradient is not None
+        ]
+        if not moving:
+            return 0.0, 0.0, None
+        old, new, gradient = (np.concatenate([_flat(each) for each in column]) for column in zip(*moving, strict=True))
+        magnitude = np.abs(gradient * np.float32(self.times))
+        moved = np.isfinite(magnitude) & (magnitude != 0)
+        elements = int(moved.sum())
+        if not elements:
+            return 0.0, 0.0, None
+        form = FORMATS[self.compute]
+        unchanged, flushed = int((moved & (old == new)).sum()), int((moved & (magnitude <= form.flushes_to)).sum())
+        headroom = math.log2(form.largest) - math.log2(float(magnitude.max(where=moved, initial=0.0)))
+        return unchanged / elements, flushed / elements, headroom
+
+    @cached_property
+    def meter(self) -> Meter:
+        """What the update did to every parameter."""
+        entries = [
+            count(
+                *(entry.name, entry.dtype, entry.values, updated.values),
+                None if entry.gradient is None else entry.gradient * np.float32(self.times),
+                self.compute,
+            )
+            for entry, updated in zip(self.before, self.after, strict=True)
+        ]
+        return Meter(self.step, self.compute, self.scale, tuple(entries))
+
+
 class HostMeter:
     """Counts the steps of one optimizer, and keeps the last sample."""
 
@@ -31,15 +87,16 @@ class HostMeter:
         """Begin with no step of this compute dtype."""
         self._compute = compute
         self._steps = 0
-        self._last: Meter | None = None
+        # A meter, or what one is made of once somebody asks.
+        self._last: Update | Meter | None = None
 
-    def step(self, member: Member, run: Callable[[], Any], look: Callable[[], Sequence[Sampled]]) -> Any:
+    def step(self, member: Member, run: Callable[[], Any], look: Callable[[bool], Sequence[Sampled]]) -> Any:
         """Run a step, and meter it if it is its turn and it updates.
 
         Args:
             member: What the optimizer is in its group.
             run: Makes the step.
-            look: Returns a sample of every parameter and of its gradient as it is now.
+            look: Returns a sample of every parameter as it is now, and of its gradient if the argument says so.
         """
         self._steps += 1
         every = member.group.meter_every
@@ -47,19 +104,12 @@ class HostMeter:
             return run()
         factor = float(member.factor) if len(member.factors) == 1 else 1.0
         times = factor if member.stage == "unscaled" else 1.0  # somebody has divided the gradients
-        before = look()
+        before = look(True)
         result = run()
         if member.result is not None and member.result.applied:
-            entries = [
-                count(
-                    *(entry.name, entry.dtype, entry.values, updated.values),
-                    None if entry.gradient is None else entry.gradient * np.float32(times),
-                    self._compute,
-                )
-                for entry, updated in zip(before, look(), strict=True)
-            ]
-            self._last = Meter(self._steps, self._compute, factor, tuple(entries))
-            report(member.group, self._steps, self._last.lost, self._last.flushed, self._last.headroom)
+            update = Update(self._steps, self._compute, factor, times, before, look(False))
+            self._last = update
+            report(member.group, self._steps, *update.summary())
         return result
 
     def note(self, meter: Meter) -> None:
@@ -68,4 +118,8 @@ class HostMeter:
 
     def last(self) -> Meter | None:
         """Return what the last update that was looked at did; None before the first."""
-        return self._last
+        return self._last.meter if isinstance(self._last, Update) else self._last
+
+
+def _flat(values: Any) -> Array:
+    return np.asarray(values).reshape(-1).astype(np.float32, copy=False)

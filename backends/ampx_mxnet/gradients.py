@@ -287,8 +287,8 @@ def _count_nonfinite(gradient: Any) -> int:
         return int(values.size - mx.nd.contrib.isfinite(values.astype("float32")).sum().asscalar())
 
 
-def meter_samples(trainer: Any) -> list[Sampled]:
-    """Sample parameters, or their masters, and dense gradients, of the first context. Sync: two a parameter.
+def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
+    """Sample parameters, or their masters, and dense gradients, of the first context. Sync: one for each of them.
 
     Those in low precision are left out where MXNet updates float32 copies of its own.
     """
@@ -300,11 +300,16 @@ def meter_samples(trainer: Any) -> list[Sampled]:
             values, gradient = (masters or parameter._data)[0], parameter._grad[0]
             dtype = name_of(values.dtype)
             if not (copied and dtype in ("float16", "bfloat16")):
-                slopes = _sample(gradient) if gradient.stype == "default" else None
+                slopes = _sample(gradient) if gradients and gradient.stype == "default" else None
                 sampled.append(Sampled(parameter.name, dtype, _sample(values), slopes))
     return sampled
 
 
 def _sample(tensor: Any) -> Any:
-    values = _classic([tensor])[0].reshape((-1,))
-    return values[:: stride(values.size, SAMPLES)].astype("float32").asnumpy()
+    """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
+    values = _classic([tensor])[0]
+    if values.size > SAMPLES:
+        values = values.reshape((-1,))[:: stride(values.size, SAMPLES)]
+    if name_of(values.dtype) != "float32":
+        values = values.astype("float32")
+    return values.asnumpy().reshape(-1)

@@ -212,12 +212,13 @@ def name_nonfinite(optimizer: Any, model: Any | None) -> list[tuple[str, int, in
 
 
 @paddle.no_grad()
-def meter_samples(optimizer: Any) -> list[Sampled]:
-    """Sample parameters, or their float32 copies, and dense gradients. Sync: two a parameter."""
+def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
+    """Sample parameters, or their float32 copies, and dense gradients. Sync: one for each of them."""
     copies = optimizer._master_weights if optimizer._multi_precision else {}
     sampled = []
     for parameter in parameters(optimizer):
-        updated, gradient = copies.get(parameter.name, parameter), gradient_of(parameter)
+        updated = copies.get(parameter.name, parameter)
+        gradient = gradient_of(parameter) if gradients else None
         dense = gradient is not None and not gradient.is_selected_rows()
         slopes = _sample(gradient) if dense else None
         dtype = str(updated.dtype).rpartition(".")[2]
@@ -226,5 +227,11 @@ def meter_samples(optimizer: Any) -> list[Sampled]:
 
 
 def _sample(tensor: Any) -> Any:
-    values = tensor.detach().reshape([-1])
-    return values[:: stride(int(values.size), SAMPLES)].astype("float32").numpy()
+    """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
+    elements = math.prod(tensor.shape)
+    values = tensor.detach()
+    if elements > SAMPLES:
+        values = values.reshape([-1])[:: stride(elements, SAMPLES)]
+    if values.dtype != paddle.float32:
+        values = values.astype("float32")
+    return values.numpy().reshape(-1)

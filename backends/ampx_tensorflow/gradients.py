@@ -52,11 +52,11 @@ def nonfinite(grads: Sequence[Any], variables: Sequence[Any]) -> list[tuple[Any,
     return rows
 
 
-def meter_samples(grads: Sequence[Any], variables: Sequence[Any]) -> list[Sampled]:
-    """Sample variables and their dense gradients, for the meter. Sync: two a variable."""
+def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: bool) -> list[Sampled]:
+    """Sample variables and their dense gradients, for the meter. Sync: one for each of them."""
     sampled = []
     for grad, variable in zip(grads, variables, strict=True):
-        dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
+        dense = gradients and grad is not None and not isinstance(grad, tf.IndexedSlices)
         slopes = _sample(tf.cast(grad, tf.float32)) if dense else None
         values = tf.convert_to_tensor(variable)
         sampled.append(Sampled(name(variable), values.dtype.name, _sample(values), slopes))
@@ -64,8 +64,11 @@ def meter_samples(grads: Sequence[Any], variables: Sequence[Any]) -> list[Sample
 
 
 def _sample(values: Any) -> Any:
-    flat = tf.reshape(values, [-1])
-    return flat[:: stride(int(flat.shape[0]), SAMPLES)].numpy()
+    """Return elements; few elements come as they are, because a copy of them takes less than two operations."""
+    elements = values.shape.num_elements()
+    if elements > SAMPLES:
+        return tf.reshape(values, [-1])[:: stride(elements, SAMPLES)].numpy()
+    return values.numpy().reshape(-1).copy()  # the weights' own memory, otherwise
 
 
 def finite(grads: Sequence[Any]) -> Any:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ampx.events import PrecisionLost
-from ampx.numerics.host_meter import HostMeter, Sampled
+from ampx.numerics.formats import FORMATS
+from ampx.numerics.host_meter import HostMeter, Sampled, Update
 
 SCALE = 1024.0
 
@@ -36,9 +37,9 @@ class Training:
         )
         self.meter = HostMeter("float16")
 
-    def look(self):
+    def look(self, gradients):
         self.looks += 1
-        return [Sampled("weight", "float32", self.values.copy(), self.gradient)]
+        return [Sampled("weight", "float32", self.values.copy(), self.gradient if gradients else None)]
 
     def run(self):
         self.values = self.values - self.moves
@@ -84,6 +85,34 @@ def test_somebody_who_logs_hears_of_every_update_that_was_metered():
         (200, lost, 0.0),
     ]
     assert [event.headroom for event in training.events] == pytest.approx([headroom] * 2)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_what_is_reported_is_what_the_parameters_add_up_to(compute):
+    generator = np.random.default_rng(0)
+    form = FORMATS[compute]
+    edges = [
+        form.flushes_to,
+        np.nextafter(np.float32(form.flushes_to), np.float32(1)),
+        0.0,
+        np.inf,
+        np.nan,
+        form.largest,
+    ]
+    before, after = [], []
+    for number in range(50):
+        size = int(generator.integers(0, 40))
+        values = generator.standard_normal(size, np.float32)
+        moved = np.where(generator.random(size) < 0.5, values, values + 1)
+        gradient = generator.standard_normal(size, np.float32) * np.float32(2.0) ** generator.integers(-140, 20, size)
+        gradient = np.where(generator.random(size) < 0.2, generator.choice(edges, size), gradient).astype(np.float32)
+        before.append(Sampled(f"{number}", "float32", values, None if number % 7 == 0 else gradient))
+        after.append(Sampled(f"{number}", "float32", moved, None))
+    update = Update(100, compute, SCALE, 1.0, before, after)
+    meter = update.meter
+    assert 0 < meter.lost < 1
+    assert 0 < meter.flushed < 1
+    assert update.summary() == (meter.lost, meter.flushed, pytest.approx(meter.headroom))
 
 
 @pytest.mark.parametrize(("stage", "flushed"), [("scaled", 4), ("unscaled", 0)])
