@@ -6,6 +6,7 @@ import keyword
 import re
 from dataclasses import dataclass
 from importlib import resources
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from string import Template
 from typing import Final
@@ -44,6 +45,7 @@ def write_package(name: str, parent: Path) -> tuple[Path, list[Written]]:
         "package": f"ampx_{name}",
         "distribution": distribution,
         "class_name": "".join(word.capitalize() for word in words),
+        **_requirement(name),
     }
     templates = resources.files(__package__) / "new_backend_template"
     written = []
@@ -66,6 +68,16 @@ def write_package(name: str, parent: Path) -> tuple[Path, list[Written]]:
             f"another with --out."
         ) from error
     return folder, written
+
+
+def _requirement(name: str) -> dict[str, str]:
+    """Return what the package says of the distribution that the framework comes from.
+
+    It is not guessed from the name of the module, which may be another project's on the package index.
+    """
+    distributions = sorted(set(packages_distributions().get(name, ())))
+    requires = distributions[0] if len(distributions) == 1 else ""
+    return {"and_framework": f', "{requires}"' if requires else "", "requires": requires or name}
 
 
 def _check_name(name: str) -> list[str]:

@@ -38,6 +38,21 @@ def test_it_writes_a_package_and_tells_what_to_do_next(ampx_command, tmp_path):
     assert 'my_lib = "ampx_my_lib"' in (folder / "pyproject.toml").read_text()
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_it_depends_on_the_distribution_that_is_installed_and_guesses_none(installed, ampx_command, tmp_path):
+    if installed:
+        info = tmp_path / "some_lib-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-lib\nVersion: 1.0\n")
+        (info / "top_level.txt").write_text("my_lib\n")
+    ampx_command("new-backend", "my_lib")
+    folder = tmp_path / "ampx-my-lib"
+    (dependencies,) = re.findall(r"^dependencies = (\[.*?\])", (folder / "pyproject.toml").read_text(), flags=re.M)
+    assert dependencies == ('["ampx-precision", "some-lib"]' if installed else '["ampx-precision"]')
+    plugin = (folder / "src" / "ampx_my_lib" / "__init__.py").read_text()
+    assert ('requires="some-lib"' in plugin) == installed
+
+
 def test_its_readme_holds_for_the_backend_that_was_written(ampx_command, tmp_path):
     """As soon as the verb that `init` asks is written; the others stay stubs."""
     ampx_command("new-backend", "mylib")

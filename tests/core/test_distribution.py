@@ -76,7 +76,7 @@ def test_every_text_names_the_distribution_of_this_project():
 )
 def test_packages_of_backends_depend_on_the_distribution_of_this_project(path):
     (dependencies,) = re.findall(r"^dependencies = \[(.*)\]", (ROOT / path).read_text(), flags=re.M)
-    assert dependencies.startswith('"ampx-precision", ')
+    assert dependencies.startswith('"ampx-precision"')
 
 
 @pytest.fixture(scope="module")
