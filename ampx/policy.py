@@ -110,7 +110,6 @@ class Level:
     name: OptLevel
     casts_ops: bool  # operations are cast by the framework's op lists while autocast is on
     casts_params: bool  # `prepare` turns parameters into the compute dtype
-    keeps_norms: bool  # `prepare` leaves normalization layers in float32
     master_weights: bool  # `prepare` gives the optimizer float32 copies to update
     scales_loss: bool  # the loss scale is dynamic by default (for float16; bfloat16 needs none)
 
@@ -122,10 +121,10 @@ class Level:
 
 
 LEVELS: Final[dict[str, Level]] = {
-    "O0": Level("O0", False, False, True, False, False),
-    "O1": Level("O1", True, False, True, False, True),
-    "O2": Level("O2", False, True, True, True, True),
-    "O3": Level("O3", False, True, False, False, False),
+    "O0": Level("O0", False, False, False, False),
+    "O1": Level("O1", True, False, False, True),
+    "O2": Level("O2", False, True, True, True),
+    "O3": Level("O3", False, True, False, False),
 }
 
 

@@ -291,11 +291,12 @@ def compare(
 ) -> None:
     """Run an unedited script in float32 and in mixed precision, and say whether it is right and worth it."""
     from ampx.numerics import compare_script
-    from ampx.numerics.report import check_target, write
+    from ampx.numerics.report import KINDS, write
     from ampx.run import RunSettings
+    from ampx.run.command import check_report
     from ampx.run.program import Program
 
-    check_target(report)
+    check_report(report, KINDS)
     dtypes = compare_script.parse_dtypes(dtype)
     swept = None if sweep is None else compare_script.Sweep.parse(sweep)
     with _progress() as progress:
@@ -343,11 +344,12 @@ def diagnose(
 ) -> None:
     """Run an unedited script until it fails, and say in which module and operation, why, and what to do."""
     from ampx.numerics.diagnose_script import diagnose_script
-    from ampx.numerics.report import PAGES, check_target, write
+    from ampx.numerics.report import write
     from ampx.run import RunSettings
+    from ampx.run.command import check_report
     from ampx.run.program import Program
 
-    check_target(report, PAGES)
+    check_report(report)
     with _progress() as progress:
         diagnosis, result = diagnose_script(
             Program(command[0], is_module, tuple(command[1:])),
@@ -401,11 +403,12 @@ def tune(
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
     from ampx.numerics import tune_script
     from ampx.numerics.formats import FORMATS
-    from ampx.numerics.report import PAGES, check_target, exclusion_lines, write
+    from ampx.numerics.report import exclusion_lines, write
     from ampx.run import RunSettings
+    from ampx.run.command import check_report
     from ampx.run.program import Program
 
-    check_target(report, PAGES)
+    check_report(report)
     tune_script.check_options(purpose, what_if, tuple(FORMATS), out)
     with _progress() as progress:
         policy, result = tune_script.tune_script(

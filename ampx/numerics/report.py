@@ -9,19 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ampx.run import page
-from ampx.run.command import check_report
 
 KINDS = (".json", ".html", ".png")
-PAGES = (".json", ".html")
-
-
-def check_target(target: Path | None, kinds: Sequence[str] = KINDS) -> None:
-    """Check the target of `--report`, before anything has run for hours.
-
-    Raises:
-        InvalidOptionError: It is of no kind that can be written, or cannot be written.
-    """
-    check_report(target, kinds)
 
 
 def write(target: Path, report: Mapping[str, Any]) -> None:

@@ -361,10 +361,6 @@ class Program:
                 return self._scopes[outer]
         raise LookupError("a node outside all scopes")
 
-    def inner_scope(self, function: Function) -> Scope:
-        """Return the scope of a function's own names."""
-        return self._scopes[function]
-
     def qualified(self, node: ast.AST) -> set[str]:
         """Return the full names that imports make of a reference; empty for what is not imported."""
         if isinstance(node, ast.Attribute):

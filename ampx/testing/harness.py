@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Dtype
 
-# Numbers of tensors, one list a tensor; None where a parameter has no gradient.
-Numbers = list[list[float]]
 Chosen = Sequence[Sequence[float]]
 
 

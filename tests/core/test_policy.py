@@ -82,17 +82,17 @@ def test_other_dtypes_are_refused(dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "casts_ops", "casts_params", "keeps_norms", "master_weights", "scales_loss", "policy"),
+    ("name", "casts_ops", "casts_params", "master_weights", "scales_loss", "policy"),
     [
-        ("O0", False, False, True, False, False, ("float32", "float32", "float32")),
-        ("O1", True, False, True, False, True, ("float32", "float16", "float32")),
-        ("O2", False, True, True, True, True, ("float16", "float16", "float32")),
-        ("O3", False, True, False, False, False, ("float16", "float16", "float32")),
+        ("O0", False, False, False, False, ("float32", "float32", "float32")),
+        ("O1", True, False, False, True, ("float32", "float16", "float32")),
+        ("O2", False, True, True, True, ("float16", "float16", "float32")),
+        ("O3", False, True, False, False, ("float16", "float16", "float32")),
     ],
 )
-def test_levels(name, casts_ops, casts_params, keeps_norms, master_weights, scales_loss, policy):
+def test_levels(name, casts_ops, casts_params, master_weights, scales_loss, policy):
     level = find_level(name)
-    assert (level.casts_ops, level.casts_params, level.keeps_norms) == (casts_ops, casts_params, keeps_norms)
+    assert (level.casts_ops, level.casts_params) == (casts_ops, casts_params)
     assert (level.master_weights, level.scales_loss) == (master_weights, scales_loss)
     assert level.policy("float16") == Policy(*policy)
 
