@@ -35,6 +35,7 @@ class MXNetBackend(ampx.GenericBackend):
         promotes=True,
         clipping=True,
         master_weights=True,
+        per_loss_scales=True,
         sparse=True,
         vector_losses=True,
         names_gradients=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 from ampx.numerics.host_meter import Sampled
@@ -165,9 +165,14 @@ def all_finite(gradients: Batches) -> Any:
                     chunk = dense[start : start + CHUNK]
                     flag = _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=flag is None, out=flag)
             flags.append(flag)
-        result = flags[0]
-        for other in flags[1:]:
-            result = result * other.as_in_context(result.context)
+        return combine(flags)
+
+
+def combine(flags: Sequence[Any]) -> Any:
+    """Return 1 where all of some flags are, else 0: one float32 element on the first one's context."""
+    result = flags[0]
+    for other in flags[1:]:
+        result = result * other.as_in_context(result.context)
     return result
 
 

@@ -27,6 +27,7 @@ from .casting import switch
 from .compat import mx
 from .delegation import DelegatingTrainer, move_back
 from .hook import OverflowHook
+from .losses_by_id import LossMixer
 from .low_precision import low_parameters
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _OWN: Final = frozenset(
         *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
         *("_true", "_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook"),
         *("_left", "_own_scale", "_meter", "_compute", "_widened", "_must_be_prepared", "__class__", "__weakref__"),
+        "_mixer",
     )
 )
 _NOTHING_PENDING: Final = {
@@ -73,6 +75,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._compute = "float32" if plan is None else plan.dtype
         self._in_place = bool(options.get("in_place"))
         self._accumulation = Accumulation()
+        self._mixer = LossMixer()
         self._layout = gradients.Layout()
         self._kvstore_before = dict(trainer._kvstore_params)
         # Whether the gradients on the parameters, if no backward wrote them since, were stepped with already.
@@ -90,6 +93,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _forget_pending(self) -> None:
         self._narrow()
+        if self._mixer.active:
+            self.ampx_member.mixes = False
+            self._mixer.reset()
         self.__dict__.update(_NOTHING_PENDING)  # at once: setting an attribute of a delegating object is slow
 
     def _widen(self) -> None:
@@ -277,8 +283,9 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Note the outcome and move the loss scale; `carried` is the scale that the gradients carry now."""
         member, norm = self.ampx_member, self._norm
         self._used, self._left = True, carried if finite else math.inf
+        by_loss = self._mixer.finite_by_loss(member.factors, finite)
         self._forget_pending()
-        member.finish(dict.fromkeys(member.factors, finite), norm)
+        member.finish(by_loss, norm)
 
     def _close_empty(self) -> None:
         """End a step that found no gradients: it counts for nothing."""
@@ -309,6 +316,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def ampx_unscale(self) -> None:
         """Add up the contexts' gradients and divide by the scale, in place."""
         member = self.ampx_member
+        if member.stage == "unscaled" and self._mixer.active and not self._reduced:
+            self.allreduce_grads()
         if member.stage == "unscaled" or not member.group.enabled:
             return
         member.check_step()
@@ -346,7 +355,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def ampx_is_cleared(self) -> bool:
         """Return whether the next backward overwrites true gradients."""
-        return not self._adding()
+        return not self._mixer.active and not self._adding()
 
     def ampx_notice_cleared(self) -> None:
         """Forget them: a step skipped by hand."""
@@ -358,18 +367,19 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: none; after a skipped step that left gradients which add, some.
         """
-        self._check_backward()
+        self._check_backward(loss_id)
 
-    def _check_backward(self) -> tuple[list[Any], bool] | None:
+    def _check_backward(self, loss_id: int) -> tuple[list[Any], bool] | None:
         """Check as `ampx_check_backward`; before the first backward of a step, return what `_take_up` goes by."""
         if self._must_be_prepared:
             self._check_prepared()
         session = casting.running_session()
         if session is not None and session.casting is not None and session.casting.dtype == "bfloat16":
             check_adds(self.trainer._params)
+        member = self.ampx_member
         if self._reduced:
-            self._check_reduced()
-        return self._check_left() if self.ampx_member.stage == "idle" else None
+            self._check_reduced(member.stage != "idle" and self._is_another(loss_id))
+        return self._check_left() if member.stage == "idle" else None
 
     def _check_prepared(self) -> None:
         """Raise where the level asks for low-precision parameters and `prepare` never made any."""
@@ -388,19 +398,66 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
         Sync: none; after a skipped step that left gradients which add, some.
         """
-        left = self._check_backward()
+        left = self._check_backward(loss_id)
         if left is not None:
             self._take_up(*left, float(scale))
+        elif self._is_another(loss_id):
+            self._put_aside()
         self._reduced = False
         self._accumulation.begin()
 
     def ampx_after_backward(self, loss_id: int) -> None:
-        """Add it."""
+        """Add it; where there are several losses, to the true gradients.
+
+        Raises:
+            ProtocolError: MXNet has overwritten gradients of another loss; all are cleared.
+        """
         self._accumulation.end()
+        if not self._mixer.active:
+            return
+        with switch.Region(None), mx.autograd.pause():
+            self._widen()
+            if gradients.any_fresh(self.trainer):  # a backward that gave no gradient does not count for its loss
+                self._unscale_fresh(loss_id)
+            try:
+                self._mixer.bring_back(self._adding())
+            except ProtocolError:
+                self.zero_grad()
+                raise
+        self._finite, self._true = self._mixer.all_finite(), True
+        self.ampx_member.note_unscaled()
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
-        """Add it to what was written before the exception."""
+        """Add it to what was written before the exception; where there are several losses, drop that."""
         self._accumulation.end()
+        if self._mixer.active:
+            with mx.autograd.pause():
+                self._widen()
+                self._mixer.put_back()
+
+    def _is_another(self, loss_id: int) -> bool:
+        """Return whether pending gradients are of other losses, or of several."""
+        return self._mixer.active or loss_id not in self.ampx_member.factors
+
+    def _put_aside(self) -> None:
+        """Take the gradients of other loss ids off the parameters, as true ones."""
+        member, adding = self.ampx_member, self._adding()
+        member.begin_change("unscaled")  # entering the body ends it, or leaving it: until then gradients are missing
+        with switch.Region(None), mx.autograd.pause():
+            if not self._mixer.active:
+                member.mixes = self._mixer.active = True
+                self._widen()
+                if gradients.any_fresh(self.trainer):
+                    self._unscale_fresh(next(iter(member.factors)))
+                gradients.rescale(adding, 1.0 / member.factor, only_stale=True)
+                self._finite, self._true, self._left = self._mixer.all_finite(), True, 1.0
+            self._mixer.put_aside(self.trainer, adding)
+            self._narrow()
+
+    def _unscale_fresh(self, loss_id: int) -> None:
+        """Divide the gradients that the last backwards wrote by their scale, in place."""
+        fresh = self._backend.gradients(self.trainer)
+        self._mixer.note(loss_id, self._backend.unscale(fresh, self.ampx_member.factors[loss_id]).finite)
 
     def _adding(self) -> list[Any]:
         """List the parameters whose gradients add up."""
@@ -435,12 +492,13 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
             # This loss overwrites the others where it reaches, and where it does not, MXNet tells of a stale gradient.
             gradients.mark_stale(self.trainer, kept=adding)
 
-    def _check_reduced(self) -> None:
+    def _check_reduced(self, mixes: bool) -> None:
         """Raise where new gradients would be added to those of all contexts; overwritten, they are not added up yet."""
-        if len(self.trainer._contexts) > 1 and self._adding():
+        if len(self.trainer._contexts) > 1 and (mixes or self._adding()):
+            reason = "another loss_id" if mixes else "grad_req='add'"
             raise ProtocolError(
-                "scale_loss was called after allreduce_grads and before the step, with grad_req='add'; the contexts' "
-                "sum would be added up again. Call allreduce_grads after the last backward."
+                f"scale_loss was called after allreduce_grads and before the step, with {reason}; the contexts' "
+                f"sum would be added up again. Call allreduce_grads after the last backward."
             )
 
     # -- life ----------------------------------------------------------------------------------------

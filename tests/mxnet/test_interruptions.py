@@ -43,13 +43,13 @@ class Subject:
     def trainer(parameter):
         return mx.gluon.Trainer([parameter], "sgd", {"learning_rate": 0.5, "momentum": 0.5})
 
-    def backward(self, size):
+    def backward(self, size, loss_id=0):
         with mx.autograd.record():
             losses = [
                 sum((parameter.data(context) * size).sum() for parameter in self.parameters)
                 for context in self.contexts
             ]
-            with ampx.scale_loss(losses, self.opts) as scaled:
+            with ampx.scale_loss(losses, self.opts, loss_id=loss_id) as scaled:
                 mx.autograd.backward(scaled)
 
     def zero_grad(self):
@@ -70,9 +70,9 @@ class Subject:
     def train(self, size):
         if self.adds:
             self.zero_grad()
-        if size == self.third and self.by == "twice":
+        if size == self.third and self.by in ("twice", "losses"):
             self.backward(size / 2)
-            self.backward(size / 2)
+            self.backward(size / 2, loss_id=int(self.by == "losses"))
         else:
             self.backward(size)
         self.step()
@@ -111,6 +111,9 @@ SUBJECTS = {
     "list, overflow": {"trainers": 2, "third": math.inf},
     "adding": {"grad_req": "add", "by": "twice"},
     "adding, clipped": {"grad_req": "add", "by": "twice", "max_grad_norm": 1e6},
+    "two losses": {"grad_req": "add", "by": "losses"},
+    "two losses, contexts": {"grad_req": "add", "by": "losses", "contexts": 2},
+    "two losses, overflow": {"grad_req": "add", "by": "losses", "third": math.inf},
     "in place": {"in_place": True},
 }
 
@@ -124,7 +127,7 @@ def interruptions(name, first, error=Interruption):
         lambda: Subject(**arguments), Subject.act, PACKAGES, error=error, **options
     ):
         after = [] if math.isinf(subject.third) else [subject.plainly(subject.third)]
-        if subject.by == "twice":  # the first of the two backwards, where the second did not come
+        if subject.by in ("twice", "losses"):  # the first of the two backwards, where the second did not come
             after.append(subject.plainly(subject.third / 2))
         assert subject.stand_at(subject.plainly(), *after), place
         places += 1
@@ -188,7 +191,13 @@ def test_going_on_without_zero_grad_after_an_interruption_is_right_or_is_refused
         except (ampx.AmpxError, UserWarning):
             subject.zero_grad()
             continue
-        left = [0.0] if not subject.adds else [0.0, subject.third, subject.third / 2, subject.history[-1]]
+        left = [0.0]
+        if subject.adds:  # by each context, or by all: the last step added them up
+            left += [
+                rest * contexts
+                for rest in (subject.third, subject.third / 2, subject.history[-1])
+                for contexts in (1, len(subject.contexts))
+            ]
         choices = [subject.plainly(*before, 5.0 + rest) for rest in left if math.isfinite(rest)]
         if len(subject.opts) > 1:
             choices += [subject.plainly(*some) for some in ((5.0,), (subject.third, 5.0)) if math.isfinite(sum(some))]
