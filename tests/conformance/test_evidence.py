@@ -141,10 +141,12 @@ def test_a_test_that_was_skipped_shows_nothing(project):
 
 
 def test_what_a_test_showed_stays_on_file_where_the_cpu_is_too_weak_for_it(project):
-    tests = {**TESTS, "test_a.py::test_on_bfloat16": [STATE]}
+    refused = ("ampx.refused", ["mine", "cpu/float16/O2", "no."])
+    tests = {**TESTS, "test_a.py::test_on_bfloat16": [STATE, refused]}
     project.replace(tests)
     project.run(regenerate=True)
     before = project.on_file()
+    assert set(before["refused"]) == {"cpu/float16/O2", "cpu/float16/O3"}
     project.replace(tests, test_on_bfloat16="skipped")
     for regenerate in (False, True):
         assert project.run(regenerate=regenerate) == (pytest.ExitCode.OK, [])

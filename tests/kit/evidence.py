@@ -161,7 +161,9 @@ class EvidencePlugin:
 
     def _merge(self, on_file: Evidence, shown: Evidence) -> Evidence:
         """Keep what tests showed that were not run and are still there; the others had to show it again."""
-        merged = Evidence(shown.declared or on_file.declared, shown.refused or on_file.refused, deepcopy(shown.shown))
+        excused = self.excused - self.ran  # which of the refusals were theirs is not on file
+        refused = {**on_file.refused, **shown.refused} if excused else shown.refused or on_file.refused
+        merged = Evidence(shown.declared or on_file.declared, refused, deepcopy(shown.shown))
         for word, cell in on_file.cells():
             for test in filter(self._is_there, on_file.tests(word, cell) - self.ran):
                 merged.add(word, cell, test)
