@@ -163,12 +163,24 @@ def on_event(listener: Listener) -> Callable[[], None]:
 
 
 def trace_overflow(model: Any) -> Any:
-    """Return a region whose target tells the first module with a non-finite output: see `ampx.debug`."""
+    """Return a region whose target has the first module with a non-finite output as `first`, and as text says it.
+
+    Raises:
+        UnsupportedByBackendError: The backend cannot watch modules.
+
+    Sync: where `first` is read.
+    """
     return sessions.find("trace_overflow", model).backend.trace_overflow(model)
 
 
 def shutdown(framework: str | None = None) -> None:
-    """End the session of a framework, or all sessions: each framework is left as it was before `init`."""
+    """End the session of a framework, or all sessions: each framework is left as it was before `init`.
+
+    Raises:
+        UnknownFrameworkError: No plugin registers the framework.
+    """
+    if framework is not None:
+        default_registry().registration(framework)  # a misspelt name would end nothing
     with ExitStack() as stack:  # all are shut down, whatever one of them raises
         for session in sessions.all_sessions():
             if framework is None or session.framework == framework:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .api import trace_overflow as trace_overflow
 from .errors import NotWrappedError
 from .optimizer import WrappedOptimizer
 from .session import sessions

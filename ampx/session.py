@@ -1013,9 +1013,12 @@ class Sessions:
             )
 
     def _not_initialized(self, call: str) -> NotInitializedError:
-        active = ", ".join(sorted(self._active)) or "none"
+        if not self._active:
+            return NotInitializedError(
+                f"{call} found no session; active sessions: none. Call ampx.init(framework=…) first."
+            )
         return NotInitializedError(
-            f"{call} found no session for what it was given; active sessions: {active}. Call "
+            f"{call} found no session for what it was given; active sessions: {', '.join(sorted(self._active))}. Call "
             f"ampx.init(framework=…) first, or, with several sessions, call the method of the one you mean."
         )
 

@@ -355,6 +355,14 @@ def test_a_gate_over_a_function_finds_the_session_of_what_it_gives(alpha, make_f
         ampx.current("gamma").gate(scheduler, state)
 
 
+def test_a_framework_that_no_plugin_registers_is_not_shut_down_in_silence(alpha, beta):
+    amp = ampx.init("alpha")
+    with pytest.raises(ampx.UnknownFrameworkError, match="alhpa"):
+        ampx.shutdown("alhpa")
+    ampx.shutdown("beta")  # registered, and without a session
+    assert ampx.current() is amp
+
+
 def test_what_belongs_to_nobody_is_refused_with_two_sessions(alpha, beta):
     ampx.init("alpha")
     ampx.init("beta")
