@@ -26,17 +26,17 @@ PARTS = {
         "keras_on_torch",
         "run_speed",
         "dtype_speed",
-        "tuned",
+        "tuned_torch",
         "meter_cost",
         "convergence",
         "memory",
         "call_cost",
         "debuggers_torch",
     ),
-    "jax": ("jax_step", "debuggers_jax"),
+    "jax": ("jax_step", "tuned_jax", "debuggers_jax"),
     "paddle": ("paddle_step", "meter_cost_paddle"),
-    "tensorflow": ("tensorflow_step", "debuggers_tensorflow"),
-    "mxnet": ("mxnet_step", "meter_cost_mxnet"),
+    "tensorflow": ("tensorflow_step", "tuned_tensorflow", "debuggers_tensorflow"),
+    "mxnet": ("mxnet_step", "tuned_mxnet", "meter_cost_mxnet"),
 }
 """The modules to run, each with `run(quick, advance)` and the number of its measurements, `STEPS`."""
 

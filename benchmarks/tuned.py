@@ -1,81 +1,81 @@
-"""What `ampx.tune` decides for each workload in PyTorch, and a step under it, against float32 and plain O1.
+"""A step under the policy that `ampx.tune` writes, against float32 and plain O1: what is the same in all frameworks.
 
-The policy file that `tune` would write is read by `init`, as a user's is. Float32 is the loop without ampx, which looks
-at no gradient; a policy that is off (`enabled = false`) looks at none, either. Plain O1 is bfloat16 by the op lists. A
-policy that casts by the op lists alone is plain O1, and is not compared with it.
+`tune` is called in code, on the model that is trained, and the policy file that it would write is read by `init`, as a
+user's is. Float32 is the loop without ampx, which looks at no gradient; a policy that is off (`enabled = false`) looks
+at none, either. Plain O1 is bfloat16 by the op lists. A policy that casts by the op lists alone is plain O1, and is not
+compared with it. How a framework trains is in `tuned_torch.py`, `tuned_jax.py`, ….
 """
 
 from __future__ import annotations
 
-import copy
+import abc
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
-import torch
 from _paired import Ratio, paired
-from workloads import Batch, Workload, chosen
 
 import ampx
 
 DTYPE = "bfloat16"
-EACH_MODEL = chosen(quick=True)
-# Steps of a session that are not timed: memory of the wrapper, and what is decided in its first step.
-UNTIMED = 4
+Settings = dict[str, Any]
 
 
-class Side:
-    """One way to train; made anew before every timing, because a framework has one session at a time."""
+class Side(abc.ABC):
+    """One way to train a workload; its session starts anew before every timing: a framework has one at a time.
 
-    def __init__(self, workload: Workload, settings: dict[str, object] | None) -> None:
-        torch.manual_seed(0)
-        self.workload, self.settings = workload, settings
-        self.batch: Batch = workload.batch()
-        self.model = workload.model()
-        self.raw = workload.optimizer(list(self.model.parameters()))
+    Attributes:
+        framework: Name of the framework.
+        untimed: Steps of a session that are not timed: what is made or decided in its first steps.
+        settings: Arguments of `init`; None trains without ampx.
+    """
+
+    framework: ClassVar[str]
+    untimed: ClassVar[int] = 2
+
+    def __init__(self, settings: Settings | None) -> None:
+        self.settings = settings
 
     def begin(self) -> None:
         """Start the session, and do some steps."""
         ampx.shutdown()
-        self.optimizer = None
-        if self.settings is not None:
-            amp = ampx.init("torch", device="cpu", **self.settings)  # type: ignore[arg-type]
-            model, raw = self.model, self.raw
-            if "policy" in self.settings:
-                amp.prepare(model)
-            self.optimizer = amp.wrap_optimizer(raw, max_grad_norm=self.workload.max_grad_norm)
-        for _ in range(UNTIMED):
+        settings = self.settings
+        self.start(None if settings is None else ampx.init(self.framework, device="cpu", **settings))
+        for _ in range(self.untimed):
             self.step()
 
-    def step(self) -> None:
-        """Train on the batch."""
-        (inputs, labels), workload, optimizer = self.batch, self.workload, self.optimizer
-        loss = workload.loss(self.model(inputs), labels)
-        if optimizer is None:
-            loss.backward()
-            if workload.max_grad_norm is not None:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), workload.max_grad_norm)
-            self.raw.step()
-            self.raw.zero_grad()
-            return
-        with ampx.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    @abc.abstractmethod
+    def start(self, amp: ampx.Amp | None) -> None:
+        """Make ready to train in a session, or without one."""
+
+    @abc.abstractmethod
+    def step(self) -> object:
+        """Train on the batch, and wait until that is done."""
+
+    def join(self, other: Side) -> None:
+        """Train the model of another side, where it lies in memory, if the framework trains in place."""
 
 
-def tuned(workload: Workload) -> ampx.TunedPolicy:
-    """Return what `tune` decides for a workload."""
-    ampx.shutdown()
-    torch.manual_seed(0)
-    inputs, labels = workload.batch()
-    return ampx.tune(
-        lambda model: workload.loss(model(inputs), labels),
-        workload.model(),
-        dtype=DTYPE,
-        framework="torch",
-        device="cpu",
-    )
+@dataclass(frozen=True)
+class Task:
+    """A workload as a framework trains it.
+
+    Attributes:
+        name: Its name in the table.
+        tune: Calls `ampx.tune` for its model.
+        side: Makes a way to train it.
+        pairs: Pairs of timings of a full run.
+        repeat: Steps in one timing.
+    """
+
+    name: str
+    tune: Callable[[], ampx.TunedPolicy]
+    side: Callable[[Settings | None], Side]
+    pairs: int = 12
+    repeat: int = 2
 
 
 def described(policy: ampx.TunedPolicy) -> str:
@@ -87,64 +87,68 @@ def described(policy: ampx.TunedPolicy) -> str:
     return f"{policy.dtype}, plain O1"
 
 
-def measure(side: Side, other: Side, quick: bool) -> Ratio:
-    """Time two ways."""
-    short = side.workload.pairs > 100
-    pairs = 12 if quick or not short else 40
-    try:
-        return paired(
-            side.step,
-            other.step,
-            pairs=pairs,
-            repeat=50 if short else 2,
-            warmup=1,
-            before_a=side.begin,
-            before_b=other.begin,
-        )
-    finally:
-        ampx.shutdown()
+def measure(task: Task, quick: bool) -> list[dict[str, object]]:
+    """Tune a workload, and time it; a row with `left_out` where the device does not compute the dtype."""
+    ampx.shutdown()
+    policy = task.tune()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "ampx.toml")
+        policy.write(file)
+        others: dict[str, Settings | None] = {"float32, without ampx": None}
+        if not policy.enabled:
+            others["float32, gradients checked"] = {"dtype": "float32"}
+        if policy.deny or policy.dtype == "float32":
+            others["plain O1"] = {"dtype": DTYPE}
+        ours = task.side({"policy": str(file)})
+        facts = {"workload": task.name, "tuned": described(policy)}
+        rows: list[dict[str, object]] = []
+        for name, settings in others.items():
+            try:
+                rows.append({"against": name, **facts, **_ratio(task, ours, settings, policy, quick).to_json()})
+            except ampx.UnsupportedDtypeError as error:
+                return [{**facts, "left_out": str(error)}]
+            finally:
+                ampx.shutdown()
+        return rows
 
 
-def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
-    """Tune each model, and time it.
+def _ratio(task: Task, ours: Side, settings: Settings | None, policy: ampx.TunedPolicy, quick: bool) -> Ratio:
+    other = task.side(settings)
+    if not policy.deny:  # nothing is put on the model: both train the same
+        other.join(ours)
+    return paired(
+        ours.step,
+        other.step,
+        pairs=min(task.pairs, 8) if quick else task.pairs,
+        repeat=task.repeat,
+        warmup=1,
+        before_a=ours.begin,
+        before_b=other.begin,
+    )
+
+
+def measure_all(tasks: Sequence[Task], quick: bool, advance: Callable[[], object]) -> list[dict[str, object]]:
+    """Tune and time each workload; quickly, the first two.
 
     Args:
-        quick: Fewer pairs.
+        tasks: The workloads: first one that is small, then one that is large.
+        quick: Fewer workloads and pairs.
         advance: Called after each workload, for a progress bar.
     """
     rows: list[dict[str, object]] = []
-    for workload in EACH_MODEL:
-        policy = tuned(workload)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "ampx.toml")
-            policy.write(file)
-            ours = Side(workload, {"policy": str(file)})
-            others = {"float32, without ampx": Side(workload, None)}
-            if not policy.enabled:
-                others["float32, gradients checked"] = Side(workload, {"dtype": "float32"})
-            if policy.deny or policy.dtype == "float32":
-                others["plain O1"] = Side(workload, {"dtype": DTYPE})
-            if not policy.deny:  # nothing is put on the model: both train the same, where it lies in memory
-                for other in others.values():
-                    other.model, other.raw = ours.model, ours.raw
-            for name, other in others.items():
-                start = copy.deepcopy((ours.model.state_dict(), ours.raw.state_dict()))
-                ratio = measure(ours, other, quick)
-                ours.model.load_state_dict(start[0])
-                ours.raw.load_state_dict(start[1])
-                rows.append({"against": name, "workload": workload.name, "tuned": described(policy), **ratio.to_json()})
+    for task in tasks[: 2 if quick else None]:
+        rows += measure(task, quick)
         advance()
     return rows
 
 
-STEPS = len(EACH_MODEL)
-"""How often `run` advances."""
-
-
-if __name__ == "__main__":
-    import sys
-
-    torch.set_num_threads(1)
+def main(run: Callable[[bool], list[dict[str, Any]]]) -> None:
+    """Print the rows of one framework's `run`."""
     for row in run("--quick" in sys.argv):
+        named = f"{row['workload']:58} {row['tuned']:36}"
+        if "left_out" in row:
+            print(f"{named} left out: {row['left_out']}")
+            continue
         spread = f"[{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
-        print(f"{row['workload']:58} {row['tuned']:36} / {row['against']:21} {row['ratio']:.3f} {spread}")
+        times = f"{1e3 * row['median_a']:9.3f} ms  {1e3 * row['median_b']:9.3f} ms"
+        print(f"{named} / {row['against']:26} {times}  {row['ratio']:.3f} {spread}", flush=True)

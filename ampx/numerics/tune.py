@@ -256,7 +256,9 @@ class _Tuning:
         values = [entry for entry in self.reference.readings if not entry.operation and entry.direction == "forward"]
         self.modules = tuple(dict.fromkeys(entry.module for entry in values))
         self.output = values[-1].module if values else None
-        explained = min(LARGEST_TOLERANCE, bound(casting.dtype, len(self.reference.readings)))
+        # Where no module has a name, each parameter stands for one: an output, and the gradient of it.
+        roundings = len(self.reference.readings) or 2 * len(self.reference.replayed.parameters)
+        explained = min(LARGEST_TOLERANCE, bound(casting.dtype, roundings))
         self.tolerance = explained if tolerance is None else tolerance
 
     def run(self, casting: Casting, watched: bool = False) -> Seen:
@@ -301,6 +303,11 @@ class _Tuning:
         return replace(
             self.casting, plan=self.batch.backend.check_plan(CastPlan(device, dtype, level, plan.allow, entries))
         )
+
+    def lowers(self, casting: Casting) -> bool:
+        """Return whether anything is computed in the dtype of a casting."""
+        readings = self.batch.run(casting, self.scale, Watching(casting.dtype, operations=True)).readings
+        return any(entry.dtype == casting.dtype and family(entry.operation) != "cast" for entry in readings)
 
     def failing_operations(self) -> tuple[str, ...]:
         """Return the operations of the forward pass that make what is not finite of what is finite."""
@@ -421,7 +428,8 @@ def tune(
         operations = minimal(
             tuning.operations(), lambda names: bool(names) and tuning.agrees(tuning.run(tuning.denying(names)))
         )
-        if operations is None:
+        if operations is None or not tuning.lowers(tuning.denying(operations)):
+            whole = whole or operations is not None
             kind = "nothing less than the whole model" if whole else "nothing that can be kept"
             reason = f"{kind} in float32 brings the result within {tuning.tolerance:.2g} of float32's"
             return _float32(tuning, reason, agrees=what_if is None)
@@ -495,7 +503,8 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
     slow = {name: times for name, times in slow_modules(low, wide).items() if _entry(name) not in denied}
     # The simplest in front: where nothing pays, nothing is cast.
     castings = {"float32": FLOAT32, "safe": safe}
-    if slow:
+    leaves = [name for name in tuning.modules if not any(_inside(other, name) for other in tuning.modules)]
+    if slow and any(name not in slow and _entry(name) not in denied for name in leaves):  # else nothing is left to cast
         castings["tuned"] = replace(safe, forced={**safe.forced, **kept_in_float32(slow, tuning.modules)})
         if not tuning.agrees(tuning.run(castings["tuned"])):
             del castings["tuned"]

@@ -36,6 +36,7 @@ from ampx.numerics.timing import timed
 
 from . import casting, interpreter, rules, scopes, taps
 from .interpreter import Mode
+from .optimizer import unscale
 from .rules import JaxPlan
 from .state import path_name
 from .taps import SIMULATED, is_floating
@@ -649,11 +650,19 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) ->
 
 
 def clock(model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times the loss of a batch and its gradients, compiled as a training step is."""
+    """Return what times the loss of a batch and its gradients, compiled as a training step is.
+
+    Where something is cast, gradients are looked at, as the optimizer will do.
+    """
     named, _, both = _differentiated(model, step, plan, False)
     arrays = [jnp.asarray(leaf) for leaf in named.values()]
+
+    def compute(arrays: list[Any], scale: Any) -> tuple[Any, ...]:
+        loss, gradients = both(arrays, scale)
+        return loss, gradients, None if plan is None else unscale(gradients, scale)[1]
+
     with casting.active(None), jax.disable_jit(False):
-        compiled = jax.jit(both).lower(arrays, jnp.float32(1.0)).compile()
+        compiled = jax.jit(compute).lower(arrays, jnp.float32(1.0)).compile()
     return lambda: timed(lambda: jax.block_until_ready(compiled(arrays, jnp.float32(1.0))))
 
 

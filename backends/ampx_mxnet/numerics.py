@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
@@ -43,6 +44,7 @@ from . import casting, devices, dtypes
 from .calls import calls, is_traced, named
 from .casting import switch
 from .compat import mx
+from .gradients import all_finite, collect
 from .losses import scale_loss
 
 if TYPE_CHECKING:
@@ -466,10 +468,17 @@ def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None,
 
 
 def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Backend.clock`."""
+    """Return what times a batch and its gradients: see `Backend.clock`.
+
+    Where something is cast, each step waits to see whether gradients are finite, as the trainer's will do.
+    """
+    trained = [entry for entry in model._collect_params_with_prefix().values() if entry.grad_req != "null"]
+    owner = SimpleNamespace(_params=list({id(parameter): parameter for parameter in trained}.values()))
 
     def compute() -> None:
         _computed(backend, model, step, plan, 1.0)
+        if plan is not None:
+            all_finite(collect(owner, True)).asscalar()
 
     def seconds() -> float:
         with _restored(model):

@@ -44,7 +44,7 @@ from ampx.scaling import check_loss
 
 from . import casting, devices
 from .calls import calls, named
-from .gradients import gradient_of
+from .gradients import gradient_of, unscale
 from .losses import scale_loss
 from .writes import unnoticed
 
@@ -448,7 +448,10 @@ def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None
 
 
 def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-    """Return what times a batch and its gradients: see `Backend.clock`."""
+    """Return what times a batch and its gradients: see `Backend.clock`.
+
+    Where something is cast, each step waits to see whether gradients are finite, as the optimizer's will do.
+    """
     trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
 
     def compute() -> None:
@@ -456,6 +459,8 @@ def clock(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None)
             if _is_there(parameter):
                 parameter.clear_gradient(False)
         _computed(backend, model, step, plan, 1.0)
+        if plan is not None and computes(plan.dtype):
+            bool(unscale([parameter for parameter in trained if _is_there(parameter)], 1.0))
 
     def seconds() -> float:
         with _uncompiled(backend, "replay", model), _restored(model), unnoticed(), paddle.enable_grad():

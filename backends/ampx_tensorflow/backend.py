@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ class TensorFlowBackend(ampx.Backend):
     """TensorFlow and Keras: dtype policies for casting, Keras' own LossScaleOptimizer for loss scaling."""
 
     name: ClassVar[str] = "tensorflow"
+    watches_uncompiled: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),
         dtypes=frozenset({"float16", "bfloat16"}),
@@ -180,6 +181,12 @@ class TensorFlowBackend(ampx.Backend):
         from . import numerics  # as above
 
         return numerics.replay(model, step, plan, scale, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
+
+    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
+        """Return what times a batch and its gradients, as one function where TensorFlow can trace the step."""
+        from . import numerics  # as above
+
+        return numerics.clock(model, step, plan, lambda: self.autocast(plan, True))  # type: ignore[arg-type]
 
     def convert(self, model: Any, conversion: Conversion) -> Converted:
         """Convert a model of Keras 3 for inference."""

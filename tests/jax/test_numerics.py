@@ -2,6 +2,7 @@
 
 import math
 import runpy
+import time
 import warnings
 
 import jax
@@ -394,6 +395,69 @@ def test_a_clock_computes_what_was_compiled_before(plan):
     assert compiled > 0
     assert seconds() > 0
     assert len(traces) == compiled
+
+
+@pytest.mark.parametrize(("plan", "looks"), [(None, 0), (CastPlan("cpu", "bfloat16"), 2)])
+def test_a_clock_looks_at_gradients_where_something_is_cast_as_the_optimizer_will_do(plan, looks, monkeypatch):
+    tested = []
+    finite = jnp.isfinite
+    monkeypatch.setattr(jnp, "isfinite", lambda leaf: tested.append(leaf.shape) or finite(leaf))
+    numerics.clock(
+        {"w": jnp.ones((3, 2)), "v": jnp.ones(2)}, lambda p: jnp.sum(jnp.ones((2, 3)) @ p["w"] @ p["v"]), plan
+    )
+    assert tested == [(2,), (3, 2)][:looks]
+
+
+def unnamed(layers):
+    """Return a step of a perceptron whose layers have no names, and its parameters."""
+    keys = jax.random.split(jax.random.key(0), layers + 1)
+    params = [jax.random.normal(key, (64, 64)) / 8 for key in keys[1:]]
+    x = jax.random.normal(keys[0], (32, 64))
+
+    def step(params):
+        hidden = x
+        for weight in params:
+            hidden = jnp.tanh(hidden @ weight)
+        return jnp.mean(hidden**2)
+
+    return step, params
+
+
+def test_where_no_module_has_a_name_each_parameter_is_a_rounding_or_two_of_tune():
+    step, params = unnamed(3)
+    policy = ampx.tune(step, params, framework="jax", device="cpu", dtype="bfloat16", repeats=0)
+    assert policy.tolerance == pytest.approx(8 * 2**-8 * 7**0.5)  # margin, a rounding, root of 2 * 3 + 1
+    assert (policy.dtype, policy.deny) == ("bfloat16", ())
+
+
+def test_tune_casts_nothing_where_nothing_would_be_left_to_cast():
+    step, params = unnamed(2)
+    policy = ampx.tune(step, params, framework="jax", device="cpu", dtype="bfloat16", repeats=0, tolerance=1e-5)
+    assert (policy.dtype, policy.deny) == ("float32", ())
+    assert policy.reasons["dtype"].startswith("nothing less than the whole model in float32")
+
+
+@pytest.mark.parametrize("slow", ["bfloat16", "float32"])
+def test_tune_stays_in_float32_where_a_compiled_step_is_slower_in_low_precision_and_there_only(slow):
+    step, params = unnamed(2)
+
+    def nap(product):
+        """Take a nap where the product says that it was computed in the slow dtype: bfloat16 has seven digits."""
+        if (product == 1.0) == (slow == "bfloat16"):
+            time.sleep(0.01)
+        return np.float32(0.0)
+
+    def napping(params):
+        product = jnp.full((1, 1), 1 + 2.0**-9) @ jnp.ones((1, 1))
+        return step(params) + jax.pure_callback(nap, jax.ShapeDtypeStruct((), jnp.float32), product[0, 0])
+
+    policy = ampx.tune(napping, params, framework="jax", device="cpu", dtype="bfloat16", repeats=3)
+    assert policy.deny == ()
+    if slow == "bfloat16":
+        assert (policy.dtype, policy.enabled) == ("float32", False)
+    else:
+        assert (policy.dtype, policy.enabled) == ("bfloat16", True)
+        assert policy.speed > 2
 
 
 def test_a_pattern_that_matches_no_scope_is_refused_by_the_replay():

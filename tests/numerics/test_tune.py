@@ -144,8 +144,13 @@ def test_a_fault_outside_of_modules_is_cured_by_an_operation():
     def outside(model):
         return total(product(product(step(model), Tensor([2.0**18])), Tensor([2.0**-18])))
 
-    policy = ampx.tune(outside, layers(2, ()), framework="toy", dtype="float16", repeats=0)
-    assert [choice.entry for choice in policy.deny] == ["product"]
+    # Beside the product something else has to be low precision, or nothing is.
+    options = {"framework": "toy", "dtype": "float16", "repeats": 0}
+    policy = ampx.tune(outside, layers(2, ()), allow=["total"], **options)
+    assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("float16", ["product"])
+    policy = ampx.tune(outside, layers(2, ()), **options)
+    assert (policy.dtype, policy.deny) == ("float32", ())
+    assert "nothing less than the whole model in float32" in policy.reasons["dtype"]
 
 
 def test_where_nothing_helps_nothing_is_cast():
@@ -207,6 +212,23 @@ def test_low_precision_that_does_not_pay_is_left_out(monkeypatch):
     assert ampx.tune(step, layers(2, ()), **arguments).deny == ()
     monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.01, "tuned": 1.0}))
     assert ampx.tune(step, layers(2, ()), **arguments).dtype == "float32"  # no difference: the simplest
+
+
+def test_a_model_whose_modules_are_all_slow_in_low_precision_is_not_cast_in_name_only(monkeypatch):
+    clocks = []
+
+    def measured(clocks_by_name, repeats):
+        clocks.append(set(clocks_by_name))
+        return {name: [1.0 if name == "tuned" else 2.0] * repeats for name in clocks_by_name}
+
+    monkeypatch.setattr(tuning, "measured", measured)
+    slow = {"layer0": (2e-3, 1e-3), "layer1": (2e-3, 1e-3)}
+    monkeypatch.setattr(tuning, "slow_modules", lambda low, wide: slow)
+    arguments = {"framework": "toy", "dtype": "bfloat16", "repeats": 2}
+    assert ampx.tune(step, layers(2, ()), **arguments).dtype == "float32"
+    assert ampx.tune(step, layers(3, ()), **arguments).dtype == "bfloat16"
+    assert ampx.tune(step, layers(3, ()), **arguments, deny=["module:layer2"]).dtype == "float32"
+    assert clocks == [{"float32", "safe"}, {"float32", "safe", "tuned"}, {"float32", "safe"}]
 
 
 def test_speed_is_what_the_backend_s_clock_says(monkeypatch):

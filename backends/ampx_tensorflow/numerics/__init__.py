@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 from .forcing import SIMULATED as SIMULATED, force as force
-from .replaying import replay as replay
+from .replaying import clock as clock, replay as replay
 from .watching import watch as watch

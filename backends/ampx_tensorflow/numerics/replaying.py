@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -19,7 +19,8 @@ from tensorflow.python.ops import resource_variable_ops
 from ampx.backend import CastPlan, Replayed, Step
 from ampx.errors import DetachedLossError, LossDtypeError, LossShapeError
 from ampx.numerics.randomness import random_numbers_kept
-from ampx_tensorflow import casting, products
+from ampx.numerics.timing import timed
+from ampx_tensorflow import casting, gradients, products, retracing
 
 from . import stats
 from .forcing import Policies, is_forced
@@ -50,22 +51,75 @@ def replay(model: Any, step: Step, plan: CastPlan | None, scale: float, autocast
             _check(loss)
             scaled = tf.cast(loss, tf.float32) * scale
         named = parameters(model)
-        gradients = tape.gradient(scaled, [variable for _, variable in named])
-        if named and all(gradient is None for gradient in gradients):
+        slopes = tape.gradient(scaled, [variable for _, variable in named])
+        if named and all(slope is None for slope in slopes):
             raise DetachedLossError(
                 "replay got a loss that depends on no parameter of the model; accepted: a loss computed from the model "
                 "that the step function is passed. Call that model in it, with operations of TensorFlow."
             )
         true = {
-            name: tf.convert_to_tensor(gradient).numpy().astype(np.float32) / np.float32(scale)
-            for (name, _), gradient in zip(named, gradients, strict=True)
-            if gradient is not None
+            name: tf.convert_to_tensor(slope).numpy().astype(np.float32) / np.float32(scale)
+            for (name, _), slope in zip(named, slopes, strict=True)
+            if slope is not None
         }
         reduced = [
             stats.reduce(stats.floating(tf.convert_to_tensor(variable)), _watched(plan)) for _, variable in named
         ]
         described = {name: entry for (name, _), entry in zip(named, stats.read(reduced), strict=True)}
         return Replayed(float(tf.cast(loss, tf.float32)), true, described)
+
+
+def clock(model: Any, step: Step, plan: CastPlan | None, autocast: Callable[[], Any]) -> Callable[[], float]:
+    """Return what times a batch and its gradients: see `ampx.backend.Backend.clock`.
+
+    All of it is one function, as in `fit` and in a `tf.function` around a training step. A step that TensorFlow cannot
+    trace is timed as Python, as it trains; so is every step where functions run eagerly. Where something is cast,
+    gradients are looked at, as the optimizer will do.
+
+    Args:
+        model: As for `replay`.
+        step: As for `replay`.
+        plan: As for `replay`.
+        autocast: As for `replay`.
+    """
+    trained = [variable for _, variable in parameters(model)]
+
+    def compute() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.cast(step(model), tf.float32)
+        slopes = tape.gradient(loss, trained)
+        look = [] if plan is None else [gradients.finite(slopes)]
+        return [loss, *look, *(slope for slope in slopes if slope is not None)]
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        with casting.off() if plan is None else autocast(), _policies_set(model, plan):
+            yield
+
+    run: Callable[[], list[Any]] = compute
+    written: Iterable[Any] = ()
+    if not tf.config.functions_run_eagerly():
+        # Whatever functions the step calls were traced under other policies, of which their caches know nothing.
+        with _state_kept(model), retracing.anew(), region():
+            try:
+                traced = tf.function(compute).get_concrete_function()
+                run, written = traced, traced.variables
+            except Exception:  # of any kind: it is the step's own Python, which ran before, and is timed as such
+                run = compute
+
+    def seconds() -> float:
+        # A trace that is called tells nobody what it writes.
+        before = [(variable, variable.read_value()) for variable in written]
+        try:
+            with _state_kept(model), region():
+                run()
+                tf.test.experimental.sync_devices()
+                return timed(run, tf.test.experimental.sync_devices)
+        finally:
+            for variable, value in before:
+                variable.assign(value)
+
+    return seconds
 
 
 def _watched(plan: CastPlan | None) -> str:
