@@ -115,6 +115,16 @@ _METER: tuple[Column, ...] = (
     ("of all steps", lambda row: f"{100 * row['share']:.2f} %"),
     ("middle half", lambda row: f"{_share(row, 'ratio_low')} to {_share(row, 'ratio_high')}"),
 )
+
+_TUNED: tuple[Column, ...] = (
+    _WORKLOAD,
+    ("tuned", _text("tuned")),
+    _AGAINST,
+    ("tuned step", _time("median_a")),
+    ("the other", _time("median_b")),
+    ("ratio", _number("ratio", ".3f")),
+    ("middle half", _spread),
+)
 _MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
 
 LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
@@ -154,19 +164,10 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
             ("middle half", lambda row: f"{1 / row['ratio_high']:.2f} to {1 / row['ratio_low']:.2f}"),
         ),
     ),
-    "tuned": (
-        "one training step in PyTorch: what ampx.tune decides, against float32 and plain O1",
-        3,
-        (
-            _WORKLOAD,
-            ("tuned", _text("tuned")),
-            _AGAINST,
-            ("tuned step", _time("median_a")),
-            ("the other", _time("median_b")),
-            ("ratio", _number("ratio", ".3f")),
-            ("middle half", _spread),
-        ),
-    ),
+    "tuned_torch": ("one training step in PyTorch: what ampx.tune decides", 3, _TUNED),
+    "tuned_jax": ("one training step in JAX: what ampx.tune decides", 3, _TUNED),
+    "tuned_tensorflow": ("one training step in TensorFlow and Keras: what ampx.tune decides", 3, _TUNED),
+    "tuned_mxnet": ("one training step in MXNet: what ampx.tune decides", 3, _TUNED),
     "meter_cost": ("what the meter takes of the time of all steps, PyTorch", 1, _METER),
     "meter_cost_mxnet": ("what the meter takes of the time of all steps, MXNet", 1, _METER),
     "meter_cost_paddle": ("what the meter takes of the time of all steps, PaddlePaddle", 1, _METER),

@@ -119,7 +119,7 @@ def _ratio(task: Task, ours: Side, settings: Settings | None, policy: ampx.Tuned
     return paired(
         ours.step,
         other.step,
-        pairs=min(task.pairs, 8) if quick else task.pairs,
+        pairs=min(task.pairs, 6) if quick else task.pairs,
         repeat=task.repeat,
         warmup=1,
         before_a=ours.begin,

@@ -32,6 +32,7 @@ class JaxSide(Side):
     """One way to train in JAX; compiled once, since what a session of the same settings compiles is the same."""
 
     framework = "jax"
+    untimed = 1
 
     def __init__(self, workload: str, settings: Settings | None) -> None:
         super().__init__(settings)
@@ -77,7 +78,8 @@ def tuned(workload: str) -> ampx.TunedPolicy:
 def task(workload: str) -> Task:
     """Return a workload as it is tuned and trained."""
     *_, pairs, repeat = jax_step.WORKLOADS[workload]
-    return Task(workload, functools.partial(tuned, workload), functools.partial(JaxSide, workload), pairs, repeat)
+    sides = functools.partial(JaxSide, workload)
+    return Task(workload, functools.partial(tuned, workload), sides, min(pairs, 20), repeat)
 
 
 # The smallest and the one with the largest products first: a quick run times these.

@@ -66,7 +66,7 @@ def task(workload: str) -> Task:
     """Return a workload as it is tuned and trained."""
     *_, pairs = mxnet_step.WORKLOADS[workload]
     sides = functools.partial(MxnetSide, workload)
-    return Task(workload, functools.partial(tuned, workload), sides, min(pairs, 40), max(pairs // 10, 1))
+    return Task(workload, functools.partial(tuned, workload), sides, min(pairs, 20), 1 if pairs < 60 else 10)
 
 
 # The smallest and the one with the largest products first: a quick run times these.

@@ -28,6 +28,7 @@ class TensorFlowSide(Side):
     """One way to train in TensorFlow; its function is traced once a casting."""
 
     framework = "tensorflow"
+    untimed = 1
 
     def __init__(self, workload: str, settings: Settings | None) -> None:
         super().__init__(settings)
@@ -76,7 +77,7 @@ def task(workload: str) -> Task:
     """Return a workload as it is tuned and trained."""
     *_, pairs = tensorflow_step.WORKLOADS[workload]
     sides = functools.partial(TensorFlowSide, workload)
-    return Task(workload, functools.partial(tuned, workload), sides, min(pairs, 40), max(pairs // 10, 1))
+    return Task(workload, functools.partial(tuned, workload), sides, min(pairs, 20), 1 if pairs < 60 else 10)
 
 
 # The smallest and the one with the largest products first: a quick run times these.

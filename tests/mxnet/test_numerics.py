@@ -10,7 +10,7 @@ import ampx
 from ampx.backend import CastPlan, Watching
 from ampx.errors import LossError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.numerics.rounding import describe, round_to, sample
-from ampx_mxnet import dtypes
+from ampx_mxnet import dtypes, numerics
 from ampx_mxnet.backend import MXNetBackend
 from ampx_mxnet.compat import mx
 from ampx_mxnet.numerics import rounded
@@ -270,6 +270,25 @@ def test_a_block_computes_in_bfloat16_and_one_in_it_in_float32(backend, net, bat
 def test_an_unknown_dtype_is_refused(backend, net):
     with pytest.raises(UnsupportedDtypeError, match="float4"), backend.force(net, {"*": "float4"}):
         pass
+
+
+@pytest.mark.parametrize(("plan", "looks"), [(None, 0), (CastPlan("cpu", "bfloat16"), 2)])
+def test_a_clock_waits_for_the_check_of_gradients_where_something_is_cast(
+    backend, net, batch, plan, looks, monkeypatch
+):
+    """The check is the trainer's own; what is computed is float32 here, so that every CPU can."""
+    seen, computed = [], numerics._computed
+    monkeypatch.setattr(numerics, "_computed", lambda b, m, s, _, scale: computed(b, m, s, None, scale))
+    monkeypatch.setattr(numerics, "timed", lambda compute, wait: compute() or 1.0)
+    finite = numerics.all_finite
+
+    def look(batches):
+        seen.append(sum(len(arrays) for kinds in batches for arrays in kinds.values()))
+        return finite(batches)
+
+    monkeypatch.setattr(numerics, "all_finite", look)
+    assert backend.clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
+    assert seen == [len(trained(net))] * looks  # once before the clock starts, and once in it
 
 
 @pytest.mark.parametrize("plan", [None, pytest.param(CastPlan("cpu", "bfloat16"), marks=pytest.mark.bfloat16)])
