@@ -2,7 +2,6 @@
 
 import math
 import runpy
-import time
 import warnings
 
 import jax
@@ -438,26 +437,32 @@ def test_tune_casts_nothing_where_nothing_would_be_left_to_cast():
 
 
 @pytest.mark.parametrize("slow", ["bfloat16", "float32"])
-def test_tune_stays_in_float32_where_a_compiled_step_is_slower_in_low_precision_and_there_only(slow):
+def test_tune_stays_in_float32_where_a_compiled_step_is_slower_in_low_precision_and_there_only(slow, monkeypatch):
+    """A step takes two seconds, and one more where the host sees a product of the slow dtype in it."""
+    slowed = []
     step, params = unnamed(2)
 
-    def nap(product):
-        """Take a nap where the product says that it was computed in the slow dtype: bfloat16 has seven digits."""
-        if (product == 1.0) == (slow == "bfloat16"):
-            time.sleep(0.01)
+    def look(product):
+        if (product == 1.0) == (slow == "bfloat16"):  # which has seven digits
+            slowed.append(product)
         return np.float32(0.0)
 
-    def napping(params):
+    def looking(params):
         product = jnp.full((1, 1), 1 + 2.0**-9) @ jnp.ones((1, 1))
-        return step(params) + jax.pure_callback(nap, jax.ShapeDtypeStruct((), jnp.float32), product[0, 0])
+        return step(params) + jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), product[0, 0])
 
-    policy = ampx.tune(napping, params, framework="jax", device="cpu", dtype="bfloat16", repeats=3)
+    def timed(compute):
+        slowed.clear()
+        compute()
+        return 3.0 if slowed else 2.0
+
+    monkeypatch.setattr(numerics, "timed", timed)
+    policy = ampx.tune(looking, params, framework="jax", device="cpu", dtype="bfloat16", repeats=1)
     assert policy.deny == ()
     if slow == "bfloat16":
-        assert (policy.dtype, policy.enabled) == ("float32", False)
+        assert (policy.dtype, policy.enabled, policy.speed) == ("float32", False, 1.0)
     else:
-        assert (policy.dtype, policy.enabled) == ("bfloat16", True)
-        assert policy.speed > 2
+        assert (policy.dtype, policy.enabled, policy.speed) == ("bfloat16", True, 1.5)
 
 
 def test_a_pattern_that_matches_no_scope_is_refused_by_the_replay():

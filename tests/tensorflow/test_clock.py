@@ -10,6 +10,7 @@ import tensorflow as tf
 import ampx
 from ampx.backend import CastPlan
 from ampx_tensorflow.backend import TensorFlowBackend
+from ampx_tensorflow.numerics import replaying
 
 BACKEND = TensorFlowBackend()
 X = np.linspace(-2, 2, 12, dtype="float32").reshape(4, 3)
@@ -98,43 +99,51 @@ def test_gradients_are_looked_at_where_something_is_cast_as_in_training(plan, lo
     assert seen == [4] * looks
 
 
-class Sleeping(keras.layers.Layer):
-    """Hands on what it gets, a hundredth of a second later where that has the dtype in which it is slow."""
+class Noticed(keras.layers.Layer):
+    """Hands on what it gets, and tells the host where that has the dtype in which it is slow."""
 
-    def __init__(self, slow):
+    def __init__(self, slow, notice):
         super().__init__()
-        self.slow = slow
+        self.slow, self.notice = slow, notice
 
     def call(self, x):
         if x.dtype.name != self.slow:
             return x
 
-        def sleep(values):
-            time.sleep(0.01)
+        def notice(values):
+            self.notice()
             return values
 
         @tf.custom_gradient
-        def late(x):
-            slept = tf.numpy_function(sleep, [tf.cast(x, tf.float32)], tf.float32)
-            return tf.cast(tf.ensure_shape(slept, x.shape), x.dtype), lambda upstream: upstream
+        def noticed(x):
+            values = tf.numpy_function(notice, [tf.cast(x, tf.float32)], tf.float32)
+            return tf.cast(tf.ensure_shape(values, x.shape), x.dtype), lambda upstream: upstream
 
-        return late(x)
+        return noticed(x)
 
 
 @pytest.mark.parametrize("slow", ["bfloat16", "float32"])
-def test_tune_stays_in_float32_where_a_compiled_step_is_slower_in_low_precision_and_there_only(slow):
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Sleeping(slow)])
+def test_tune_stays_in_float32_where_a_compiled_step_is_slower_in_low_precision_and_there_only(slow, monkeypatch):
+    """A step takes two seconds, and one more where a layer runs in the slow dtype."""
+    slowed = []
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Noticed(slow, lambda: slowed.append(slow))])
+
+    def timed(compute, wait):
+        slowed.clear()
+        compute()
+        return 3.0 if slowed else 2.0
+
+    monkeypatch.setattr(replaying, "timed", timed)
     policy = ampx.tune(
         lambda model: tf.reduce_sum(tf.cast(model(tf.constant(X)), tf.float32)),
         model,
         framework="tensorflow",
         device="cpu",
         dtype="bfloat16",
-        repeats=3,
+        repeats=1,
     )
     assert policy.deny == ()
     if slow == "bfloat16":
-        assert (policy.dtype, policy.enabled) == ("float32", False)
+        assert (policy.dtype, policy.enabled, policy.speed) == ("float32", False, 1.0)
     else:
-        assert (policy.dtype, policy.enabled) == ("bfloat16", True)
-        assert policy.speed > 2
+        assert (policy.dtype, policy.enabled, policy.speed) == ("bfloat16", True, 1.5)
