@@ -12,9 +12,8 @@ from . import annotate
 from .annotate import Region
 from .events import Listener, StepResult
 from .plugins import default_registry
-from .policy import normalise_dtype
 from .scaling import LossT, ScaleLoss
-from .session import Amp, Gate, sessions
+from .session import Amp, Gate, region_dtype, sessions
 
 if TYPE_CHECKING:
     from . import framework_types as types
@@ -83,7 +82,7 @@ def prepare(model: Any, opt: Any = None) -> Any:
 
 def autocast(enabled: bool = True, dtype: types.DtypeName | types.DtypeObject | None = None) -> Region:
     """Return a casting region, also a decorator: see `Amp.autocast`. The session is looked up on entry."""
-    wanted = None if dtype is None else normalise_dtype(dtype)
+    wanted = region_dtype(enabled, dtype)
     return Region(lambda: sessions.only("autocast").autocast_now(enabled, wanted))
 
 

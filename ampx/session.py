@@ -30,6 +30,7 @@ from .errors import (
     ScaleCollapsedWarning,
     UnsupportedByBackendError,
     UnsupportedDtypeError,
+    shown,
 )
 from .events import Event, Listener, ScaleCollapsed, StepResult
 from .optimizer import (
@@ -345,9 +346,10 @@ class Amp:
             dtype: Compute dtype inside; the session's by default.
 
         Raises:
+            InvalidOptionError: `enabled` is neither True nor False.
             UnsupportedDtypeError: The device cannot compute in it.
         """
-        wanted = None if dtype is None else normalise_dtype(dtype)
+        wanted = region_dtype(enabled, dtype)
         return annotate.Region(lambda: self.autocast_now(enabled, wanted))
 
     def autocast_now(self, enabled: bool, dtype: Dtype | None = None) -> AbstractContextManager[Any]:
@@ -754,6 +756,17 @@ def init(
     session = Amp(backend, plan, found_level, effective, nan_loss)
     sessions.replace(session)
     return session
+
+
+def region_dtype(enabled: object, dtype: object) -> Dtype | None:
+    """Return the dtype that a region asks for, None for the session's, once what it was given is checked."""
+    # What stands first elsewhere: a device, a dtype, or the function under a decorator without brackets.
+    if enabled not in (True, False):
+        raise InvalidOptionError(
+            f"autocast got enabled={shown(enabled)}; accepted: True or False. Name a dtype by dtype=…, leave the "
+            f"device to init, and write a decorator with brackets: @ampx.autocast()."
+        )
+    return None if dtype is None else normalise_dtype(dtype)
 
 
 def check_settings(backend: Backend, dtype: str, level: str, device: str) -> None:

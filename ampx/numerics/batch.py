@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
+from inspect import isroutine
 from typing import Any, Final, cast
 
 from ampx.backend import Backend, CastPlan, Device, Reading, Replayed, Step, Watching
-from ampx.errors import UnsupportedDtypeError, UnsupportedLevelError
+from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedLevelError, shown
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, OptLevel, find_level, normalise_dtype
 from ampx.session import listed, sessions
@@ -66,6 +67,12 @@ class Batch:
     """One batch that can be computed again and again."""
 
     def __init__(self, step: Step, model: Any, framework: str | None, device: str | None = None) -> None:
+        if not callable(step) or isroutine(model):
+            raise InvalidOptionError(
+                f"step={shown(step)} and model={shown(model)} are not a function and a model; accepted: a function "
+                f"that takes the model and returns the loss of one batch, then the model (JAX: its parameters). Pass "
+                f"them in this order."
+            )
         active = {session.framework: session for session in sessions.all_sessions()}
         name = framework or (next(iter(active)) if len(active) == 1 else default_registry().guess())
         self.backend: Backend = default_registry().load(name)

@@ -22,9 +22,9 @@ from .step import AmpOptimizer
 
 def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
     """Check the options of `wrap_optimizer`, and wrap a raw optimizer."""
-    reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable", "wrapper"))
     if options.get("wrapper") is not None:  # a way to wrap of its own, which apex.amp has
         return options["wrapper"](optimizer, member, options)
+    reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable"))
     fusing.check(optimizer, options.get("fused"))
     if options["plan"] is not None:
         casting.check_resolved(options["plan"])

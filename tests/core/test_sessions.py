@@ -450,6 +450,14 @@ def test_a_region_refuses_an_unknown_dtype_at_once(alpha, dtype):
         ampx.autocast(dtype=dtype)
 
 
+@pytest.mark.parametrize("first", ["cuda", "float16", len, None])
+def test_a_region_refuses_what_stands_first_in_other_libraries(alpha, first):
+    amp = ampx.init("alpha")
+    for autocast in (ampx.autocast, amp.autocast):
+        with pytest.raises(ampx.InvalidOptionError, match=r"enabled=.* dtype=.* @ampx\.autocast\(\)"):
+            autocast(first)
+
+
 def test_a_region_refuses_a_dtype_the_device_cannot_compute(alpha):
     ampx.init("alpha", device="chip")
     with pytest.raises(ampx.UnsupportedDtypeError, match="supported: bfloat16"), ampx.autocast(dtype="float16"):

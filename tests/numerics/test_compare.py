@@ -122,6 +122,13 @@ def test_one_batch_of_a_model_is_compared_in_code():
     assert smaller.scale == 8.0  # 8 * 1200 is within two bits of the largest number, 16 * 1200 is not
 
 
+@pytest.mark.parametrize("call", [ampx.compare, ampx.diagnose, ampx.tune])
+def test_model_and_step_in_the_wrong_order_are_named(call):
+    for wrong in ((model(2.0), step_of(1.0)), (3.0, model(2.0))):
+        with pytest.raises(ampx.InvalidOptionError, match="in this order"):
+            call(*wrong)
+
+
 def test_the_session_says_dtype_and_framework_and_a_dtype_that_the_device_lacks_is_simulated():
     ampx.init("toy", dtype="bfloat16")
     assert ampx.compare(step_of(1.1), model(2.0)).dtype == "bfloat16"
