@@ -38,6 +38,7 @@ class MXNetBackend(ampx.GenericBackend):
         per_loss_scales=True,
         sparse=True,
         vector_losses=True,
+        distributed=True,
         names_gradients=True,
         traces_overflow=True,
         automates=True,

@@ -7,7 +7,6 @@ their backward, and the two are added.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ampx.errors import ProtocolError
@@ -34,10 +33,10 @@ class LossMixer:
         """Return the flag of all losses so far; None before the first."""
         return gradients.combine(list(self._flags.values())) if self._flags else None
 
-    def finite_by_loss(self, loss_ids: Iterable[int], finite: bool) -> dict[int, bool]:
+    def finite_by_loss(self, finite: bool) -> dict[int, bool]:
         """Return which losses were finite, by whether the sum is. Sync: after an overflow, one a loss."""
-        if finite or not self._flags:
-            return dict.fromkeys(self._flags or loss_ids, finite)
+        if finite:
+            return dict.fromkeys(self._flags, True)
         by_loss = {loss_id: bool(flag.asnumpy()) for loss_id, flag in self._flags.items()}
         if all(by_loss.values()):  # each by itself, but not their sum
             return dict.fromkeys(by_loss, False)

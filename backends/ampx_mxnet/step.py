@@ -159,11 +159,30 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member = self.ampx_member
         changes = member.stage in ("scaled", "unscaled")
         if changes:
+            self._start_store()
             member.begin_change()
         self.trainer.allreduce_grads()
         self._reduced = True
         if changes:
             member.end_change()
+
+    def _start_store(self) -> None:
+        """Begin to use the trainer's store as its first step would. Sync: with a distributed store, the first time.
+
+        Native defect: that step pulls the weights and pushes gradients at once, so that a server may answer with the
+        sum of the gradients where the weights were asked for.
+        """
+        raw = self.trainer
+        if raw._kv_initialized and not raw._params_to_init:
+            return
+        if not raw._kv_initialized:
+            raw._init_kvstore()
+        started = [parameter for parameter in raw._params_to_init if not parameter._deferred_init]
+        raw._init_params()
+        if raw._distributed:
+            for parameter in started:
+                for data in parameter.list_data():
+                    data.wait_to_read()
 
     def _metered(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
         self._meter.step(
@@ -192,6 +211,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if not fresh:
             self._close_empty()
             return
+        self._start_store()
         self._accumulation.reset()
         # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
         divides = not self._true and not self._clips and member.factor >= 1
@@ -283,7 +303,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Note the outcome and move the loss scale; `carried` is the scale that the gradients carry now."""
         member, norm = self.ampx_member, self._norm
         self._used, self._left = True, carried if finite else math.inf
-        by_loss = self._mixer.finite_by_loss(member.factors, finite)
+        # Workers of a distributed store know of their own losses only, and must move their scales alike.
+        by_loss = dict.fromkeys(member.factors, finite)
+        if self._mixer.active and not self.trainer._distributed:
+            by_loss = self._mixer.finite_by_loss(finite)
         self._forget_pending()
         member.finish(by_loss, norm)
 
@@ -494,11 +517,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _check_reduced(self, mixes: bool) -> None:
         """Raise where new gradients would be added to those of all contexts; overwritten, they are not added up yet."""
-        if len(self.trainer._contexts) > 1 and (mixes or self._adding()):
+        if self.trainer._kvstore and (mixes or self._adding()):
             reason = "another loss_id" if mixes else "grad_req='add'"
             raise ProtocolError(
-                f"scale_loss was called after allreduce_grads and before the step, with {reason}; the contexts' "
-                f"sum would be added up again. Call allreduce_grads after the last backward."
+                f"scale_loss was called after allreduce_grads and before the step, with {reason}; the contexts' or "
+                f"workers' sum would be added up again. Call allreduce_grads after the last backward."
             )
 
     # -- life ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
     if not member.group.enabled:
         return _wrap(backend, trainer, member, options)
     _check_native(trainer)
-    _check_store(trainer)
+    _check_store(trainer, options["plan"])
     _check_dtypes(trainer, options["plan"])
     wrapped = _wrap(backend, trainer, member, options)
     trainer = wrapped.trainer
@@ -59,7 +59,7 @@ def _check_native(trainer: Any) -> None:
         )
 
 
-def _check_store(trainer: Any) -> None:
+def _check_store(trainer: Any, plan: CastPlan | None) -> None:
     store = trainer._kvstore_params["kvstore"]
     name = store if isinstance(store, str) else getattr(store, "type", "")
     passed = None
@@ -78,6 +78,17 @@ def _check_store(trainer: Any) -> None:
             f"wrap_optimizer got a trainer with {passed}: it would update before gradients can be checked; accepted: "
             f"trainers that update outside the store. Make it with gluon.Trainer(…, update_on_kvstore=False), and wrap "
             f"it before its first step."
+        )
+    if trainer._compression_params and ("dist" in name or len(trainer._contexts) > 1):
+        raise UnsupportedByBackendError(
+            f"wrap_optimizer got a trainer with compression_params={trainer._compression_params!r}, by which MXNet "
+            f"would round scaled gradients to its threshold, and infinities with them; accepted: None. Leave it out."
+        )
+    if "dist" in name and plan is not None and (plan.dtype, plan.level) in (("bfloat16", "O2"), ("bfloat16", "O3")):
+        raise UnsupportedByBackendError(
+            f"wrap_optimizer got a trainer with kvstore={name!r} at level={plan.level!r} in bfloat16, of which MXNet's "
+            f"servers know no arrays: the first step would end them; accepted: level='O1', or float16 on GPUs. Choose "
+            f"level='O1', whose gradients are float32."
         )
 
 

@@ -32,7 +32,7 @@ class Evidence:
     """What is known of one framework."""
 
     declared: dict[str, Any] = field(default_factory=dict)  # the fields of its `Capabilities`
-    # The message of each refusal, by what was asked for: `device/dtype/level`, or a capability.
+    # The message of each refusal, by what was asked for: `device/dtype/level`, perhaps with an aspect, or a capability.
     refused: dict[str, str] = field(default_factory=dict)
     # The tests that showed a cell, `device/dtype/level/aspect`, by what they showed of it.
     shown: dict[Word, dict[str, set[str]]] = field(default_factory=dict)

@@ -94,8 +94,9 @@ def _make_row(framework: str, evidence: Evidence, shown: Mapping[str, str], devi
 def _why_not(evidence: Evidence, device: str, dtype: str, level: str, aspect: str) -> str | None:
     """Return the reason why something is not supported: the backend's own words, or the definition of the level."""
     declared, asked = evidence.declared, f"{device}/{dtype}/{level}"
-    if asked in evidence.refused:
-        return evidence.refused[asked]
+    for cell in (f"{asked}/{aspect}", asked):
+        if cell in evidence.refused:
+            return evidence.refused[cell]
     if level not in declared["levels"] or (dtype != "float32" and dtype not in declared["dtypes"]):
         # No device has it, so what one of them said holds for all.
         return next(message for name, message in evidence.refused.items() if name.endswith(f"/{dtype}/{level}"))
