@@ -387,6 +387,7 @@ class Member:
         self.stage: Stage = "idle"  # where the optimizer is between two steps
         # The scale that pending gradients carry, by loss id. Frozen until the step; replaced, never changed.
         self.factors: dict[int, Scalar] = {}
+        self.counted = True  # the last step found gradients, or there was none yet
         self.mixes = False  # the wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`
         self._result: StepResult | tuple[Any, ...] | None = None
         # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
@@ -596,6 +597,7 @@ class Member:
         Sync: as the group's ledger.
         """
         group = self.group
+        self.counted = True
         if scale is None:
             lowest = min(finite) if len(finite) > 1 else next(iter(finite))
             scale = self.factors.get(lowest)
@@ -616,6 +618,7 @@ class Member:
         Sync: as the group's ledger.
         """
         self.group.resolve()
+        self.counted = applied
         state = self.group.states[0]
         self.forget(StepResult(applied, True, state.scale, state.scale, state.consecutive_skips))
 

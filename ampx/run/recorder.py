@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
+from threading import get_ident
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ampx.events import Event, PrecisionLost, ScaleChanged, ScaleCollapsed, StepSkipped
@@ -38,10 +38,25 @@ class _Phase:
 
     def __enter__(self) -> None:
         """Start the clock of this phase; that of the phase around it stands still."""
-        self._recorder._begin(self._name)
+        recorder = self._recorder
+        if get_ident() != recorder._thread:
+            return
+        now = perf_counter()
+        stack = recorder._stack
+        if recorder._mark is not None:
+            before = stack[-1] if stack else FORWARD
+            recorder.seconds[before] = recorder.seconds.get(before, 0.0) + now - recorder._mark
+        recorder._mark = now
+        stack.append(self._name)
 
     def __exit__(self, *error: object) -> None:
-        self._recorder._end()
+        recorder = self._recorder
+        if get_ident() != recorder._thread or recorder._mark is None:
+            return
+        now = perf_counter()
+        name = recorder._stack.pop()
+        recorder.seconds[name] = recorder.seconds.get(name, 0.0) + now - recorder._mark
+        recorder._mark = now
 
 
 @dataclass
@@ -159,6 +174,7 @@ class Recorder:
         # How often an operation ran in a dtype while sampling: `(name, dtype)`.
         self.ops: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []  # sentences for the end of the summary
+        self.steps = 0  # steps of all optimizers
         self.sampled_steps = sampled_steps  # how many steps are sampled
         # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
@@ -173,7 +189,7 @@ class Recorder:
         self._phases: dict[str, _Phase] = {}
         self._stack: list[str] = []
         self._mark: float | None = None
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
 
     # -- losses ------------------------------------------------------------------------------------
 
@@ -209,7 +225,7 @@ class Recorder:
         if kind not in record.kind.split(", "):
             record.kind += f", {kind}"
         if self._mark is None:
-            self._mark = time.perf_counter()
+            self._mark = perf_counter()
         return group
 
     def stepped(self, group: int, count: int = 1) -> None:
@@ -217,6 +233,7 @@ class Recorder:
         record = self.optimizers[group]
         before = record.steps // self.meter_every
         record.steps += count
+        self.steps += count
         looks = record.steps // self.meter_every
         # Reading a meter may wait for the device: in an ordinary run after 100, 200, 400, 800 ... steps.
         if looks > before and (self.observer is not None or looks & (looks - 1) == 0):
@@ -235,11 +252,6 @@ class Recorder:
                 record = self.meters.setdefault(key, MeterRecord(kind))
                 if not record.meters or record.meters[-1].step != meter.step:
                     record.meters.append(meter)
-
-    @property
-    def steps(self) -> int:
-        """Steps of all optimizers."""
-        return sum(record.steps for record in self.optimizers.values())
 
     def hear(self, event: Event) -> None:
         """Take an event of the session; `Run.session` has made this a listener."""
@@ -298,14 +310,15 @@ class Recorder:
             if record.scales:
                 record.initial_scale = record.scales[-1][1]
             record.steps, record.skipped, record.scales = 0, [], []
+        self.steps = 0
         self.seconds.clear()
         self.meters.clear()
         self.curve = None if self.curve is None else LossCurve()
         self.notes.clear()
         self._stack.clear()
         self.restart_sampling()
-        self._thread = threading.get_ident()
-        self._mark = time.perf_counter() if self.optimizers else None
+        self._thread = get_ident()
+        self._mark = perf_counter() if self.optimizers else None
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -315,24 +328,6 @@ class Recorder:
         if phase is None:
             phase = self._phases[name] = _Phase(self, name)
         return phase
-
-    def _begin(self, name: str) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        now = time.perf_counter()
-        if self._mark is not None:
-            before = self._stack[-1] if self._stack else FORWARD
-            self.seconds[before] = self.seconds.get(before, 0.0) + now - self._mark
-        self._mark = now
-        self._stack.append(name)
-
-    def _end(self) -> None:
-        if threading.get_ident() != self._thread or self._mark is None:
-            return
-        now = time.perf_counter()
-        name = self._stack.pop()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
-        self._mark = now
 
     # -- the report --------------------------------------------------------------------------------
 

@@ -15,28 +15,42 @@ from ampx.backend import Backend
 from .gradients import unscale_into
 from .step import AmpOptimizer
 
-_LEAF: Final = "AccumulateGrad"
+_LEAF: Final[Any] = torch._C._functions.AccumulateGrad
 _HIDES: Final = "CheckpointFunctionBackward"  # its parameters are reached by a backward of its own
+
+
+class _Hides(dict[type, bool]):
+    """Whether a kind of node hides a part of the graph, looked up by name once a kind."""
+
+    def __missing__(self, kind: type) -> bool:
+        hides = self[kind] = kind.__name__ == _HIDES
+        return hides
+
+
+_hides: Final = _Hides()
 
 
 def leaves_of(losses: list[torch.Tensor]) -> tuple[dict[int, torch.Tensor], bool]:
     """Walk the graph; return the tensors that gradients are added to, and whether some part of it is hidden."""
-    leaves: dict[int, torch.Tensor] = {id(loss): loss for loss in losses if loss.grad_fn is None}
-    nodes: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    # In every step of `ampx run` that scales: asks nodes for nothing but their edges, and the ends for their tensors.
+    leaves: dict[int, torch.Tensor] = {}
+    nodes: list[Any] = []
+    for loss in losses:
+        if loss.grad_fn is None:
+            leaves[id(loss)] = loss
+        else:
+            nodes.append(loss.grad_fn)
     seen = set(nodes)  # holds the nodes, whose ids would otherwise be used again
-    hidden = False
     for node in nodes:  # grows on the way
-        name = type(node).__name__
-        if name == _LEAF:
+        edges = node.next_functions
+        if not edges and type(node) is _LEAF:
             leaf = node.variable
             leaves[id(leaf)] = leaf
-            continue
-        hidden = hidden or name == _HIDES
-        for after, _ in node.next_functions:
-            if after is not None and after not in seen:
+        for after, _ in edges:
+            if after not in seen and after is not None:
                 seen.add(after)
                 nodes.append(after)
-    return leaves, hidden
+    return leaves, any(map(_hides.__getitem__, set(map(type, nodes))))
 
 
 def bring_together(backend: Backend, optimizers: Sequence[AmpOptimizer]) -> Any:

@@ -16,7 +16,7 @@ from ampx.session import sessions
 def clock(monkeypatch):
     """A clock that goes one second further whenever somebody looks."""
     ticks = itertools.count()
-    monkeypatch.setattr(recorder.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(recorder, "perf_counter", lambda: float(next(ticks)))
 
 
 @pytest.fixture

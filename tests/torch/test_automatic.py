@@ -29,6 +29,7 @@ def untouched():
     touched = [
         (torch.autograd, "backward"),
         (torch.optim.Optimizer, "__init__"),
+        (torch.optim.Optimizer, "add_param_group"),
         (torch.Tensor, "register_hook"),
         (torch.Tensor, "register_post_accumulate_grad_hook"),
         (torch.nn.Module, "register_full_backward_hook"),
@@ -258,6 +259,73 @@ def test_tensors_that_no_optimizer_holds_get_true_gradients_at_once():
         (w * x * 2.0).sum().backward()
         optimizer.step()
         return first, x.grad.item(), w.item()
+
+    same(loop)
+
+
+def change_group(w, v, optimizer):
+    optimizer.add_param_group({"params": [v]})
+    return [optimizer]
+
+
+def change_parameter(w, v, optimizer):
+    optimizer.param_groups[0]["params"][0] = v
+    return [optimizer]
+
+
+def change_optimizer(w, v, optimizer):
+    return [torch.optim.SGD([w, v], lr=0.25)]
+
+
+def change_owners(w, v, optimizer):
+    return [optimizer, torch.optim.SGD([v], lr=0.25)]
+
+
+@pytest.mark.parametrize(
+    ("change", "moment"),
+    [
+        *((change, "before backward") for change in (change_group, change_parameter, change_optimizer, change_owners)),
+        *((change, "before step") for change in (change_group, change_optimizer, change_owners)),
+    ],
+)
+def test_optimizers_that_change_late_divide_what_was_multiplied(change, moment):
+    """Unfreezing, and switching the optimizer, after the steps in which operations are counted."""
+
+    def loop():
+        w, v = weights(1.0, -2.0), weights(0.5, 4.0)
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        optimizers = [optimizer]
+        for step in range(9):
+            if step == 6 and moment == "before backward":
+                optimizers = change(w, v, optimizer)
+            w.grad = v.grad = None
+            ((w * w).sum() * 0.25 + (w * v * v).sum() * 0.125).backward()
+            if step == 6 and moment == "before step":
+                optimizers = change(w, v, optimizer)
+            for each in optimizers:
+                each.step()
+        return w.tolist(), v.tolist()
+
+    same(loop)
+
+
+def test_losses_that_change_in_the_middle_of_a_training_are_scaled_for_what_they_reach():
+    """Alternating losses, one optimizer left out for a while, and a tensor that no optimizer holds."""
+
+    def loop():
+        a, b, free = weights(1.0, -2.0), weights(0.5, 4.0), weights(2.0, 1.0)
+        optimizers = torch.optim.SGD([a], lr=0.25), torch.optim.SGD([b], lr=0.125, momentum=0.5)
+        for step in range(16):
+            both, alone = (a * b).sum() * 0.5, (a * a).sum() * 0.25
+            penalty = (b * free).sum() * 0.0625
+            loss = [both, alone, both + penalty, penalty][step // 2 % 4]
+            if step % 5 == 3:  # accumulation, over losses that reach different optimizers
+                ((b * b).sum() * 0.125).backward()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return a.tolist(), b.tolist(), free.grad.tolist()
 
     same(loop)
 

@@ -38,10 +38,6 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
         inputs: Any = None,
     ) -> None:
         weights = grad_tensors if grad_variables is None else grad_variables
-
-        def native() -> None:
-            true(tensors, weights, retain_graph, create_graph, inputs=inputs)
-
         if manager.held:
             manager.decide()
         recorder = manager.run.recorder
@@ -49,26 +45,28 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             _report_loss(recorder, tensors, weights)
         if manager.stood_down:
             with manager.records_only("backward"):
-                native()
+                true(tensors, weights, retain_graph, create_graph, inputs=inputs)
             return
         if manager.native.scales:
-            with manager.run.recorder.phase("backward"):
+            with manager.backward_phase:
                 manager.note_scaler(tensors)
-                native()
+                true(tensors, weights, retain_graph, create_graph, inputs=inputs)
             return
         losses = None if manager.inside else _losses(tensors, weights)
         optimizers = manager.all() if losses else []
         if losses is None or not optimizers:
-            native()
+            true(tensors, weights, retain_graph, create_graph, inputs=inputs)
             return
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
-        with manager.run.recorder.phase("backward"):
+        with manager.backward_phase:
             if manager.scales:
                 _backward_scaled(manager, true, losses, optimizers, options)
             else:
-                if manager.run.recorder.sampling:  # the first steps tell; walking the graph takes time
-                    _refuse_by_hand(manager, optimizers, leaves_of(losses)[0])
-                _backward(manager, true, losses, optimizers, options)
+                if recorder.sampling:  # the first steps tell; walking the graph takes time
+                    manager.owners.sort(optimizers)
+                    _refuse_by_hand(manager, leaves_of(losses)[0])
+                with manager.working():
+                    _backward(manager, true, losses, optimizers, options)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
@@ -112,11 +110,13 @@ def _backward_scaled(
     if inputs is not None:
         wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
         leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
-    if manager.run.recorder.sampling:
-        _refuse_by_hand(manager, optimizers, leaves)
+    owners = manager.owners
+    owners.sort(optimizers)
+    if manager.sampler.counts:
+        _refuse_by_hand(manager, leaves)
+    reached = owners.reached(leaves)
     if not hidden:
-        reached = {id(manager.owners.of(key)) for key in leaves}
-        optimizers = [managed for managed in optimizers if id(managed) in reached]
+        optimizers = [managed for managed in optimizers if managed.reference in reached]
     if not optimizers:
         true(losses, None, **options)
         return
@@ -125,24 +125,30 @@ def _backward_scaled(
             "backward(create_graph=True) makes gradients that are differentiated again, which a loss scale would "
             "multiply twice; accepted: torch.autograd.grad for these, or --dtype bfloat16, which needs no loss scale"
         )
-    with manager.working():
-        bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
-        strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if manager.owners.of(key) is None]
-        for leaf, _ in strangers:
-            leaf.grad = None
-        factor = None
-        try:
-            factor = _backward(manager, true, losses, optimizers, options)
-        finally:
-            for leaf, before in strangers:  # of tensors that no optimizer holds the script gets true gradients at once
-                after = None if factor is None or leaf.grad is None else leaf.grad / factor
-                leaf.grad = after if before is None else before if after is None else before.add_(after)
-    manager.look()
+    strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    factor = None
+    try:
+        with manager.working():
+            if len(optimizers) > 1 or optimizers[0].wrapped.ampx_member.stage != "idle":
+                bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
+            if None in reached:
+                strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if owners.of(key) is None]
+                for leaf, _ in strangers:
+                    leaf.grad = None
+            try:
+                factor = _backward(manager, true, losses, optimizers, options)
+                manager.pending = True
+            finally:
+                for leaf, before in strangers:  # of what no optimizer holds the script gets true gradients at once
+                    after = None if factor is None or leaf.grad is None else leaf.grad / factor
+                    leaf.grad = after if before is None else before if after is None else before.add_(after)
+    except BaseException:
+        manager.look()
+        raise
 
 
-def _refuse_by_hand(manager: TorchManager, optimizers: list[TorchManaged], leaves: dict[int, torch.Tensor]) -> None:
+def _refuse_by_hand(manager: TorchManager, leaves: dict[int, torch.Tensor]) -> None:
     """Refuse parameters in low precision that no optimizer holds: the script keeps float32 copies of them by itself."""
-    manager.owners.sort(optimizers)
     for key, leaf in leaves.items():
         if leaf.dtype in LOW and isinstance(leaf, torch.nn.Parameter) and manager.owners.of(key) is None:
             apex = "" if not manager.run.provided else ", with the apex that it finds here"
@@ -163,11 +169,12 @@ def _backward(
     options: dict[str, Any],
 ) -> Any:
     """Run backward on the scaled losses; return the scale."""
-    wrapped = [managed.wrapped for managed in optimizers]
+    first = optimizers[0].wrapped
     # One tensor is the fast way through; several come back as a list of the same length.
-    loss, optimizer = losses[0] if len(losses) == 1 else losses, wrapped[0] if len(wrapped) == 1 else wrapped
-    with manager.working(), manager.run.session().scale_loss(loss, optimizer) as scaled:
-        factor = manager.factor = wrapped[0].ampx_member.factors.get(0, 1.0)
+    loss = losses[0] if len(losses) == 1 else losses
+    optimizer = first if len(optimizers) == 1 else [managed.wrapped for managed in optimizers]
+    with manager.run.session().scale_loss(loss, optimizer) as scaled:
+        factor = manager.factor = first.ampx_member.factors.get(0, 1.0)
         manager.inside = True
         try:
             true(scaled, None, **options)

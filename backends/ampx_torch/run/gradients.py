@@ -31,10 +31,11 @@ def _grad_watched(manager: TorchManager) -> Iterator[None]:
     So `clip_grad_norm_`, gradient statistics and whatever a script does by hand need no knowledge of their own.
     """
     native: Any = torch.Tensor.grad
+    get = native.__get__
 
     def read(self: torch.Tensor) -> Any:
-        value = native.__get__(self)
-        if value is not None and manager.pending and not manager.quiet:
+        value = get(self)
+        if manager.pending and not manager.quiet and value is not None:
             manager.reveal(self)
         return value
 

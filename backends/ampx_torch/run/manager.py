@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -21,6 +21,8 @@ from ampx_torch.step import AmpOptimizer
 from .modules import ModuleRules
 from .native import Native
 from .operations import TorchSampler
+
+_NOTHING: Final = nullcontext()
 
 
 class TorchManaged(Managed):
@@ -34,6 +36,7 @@ class TorchManaged(Managed):
         self.skips = 0  # steps in a row that the script's own GradScaler skipped
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # what the script gave to `step` beyond a closure
         self.returned: Any = None  # what the raw `step` returned
+        self.reference = weakref.ref(self)
 
     @property
     def carries_scale(self) -> bool:
@@ -55,23 +58,31 @@ class Owners:
     def __init__(self) -> None:
         # weak, so that optimizers go when the script drops them
         self._owners: dict[int, weakref.ref[TorchManaged]] = {}
-        self._counted = 0
+        self._sorted: list[tuple[weakref.ref[TorchManaged], list[int]]] = []  # what `_owners` was made of
 
     def of(self, key: int) -> TorchManaged | None:
         """Return the optimizer of a parameter, by its id."""
         reference = self._owners.get(key)
         return None if reference is None else reference()
 
+    def reached(self, leaves: Iterable[int]) -> set[weakref.ref[TorchManaged] | None]:
+        """Return `reference` of the optimizers of tensors, by their ids; None where one of these belongs to nobody."""
+        return set(map(self._owners.get, leaves))
+
     def sort(self, optimizers: Sequence[TorchManaged]) -> None:
-        """Look up anew whose parameters are whose, where optimizers or parameters came or went."""
-        groups = [(managed, group["params"]) for managed in optimizers for group in managed.raw.param_groups]
-        count = sum(len(parameters) for _, parameters in groups)
-        firsts = (parameter for _, parameters in groups for parameter in parameters[:1])
-        if count != self._counted or any(self.of(id(parameter)) is None for parameter in firsts):
-            self._owners = {
-                id(parameter): weakref.ref(managed) for managed, parameters in groups for parameter in parameters
-            }
-            self._counted = count
+        """Look up anew whose parameters are whose, where optimizers or parameters came or went.
+
+        Every id is compared: a script may add to a group, or replace what is in it, before any backward.
+        """
+        present = []
+        for managed in optimizers:
+            keys: list[int] = []
+            for group in managed.raw.param_groups:
+                keys += map(id, group["params"])
+            present.append((managed.reference, keys))
+        if present != self._sorted:
+            self._owners = {key: reference for reference, keys in present for key in keys}
+            self._sorted = present
 
     def shares(self, managed: TorchManaged) -> bool:
         """Return whether another optimizer owns some of its parameters; `sort` comes first."""
@@ -89,11 +100,15 @@ class TorchManager(Manager[TorchManaged]):
         self.native = Native(run)  # the script's own regions and GradScaler
         # Makes reads of gradients known; called where losses are multiplied.
         self.watch_gradients: Callable[[], None] = lambda: None
+        # Has the steps of the script's own wrappers recorded; called where it has started a session by itself.
+        self.record_steps: Callable[[], object] = lambda: None
         # Notes whose gradients wait for which GradScaler of the script; called after a backward of theirs.
         self.note_scaler: Callable[[Any], None] = lambda roots: None
         self.owners = Owners()  # whose parameters are whose
         self.rules = ModuleRules(run)  # about names of modules
+        self.sampler: TorchSampler
         super().__init__(run, TorchSampler(run.recorder))
+        self.backward_phase, self.step_phase = run.recorder.phase("backward"), run.recorder.phase("step")
 
     @property
     def scales(self) -> bool:
@@ -128,6 +143,7 @@ class TorchManager(Manager[TorchManaged]):
     def follow(self) -> None:
         """Only record from now on: the script has started a session by itself."""
         self.held = False
+        self.record_steps()
         super().follow()
 
     def wrap(self, managed: TorchManaged, **options: Any) -> None:
@@ -217,33 +233,41 @@ class TorchManager(Manager[TorchManaged]):
                 f"{type(managed.raw).__name__} is stepped from inside backward, where gradients are not complete; "
                 f"accepted: steps after backward. Step after loss.backward()"
             )
-        self.all()
-        wrapped = managed.wrapped
-        kwargs = dict(kwargs)
-        closure = kwargs.pop("closure", None)
-        if closure is None and args and (callable(args[0]) or args[0] is None):
-            closure, args = args[0], args[1:]
-        if closure is not None:
-            self._refuse_shared(managed)
-            closure = self._seen_through(closure)
+        if managed.wrapped is None:
+            self.all()
+        wrapped, recorder = managed.wrapped, self.run.recorder
+        member = wrapped.ampx_member
+        closure = None
+        if args or kwargs:
+            kwargs = dict(kwargs)
+            closure = kwargs.pop("closure", None)
+            if closure is None and args and (callable(args[0]) or args[0] is None):
+                closure, args = args[0], args[1:]
+            if closure is not None:
+                self._refuse_shared(managed)
+                closure = self._seen_through(closure)
         managed.call, managed.returned = (args, kwargs), None
         try:
-            with self.uncounted(), self.working(managed), self.run.recorder.phase("step"):
-                counts = closure is not None or wrapped.ampx_member.stage != "idle" or self._note_true(managed)
+            with self.uncounted(), self.working(managed), self.step_phase:
+                counts = closure is not None or member.stage != "idle" or self._note_true(managed)
                 loss = wrapped.step(closure)
         finally:
             managed.call = ((), {})
-        if self.scales:
+        if self.pending:
             self.look()
-        result = wrapped.ampx_member.result
-        if counts and (result is None or result.applied or not result.finite):  # else its gradients had been cleared
-            self.run.recorder.stepped(managed.group)
-            self.sampler.after_step()
-            self.rules.check(self.run.recorder.steps)
+        if counts and member.counted:  # else its gradients had been cleared
+            recorder.stepped(managed.group)
+            if self.sampler.counts:
+                self.sampler.after_step()
+            if self.rules.waits:
+                self.rules.check(recorder.steps)
         return managed.returned if loss is None else loss
 
     def _note_true(self, managed: TorchManaged) -> bool:
         """Note gradients that did not come through backward: they are true. Return whether there are any."""
+        if self.pending:  # but those of parameters that were another optimizer's in backward
+            for parameter in managed.wrapped.gradients.parameters():
+                self.reveal(parameter)
         if not managed.wrapped.gradients.collect():
             return False
         self._refuse_shared(managed)
@@ -287,20 +311,15 @@ class TorchManager(Manager[TorchManaged]):
         finally:
             managed.busy = busy
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Leave out operations of an optimizer or a scaler."""
-        self.sampler.pause(True)
-        try:
-            yield
-        finally:
-            self.sampler.pause(False)
+    def uncounted(self) -> AbstractContextManager[Any]:
+        """Return a region whose operations are left out: those of an optimizer or a scaler."""
+        return self.sampler.paused() if self.sampler.counts else _NOTHING
 
     # -- gradients ---------------------------------------------------------------------------------
 
     def look(self) -> None:
         """See whether some gradients still carry a loss scale."""
-        self.pending = self.scales and any(managed.carries_scale for managed in self.managed())
+        self.pending = any([managed.carries_scale for managed in self.managed()])
 
     def reveal(self, tensor: torch.Tensor) -> None:
         """Make the gradients of a parameter's optimizer true, because the script looks at one of them."""
@@ -319,14 +338,21 @@ class TorchManager(Manager[TorchManaged]):
 @contextmanager
 def optimizers_managed(manager: TorchManager) -> Iterator[None]:
     """Patch the base class of all optimizers: whatever is made inside is managed."""
-    make = torch.optim.Optimizer.__init__
+    make, add = torch.optim.Optimizer.__init__, torch.optim.Optimizer.add_param_group
 
     def make_managed(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         manager.adopt(self)
 
-    with (
-        mock.patch.object(torch.optim.Optimizer, "__init__", make_managed),
-        mock.patch.object(AmpOptimizer, "step", manager.recorded(AmpOptimizer.step)),
-    ):
+    def add_managed(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+        managed = manager.find(self)
+        if managed is not None:  # what is added has true gradients, if any: they must not be divided with the others
+            manager.unscale(managed)
+        add(self, param_group)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", make_managed))
+        stack.enter_context(mock.patch.object(torch.optim.Optimizer, "add_param_group", add_managed))
+        recorded = mock.patch.object(AmpOptimizer, "step", manager.recorded(AmpOptimizer.step))
+        manager.record_steps = functools.cache(lambda: stack.enter_context(recorded))  # once, where it is needed
         yield

@@ -28,12 +28,13 @@ class ModuleRules:
         self._names: Names = {}
         self._plan: TorchPlan | None = None
         self._hits: set[str] = set()
-        self._checked = False
+        self.waits = False  # some pattern may match no module: `check` has to look
 
     def start(self, plan: CastPlan | None) -> None:
         """Put the rules of a session on the models that were called so far, and from now on on others."""
         if isinstance(plan, TorchPlan) and plan.patterns:
             self._plan = plan
+            self.waits = True
             self._attach(self._names)
             plan.resolved.update(pattern for _, pattern in plan.patterns)  # `check` sees to it
 
@@ -53,9 +54,9 @@ class ModuleRules:
 
     def check(self, steps: int) -> None:
         """Stop the script where a pattern matches no module of the models that it called in the first steps."""
-        if self._plan is None or self._checked or steps < _PATIENCE:
+        if self._plan is None or not self.waits or steps < _PATIENCE:
             return
-        self._checked = True
+        self.waits = False
         missing = [f"{kind}='module:{pattern}'" for kind, pattern in self._plan.patterns if pattern not in self._hits]
         names = [name for name in self._names.values() if name]
         shown = f"{', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -41,12 +43,23 @@ class TorchSampler(Sampler):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
         self._mode: _Counter | None = None
+        self.counts = False  # operations are being counted
 
     def start(self) -> None:
         """Count from now on, in this thread; nothing where it counts already."""
         if self._mode is None:
             self._mode = _Counter(self.recorder)
             self._mode.__enter__()
+            self.counts = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what optimizers and scalers do."""
+        self.pause(True)
+        try:
+            yield
+        finally:
+            self.pause(False)
 
     def pause(self, paused: bool) -> None:
         """Leave out what the optimizers do."""
@@ -58,3 +71,4 @@ class TorchSampler(Sampler):
         if self._mode is not None and _get_current_dispatch_mode() is self._mode:
             self._mode.__exit__(None, None, None)
             self._mode = None
+            self.counts = False
