@@ -309,6 +309,8 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    # What `wrap_optimizer` takes, as its errors call it.
+    optimizers: ClassVar[str] = "one of the framework's optimizers"
     # `watch` does not see the operations by which `force` rounds, where a dtype is simulated.
     rounds_unseen: ClassVar[bool] = False
     # `watch` runs uncompiled what trains compiled: the times of its readings say nothing about training.

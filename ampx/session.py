@@ -647,8 +647,8 @@ class Amp:
             kind = opt if isinstance(opt, type) else type(opt)
             raise NotAnOptimizerError(
                 f"wrap_optimizer got {'the class ' if kind is opt else ''}{kind.__module__}.{kind.__qualname__}, which "
-                f"is no optimizer of {self.framework!r}; accepted: one of the framework's optimizers or a list of "
-                f"them. Pass that{', made with its parameters' if kind is opt else ''}."
+                f"is no optimizer of {self.framework!r}; accepted: {self.backend.optimizers} or a list of them. "
+                f"Pass that{', made with its parameters' if kind is opt else ''}."
             )
 
     def _is_remembered(self, opt: Any) -> bool:

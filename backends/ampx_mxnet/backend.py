@@ -24,6 +24,7 @@ class MXNetBackend(ampx.GenericBackend):
     """MXNet 1.9.1: its own amp for casting, its gluon trainer and finiteness kernel for loss scaling."""
 
     name: ClassVar[str] = "mxnet"
+    optimizers: ClassVar[str] = "a gluon.Trainer"
     rounds_unseen: ClassVar[bool] = True
     capabilities: ClassVar[ampx.Capabilities] = ampx.Capabilities(
         devices=("gpu", "cpu"),

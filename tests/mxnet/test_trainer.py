@@ -69,6 +69,11 @@ def test_the_training_mode_of_record_holds_for_backward(amp, dense):
     assert net[0].weight.data().asnumpy().tolist() == [[0.5, 0.0]]
 
 
+def test_an_optimizer_in_the_place_of_its_trainer_is_refused(amp):
+    with pytest.raises(ampx.NotAnOptimizerError, match=r"SGD, .* accepted: a gluon\.Trainer"):
+        amp.wrap_optimizer(mx.optimizer.SGD())
+
+
 def test_the_batch_size_divides_like_in_mxnet(amp, dense):
     """Bit for bit, for a batch size that is no power of two too."""
     nets = dense(), dense()
