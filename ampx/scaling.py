@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from .backend import Backend, CastPlan, Loss
 from .errors import (
@@ -166,13 +166,15 @@ class ScaleLoss(Generic[LossT]):
             for other, before in self._watched:
                 other.ampx_notice_foreign(before, self._scale)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise for what a loss has and a region has not: `backward`, mostly."""
-        raise NotEnteredError(
-            f"scale_loss was used without with: .{name} was asked of the region, and only its block has the scaled "
-            f"loss; accepted: `with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`, or what the framework "
-            f"has in place of backward. Write it so."
-        )
+    if not TYPE_CHECKING:  # a type checker finds the mistake by itself, where it does not see this
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise for what a loss has and a region has not: `backward`, mostly."""
+            raise NotEnteredError(
+                f"scale_loss was used without with: .{name} was asked of the region, and only its block has the "
+                f"scaled loss; accepted: `with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`, or what the "
+                f"framework has in place of backward. Write it so."
+            )
 
     def _choose_scale(self) -> Scalar:
         """Return the scale that pending gradients carry, or else the smallest current one."""
