@@ -130,7 +130,7 @@ class Layout:
 
     def collect(self, trainer: Any) -> Batches:
         """List all gradients, as `collect` does."""
-        gradients = [parameter._grad for parameter in parameters(trainer)]
+        gradients = [parameter._grad for parameter in trainer._params if parameter._grad is not None]
         before = self._gradients
         if len(before) != len(gradients) or not all(map(operator.is_, before, gradients)):
             self._batches = collect(trainer, False)

@@ -484,7 +484,11 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _adding(self) -> list[Any]:
         """List the parameters whose gradients add up."""
-        adding = [parameter for parameter in gradients.parameters(self.trainer) if parameter._grad_req == "add"]
+        adding = [
+            parameter
+            for parameter in self.trainer._params  # no generator: every step asks
+            if parameter._grad_req == "add" and parameter._grad is not None
+        ]
         return [*adding, *(parameter for parameter in self._accumulation.parameters if parameter._grad is not None)]
 
     def _check_left(self) -> tuple[list[Any], bool]:
