@@ -21,6 +21,8 @@ import ampx
 
 PATTERN = (0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0)
 ROWS = ([0.5, 1.0, -0.25], [0.25, -1.0, 0.75])
+# Learning rates by level: 1 minus the first times a slope is 1 in low precision.
+RATES = {"O1": 2.0**-14, "O2": 2.0**-14, "O3": 0.25}
 
 
 def make_strategy(kind):
@@ -204,15 +206,15 @@ def plain_fit(strategy):
     return "fits"
 
 
-def low_precision(strategy, dtype, overflowing):
-    """Train a model with low-precision variables by updates that these would lose; the gradients are exact."""
+def at_level(strategy, dtype, level, overflowing):
+    """Train at a level by updates that low-precision variables would lose, but for O3, where they keep them."""
     import keras
 
-    amp = ampx.init("tensorflow", dtype=dtype, device="cpu", level="O2", loss_scale="dynamic", nan_loss="skip")
+    amp = ampx.init("tensorflow", dtype=dtype, device="cpu", level=level, loss_scale="dynamic", nan_loss="skip")
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
         model = keras.Sequential([keras.Input((3,)), layer])
-        model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(2.0**-14)))
+        model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(RATES[level])))
 
     @tf.function
     def step(rows):
@@ -237,10 +239,14 @@ def low_precision(strategy, dtype, overflowing):
             )
         )
         applied.append(bool(opt.last_step.applied))
-    copies = strategy.experimental_local_results(layer.kernel.value)
-    lows = [[copy.dtype.name, tf.cast(copy, tf.float32).numpy().ravel().tolist()] for copy in copies]
-    masters = strategy.experimental_local_results(layer.kernel.master.value)
-    return [applied, lows, [copy.numpy().ravel().tolist() for copy in masters], model.get_weights()[0].ravel().tolist()]
+
+    def copies(variable):
+        local = strategy.experimental_local_results(variable.value)
+        return [[copy.dtype.name, tf.cast(copy, tf.float32).numpy().ravel().tolist()] for copy in local]
+
+    saved = np.asarray(model.get_weights()[0], "float32").ravel().tolist()
+    masters = copies(layer.kernel.master) if level == "O2" else []
+    return [model(np.ones((1, 3), "float32")).dtype.name, applied, copies(layer.kernel), masters, saved]
 
 
 def main():
@@ -266,14 +272,14 @@ def main():
     keep("clip", clip_and_embed(strategy))
     if kind == "workers":
         keep("plain fit", plain_fit(strategy))
-    dtype = {"mirrored": "bfloat16", "workers": "float16"}[kind]
-    for overflowing in range(len(ROWS)):
-        keep(f"low precision {overflowing}", low_precision(strategy, dtype, overflowing))
-    if kind == "workers":
-        try:
-            low_precision(strategy, "bfloat16", 0)
-        except ampx.UnsupportedByBackendError as error:
-            keep("bfloat16", str(error))
+    for dtype in ("float16", "bfloat16"):
+        for level in RATES:
+            for overflowing in range(len(ROWS)):
+                name = f"{dtype} {level} {overflowing}"
+                try:
+                    keep(name, at_level(strategy, dtype, level, overflowing))
+                except ampx.UnsupportedByBackendError as error:
+                    keep(name, str(error))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import processes
 from ampx.testing.oracle import REFERENCE_PATTERN, REFERENCE_TRACE
+from evidence import COMBINATIONS
 
 pytest.importorskip("tf_keras", reason="tf_keras is not installed")
 
@@ -66,11 +67,17 @@ def workers(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain():
-    """The weights that plain Keras has after the steps that do not overflow, on both rows at once."""
+def worker():
+    """The module of the worker script, whose numbers the tests use."""
     specification = importlib.util.spec_from_file_location("distributed_worker", WORKER)
-    worker = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(worker)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def plain(worker):
+    """The weights that plain Keras has after the steps that do not overflow, on both rows at once."""
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
@@ -143,19 +150,29 @@ def test_wrapping_outside_the_scope_is_refused(mirrored, keras_name):
         assert weight == 1.0
 
 
-@pytest.mark.parametrize(("strategy", "dtype"), [("mirrored", "bfloat16"), ("workers", "float16")])
+LEVELS = [(strategy, dtype, level) for strategy in ("mirrored", "workers") for dtype, level in COMBINATIONS[1:]]
+# TensorFlow cannot send bfloat16 variables to other workers.
+REFUSED = [("workers", "bfloat16", "O2"), ("workers", "bfloat16", "O3")]
+
+
+@pytest.mark.parametrize(("strategy", "dtype", "level"), [each for each in LEVELS if each not in REFUSED])
 @pytest.mark.parametrize("overflowing", [0, 1])
-def test_masters_are_the_same_on_all_replicas_and_gather_small_updates(request, strategy, dtype, overflowing, covers):
-    """Three steps of 2**-14 times the mean of the rows, which are (0.5, 1, -0.25) and (0.25, -1, 0.75)."""
-    expected = [1 - 3 * 2.0**-14 * slope for slope in (0.375, 0.0, 0.25)]
-    for applied, lows, masters, saved in request.getfixturevalue(strategy)(f"low precision {overflowing}"):
+def test_replicas_train_alike_at_every_level(request, worker, strategy, dtype, level, overflowing, covers):
+    """Three steps of the mean of the rows, which are (0.5, 1, -0.25) and (0.25, -1, 0.75), and a skipped one."""
+    expected = [1 - 3 * worker.RATES[level] * slope for slope in (0.375, 0.0, 0.25)]
+    for computed, applied, kernels, masters, saved in request.getfixturevalue(strategy)(
+        f"{dtype} {level} {overflowing}"
+    ):
+        assert computed == dtype
         assert applied == [True, False, True, True]
         assert saved == expected
-        assert masters == [expected] * len(masters)
-        assert lows == [[dtype, [1.0, 1.0, 1.0]]] * len(lows)
-    covers("distributed", "tensorflow", f"cpu/{dtype}/O2")
+        held = {"O1": ["float32", expected], "O2": [dtype, [1.0, 1.0, 1.0]], "O3": [dtype, expected]}[level]
+        assert kernels == [held] * len(kernels)
+        assert masters == ([["float32", expected]] * len(kernels) if level == "O2" else [])
+    covers("distributed", "tensorflow", f"cpu/{dtype}/{level}")
 
 
-def test_bfloat16_variables_are_refused_where_tensorflow_cannot_send_them_to_other_workers(workers):
-    for message in workers("bfloat16"):
+@pytest.mark.parametrize(("strategy", "dtype", "level"), REFUSED)
+def test_variables_are_refused_that_tensorflow_cannot_send_to_other_workers(request, strategy, dtype, level):
+    for message in request.getfixturevalue(strategy)(f"{dtype} {level} 0"):
         assert "MultiWorkerMirroredStrategy" in message

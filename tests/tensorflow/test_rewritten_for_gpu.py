@@ -4,6 +4,7 @@ Which dtypes come out this shows. That the kernels run, their numbers and their 
 """
 
 import contextlib
+import functools
 import warnings
 
 import keras
@@ -14,10 +15,12 @@ from tensorflow.python.grappler import cluster, tf_optimizer
 
 import ampx
 from ampx_tensorflow import gradients, rewrite
+from evidence import COMBINATIONS
 
 v1 = tf.compat.v1
 WHERE = "/job:localhost/replica:0/task:0/device:"
 GPU = f"{WHERE}GPU:0"
+LOW = {"float16", "bfloat16"}
 
 
 def machine(capability):
@@ -29,7 +32,10 @@ def machine(capability):
 
 
 def rewritten(graph, capability="9.0", dtype="float16"):
-    """Return a graph as the option that ampx switches on for a dtype leaves it on such a GPU."""
+    """Return a graph as the option that ampx switches on for a dtype leaves it on such a GPU.
+
+    With dtype None no option is on: it is left to all rewriters that TensorFlow runs by itself.
+    """
     with graph.as_default():
         exported = v1.train.export_meta_graph(graph=graph)
     for node in exported.graph_def.node:
@@ -37,7 +43,7 @@ def rewritten(graph, capability="9.0", dtype="float16"):
     config = config_pb2.ConfigProto()
     options = config.graph_options.rewrite_options
     options.min_graph_nodes, options.fail_on_optimizer_errors = -1, True
-    options.optimizers.append(rewrite._OPTIONS[dtype][0])
+    options.optimizers.extend([] if dtype is None else [rewrite._OPTIONS[dtype][0]])
     return tf_optimizer.OptimizeGraph(config, exported, cluster=machine(capability), verbose=False)
 
 
@@ -48,7 +54,7 @@ def as_traced(graph):
 def operations(definition):
     """Return the operations of a graph and of its functions, each with its dtype, if it has one."""
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    types = [(node.op, node.attr["T"].type) for node in nodes]  # 0 where there is no single one
+    types = [(node.op, node.attr["T"].type or node.attr["dtype"].type) for node in nodes]  # 0 where there is none
     return [(op, tf.dtypes.as_dtype(dtype).name if dtype else "") for op, dtype in types]
 
 
@@ -118,23 +124,29 @@ def layers():
         [keras.Input((8,)), keras.layers.Dense(8, activation="relu"), keras.layers.LayerNormalization()]
     )
     model.add(keras.layers.Dense(1))
-    return model, model.trainable_variables
+    return model
 
 
-def products():
-    first, second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 1]))
-    return lambda x: tf.matmul(tf.nn.relu(tf.matmul(x, first)), second), [first, second]
+class Products(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 1]))
+
+    def __call__(self, x):
+        return tf.matmul(tf.nn.relu(tf.matmul(x, self.first)), self.second)
 
 
-def whole_step(network, finite=True, tell=None):
+def whole_step(network, dtype="float16", level="O1", finite=True, tell=None):
     """Return the graph of a step: forward, backward, unscaling, the test, clipping and the update."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)  # a CPU is slow in these
-        ampx.init("tensorflow", device="cpu", dtype="float16", loss_scale="dynamic")
-    model, variables = network()
-    opt = keras.optimizers.Adam(0.01)
+        ampx.init("tensorflow", device="cpu", dtype=dtype, level=level, loss_scale="dynamic")
+    model, opt = network(), keras.optimizers.Adam(0.01)
     if finite:
         opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)
+    if level in ("O2", "O3"):
+        ampx.prepare(model, opt)
+    variables = model.trainable_variables
     opt.build(variables)
 
     @tf.function
@@ -154,24 +166,69 @@ def whole_step(network, finite=True, tell=None):
     return graph
 
 
-def check_step(definition):
+def check_step(definition, dtype="float16", level="O1"):
     """Raise where a step of two products, which are five with their derivatives, is not what it is to be on a GPU."""
     nodes = operations(definition)
-    assert [dtype for op, dtype in nodes if op == "MatMul"] == ["float16"] * 5
+    updated = dtype if level == "O3" else "float32"
+    assert [kind for op, kind in nodes if op == "MatMul"] == [dtype] * 5
+    # The norm of all gradients is tested and divided by in float32 at every level.
+    for name in ("IsFinite", "RealDiv", "Sqrt"):
+        assert dtypes(definition, name) == {"float32", updated}, name
     # Div takes the scale out of the gradients; a scale of 2**16 is infinite in float16.
-    for name in ("IsFinite", "Div", "RealDiv", "Sqrt"):
+    for name in ("Mean", "Div"):
         assert dtypes(definition, name) == {"float32"}, name
-    assert [op for op, _ in nodes].count("If") == 1, "the step that is skipped is no branch of the device"
+    assert dtypes(definition, "AssignSubVariableOp") == {updated}, "what is updated"
+    # Float32 copies are rounded into two kernels and two biases.
+    rounded = [op for op, kind in nodes if op == "AssignVariableOp" and kind in LOW]
+    assert len(rounded) == (4 if level == "O2" else 0), "what is rounded"
+    # Variables are read and written in one branch only; the rewriter makes switches of it.
+    branch = [op for op, kind in nodes if op == "If" or (op, kind) == ("Switch", "resource")]
+    assert branch, "the step that is skipped is no branch of the device"
     assert not [op for op, _ in nodes if "Py" in op or "Print" in op or "Host" in op], "the host has a part"
 
 
-def test_a_step_of_layers_computes_in_float16_and_the_host_has_no_part():
-    """Layers cast by their policies, without the rewriter."""
-    check_step(as_traced(whole_step(layers)))
+def check_layers(definition, dtype, level):
+    """Raise where a step of layers with a normalization between them is not what it is to be on a GPU."""
+    check_step(definition, dtype, level)
+    for name in ("Rsqrt", "SquaredDifference"):
+        assert dtypes(definition, name) == {"float32"}, name
+    assert {kind for _, kind in operations(definition)} & LOW == {dtype} & LOW
+
+
+@functools.cache
+def step_of_layers(dtype, level):
+    return whole_step(layers, dtype, level)
+
+
+@pytest.mark.parametrize(("dtype", "level"), COMBINATIONS)
+def test_a_step_of_layers_computes_as_its_policies_say(dtype, level, covers):
+    """Layers cast by their policies, on any GPU, and no rewriter that TensorFlow runs by itself changes that."""
+    graph = step_of_layers(dtype, level)
+    for capability in ("9.0", "7.0", "6.1"):
+        check_layers(rewritten(graph, capability, None), dtype, level)
+    for aspect in ("casting",) * (level != "O0") + ("scaling",) + ("master weights",) * (level == "O2"):
+        covers(aspect, "tensorflow", f"gpu/{dtype}/{level}", "rewritten for GPU")
+
+
+# How a step was traced, as what it is checked, and a word of what notices that these differ.
+MISTAKEN = [
+    (("float32", "O0"), ("float16", "O1"), "float32"),
+    (("float16", "O1"), ("bfloat16", "O1"), "float16"),
+    (("bfloat16", "O1"), ("bfloat16", "O2"), "what is rounded"),
+    (("bfloat16", "O2"), ("bfloat16", "O1"), "what is rounded"),
+    (("float16", "O3"), ("float16", "O2"), "IsFinite"),
+    (("float16", "O2"), ("float16", "O3"), "IsFinite"),
+]
+
+
+@pytest.mark.parametrize(("traced", "checked", "word"), MISTAKEN)
+def test_a_step_of_another_dtype_or_level_is_noticed(traced, checked, word):
+    with pytest.raises(AssertionError, match=word):
+        check_layers(rewritten(step_of_layers(*traced), dtype=None), *checked)
 
 
 def test_a_step_of_plain_variables_is_rewritten_up_to_its_gradients(covers):
-    check_step(rewritten(whole_step(products)))
+    check_step(rewritten(whole_step(Products)))
     for aspect in ("casting", "scaling"):
         covers(aspect, "tensorflow", "gpu/float16/O1", "rewritten for GPU")
 
@@ -189,10 +246,10 @@ FAULTS = {
 def test_a_planted_fault_of_a_step_is_noticed(fault):
     by, planted, word = FAULTS[fault]
     with pytest.raises(AssertionError, match=word):
-        check_step(by(whole_step(products, **planted)))
+        check_step(by(whole_step(Products, **planted)))
 
 
 def test_a_division_that_the_rewriter_moves_to_float16_is_noticed(monkeypatch):
     monkeypatch.setattr(gradients, "unscale", lambda grads, scale: [grad / scale for grad in grads])
     with pytest.raises(AssertionError, match="IsFinite"):
-        check_step(rewritten(whole_step(products)))
+        check_step(rewritten(whole_step(Products)))
