@@ -1,13 +1,15 @@
 """The meter in functions: what an update did to a sample of every parameter, counted where somebody asked for it.
 
-The counts are one variable, which the host reads when it looks; a step that is not looked at takes the other branch of
-two conditions. Numbers are compared as bits: TensorFlow's kernels and compilers flush small floats to zero.
+The counts are one variable, which the host reads when it looks. A step takes one of three branches: it is skipped,
+applied, or applied and looked at. Numbers are compared as bits: TensorFlow's kernels and compilers flush small floats
+to zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,12 +34,12 @@ class Leaf(NamedTuple):
     Attributes:
         variable: What is updated.
         gradient: Its dense floating gradient, or None.
-        scale: What makes of it the gradient as it was scaled; None for nothing.
+        divided: Whether it was divided by the loss scale.
     """
 
     variable: Any
     gradient: Any
-    scale: Any
+    divided: bool = False
 
 
 class _Row(NamedTuple):
@@ -60,44 +62,48 @@ class TracedMeter:
         self._numbers: dict[tuple[_Row, ...], Any] = {}
         self._read: dict[tuple[_Row, ...], int] = {}
 
-    def update(self, step: Any, every: int, scale: Any, leaves: Sequence[Leaf], update: Callable[[], None]) -> None:
-        """Trace an update, and a count of what it does in every so many steps.
+    def choose(
+        self,
+        finite: Any,
+        step: Any,
+        every: int,
+        scale: Any,
+        leaves: Sequence[Leaf],
+        skip: Callable[[], None],
+        apply: Callable[[], None],
+    ) -> None:
+        """Trace a step that is skipped, applied, or applied and counted.
 
         Args:
-            step: The step, counted from 1.
+            finite: Whether it is applied, a boolean scalar tensor.
+            step: Its number, counted from 1.
             every: In every so many steps it counts.
             scale: The loss scale of the gradients.
             leaves: What is updated.
-            update: Makes the update.
+            skip: Skips the step.
+            apply: Makes the update.
         """
         rows = tuple(
             _Row(gradients.name(leaf.variable), tf.as_dtype(leaf.variable.dtype).name, math.prod(leaf.variable.shape))
             for leaf in leaves
         )
-        counted = [(leaf, row.sampled) for leaf, row in zip(leaves, rows, strict=True) if leaf.gradient is not None]
-        if not counted:
-            update()
-            return
+        counted = [leaf for leaf in leaves if leaf.gradient is not None]
+        sizes = [row.sampled if leaf.gradient is not None else 0 for leaf, row in zip(leaves, rows, strict=True)]
         numbers = self._variable(rows)
-        wide = any(leaf.variable.dtype == tf.float64 for leaf, _ in counted)
-        kind = tf.int64 if wide else tf.int32
+        update = _function(apply)  # traced once for two branches
 
-        def sample() -> Any:
-            return _bits([_sampled(leaf.variable) for leaf, _ in counted], kind)
-
-        def count() -> Any:
-            columns = _columns(counted, before, sample(), self._compute)
-            zeros = tf.zeros([_NUMBERS], tf.int32)
-            values = [zeros if leaf.gradient is None else next(columns) for leaf in leaves]
+        def metered() -> None:
+            before = _bits([leaf.variable for leaf in counted])
+            update()
+            same = tf.equal(before, _bits([leaf.variable for leaf in counted]))
+            counts = _counts(_slopes(counted, scale), same, sizes, self._compute)
             first = tf.stack([tf.cast(step, tf.int32), tf.bitcast(tf.cast(scale, tf.float32), tf.int32)])
-            numbers.assign(tf.concat([first, *values], 0))
-            return tf.constant(0)
+            numbers.assign(tf.concat([first, counts], 0))
 
-        turn = tf.equal(step % every, 0)
-        total = sum(size for _, size in counted)
-        before = _either(turn, sample, lambda: tf.constant(0, kind, [total]))
-        update()
-        _either(turn, count, lambda: tf.constant(0))
+        # What is seldom done is one call, for TensorFlow visits each operation of a branch that is not taken.
+        branches = skip, update, _function(metered, _noinline=True)
+        turn = tf.cast(tf.equal(step % every, 0), tf.int32)
+        tf.switch_case(tf.cast(finite, tf.int32) * (1 + turn), [partial(_done, branch) for branch in branches])
 
     def _variable(self, rows: tuple[_Row, ...]) -> Any:
         if rows not in self._numbers:
@@ -118,10 +124,14 @@ class TracedMeter:
             report(group, step, meter.lost, meter.flushed, meter.headroom)
 
 
-def _either(turn: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-    """Choose; what is seldom done is one call, for TensorFlow visits each operation of a branch that is not taken."""
-    call = tf.function(if_true, autograph=False, experimental_attributes={"_noinline": True})
-    return tf.cond(turn, call, if_false)
+def _function(function: Callable[[], None], **attributes: Any) -> Callable[[], None]:
+    call: Callable[[], None] = tf.function(function, autograph=False, experimental_attributes=attributes)
+    return call
+
+
+def _done(function: Callable[[], None]) -> Any:
+    function()
+    return tf.constant(0)
 
 
 def _sampled(values: Any) -> Any:
@@ -130,31 +140,41 @@ def _sampled(values: Any) -> Any:
     return flat if distance == 1 else flat[::distance]  # tracing takes time
 
 
-def _bits(samples: Sequence[Any], kind: Any) -> Any:
-    """Return integers, of all samples in a row, that are equal where the values are: zeros of either sign are."""
-    wide = tf.float64 if kind == tf.int64 else tf.float32
-    bits = tf.bitcast(tf.concat([tf.cast(values, wide) for values in samples], 0), kind)
-    return tf.where(tf.equal(bits, kind.min), tf.zeros_like(bits), bits)
+def _bits(variables: Sequence[Any]) -> Any:
+    """Return integers, of samples of all variables, that are equal where the values are: zeros of either sign are."""
+    wide = tf.float64 if any(variable.dtype == tf.float64 for variable in variables) else tf.float32
+    bits = tf.bitcast(_joined(map(_sampled, variables), wide), tf.int64 if wide == tf.float64 else tf.int32)
+    return tf.where(tf.equal(bits, bits.dtype.min), tf.zeros_like(bits), bits)
 
 
-def _columns(counted: Sequence[tuple[Leaf, int]], before: Any, after: Any, compute: str) -> Any:
-    """Return an iterator over the numbers of each parameter."""
-    slopes = []
-    for leaf, _ in counted:
-        values = tf.cast(_sampled(leaf.gradient), tf.float32)
-        slopes.append(values if leaf.scale is None else values * tf.cast(leaf.scale, tf.float32))
-    magnitude = tf.bitwise.bitwise_and(tf.bitcast(tf.concat(slopes, 0), tf.int32), _MAGNITUDE)
+def _slopes(leaves: Sequence[Leaf], scale: Any) -> Any:
+    """Return samples of all gradients as they were scaled."""
+    factor = tf.cast(scale, tf.float32)
+    samples = [_sampled(leaf.gradient) for leaf in leaves]
+    if all(leaf.divided for leaf in leaves):
+        return _joined(samples, tf.float32) * factor
+    pairs = zip(leaves, samples, strict=True)
+    return _joined(
+        [values * tf.cast(factor, values.dtype) if leaf.divided else values for leaf, values in pairs], tf.float32
+    )
+
+
+def _joined(samples: Iterable[Any], dtype: Any) -> Any:
+    return tf.concat([values if values.dtype == dtype else tf.cast(values, dtype) for values in samples], 0)
+
+
+def _counts(slopes: Any, same: Any, sizes: Sequence[int], compute: str) -> Any:
+    """Return the numbers of all parameters in a row; those of parameters without a gradient, of size 0, are 0."""
+    magnitude = tf.bitwise.bitwise_and(tf.bitcast(slopes, tf.int32), _MAGNITUDE)
     finite = magnitude < _INFINITE
     moved = tf.logical_and(finite, magnitude > 0)
     flushes = int(np.float32(FORMATS[compute].flushes_to).view(np.int32))
-    masks = moved, tf.logical_and(moved, tf.equal(before, after)), tf.logical_and(moved, magnitude <= flushes)
-    sizes = [size for _, size in counted]
-    counts = tf.split(tf.cast(tf.stack(masks), tf.int32), sizes, 1)
-    magnitudes = tf.split(tf.where(finite, magnitude, tf.zeros_like(magnitude)), sizes)
-    return (
-        tf.concat([tf.reduce_sum(part, 1), tf.reduce_max(largest)[None]], 0)
-        for part, largest in zip(counts, magnitudes, strict=True)
-    )
+    masks = moved, tf.logical_and(moved, same), tf.logical_and(moved, magnitude <= flushes)
+    # Which parameter an element belongs to; a constant would be as large as all samples.
+    owners = tf.searchsorted(np.cumsum(sizes, dtype=np.int32), tf.range(sum(sizes)), "right")
+    counts = tf.math.unsorted_segment_sum(tf.cast(tf.stack(masks, 1), tf.int32), owners, len(sizes))
+    largest = tf.math.unsorted_segment_max(tf.where(finite, magnitude, 0), owners, len(sizes))
+    return tf.reshape(tf.concat([counts, tf.maximum(largest, 0)[:, None]], 1), [-1])
 
 
 def _reading(bits: Any, compute: str, rows: Sequence[_Row]) -> Meter:

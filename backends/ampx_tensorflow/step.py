@@ -73,6 +73,7 @@ class LedgerOptimizer(WrappedOptimizer):
         factor = self._check_step(member)
         self._check_gradients(member, grads)
         self._check_replicas()
+        self._check_metered(member)
         self._build(variables)
         self._check_prepared(variables)
 
@@ -97,7 +98,7 @@ class LedgerOptimizer(WrappedOptimizer):
     def _run_step(self, member: Member, factor: Any, grads: Sequence[Any], variables: Any, aggregate: bool) -> None:
         received, stage = grads, member.stage
         grads = self._sum(self._unscale(member, factor, grads), variables, aggregate)
-        leaves = self._leaves(stage, factor, variables, received, grads)
+        leaves = self._leaves(stage, variables, received, grads)
         finite = self._check(grads)
         if on_host():
             rows = [] if bool(finite) else gradients.nonfinite(*self._received)
@@ -150,12 +151,7 @@ class LedgerOptimizer(WrappedOptimizer):
         alone = ledger.moves_alone(group)
 
         def apply(grads: Sequence[Any]) -> None:
-            update = partial(self._apply, grads, variables)
-            if leaves:
-                every = ledger.contexts.host.meter_every
-                self._traced_meter.update(ledger.next_step(), every, factor, leaves, update)
-            else:
-                update()
+            self._apply(grads, variables)
             if alone:
                 ledger.move(group, True, factor, norm)
 
@@ -166,7 +162,11 @@ class LedgerOptimizer(WrappedOptimizer):
         member.begin_change()  # nobody can tell how far an update came that raised; nothing may apply it again
         self._slots.pending.assign(0.0)
         # Native defect: a skipped step of tf_keras advances `iterations`, and schedules with it.
-        replicas.conditionally(finite, apply, grads, otherwise=skip)
+        if leaves:
+            step, every = ledger.next_step(), ledger.contexts.host.meter_every
+            self._traced_meter.choose(finite, step, every, factor, leaves, skip, partial(apply, grads))
+        else:
+            replicas.conditionally(finite, apply, grads, otherwise=skip)
 
     def _updated(self, variables: Any) -> Sequence[Any]:
         """Return the variables that a step updates."""
@@ -198,9 +198,7 @@ class LedgerOptimizer(WrappedOptimizer):
             )
         return rows
 
-    def _leaves(
-        self, stage: str, factor: Any, variables: Any, received: Sequence[Any], true: Sequence[Any]
-    ) -> Sequence[meter.Leaf]:
+    def _leaves(self, stage: str, variables: Any, received: Sequence[Any], true: Sequence[Any]) -> Sequence[meter.Leaf]:
         """List what the meter looks at in a trace, with gradients that the step holds anyway; () where it does not."""
         group = self._ledger.contexts.host
         # Two conditions in every step make a small step some 5 % slower: only where somebody asked for them.
@@ -214,12 +212,12 @@ class LedgerOptimizer(WrappedOptimizer):
         leaves = []
         for variable, before, after in zip(updated, received, true, strict=True):
             if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
-                leaves.append(meter.Leaf(variable, None, None))
+                leaves.append(meter.Leaf(variable, None))
             elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
-                leaves.append(meter.Leaf(variable, before, None))
+                leaves.append(meter.Leaf(variable, before))
             else:
-                leaves.append(meter.Leaf(variable, after, factor if divided else None))
-        return leaves
+                leaves.append(meter.Leaf(variable, after, divided))
+        return leaves if any(leaf.gradient is not None for leaf in leaves) else ()
 
     @cached_property
     def _meter(self) -> HostMeter:
@@ -492,6 +490,24 @@ class LedgerOptimizer(WrappedOptimizer):
             member.note_unscaled(factor)
         return factor
 
+    def _check_metered(self, member: Member) -> None:
+        """Raise where somebody asked for the meter, and it cannot look."""
+        group = self._ledger.contexts.host
+        if not (group.meter_asked and group.meter_every):
+            return
+        reasons = {
+            "on several replicas, none of which has the sum of their gradients": replicas.several(),
+            "and accumulates gradients, of which ampx sees only micro-batches": self._accumulates,
+            "in a function with others that share its loss scale": not on_host() and len(member.group.members) > 1,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise UnsupportedByBackendError(
+                    f"amp.meter_every is {group.meter_every}, and the optimizer steps {reason}; accepted: one replica, "
+                    f"one optimizer with a loss scale of its own, and no gradient_accumulation_steps. Set "
+                    f"amp.meter_every = 0 before wrap_optimizer."
+                )
+
     def _check_replicas(self) -> None:
         """Raise where replicas would not each have the loss scale."""
         if tf.distribute.in_cross_replica_context():
@@ -573,6 +589,9 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
                     masters.attach(variable, variable.dtype)
         elif self._ledger.contexts.host.enabled:
             masters.check_none(var_list)
+            # Those of level O3, and of a model that Keras loaded, may be low precision.
+            if self._compute is not None and not self._must_be_prepared:
+                guard.refuse_low_precision(var_list)
         if not self.inner_optimizer.built:
             masters.build(self.inner_optimizer, var_list)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)

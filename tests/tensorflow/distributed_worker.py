@@ -192,6 +192,28 @@ def outside_the_scope(strategy, keras_name):
     return ["not refused", float(variable.numpy())]
 
 
+def metered(strategy):
+    """Ask for the meter, which replicas refuse: none of them has the sum of the gradients."""
+    import keras
+
+    amp = ampx.init("tensorflow", level="O0", loss_scale="dynamic", nan_loss="skip")
+    amp.meter_every = 1
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+        opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
+
+    def replica_step():
+        with tf.GradientTape() as tape, ampx.scale_loss(variable * 1.0, opt) as scaled:
+            pass
+        opt.apply_gradients([(tape.gradient(scaled, variable), variable)])
+
+    try:
+        tf.function(strategy.run)(replica_step)
+    except ampx.UnsupportedByBackendError as error:
+        return [str(error), float(variable.numpy())]
+    return ["not refused", float(variable.numpy())]
+
+
 def plain_fit(strategy):
     """Whether Keras itself can fit here, with nothing of ampx."""
     import keras
@@ -270,6 +292,8 @@ def main():
         if kind == "mirrored":
             keep(f"outside {keras_name}", outside_the_scope(strategy, keras_name))
     keep("clip", clip_and_embed(strategy))
+    if kind == "mirrored":
+        keep("metered", metered(strategy))
     if kind == "workers":
         keep("plain fit", plain_fit(strategy))
     for dtype in ("float16", "bfloat16"):

@@ -150,6 +150,12 @@ def test_wrapping_outside_the_scope_is_refused(mirrored, keras_name):
         assert weight == 1.0
 
 
+def test_a_meter_that_was_asked_for_is_refused_on_several_replicas(mirrored):
+    ((message, weight),) = mirrored("metered")
+    assert "amp.meter_every is 1" in message
+    assert weight == 1.0
+
+
 LEVELS = [(strategy, dtype, level) for strategy in ("mirrored", "workers") for dtype, level in COMBINATIONS[1:]]
 # TensorFlow cannot send bfloat16 variables to other workers.
 REFUSED = [("workers", "bfloat16", "O2"), ("workers", "bfloat16", "O3")]

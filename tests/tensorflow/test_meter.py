@@ -139,13 +139,63 @@ def test_updates_of_fit_that_round_to_nothing_are_told(amp, compiled):
     assert (opt.meter.step, entry.name, entry.moved, entry.unchanged) == (EVERY, model.weights[0].path, 6, 6)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}], ids=["skipped", "accumulated"])
-def test_a_step_that_does_not_update_is_not_metered(amp, options):
+def test_a_step_that_does_not_update_is_not_metered(amp):
     weight, row = parameters()
-    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE, **options))
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE))
     opt.build([weight, row])
     step = step_of(opt, weight, row)
     for number in range(1, EVERY + 1):
-        step(tf.constant(float("inf") if number == EVERY and not options else 1.0))
-    assert opt.last_step.applied is bool(options)
+        step(tf.constant(float("inf") if number == EVERY else 1.0))
+    assert opt.last_step.applied is False
     assert opt.meter is None
+
+
+@pytest.mark.parametrize("optimizers", ["optimizers", "optimizers.legacy"])
+def test_the_numbers_of_tf_keras_in_a_function_equal_a_count_in_numpy(optimizers):
+    tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
+    with pytest.warns(ampx.PrecisionWarning, match="emulated"):
+        amp = ampx.init("tensorflow", dtype="float16", loss_scale=1024.0)
+    amp.meter_every = EVERY
+    weight, row = parameters()
+    kind = tf_keras.optimizers.legacy if "legacy" in optimizers else tf_keras.optimizers
+    opt = amp.wrap_optimizer(kind.SGD(RATE))
+    step = tf.function(step_of(opt, weight, row))
+    assert_counted_in_the_last_step(opt, weight, step, 2 * EVERY)
+    assert 0 < opt.meter.lost < 1
+
+
+@pytest.mark.parametrize("run", [lambda step: step, tf.function], ids=["eager", "function"])
+def test_a_meter_that_was_asked_for_refuses_accumulating_optimizers(amp, run):
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE, gradient_accumulation_steps=3))
+    before = weight.numpy()
+    with pytest.raises(ampx.UnsupportedByBackendError, match=r"amp.meter_every is 4.*micro-batches.*meter_every = 0"):
+        run(step_of(opt, weight, row))(tf.constant(1.0))
+    np.testing.assert_array_equal(weight.numpy(), before)
+    assert (opt.loss_scale, opt.last_step) == (1024.0, None)
+
+
+def test_a_meter_that_nobody_asked_for_leaves_accumulating_optimizers_alone(amp):
+    amp.meter_every = None
+    weight, row = parameters()
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE, gradient_accumulation_steps=3))
+    step_of(opt, weight, row)(tf.constant(1.0))
+    assert opt.last_step.applied
+    assert opt.meter is None
+
+
+def test_a_meter_that_was_asked_for_refuses_a_shared_loss_scale_in_functions(amp):
+    weight, row = parameters()
+    first, second = amp.wrap_optimizer([keras.optimizers.SGD(RATE), keras.optimizers.SGD(RATE)])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            with ampx.scale_loss(tf.reduce_sum(weight) + tf.reduce_sum(row), [first, second]) as scaled:
+                pass
+        slopes = tape.gradient(scaled, [weight, row])
+        first.apply(slopes[:1], [weight])
+        second.apply(slopes[1:], [row])
+
+    with pytest.raises(ampx.UnsupportedByBackendError, match="share its loss scale"):
+        step()

@@ -452,6 +452,18 @@ def test_optimizers_that_scale_by_themselves_are_refused(amp):
         amp.wrap_optimizer(low)
 
 
+def test_low_precision_variables_are_refused_where_the_first_step_shows_them(amp):
+    """The optimizer was not built when it was wrapped."""
+    variable, opt = tf.Variable([1.0], dtype="float16"), amp.wrap_optimizer(keras.optimizers.SGD(1.0))
+    with pytest.raises(ampx.LowPrecisionParametersError, match="low-precision variables"):
+        trainer(opt, [variable], "eager", outside=False)(tf.constant(1.0))
+    assert (variable.numpy().tolist(), opt.last_step) == ([1.0], None)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="bfloat16")])
+    model.compile(amp.wrap_optimizer(keras.optimizers.SGD(1.0)), "mse")
+    with pytest.raises(ampx.LowPrecisionParametersError, match="low-precision variables"):
+        model.fit(np.ones((2, 2), "float32"), np.ones((2, 1), "float32"), verbose=0)
+
+
 def test_disabled_is_transparent(mode):
     amp = ampx.init("tensorflow", enabled=False)
     variable = tf.Variable([1.0])
