@@ -10,6 +10,7 @@ from evidence import EvidencePlugin
 DECLARED = ("ampx.declared", ["mine", {"devices": ["cpu"]}])
 REFUSED = ("ampx.refused", ["mine", "cpu/float16/O3", "no."])
 SCALING = ("ampx.tested", ["mine", "cpu/float32/O0/scaling"])
+NO_LONGER_REFUSED = ("ampx.tested", ["mine", "cpu/float16/O3/state"])
 STATE = ("ampx.tested", ["mine", "cpu/float32/O0/state"])
 ON_GPU = ("ampx.tested", ["mine", "gpu/float32/O0/state"])
 TESTS = {
@@ -113,6 +114,11 @@ def test_what_passed_is_on_file_and_a_second_run_agrees(project):
             {"test_declared": [("ampx.declared", ["mine", {"devices": ["cpu", "gpu"]}]), REFUSED]},
             "what the backend declares has changed",
         ),
+        (
+            "test_state",
+            {"test_state": [STATE, NO_LONGER_REFUSED]},
+            "cpu/float16/O3 is on file as refused, and tests show it",
+        ),
     ],
 )
 def test_a_stale_file_fails_the_run_and_says_why(project, test, becomes, problem):
@@ -122,6 +128,19 @@ def test_a_stale_file_fails_the_run_and_says_why(project, test, becomes, problem
     status, problems = project.run()
     assert status == pytest.ExitCode.TESTS_FAILED
     assert any(problem in line for line in problems)
+
+
+def test_what_tests_show_is_refused_no_longer(project):
+    """Also where a test that is skipped on this CPU might have said so."""
+    tests = {**TESTS, "test_a.py::test_on_bfloat16": [STATE]}
+    project.replace(tests)
+    project.run(regenerate=True)
+    assert set(project.on_file()["refused"]) == {"cpu/float16/O3"}
+    tests = {**tests, "test_a.py::test_declared": [DECLARED, NO_LONGER_REFUSED]}
+    project.replace(tests, test_on_bfloat16="skipped")
+    project.run(regenerate=True)
+    assert project.on_file()["refused"] == {}
+    assert project.run() == (pytest.ExitCode.OK, [])
 
 
 def test_the_problems_are_printed_with_what_to_do(project):

@@ -49,6 +49,11 @@ class Evidence:
         """Return every cell that some test showed, and with which word."""
         return [(word, cell) for word in WORDS for cell in sorted(self.shown.get(word, {})) if self.tests(word, cell)]
 
+    def contradicted(self, shown: Evidence) -> list[str]:
+        """List what is refused here although tests showed a cell of it."""
+        cells = [cell for _, cell in shown.cells()]
+        return [asked for asked in self.refused if any(cell.startswith(f"{asked}/") for cell in cells)]
+
     @classmethod
     def read(cls, path: pathlib.Path) -> Evidence:
         """Read a file; without one nothing is known."""
@@ -163,10 +168,12 @@ class EvidencePlugin:
         """Keep what tests showed that were not run and are still there; the others had to show it again."""
         excused = self.excused - self.ran  # which of the refusals were theirs is not on file
         refused = {**on_file.refused, **shown.refused} if excused else shown.refused or on_file.refused
-        merged = Evidence(shown.declared or on_file.declared, refused, deepcopy(shown.shown))
+        merged = Evidence(shown.declared or on_file.declared, dict(refused), deepcopy(shown.shown))
         for word, cell in on_file.cells():
             for test in filter(self._is_there, on_file.tests(word, cell) - self.ran):
                 merged.add(word, cell, test)
+        for asked in merged.contradicted(merged):
+            del merged.refused[asked]
         return merged
 
     def _is_there(self, test: str) -> bool:
@@ -181,6 +188,7 @@ class EvidencePlugin:
             for asked, message in shown.refused.items()
             if on_file.refused.get(asked) != message
         ]
+        problems += [f"{asked} is on file as refused, and tests show it" for asked in on_file.contradicted(shown)]
         for word, cell in shown.cells():
             missing = shown.tests(word, cell) - on_file.tests(word, cell)
             problems += [f"{cell} is not on file as {word} by {test}" for test in sorted(missing)]

@@ -191,7 +191,8 @@ def test_a_meter_that_was_asked_for_refuses_a_shared_loss_scale_in_functions(amp
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            with ampx.scale_loss(tf.reduce_sum(weight) + tf.reduce_sum(row), [first, second]) as scaled:
+            loss = tf.reduce_sum(weight) + tf.reduce_sum(row)
+            with ampx.scale_loss(loss, [first, second]) as scaled:
                 pass
         slopes = tape.gradient(scaled, [weight, row])
         first.apply(slopes[:1], [weight])

@@ -456,7 +456,7 @@ def test_low_precision_variables_are_refused_where_the_first_step_shows_them(amp
     """The optimizer was not built when it was wrapped."""
     variable, opt = tf.Variable([1.0], dtype="float16"), amp.wrap_optimizer(keras.optimizers.SGD(1.0))
     with pytest.raises(ampx.LowPrecisionParametersError, match="low-precision variables"):
-        trainer(opt, [variable], "eager", outside=False)(tf.constant(1.0))
+        trainer(opt, [variable], lambda step: step)(tf.constant(1.0, tf.float16))
     assert (variable.numpy().tolist(), opt.last_step) == ([1.0], None)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="bfloat16")])
     model.compile(amp.wrap_optimizer(keras.optimizers.SGD(1.0)), "mse")
