@@ -51,7 +51,7 @@ class Evidence:
 
     def contradicted(self, shown: Evidence) -> list[str]:
         """List what is refused here although tests showed a cell of it."""
-        cells = [cell for _, cell in shown.cells()]
+        cells = [f"{cell}/" for _, cell in shown.cells()]
         return [asked for asked in self.refused if any(cell.startswith(f"{asked}/") for cell in cells)]
 
     @classmethod
