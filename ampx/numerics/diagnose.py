@@ -14,7 +14,7 @@ from ampx.policy import OptLevel
 from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
 from .compare import bound, relative_error
 from .formats import FORMATS
-from .operations import family
+from .operations import family, normalised
 from .watching import MODULE
 
 Kind = Literal[
@@ -217,6 +217,7 @@ class _Case:
     readings: Sequence[Reading]
     scale: float = 1.0
     float32_fails: bool = False
+    healthy: Mapping[Key, Reading] | None = None  # float32's values by place, where they are finite
 
     @property
     def exact(self) -> tuple[Stats, ...]:
@@ -237,6 +238,19 @@ class _Case:
         if self.reference is None:
             return self.place.inputs.zeros > 0
         return self.place.inputs.zeros > self.reference.inputs.zeros
+
+    @property
+    def cancelled(self) -> Reading | None:
+        """The difference that became zero or negative: the dtype holds what it is in float32, and not its terms."""
+        for entry in self.readings:
+            exact = (self.healthy or {}).get(_key(entry))
+            if entry is self.place or exact is None or entry.module != self.place.module:
+                continue
+            negative = entry.value.lowest < 0 <= exact.value.lowest
+            if entry.direction == "forward" and (negative or entry.value.zeros > exact.value.zeros):  # the first
+                held = exact.value.smallest >= FORMATS[self.dtype].smallest
+                return entry if held and normalised(entry.operation) in _DIFFERENCES else None
+        return None
 
     @property
     def beyond(self) -> bool:
@@ -277,19 +291,27 @@ def _cause(case: _Case) -> tuple[Kind, str]:
     if does == "division" and case.new_zeros:
         if reference is None:
             return "division", "it divides by zero"
+        if case.cancelled is not None:
+            return "digits", f"the divisor is zero in {dtype}: {_of_difference(case.cancelled, dtype)}"
         return "epsilon", (
             f"the divisor is zero in {dtype}, whose smallest number is {form.smallest:.2g}; in float32 it is not, for "
             f"there the smallest input is {reference.inputs.smallest:.2g}"
         )
     if does in ("logarithm", "root") and place.inputs.lowest < 0 and place.value.nan:
+        if reference is not None and reference.inputs.lowest >= 0 and case.cancelled is not None:
+            what = f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which float32 does not have"
+            return "digits", f"{what}: {_of_difference(case.cancelled, dtype)}"
         return "logarithm", f"it takes a logarithm or root of {place.inputs.lowest:.3g}, which is negative"
     if does == "logarithm" and case.new_zeros:
         flushed = f"; in float32 it is {reference.inputs.smallest:.2g}, which {dtype} flushes" if reference else ""
+        if case.cancelled is not None:
+            flushed = f": {_of_difference(case.cancelled, dtype)}"
         return "logarithm", f"it takes the logarithm of zero{flushed}"
     if does == "sum" and reference is not None and place.inputs.largest <= form.largest and place.inputs.elements > 2:
+        does_so = "multiplies" if "prod" in normalised(place.operation) else "sums"
         return "sum", (
-            f"it sums {place.inputs.elements} elements of up to {place.inputs.largest:.4g} in {dtype}, whose largest "
-            f"number is {form.largest:.5g}; the result is {true}"
+            f"it {does_so} {place.inputs.elements} elements of up to {place.inputs.largest:.4g} in {dtype}, whose "
+            f"largest number is {form.largest:.5g}; the result is {true}"
         )
     if case.beyond:
         scaled = f" times the loss scale of {case.scale:g}" if place.direction == "backward" and case.scale != 1 else ""
@@ -307,16 +329,31 @@ def _forward_at_zero(case: _Case) -> Reading | None:
     for entry in case.readings:
         if entry.direction == "forward" and entry.module == case.place.module and entry.inputs.zeros:
             same_line = not (entry.place and case.place.place) or entry.place == case.place.place
-            if family(entry.operation) in ("root", "logarithm") and same_line:
+            power = {normalised(entry.operation), normalised(case.place.operation)} <= _POWERS
+            if same_line and (power or family(entry.operation) in ("root", "logarithm")):
                 return entry
     return None
 
 
+def _of_difference(entry: Reading, dtype: str) -> str:
+    """Return what became of a difference."""
+    where = f" ({entry.place})" if entry.place else ""
+    return (
+        f"operation {entry.operation}{where} subtracts numbers of up to {entry.inputs.largest:.4g} that differ by less "
+        f"than {FORMATS[dtype].bits} bits of significand keep apart"
+    )
+
+
+_EPSILON: Final = 1e-6  # less is no help: what is divided by it overflows soon
+# A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
+_DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
+_POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
+_SMALLER: Final = "x = x - x.max()  # before exp, as softmax and logsumexp do; softplus(x) for log(1 + exp(x))\n# or:\n"
 _INIT: Final = "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])"
 
 
-def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
-    """Return what to do, as code."""
+def _advice(kind: Kind, place: Reading | None, dtype: str, float32_fails: bool = False) -> str:
+    """Return what to do, as code; float32 is no way out where it fails, too."""
     form = FORMATS[dtype]
     entry = f"{MODULE}{place.module}" if place is not None and place.module else ""
     deny = (
@@ -330,16 +367,16 @@ def _advice(kind: Kind, place: Reading | None, dtype: str) -> str:
     return {
         "healthy": "",
         "loss scale": "",
-        "overflow": deny + wide,
+        "overflow": (_SMALLER if place is not None and normalised(place.operation) == "exp" else "") + deny + wide,
         "sum": deny + wide,
-        "epsilon": f"eps = {form.smallest_normal * 2:.1g}  # {dtype} holds it\n# or:\n{deny}",
+        "epsilon": f"eps = {max(2 * form.smallest_normal, _EPSILON):.1g}  # {dtype} holds it\n# or:\n{deny}",
         "mask": f"mask_value = {-form.largest / 2:.4g}  # {dtype} holds it, and exp of it is 0",
-        "logarithm": f"x = x.clip({form.smallest_normal:.1g})  # before the logarithm or root; or use log_softmax"
-        + ("" if dtype == "float32" else f"\n# or:\n{deny}"),
+        "logarithm": f"x = x.clip({max(form.smallest_normal, _EPSILON):.1g})"
+        "  # before the logarithm or root; or use log_softmax" + ("" if float32_fails else f"\n# or:\n{deny}"),
         "flush": deny + wide,
         "digits": deny,
         "error": deny if entry else "with ampx.autocast(enabled=False):  # around the line that raises\n    ...",
-        "division": f"x = y / (z + {form.smallest_normal * 2:.1g})",
+        "division": f"x = y / (z + {max(2 * form.smallest_normal, _EPSILON):.1g})",
         "data": "assert numpy.isfinite(batch).all()  # in the data pipeline: drop or mend the sample",
         "weights": "# load the last checkpoint with finite weights; skip steps whose gradients are not finite:\n"
         "opt = ampx.wrap_optimizer(opt, max_grad_norm=1.0)",
@@ -375,7 +412,7 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
             None if position is None else _before(seen.readings, position),
             None if place is None else Place.of(place),
             f"{why}.",
-            _advice(kind, place, dtype if not float32_fails else "float32"),
+            _advice(kind, place, dtype, float32_fails),
             risks(low, reference, dtype, scale if kind == "healthy" else None),
         )
 
@@ -396,7 +433,7 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
     if position is None:
         return result("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
     place = low.readings[position]
-    case = _Case(place, exact.get(_key(place)), dtype, low.readings, scale)
+    case = _Case(place, exact.get(_key(place)), dtype, low.readings, scale, healthy=exact)
     kind, why = _cause(case)
     return result(kind, f"in the {Place.of(place)}, {why}", position)
 
@@ -411,7 +448,7 @@ def _of_finite(low: Seen, reference: Seen, dtype: str, result: Callable[..., Dia
     other = exact.get(_key(place))
     where, still = f"in the {Place.of(place)}", "; the loss stays finite, and is wrong"
     if place.value.nonfinite:
-        kind, why = _cause(_Case(place, other, dtype, low.readings))
+        kind, why = _cause(_Case(place, other, dtype, low.readings, healthy=exact))
         return result(kind, f"{where}, {why}{still}", position)
     before = place.inputs if other is None else other.value
     if _flushes(place.value, before):
@@ -670,7 +707,7 @@ def flushed_gradients(low: Seen, reference: Seen) -> dict[str, float]:
 
 
 def _modules(readings: Iterable[Reading]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(entry.module or entry.operation for entry in readings))
+    return tuple(dict.fromkeys(entry.module or entry.operation or "the step itself" for entry in readings))
 
 
 def diagnose(

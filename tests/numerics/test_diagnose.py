@@ -337,3 +337,18 @@ def test_what_a_framework_refuses_is_the_first_value_that_only_float32_came_to()
     assert (diagnosis.kind, diagnosis.first_nonfinite.operation) == ("error", "index_add")
     assert diagnosis.advice == "amp = ampx.init(dtype='bfloat16', deny=['module:block'])  # keep it in float32"
     assert "  raises: forward pass, module 'block', operation index_add" in str(diagnosis)
+
+
+def test_an_epsilon_that_float32_needs_as_well_is_one_that_the_dtype_holds():
+    """What is divided by an epsilon next to float32's smallest number overflows: 10 / 2e-38 is beyond float32."""
+    zero = seen(read("div", [0.0, 1.0], [math.inf]), **FAILS)
+    for dtype, smallest in (("float16", 2.0**-14), ("bfloat16", 1e-6)):
+        advice = diagnosed(zero, zero, dtype).advice
+        epsilon = float(advice.rpartition("+ ")[2].rstrip(")"))
+        assert smallest <= epsilon < 1e-3
+
+
+def test_a_product_is_not_called_a_sum():
+    diagnosis = in_both("cumprod", [6.0] * 8, np.cumprod)
+    assert diagnosis.kind == "sum"
+    assert "it multiplies 8 elements" in diagnosis.why

@@ -98,6 +98,30 @@ def broken_weights():
     return model, step
 
 
+def standardised(x):
+    """Standardise by the variance that is a difference of large numbers."""
+    variance = (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2
+    return x / torch.sqrt(variance)
+
+
+def rotated(x):
+    """Rotate by angles of late positions."""
+    positions = torch.arange(100_000, 100_008).to(x.dtype)
+    return x * torch.sin(positions * x[:1])
+
+
+def similar(x):
+    """Return the cosine of the angle to a small vector, bounded as `cosine_similarity` is."""
+    small = x * 1e-4
+    return (x * small).sum(-1) / ((small * small).sum(-1).sqrt() * (x * x).sum(-1).sqrt()).clamp(min=1e-8)
+
+
+def uneven(model):
+    """The model, and a batch of numbers around 30 that differ little."""
+    batch = 30 + torch.linspace(-0.1, 0.1, 32).reshape(4, 8)
+    return model, lambda m: m(batch).float().mean()
+
+
 # By name what makes it, and what is to be named: kind, direction and module.
 FAULTS = {
     "a middle layer": (
@@ -127,6 +151,50 @@ FAULTS = {
         ),
         "logarithm",
         "forward",
+        "1",
+    ),
+    "a variance as a difference": (
+        lambda: uneven(nn.Sequential(linear(8, 1.0), Lambda(standardised))),
+        "digits",
+        "forward",
+        "1",
+    ),
+    "a mask of float32's lowest number": (
+        lambda: sized(
+            1.0,
+            linear(8, 1.0),
+            Lambda(lambda x: torch.softmax(x + (torch.ones(8) * torch.finfo(torch.float32).min).to(x.dtype), -1)),
+        ),
+        "mask",
+        "forward",
+        "1",
+    ),
+    "a position beyond the dtype": (lambda: sized(1.0, linear(8, 1.0), Lambda(rotated)), "overflow", "forward", "1"),
+    "logsumexp by hand": (
+        lambda: sized(12.0, linear(8, 1.0), Lambda(lambda x: x.exp().sum(-1).log())),
+        "overflow",
+        "forward",
+        "1",
+    ),
+    "a temperature of 1e-4": (
+        lambda: sized(10.0, linear(8, 1.0), Lambda(lambda x: torch.softmax(x / 1e-4, -1))),
+        "overflow",
+        "forward",
+        "1",
+    ),
+    "cosine similarity": (lambda: sized(1.0, linear(8, 1.0), Lambda(similar)), "epsilon", "forward", "1"),
+    "a constant image": (
+        lambda: sized(1.0, linear(8, 1.0), Lambda(lambda x: (x - x.mean()) / (x.var() + 1e-8).sqrt())),
+        "epsilon",
+        "forward",
+        "1",
+    ),
+    "the focal factor of a sure prediction": (
+        lambda: sized(
+            10.0, linear(8, 1.0), Lambda(lambda x: ((1 - torch.sigmoid(x)) ** 0.5) * -torch.log(torch.sigmoid(x)))
+        ),
+        "logarithm",
+        "backward",
         "1",
     ),
     "NaN in one sample": (broken_sample, "data", "forward", "0"),
