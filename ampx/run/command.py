@@ -123,7 +123,8 @@ def _logs(request: RunRequest, finished: Finished) -> Iterator[ExitStack]:
 
 def _tell(request: RunRequest, finished: Finished) -> list[str]:
     """Write the report, and return the lines of the summary: one process of a job prints it."""
-    if request.settings.stand_ins_only and not request.settings.policy:
+    settings = request.settings
+    if settings.stand_ins_only and settings.enabled and request.report is None:  # who started the script anew has told
         return []
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
@@ -229,9 +230,13 @@ def to_json(request: RunRequest, finished: Finished) -> dict[str, Any]:
     """Return what `--report` writes."""
     rank, size = process_rank()
     seen = finished.to_json()
-    if request.settings.stand_ins_only:
+    if not request.settings.enabled:
         seen["notes"].append(
             f"The policy file {request.settings.policy!r} says enabled = false: the script ran as it does without ampx."
+        )
+    elif request.settings.stand_ins_only:
+        seen["notes"].append(
+            "Only stand-ins were asked for: the script ran as it does without ampx, but for modules that are missing."
         )
     return {
         **seen,

@@ -40,6 +40,7 @@ class RunSettings:
         deny: As in `ampx.init`; `"module:name"` needs no `prepare` here.
         loss_scale: As in `ampx.init`; None for the default.
         policy: A policy file, whose settings these are; "" for none.
+        enabled: False where the policy file says so: nothing is automated, as with `stand_ins_only`.
         watched: `Backend.watch(None, …)` will be entered between steps: a backend that compiles runs uncompiled, or
             compiles anew then.
         meter_every: Every so many steps the meter looks at an update.
@@ -54,6 +55,7 @@ class RunSettings:
     deny: tuple[str, ...] = ()
     loss_scale: float | str | None = None
     policy: str = ""
+    enabled: bool = True
     watched: bool = False
     meter_every: int = METER_EVERY
 
@@ -76,8 +78,13 @@ class RunSettings:
             allow=tuple(allow),
             deny=tuple(deny),
             policy=os.path.abspath(path),
-            stand_ins_only=self.stand_ins_only or not file.enabled,
+            enabled=file.enabled,
         )
+
+    @property
+    def automates(self) -> bool:
+        """Whether anything is automated."""
+        return self.enabled and not self.stand_ins_only
 
 
 @dataclass(eq=False)

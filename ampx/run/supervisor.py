@@ -120,7 +120,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
     registry = default_registry()
     names = registry.names() if framework is None else [framework]
     registrations = {name: registry.registration(name) for name in names}
-    if settings.stand_ins_only:
+    if not settings.automates:
         registrations = {
             name: registration for name, registration in registrations.items() if registration.stands_in_for
         }
@@ -134,7 +134,7 @@ def automated(finished: Finished, settings: RunSettings, framework: str | None) 
             run = Run(name, settings, finished.recorder, finished.runs)
             try:
                 backend = load(name)
-                if not settings.stand_ins_only:
+                if settings.automates:
                     _check(run, backend)
                 regions.enter_context(automation(backend, run))
                 if finished.recorder.observer is not None:

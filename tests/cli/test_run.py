@@ -80,6 +80,19 @@ def test_a_policy_that_is_off_leaves_the_script_as_it_is_and_says_so(tmp_path, o
     assert "ampx.toml' says enabled = false: the script ran as it does without ampx." in done.stderr
 
 
+def test_stand_ins_alone_beside_a_policy_that_is_on_are_not_blamed_on_the_policy(tmp_path, outcome):
+    (tmp_path / "script.py").write_text("print('hello')")
+    (tmp_path / "ampx.toml").write_text("dtype = 'float32'\n")
+    asked = (AMPX, "run", "--stand-ins-only", "--policy", "ampx.toml")
+    done = outcome(*asked, "--report", "report.json", "script.py")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    (note,) = json.loads((tmp_path / "report.json").read_text())["notes"]
+    assert note.startswith("Only stand-ins were asked for: ")
+    assert note in done.stderr
+    (tmp_path / "report.json").unlink()
+    assert outcome(*asked, "script.py").stderr == ""
+
+
 def test_python_m_ampx_is_the_same_command(tmp_path, outcome):
     (tmp_path / "script.py").write_text("print('hello')")
     done = outcome(sys.executable, "-m", "ampx", "run", "script.py")

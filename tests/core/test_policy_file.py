@@ -97,7 +97,7 @@ def test_a_policy_that_is_off_switches_the_session_off_and_a_run_automates_nothi
     path = file(text)
     amp = ampx.init(policy=path)
     assert (amp.enabled, amp.effective.dtype) == (False, None)
-    assert RunSettings().by_policy(path).stand_ins_only
+    assert not RunSettings().by_policy(path).automates
     assert "enabled" not in PolicyFile("toy").text()
     assert ampx.init(policy=file(text.replace("enabled = false", "enabled = true"))).enabled
 

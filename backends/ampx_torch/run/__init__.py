@@ -36,5 +36,5 @@ def automate(run: Run) -> Iterator[None]:
         *(optimizers_managed, backward_scaled, gradients_true, modules_ruled),
         *(autocast_watched, scaler_watched, accelerators_carried_out),
     )
-    with TorchManager(run).region(old_names, *(() if run.settings.stand_ins_only else patches)):
+    with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):
         yield

@@ -93,7 +93,7 @@ def old_names(manager: TorchManager) -> Iterator[None]:
 
     def provided(name: str) -> None:
         manager.run.provided.append(name)
-        if not manager.run.settings.stand_ins_only:
+        if manager.run.settings.automates:
             _watch_scales(manager, patches)
 
     with _ApexAlias(provided, manager.hold).installed(), patches:
