@@ -42,5 +42,5 @@ from .manager import (
     Sampler as Sampler,
     asked_by_script as asked_by_script,
 )
-from .recorder import Recorder as Recorder
+from .recorder import LossCurve as LossCurve, Recorder as Recorder
 from .run import Automates as Automates, Run as Run, RunSettings as RunSettings, automation as automation

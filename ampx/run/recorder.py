@@ -127,12 +127,12 @@ class LossCurve:
 
     def __init__(self) -> None:
         self._every = 1
-        self._kept: list[tuple[int, list[Callable[[], float]]]] = []
+        self._kept: list[tuple[int, Callable[[], tuple[int, float]]]] = []
         self._of_this_step: list[Callable[[], float]] = []
 
-    def wants(self, steps: int) -> bool:
-        """Return whether the loss of the step after so many is kept."""
-        return steps % self._every == 0
+    def wants(self, before: int) -> bool:
+        """Return whether the loss is kept of the step, or of the call of a compiled function, after so many."""
+        return before % self._every == 0
 
     def loss(self, read: Callable[[], float]) -> None:
         """Note a loss of this step, as `Observer.loss` does."""
@@ -140,21 +140,25 @@ class LossCurve:
 
     def stepped(self, steps: int) -> None:
         """Note that so many steps are over."""
-        if self._of_this_step:
-            self._kept.append((steps, self._of_this_step))
+        if readers := self._of_this_step:
+            self.keep(steps - 1, lambda: (steps, sum(read() for read in readers)))
             self._of_this_step = []
+
+    def keep(self, before: int, read: Callable[[], tuple[int, float]]) -> None:
+        """Keep what reads the number of a step and its loss, where the host learns both later; `before` as `wants`."""
+        self._kept.append((before, read))
         if len(self._kept) > CURVE_POINTS:
             self._every *= 2
-            self._kept = [entry for entry in self._kept if self.wants(entry[0] - 1)]
+            self._kept = [entry for entry in self._kept if self.wants(entry[0])]
 
     def points(self) -> list[tuple[int, float | str]]:
         """Return pairs of step and loss, which is text where it is not finite. Sync: one a loss."""
         points: list[tuple[int, float | str]] = []
-        for step, readers in self._kept:
+        for _, read in self._kept:
             with suppress(Exception):  # a tensor that the framework has freed, say
-                loss = sum(read() for read in readers)
+                step, loss = read()
                 points.append((step, loss if math.isfinite(loss) else str(loss)))
-        return points
+        return sorted(points, key=lambda point: point[0])
 
 
 class Recorder:
@@ -192,6 +196,11 @@ class Recorder:
         self._thread = get_ident()
 
     # -- losses ------------------------------------------------------------------------------------
+
+    @property
+    def reads_losses(self) -> bool:
+        """Whether somebody wants to know the losses of some steps: what is compiled now hands them out."""
+        return self.observer is not None or self.curve is not None
 
     @property
     def wants_losses(self) -> bool:

@@ -287,13 +287,17 @@ def apply_or_skip(
         chosen: The number of the branch; behind the last, none.
         branches: Each returns updates and what comes with them.
         skip_to: Returns what comes with them otherwise.
+
+    Sync: outside of compiled code, one. A switch there would be compiled anew in every step.
     """
-    shapes = jax.eval_shape(branches[0])
 
     def skip() -> tuple[Any, Any]:
+        shapes = jax.eval_shape(branches[0])
         unchanged = jax.tree.map(lambda shape, old: jnp.asarray(old, shape.dtype), shapes[1], skip_to())
         return jax.tree.map(_nothing, shapes[0]), unchanged
 
+    if not isinstance(chosen, jax.core.Tracer):
+        return [*branches, skip][int(chosen)]()
     return varying.switch(chosen, [*branches, skip])
 
 

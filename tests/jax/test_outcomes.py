@@ -13,8 +13,9 @@ import pytest
 
 import ampx
 import ampx_jax
-from ampx.run import Run, RunSettings
+from ampx.run import LossCurve, Run, RunSettings
 from ampx_jax.run import outcomes
+from processes import run_python
 
 B = jnp.asarray(np.linspace(0.1, 0.9, 12, dtype=np.float32).reshape(3, 4))
 INFINITE = float("inf")
@@ -334,3 +335,87 @@ def test_without_a_way_to_know_the_present_trace_all_is_told_by_callbacks(monkey
         step, weights, state = make()
         train(jax.jit(step), weights, state, [1.0, INFINITE])
     assert record(run) == (2, [2], [(2, 2.0**15)])
+
+
+def epoch_of(step):
+    """Return what trains by one call for several steps."""
+
+    @jax.jit
+    def epoch(weights, state, factors):
+        def body(carry, factor):
+            weights, state, loss = step(*carry, factor)
+            return (weights, state), loss
+
+        (weights, state), losses = jax.lax.scan(body, (weights, state), factors)
+        return weights, state, losses
+
+    return epoch
+
+
+def split(weights, state, factor, gradient, update):
+    loss, grads = gradient(weights, factor)
+    updates, state = update(grads, state, weights)
+    return optax.apply_updates(weights, updates), state, loss
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("style", ["compiled", "eager", "scan", "two functions", "eager update"])
+def test_the_curve_of_a_report_has_the_losses_that_the_script_sees(style, dtype):
+    run, region = automate(dtype)
+    curve = run.recorder.curve = LossCurve()
+    factors = [1.0 + number / 8 for number in range(12)]
+    with region:
+        step, weights, state = make()
+        if style == "scan":
+            losses = list(map(float, epoch_of(step)(weights, state, jnp.asarray(factors))[2]))
+        else:
+            if style == "compiled":
+                step = jax.jit(step)
+            elif style != "eager":
+                tx = optax.adam(0.1)
+                state = tx.init(weights)
+                update = jax.jit(tx.update) if style == "two functions" else tx.update
+                step = functools.partial(split, gradient=jax.jit(jax.value_and_grad(loss_of)), update=update)
+            losses = []
+            for factor in factors:
+                weights, state, loss = step(weights, state, factor)
+                losses.append(float(loss))
+    points = curve.points()
+    if (style, dtype) == ("eager update", "float16"):  # its gradient reads the scale by a callback, and tells nothing
+        points += [(number, loss) for number, loss in enumerate(losses[1:], 2)]
+    assert points == [(number, pytest.approx(loss)) for number, loss in enumerate(losses, 1)]
+    assert record(run)[0] == len(losses)
+
+
+def test_a_compiled_gradient_that_reads_the_scale_does_not_wait_for_an_update_that_waits_for_it(tmp_path):
+    """The update outside of compiled code reads its outcome, which the gradient's callback has to come before."""
+    code = f"""
+import functools, jax, optax, numpy as np, jax.numpy as jnp
+tx = optax.adam(0.1)
+weights = jnp.asarray({np.asarray(B).tolist()})
+state = tx.init(weights)
+gradient = jax.jit(jax.grad(lambda weights, factor: jnp.sum((weights @ weights.T) ** 2) * factor))
+for factor in np.linspace(1.0, 2.0, 4):
+    updates, state = tx.update(gradient(weights, factor), state, weights)
+    weights = optax.apply_updates(weights, updates)
+print("done")
+"""
+    (tmp_path / "train.py").write_text(code)
+    done = run_python("-m", "ampx", "run", "--dtype", "float16", tmp_path / "train.py")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert " 4 steps, " in done.stderr
+
+
+def test_an_update_outside_of_compiled_code_compiles_nothing_anew(caplog):
+    run, region = automate("bfloat16")
+    with region:
+        step, weights, state = make()
+        weights, state = train(step, weights, state, [1.0, INFINITE])
+        caplog.clear()
+        with jax.log_compiles():
+            weights, state = train(step, weights, state, [1.0, INFINITE])
+            assert not [entry for entry in caplog.messages if "XLA compilation" in entry]
+            jax.jit(lambda x: x - 7)(1.0)
+            assert [entry for entry in caplog.messages if "XLA compilation" in entry]  # that is what JAX would say
+        jax.effects_barrier()
+    assert record(run)[:2] == (4, [2, 4])

@@ -10,7 +10,7 @@ import pytest
 
 import ampx
 from ampx.backend import Watching
-from ampx.run import Run, RunSettings
+from ampx.run import LossCurve, Run, RunSettings
 from ampx_paddle.run import automate
 from ampx_paddle.step import AmpOptimizer
 from processes import last_json
@@ -376,6 +376,59 @@ def test_the_scripts_optimizer_keeps_its_class(scaling):
     assert type(optimizer) is Own
     assert optimizer.calls == 1
     assert scaling.recorder.steps == 1
+
+
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")  # of Paddle's own optimizers
+@pytest.mark.parametrize("style", ["static", "to_static", "hapi"])
+def test_the_curve_of_a_report_has_the_losses_that_the_script_sees(run, style):
+    curve, losses = LossCurve(), []
+    run.recorder.curve = curve
+    with automate(run):
+        if style == "static":
+            losses = list(losses_of_a_program(5))
+        elif style == "hapi":
+            losses = list(losses_of_hapi(5))
+        else:
+            net = network()
+            optimizer = paddle.optimizer.Adam(0.01, parameters=net.parameters())
+            forward = paddle.jit.to_static(net) if style == "to_static" else net
+
+            def step(x):
+                loss = forward(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.clear_grad()
+                return loss
+
+            losses = [float(step(x)) for x in batches(5)]
+    assert len(set(losses)) == 5
+    assert curve.points() == [(number, pytest.approx(loss, rel=1e-6)) for number, loss in enumerate(losses, 1)]
+
+
+def losses_of_a_program(count):
+    paddle.enable_static()
+    try:
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup), paddle.static.scope_guard(paddle.static.Scope()):
+            x = paddle.static.data("x", [5, 3])
+            loss = network()(x).square().mean()
+            paddle.optimizer.Adam(0.01).minimize(loss)
+            executor = paddle.static.Executor(paddle.CPUPlace())
+            executor.run(startup)
+            rng = np.random.default_rng(0)
+            for _ in range(count):
+                feed = {"x": rng.normal(size=(5, 3)).astype("float32")}
+                yield float(executor.run(main, feed=feed, fetch_list=[loss])[0])
+    finally:
+        paddle.disable_static()
+
+
+def losses_of_hapi(count):
+    net = network()
+    model = paddle.Model(net)
+    model.prepare(paddle.optimizer.Adam(0.01, parameters=net.parameters()), paddle.nn.MSELoss())
+    for x in batches(count):
+        yield float(model.train_batch([x], [paddle.ones([5, 1])])[0])
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tensorflow.python.ops import gen_linalg_ops, gen_math_ops, gen_nn_ops
 
 import ampx
 from ampx.plugins import Registry
-from ampx.run import Run, RunSettings
+from ampx.run import LossCurve, Run, RunSettings
 from ampx.run.report import headline
 from ampx.run.supervisor import Finished
 from ampx_tensorflow import devices, rewrite
@@ -25,6 +25,7 @@ v1 = tf.compat.v1
 PLAIN = Path(__file__).parents[1] / "programs" / "plain"
 # 1 + 2**-9 + 2**-13: bfloat16 keeps seven bits behind the point, float16 ten.
 VALUE = 1.0 + 2.0**-9 + 2.0**-13
+LOW = ("bfloat16", "float16")
 ROUNDED = {"bfloat16": 1.0, "float16": 1.0 + 2.0**-9}
 pytestmark = pytest.mark.filterwarnings("ignore:.*emulated:ampx.errors.PrecisionWarning")
 
@@ -530,3 +531,76 @@ def test_levels_that_need_a_model_are_refused(level):
         Registry().load("tensorflow").automate(run),
     ):
         pass
+
+
+class Losses(keras.callbacks.Callback):
+    """The loss of every batch: Keras shows the mean of the epoch up to now, which is forgotten here."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.model.reset_metrics()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(logs["loss"])
+
+
+@pytest.mark.parametrize("style", ["fit", "several steps a call", "function", "gradients of a function", "eager"])
+def test_the_curve_of_a_report_has_the_losses_that_the_script_sees(start, style):
+    run, region = start(next((dtype for dtype in LOW if rewrite._works("cpu", dtype)), "float32"), graphs=False)
+    curve = run.recorder.curve = LossCurve()
+    x = np.random.default_rng(0).normal(size=(24, 64)).astype("float32") / 64
+    y = x.sum(1, keepdims=True) + 1
+    numbers = range(1, 13)
+    with region:
+        ours, optimizer, losses = model(), keras.optimizers.SGD(0.01), Losses()
+        if style in ("fit", "several steps a call"):
+            steps = 1 if style == "fit" else 4
+            numbers = numbers[steps - 1 :: steps]
+            ours.compile(optimizer, "mse", steps_per_execution=steps)
+            ours.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=[losses])
+        else:
+
+            def gradients_of(features, targets):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((tf.cast(ours(features), tf.float32) - targets) ** 2)
+                return loss, tape.gradient(loss, ours.trainable_variables)
+
+            def step(features, targets):
+                loss, gradients = gradients_of(features, targets)
+                optimizer.apply_gradients(zip(gradients, ours.trainable_variables, strict=True))
+                return loss
+
+            if style == "function":
+                step = tf.function(step)
+            elif style == "gradients of a function":
+                gradients_of = tf.function(gradients_of)
+            losses.seen = [float(step(x[at : at + 2], y[at : at + 2])) for at in range(0, 24, 2)]
+    assert len(set(losses.seen)) == len(numbers)
+    assert curve.points() == [
+        (number, pytest.approx(loss, rel=1e-5)) for number, loss in zip(numbers, losses.seen, strict=True)
+    ]
+
+
+def test_of_many_calls_of_a_function_the_curve_looks_at_some(start, monkeypatch):
+    run, region = start(next((dtype for dtype in LOW if rewrite._works("cpu", dtype)), "float32"), graphs=False)
+    curve = run.recorder.curve = LossCurve()
+    monkeypatch.setattr("ampx.run.recorder.CURVE_POINTS", 4)
+    looks = []
+    monkeypatch.setattr(curve, "keep", lambda before, read, keep=curve.keep: (looks.append(before), keep(before, read)))
+    x = np.arange(1.0, 21.0, dtype="float32")
+    with region:
+        weight, optimizer = tf.Variable(0.0), keras.optimizers.SGD(0.0)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = (weight - x) ** 2
+            optimizer.apply_gradients([(tape.gradient(loss, weight), weight)])
+
+        for number in x:
+            step(tf.constant(number))
+    assert looks == [0, 1, 2, 3, 4, 6, 8, 12, 16]
+    assert curve.points() == [(number, float(number) ** 2) for number in (1, 9, 17)]

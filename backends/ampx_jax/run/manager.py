@@ -40,6 +40,7 @@ from ampx_jax.transform import autocast, traced_by
 from . import outcomes
 
 _OWN_SCALING: Final = ("jmp", "flax.training.dynamic_scale")
+_UNTOLD: Final = 8  # losses that may wait for an update of their own
 NO_GRADIENTS: Final = (
     "No function went through jax.grad or jax.value_and_grad: gradients that are made in another way, with jax.vjp "
     "say, computed in float32."
@@ -75,6 +76,8 @@ class Automation:
         self._thread = threading.get_ident()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # what callbacks told, by their place in the trace
         self._places = itertools.count()
+        # For a report: losses whose update has not come, each with its trace, which is None where it has a value.
+        self._untold: list[tuple[Any, Any]] = []
         self._positions: dict[ScaleGroup, int] = {}
         run.record_own_sessions(self.follow)
 
@@ -113,7 +116,7 @@ class Automation:
             group = new_group("jax", amp.effective.loss_scale, amp.enabled)
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
-                self.outcomes = outcomes.Outcomes(group.config, self.stepped, self.lost if self.observed else None)
+                self.outcomes = outcomes.Outcomes(group.config, self.stepped, self.lost, self.observed)
             self.run.lines = _lines(self.run.init_call(), self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if masters.is_low(leaf)})
         if low:
@@ -178,47 +181,73 @@ class Automation:
         assert self.outcomes is not None
         if not self.outcomes.take(outcome):
             self.outcomes.mix()
-            self._call_back(tell, outcome)
+            self._call_back(tell, outcome, self._untold_of(outcome))
 
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
         if not self.automates or self.member is None:  # a step that was compiled inside runs on outside
             return
+        is_finite = bool(finite)  # not in the lock: what computes it may be waiting there, to read the scale
         with self._lock:
             if self.member.group.enabled:
                 self.member.note_scaled(self.member.group.states[0].scale)
-                self.member.finish({0: bool(finite)})
+                self.member.finish({0: is_finite})
         self._notify(functools.partial(self.run.recorder.stepped, 0))
 
     def note_loss(self, loss: Any) -> None:
-        """Have a loss reach the observer, where there is one; it may be traced."""
-        if not self.observed or not is_floating(loss):
+        """Have a loss reach who wants it; it may be traced.
+
+        An observer is told of every one, by a callback where need be. For a report a loss is a hidden output, or goes
+        along where its update calls back, so that no call is made for it.
+        """
+        if not self.run.recorder.reads_losses or not is_floating(loss):
             return
-        if not isinstance(loss, jax.core.Tracer):
-            self.lost(loss)
-            return
+        traced = isinstance(loss, jax.core.Tracer)
         assert self.outcomes is not None
-        if not self.outcomes.take_loss(loss):
+        if traced and self.outcomes.take_loss(loss):
+            return
+        if not self.observed:
+            trace = outcomes.present_trace() if traced else None
+            if not traced or trace is not None:
+                self._keep_for_update(trace, loss)
+        elif traced:
             self.outcomes.mix()
             self._call_back(self.lost, loss)
+        else:
+            self.lost(loss)
 
     def lost(self, loss: Any) -> None:
-        """Hand the observer a function that reads a loss. Called at run time."""
-        observer = self.run.recorder.observer
-        if not self.automates or observer is None:
+        """Hand on a function that reads a loss. Called at run time."""
+        assert self.outcomes is not None
+        if not self.automates:
             return
-        self._notify(functools.partial(observer.loss, lambda: float(np.mean(loss))))
+        if self.outcomes.mixed and not self.observed and self.calls.place is None:
+            self._keep_for_update(None, loss)
+        elif self.run.recorder.wants_losses:
+            self._notify(functools.partial(self.run.recorder.saw_loss, lambda: float(np.mean(loss))))
 
-    def _call_back(self, tell: Callable[[Any], None], value: Any) -> None:
+    def _keep_for_update(self, trace: Any, loss: Any) -> None:
+        """Keep a loss until an update of the same trace, or outside of traces, calls back."""
+        self._untold = [*self._untold[1 - _UNTOLD :], (trace, loss)]
+
+    def _untold_of(self, outcome: Any) -> tuple[Any, ...]:
+        """Return the losses that go along where an update calls back."""
+        trace = outcomes.present_trace() if isinstance(outcome, jax.core.Tracer) else None
+        losses, self._untold = self._untold, []
+        return tuple(loss for its_trace, loss in losses if its_trace == trace)
+
+    def _call_back(self, tell: Callable[[Any], None], value: Any, losses: tuple[Any, ...] = ()) -> None:
         """Have compiled code call back with a value; a concrete one is told at once where somebody looks on."""
         if self.observed and not isinstance(value, jax.core.Tracer):
             tell(value)
         else:
-            jax.debug.callback(functools.partial(self._called_back, next(self._places), tell), value)
+            jax.debug.callback(functools.partial(self._called_back, next(self._places), tell), value, losses)
 
-    def _called_back(self, place: int, tell: Callable[[Any], None], value: Any) -> None:
+    def _called_back(self, place: int, tell: Callable[[Any], None], value: Any, losses: tuple[Any, ...]) -> None:
         self.calls.place = place
         try:
+            for loss in losses:
+                self.lost(loss)
             tell(value)
         finally:
             self.calls.place = None
@@ -376,7 +405,7 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
             this.differentiated = True
             with _explained(this, inputs, named):
                 scale = this.read_scale() if this.casts and this.scales and not options.get("holomorphic") else None
-                if scale is None and not (this.observed or numerics.watched()):
+                if scale is None and not (this.run.recorder.reads_losses or numerics.watched()):
                     return cast_derivative(*inputs, **named)
                 outputs, grads = _read(differentiate)(scale, inputs, named)
             this.note_loss(outputs[0] if aux else outputs)

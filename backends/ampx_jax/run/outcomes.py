@@ -51,19 +51,28 @@ class Outcomes:
     """The steps that the host has not looked at, and the loss scale on the device."""
 
     def __init__(
-        self, config: LossScale | None, tell: Callable[[Any], None], tell_loss: Callable[[Any], None] | None = None
+        self,
+        config: LossScale | None,
+        tell: Callable[[Any], None],
+        tell_loss: Callable[[Any], None] | None = None,
+        at_once: bool = False,
     ) -> None:
-        """Start with the scale that `config` gives, or none; `tell` takes the outcomes in order.
+        """Start with the scale that `config` gives, or none.
 
-        With `tell_loss`, which takes the losses, each before what came of its step, the host looks after every call.
+        Args:
+            config: Of the loss scale.
+            tell: Takes the outcomes in order.
+            tell_loss: Takes the losses that were taken, each before what came of its step.
+            at_once: The host looks after every call, and losses come in order with what callbacks tell.
         """
         # An update tells by a callback, or the scale is read by one.
         self.mixed = _present_trace is None or jax.process_count() > 1
         self._moving = config if config is not None and config.dynamic else None
         self._tell = tell
         self._tell_loss = tell_loss
+        self._at_once = at_once
         self._thread = threading.get_ident()
-        self._outside = _trace()
+        self._outside = present_trace()
         self._frame: _Frame | None = None
         self._kept: deque[Any] = deque()
         # None is another structure: what was compiled with a scale is compiled anew.
@@ -73,19 +82,24 @@ class Outcomes:
 
     def _direct(self) -> _Frame | None:
         frame = self._frame
-        if frame is None or self.mixed or threading.get_ident() != self._thread or _trace() != frame.trace:
+        if frame is None or threading.get_ident() != self._thread or present_trace() != frame.trace:
             return None
-        frame.used = True
+        return frame
+
+    def _used(self) -> _Frame | None:
+        frame = None if self.mixed else self._direct()
+        if frame is not None:
+            frame.used = True
         return frame
 
     def scale(self) -> Any:
         """Return the loss scale as a traced number; None: read it by a callback."""
-        frame = self._direct()
+        frame = self._used()
         return None if frame is None or frame.state is None else frame.state.scale
 
     def take(self, outcome: Any) -> bool:
         """Take what came of an update for a hidden output; False: tell it by a callback."""
-        frame = self._direct()
+        frame = self._used()
         if frame is None:
             return False
         frame.flags = (*frame.flags, outcome)
@@ -94,8 +108,8 @@ class Outcomes:
         return True
 
     def take_loss(self, loss: Any) -> bool:
-        """Take a loss for a hidden output; False: tell it by a callback."""
-        frame = self._direct()
+        """Take a loss for a hidden output; False: it has to be told in another way."""
+        frame = self._used() if self._at_once else self._direct()
         if frame is None:
             return False
         frame.flags = (*frame.flags, {"loss": loss})
@@ -104,8 +118,10 @@ class Outcomes:
     def mix(self) -> None:
         """From now on there are callbacks. Sync: the first time, with all steps up to now."""
         if not self.mixed:
-            self.mixed = True
-            self.look(0)
+            try:
+                self.look(0)
+            finally:
+                self.mixed = True
 
     # -- while it runs -----------------------------------------------------------------------------
 
@@ -114,23 +130,23 @@ class Outcomes:
         return (
             not (self.mixed and body.used)
             and threading.get_ident() == self._thread
-            and _trace() == self._outside  # else it is called inside another function's trace
+            and present_trace() == self._outside  # else it is called inside another function's trace
         )
 
     def trace(self, body: _Body, numbers: _Numbers, call: Callable[[], Any]) -> tuple[Any, tuple[Any, ...], Any]:
         """Trace a function; gives its result, the flags of its updates, and the loss scale after them."""
         before = self._frame
-        trace = _trace()
+        trace = present_trace()
         state = None if numbers is None else LossScaleState(*numbers)
         self._frame = frame = _Frame(trace, state) if trace != self._outside else None
         try:
             result = call()
         finally:
             self._frame = before
-        if frame is None or not frame.used:
+        if frame is None or not (frame.used or frame.flags):
             return result, (), None
-        body.used = True
-        if not frame.flags or self._moving is None or frame.state is None:
+        body.used = body.used or frame.used
+        if self._moving is None or frame.state is None or all(isinstance(flag, dict) for flag in frame.flags):
             return result, frame.flags, None
         return result, frame.flags, tuple(states.as_arrays(frame.state).values())
 
@@ -143,7 +159,7 @@ class Outcomes:
                 self.mix()
         if flags:
             self._kept.append(flags)
-            if self.mixed or self._tell_loss is not None:
+            if self.mixed or self._at_once:
                 self.look(0)
             elif len(self._kept) >= _KEPT:
                 self.look(_KEPT // 2)
@@ -153,7 +169,8 @@ class Outcomes:
         """Report the kept steps, but for the last `left` calls. Sync: with these steps."""
         steps = [self._kept.popleft() for _ in range(len(self._kept) - left)]
         if steps:
-            if jax.default_backend() != "cpu":  # there it starts all copies at once; here it would only cost time
+            # There it starts all copies at once; here it would only cost time. Losses alone need not be waited for.
+            if jax.default_backend() != "cpu" and not self.mixed:
                 steps = jax.device_get(steps)
             for outcome in itertools.chain.from_iterable(steps):
                 if isinstance(outcome, dict):
@@ -163,7 +180,8 @@ class Outcomes:
                     self._tell(np.asarray(outcome))
 
 
-def _trace() -> Any:
+def present_trace() -> Any:
+    """Return what stands for the trace that goes on in this thread, and equals only itself; None: JAX does not say."""
     return None if _present_trace is None else _present_trace(convention="flax")
 
 

@@ -106,8 +106,8 @@ class PaddleManager(Manager[PaddleManaged]):
                 for wrapped in self.run.session().optimizers_of(group):
                     recorder.add_optimizer(type(wrapped.optimizer).__name__, group.config.init_scale, group.index)
             steps = group.steps - recorder.optimizers[group.index].steps
-            if steps and recorder.observer is not None and (loss := ledger.value("loss")) is not None:
-                recorder.observer.loss(functools.partial(float, loss))
+            if steps and recorder.wants_losses and (loss := ledger.value("loss")) is not None:
+                recorder.saw_loss(functools.partial(float, loss))
             recorder.stepped(group.index, steps)
 
     # -- what the script calls -----------------------------------------------------------------------

@@ -74,7 +74,7 @@ def programs_watched(manager: PaddleManager) -> Iterator[None]:
         result = build(self, loss, *args, **options)
         built.append(self)
         ledger = self.ampx_member.group.ledger
-        if recorder.observer is not None and isinstance(ledger, GraphLedger):
+        if recorder.reads_losses and isinstance(ledger, GraphLedger):
             with casting.off():
                 ledger.keep_loss(loss)
         return result

@@ -45,7 +45,9 @@ def automate(run: Run) -> Iterator[None]:
         if run.settings.watched:
             stack.enter_context(uncompiled())
         if run.recorder.observer is not None:
-            stack.enter_context(manager.observing.calls(manager.count_one_by_one))
+            stack.enter_context(manager.observing.counting(manager.count_one_by_one))
+        elif run.recorder.curve is not None:
+            stack.enter_context(manager.observing.drawing(run.recorder.curve, manager.counters))
         if dtypes := forced_dtypes(run):
             stack.enter_context(modules_forced(run, dtypes))
         manager.forces = forcing.is_active()

@@ -45,7 +45,7 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
         scale = None
         with stats.unwatched():
-            if manager.observing.wanted and not manager.depth.value and _is_floating(target):
+            if manager.run.recorder.reads_losses and not manager.depth.value and _is_floating(target):
                 manager.observing.loss(target)
             if output_gradients is None and _is_loss(target) and all(map(_is_variable, tf.nest.flatten(sources))):
                 scale = _scale(manager)

@@ -152,6 +152,10 @@ class KerasManager(Manager[Managed]):
         if missed:
             self.run.recorder.stepped(group.index, missed)
 
+    def counters(self) -> list[Any]:
+        """Return variables with the steps of each optimizer up to now, in their last element."""
+        return [wrapped._ledger.counters for wrapped in self.wrapped if isinstance(wrapped, AmpOptimizer)]
+
     def count_one_by_one(self, losses: Any) -> None:
         """Report every step to the observer that a compiled function has made. Sync: one an optimizer.
 

@@ -1,6 +1,7 @@
-"""What an observer of a run is told: the loss of every backward, and when steps are over.
+"""What an observer of a run is told, the loss of every backward and when steps are over; and the curve of a report.
 
-Where a function is compiled, its losses are added up in a variable. Whoever calls it reads them, and counts its steps.
+Where a function is compiled, its losses are added up in a variable. An observer has it read after every call, and steps
+counted; for a curve some calls are looked at, whose sum and numbers of steps are read at the end, so that none waits.
 """
 
 from __future__ import annotations
@@ -8,14 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from ampx.run import Recorder
+from ampx.run import LossCurve, Recorder
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.losses import ScaledGradient
 from ampx_tensorflow.numerics import stats
@@ -28,7 +29,7 @@ class _Depth(threading.local):
 
 
 class Observing:
-    """Tells the observer of a run, where there is one.
+    """Tells who wants to know of losses and steps, where somebody does.
 
     Attributes:
         recorder: That of the run.
@@ -37,6 +38,7 @@ class Observing:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder: Final = recorder
         self._sum: Any = None
+        self._calls = 0
         self._depth = _Depth()
 
     @property
@@ -46,26 +48,60 @@ class Observing:
 
     def loss(self, target: Any) -> None:
         """Note what a tape differentiates: a loss, scaled or not."""
-        observer = self.recorder.observer
-        if observer is None:
+        if not self.recorder.reads_losses:
             return
         scaled = getattr(target, "gradient", None)
         loss = scaled.loss if isinstance(scaled, ScaledGradient) else target
         if on_host():
-            observer.loss(lambda: _total(loss))
+            if self.recorder.wants_losses:
+                self.recorder.saw_loss(lambda: _total(loss))
         elif tf.inside_function() and not tf.distribute.in_cross_replica_context() and _is_alone():
             if self._sum is None:
                 with tf.init_scope():
                     self._sum = tf.Variable(0.0, trainable=False)
             self._sum.assign_add(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
-    @contextmanager
-    def calls(self, count: Callable[[Any], None]) -> Iterator[None]:
+    def counting(self, count: Callable[[Any], None]) -> AbstractContextManager[None]:
         """Return a region in which steps are counted after every call of a compiled function.
 
         Args:
             count: Receives the sum of the losses since the last step, as a variable; None where there was none.
         """
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            yield
+            with stats.unwatched():
+                count(self._sum)
+
+        return self._calling(around)
+
+    def drawing(self, curve: LossCurve, counters: Callable[[], list[Any]]) -> AbstractContextManager[None]:
+        """Return a region in which the curve gets the losses of some calls of compiled functions.
+
+        Args:
+            curve: Of the report.
+            counters: Returns variables with the steps of each optimizer up to now, in their last element.
+        """
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            calls = self._calls
+            wanted = curve.wants(calls)
+            before = _steps(counters()) if wanted else None
+            if wanted and self._sum is not None:
+                self._sum.assign(0.0)
+            yield
+            if self._sum is None:  # no function with a loss so far
+                return
+            self._calls += 1
+            if before is not None:
+                curve.keep(calls, functools.partial(_point, before, _steps(counters()), self._sum.read_value()))
+
+        return self._calling(around)
+
+    @contextmanager
+    def _calling(self, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         native = Function.__call__
 
         @functools.wraps(native)
@@ -73,16 +109,25 @@ class Observing:
             if self._depth.value or not tf.executing_eagerly():
                 return native(function, *args, **kwargs)
             self._depth.value += 1
-            try:
-                result = native(function, *args, **kwargs)
-            finally:
-                self._depth.value -= 1
-            with stats.unwatched():
-                count(self._sum)
-            return result
+            with around():
+                try:
+                    return native(function, *args, **kwargs)
+                finally:
+                    self._depth.value -= 1
 
         with mock.patch.object(Function, "__call__", call):
             yield
+
+
+def _steps(counters: list[Any]) -> list[Any]:
+    with stats.unwatched():
+        return [tf.convert_to_tensor(counter) for counter in counters]
+
+
+def _point(before: list[Any], after: list[Any], losses: Any) -> tuple[int, float]:
+    """Return the last step of a call, and the mean of the losses of its steps; one that comes later is of the next."""
+    first, last = (sum(int(counter[-1]) for counter in counters) for counters in (before, after))
+    return max(last, first + 1), float(losses) / max(1, last - first)
 
 
 def _total(loss: Any) -> float:
