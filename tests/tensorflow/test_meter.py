@@ -114,6 +114,32 @@ def test_the_numbers_of_a_function_equal_a_count_in_numpy(amp, compiled, clip):
     assert (lost.lost, lost.flushed) == (opt.meter.lost, opt.meter.flushed)
 
 
+def test_every_parameter_of_a_function_has_its_own_elements(amp):
+    """The first loses its updates, the second and last do not; the third has a sparse gradient."""
+    values = [1.0] * 3, [0.0] * 2, [0.0, 0.0], [0.0] * 4
+    variables = [tf.Variable(each, name=f"v{number}") for number, each in enumerate(values)]
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(2.0**-30))
+    opt.build(variables)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(each) * (2.0**power) for power, each in enumerate(variables)])
+            with ampx.scale_loss(loss, opt) as scaled:
+                pass
+        slopes = tape.gradient(scaled, variables)
+        slopes[2] = tf.IndexedSlices(slopes[2], tf.constant([0, 1]))
+        opt.apply_gradients(zip(slopes, variables, strict=True))
+
+    for _ in range(EVERY + 1):
+        step()
+    counted = [(entry.sampled, entry.moved, entry.unchanged) for entry in opt.meter.parameters]
+    assert counted == [(3, 3, 3), (2, 2, 0), (2, 0, 0), (4, 4, 0)]
+    rooms = [entry.headroom for entry in opt.meter.parameters]
+    assert rooms[2] is None
+    assert (rooms[0] - rooms[1], rooms[0] - rooms[3]) == (1.0, 3.0)  # slopes of 1, 2 and 8
+
+
 def test_a_step_of_a_function_that_is_skipped_is_not_metered(amp):
     weight, row = parameters()
     opt = amp.wrap_optimizer(keras.optimizers.SGD(RATE))
