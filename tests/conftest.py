@@ -1,5 +1,6 @@
 """What tests showed goes on file, and the files are compared with what the tests of this run showed."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -29,15 +30,18 @@ pytest.register_assert_rewrite("matrix", "transfer")
 
 import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
 import simulated_cuda  # noqa: E402
+import simulated_paddle  # noqa: E402
+from compiled import CannotSimulateError  # noqa: E402
 from evidence import ASPECTS, COMBINATIONS, WORDS, EvidencePlugin  # noqa: E402
 
-# Torch looks for devices when it is imported, which some conftest.py of a folder does.
+# Frameworks look for devices when they are imported, which some conftest.py of a folder does.
 SIMULATED = bool(os.environ.get("AMPX_SIMULATE_CUDA"))
 not_simulated = None
 if SIMULATED:
+    simulated = simulated_paddle if importlib.util.find_spec("paddle") else simulated_cuda
     try:
-        simulated_cuda.start(ROOT / ".pytest_cache" / "simulated-cuda")
-    except simulated_cuda.CannotSimulateError as reason:
+        simulated.start(ROOT / ".pytest_cache" / "simulated-cuda")
+    except CannotSimulateError as reason:
         not_simulated = str(reason)
 
 

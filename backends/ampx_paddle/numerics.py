@@ -30,6 +30,7 @@ from ampx.numerics.randomness import random_numbers_kept
 from ampx.numerics.timing import timed
 from ampx.numerics.watching import (
     FORCES,
+    GRADIENTS,
     WATCHERS,
     Entry,
     Log,
@@ -347,7 +348,8 @@ def force(backend: PaddleBackend, model: Any | None, dtypes: Mapping[str, str]) 
         raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
     names = Names(model, named)
     names.check(dtypes, "force")
-    with _uncompiled(backend, "force", model), calls.around((FORCES, _Force(names, dtypes))):
+    force = _Force(names, dtypes)
+    with _uncompiled(backend, "force", model), calls.around((GRADIENTS, _Widening(force)), (FORCES, force)):
         yield
 
 
@@ -363,10 +365,14 @@ class _Force:
         self._names = names
         self._dtypes = dict(dtypes)
 
+    def dtype(self, layer: Any) -> str | None:
+        """Return the dtype of a layer; None where it has none of its own."""
+        name = self._names.of(layer)
+        return None if name is None else last_match(name, self._dtypes)
+
     def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Compute a layer in its dtype."""
-        name = self._names.of(layer)
-        dtype = None if name is None else last_match(name, self._dtypes)
+        dtype = self.dtype(layer)
         if dtype is None:
             return forward(*inputs, **options)
         if dtype == "float32":
@@ -381,6 +387,25 @@ class _Force:
         output = forward(*inputs, **options)
         with _quiet():
             return casting.each(output, lambda tensor: _both_ways(tensor, dtype))
+
+
+class _Widening:
+    """Casts what a layer returns in low precision where nothing else is cast: float32 weights do not take it.
+
+    It stands outside of those who watch, so that they see the layer's own dtype.
+    """
+
+    def __init__(self, force: _Force) -> None:
+        self._force = force
+
+    def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a layer."""
+        dtype = self._force.dtype(layer)
+        output = forward(*inputs, **options)
+        if dtype in (None, "float32") or not computes(str(dtype)) or paddle.amp.is_autocast_enabled():
+            return output
+        wide = casting.widest((inputs, options), cast(Dtype, dtype)) == "float32"
+        return casting.cast(output, "float32") if wide else output
 
 
 class _Rounded(paddle.autograd.PyLayer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import paddle
 
@@ -65,6 +65,9 @@ def _lower(models: list[Any], optimizer: Any | None, plan: CastPlan) -> None:
         for layer in _layers(models):
             if isinstance(layer, _nn.LayerNorm) and not any(layer is other for other in kept):
                 layer.to(dtype=plan.dtype)  # which `decorate` does in bfloat16 only
+        for raw in raws:
+            if isinstance(raw, paddle.optimizer.Momentum):
+                raw.__class__ = _wide_velocity_class(raw.__class__)
     references = tuple(weakref.ref(raw) for raw in raws)
     for layer in _layers(models):
         layer.register_state_dict_hook(_SaveFloat32(references))
@@ -157,3 +160,23 @@ class PreparedLayer:
 @functools.cache
 def _prepared_class(kind: Any) -> type:
     return type(kind)(kind.__name__, (PreparedLayer, kind), {"__module__": kind.__module__})
+
+
+class _WideVelocity:
+    """A Momentum without master copies whose velocities are float32.
+
+    Native defect: Paddle makes them as low-precision as the parameters, and its step takes them for float32 ones then,
+    twice as large as their memory.
+    """
+
+    def _add_accumulator(self, name: str, param: Any, dtype: Any = None, *others: Any, **options: Any) -> Any:
+        wide = dtype is None and param.dtype in _LOW
+        native: Any = super()
+        return native._add_accumulator(name, param, paddle.float32 if wide else dtype, *others, **options)
+
+
+@functools.cache
+def _wide_velocity_class(kind: Any) -> type:
+    if issubclass(kind, _WideVelocity):
+        return cast(type, kind)
+    return type(kind)(kind.__name__, (_WideVelocity, kind), {"__module__": kind.__module__})

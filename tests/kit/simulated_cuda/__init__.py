@@ -13,24 +13,17 @@ processes talk over gloo.
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib.metadata
-import importlib.util
-import os
 import pathlib
-import shutil
-import subprocess
 import sys
 from typing import Any
+
+import compiled
+from compiled import CannotSimulateError, home_of
 
 SOURCE = pathlib.Path(__file__).with_name("device.cpp")
 _library: Any = None
 built_in: pathlib.Path | None = None
 """The folder of what was compiled, for processes that are to have the device, too; None where this one has it not."""
-
-
-class CannotSimulateError(Exception):
-    """This machine cannot have the device; the message says why."""
 
 
 def start(folder: pathlib.Path) -> None:
@@ -42,10 +35,7 @@ def start(folder: pathlib.Path) -> None:
     """
     if "torch" in sys.modules:
         raise CannotSimulateError("torch was imported before the simulated CUDA device, and looks for devices once")
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise CannotSimulateError("there is no torch")
-    home = pathlib.Path(spec.origin).parent
+    home = home_of("torch")
     library = build(home, folder)
     ctypes.CDLL(str(home / "lib" / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
     global _library, built_in
@@ -57,21 +47,9 @@ def start(folder: pathlib.Path) -> None:
 
 def build(home: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Compile the device for the torch at `home`, unless `folder` has it; return the library."""
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler) is None:
-        raise CannotSimulateError(f"there is no C++ compiler ({compiler}) to build the simulated CUDA device with")
-    key = "\n".join((SOURCE.read_text(encoding="utf-8"), str(home), importlib.metadata.version("torch"), compiler))
-    library = folder / f"device-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = library.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{home / 'include'}", str(SOURCE)]
-        command += ["-o", str(partial), f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CannotSimulateError(f"the simulated CUDA device does not compile:\n{done.stderr}")
-        partial.replace(library)  # in one go: two runs may build at the same time
-    return library
+    options = ["-std=c++20", "-O0", f"-I{home / 'include'}"]
+    options += [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
+    return compiled.library(SOURCE, home, folder, options)
 
 
 def _offer(library: Any) -> None:

@@ -1,0 +1,182 @@
+"""What a level is on a GPU: which operations are low, where masters are, what a skip leaves, what updates are lost."""
+
+import numpy as np
+import paddle
+import pytest
+
+import ampx
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:When training, we now always track"),
+    pytest.mark.filterwarnings("ignore:Accumulating with FP16"),
+    pytest.mark.skipif(
+        not (paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count()), reason="no CUDA device for paddle"
+    ),
+]
+LEVELS = [(level, dtype) for dtype in ("float16", "bfloat16") for level in ("O1", "O2", "O3")]
+OPTIMIZERS = {
+    "SGD": paddle.optimizer.SGD,
+    "Momentum": paddle.optimizer.Momentum,
+    "Adam": paddle.optimizer.Adam,
+    "AdamW": paddle.optimizer.AdamW,
+}
+nn = paddle.nn
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    before = paddle.get_device()
+    paddle.set_device("gpu")
+    yield
+    paddle.set_device(before)
+
+
+class Training:
+    """A small network with a convolution, norms and products, and the steps that train it."""
+
+    def __init__(self, level, dtype, optimizer="AdamW", scale=1024.0):
+        paddle.seed(0)
+        paddle.utils.unique_name.switch()  # files go by names: those of a new process
+        self.amp = ampx.init("paddle", level=level, dtype=dtype, loss_scale=scale)
+        convolution = nn.Conv2D(1, 4, 3, bias_attr=False), nn.BatchNorm2D(4), nn.ReLU(), nn.Flatten()
+        model = nn.Sequential(*convolution, nn.Linear(144, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+        raw = OPTIMIZERS[optimizer](0.02, parameters=model.parameters())
+        self.model, raw = self.amp.prepare(model, raw)
+        self.opt = self.amp.wrap_optimizer(raw)
+        self.inputs, self.labels = paddle.randn([6, 1, 8, 8]), paddle.arange(6) % 3
+
+    def step(self, factor=1.0):
+        with self.amp.autocast():
+            loss = nn.functional.cross_entropy(self.model(self.inputs), self.labels)
+        with self.amp.scale_loss(loss * factor, self.opt) as scaled:
+            scaled.backward()
+        self.opt.step()
+        self.opt.clear_grad()
+        return float(loss)
+
+    def values(self):
+        """Return the bytes of parameters and of all that the optimizer keeps."""
+        state = {name: value for name, value in self.opt.optimizer.state_dict().items() if name != "LR_Scheduler"}
+        masters = state.pop("master_weights", {})
+        trained = [parameter for parameter in self.model.parameters() if not parameter.stop_gradient]
+        tensors = [*trained, *state.values(), *masters.values()]
+        return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def dtypes_of(model, inputs, amp):
+    """Return the dtype of every layer's output."""
+    seen = {}
+    hooks = [
+        layer.register_forward_post_hook(lambda _, __, out, name=name: seen.update({name: str(out.dtype)[7:]}))
+        for name, layer in model.named_sublayers()
+    ]
+    with amp.autocast():
+        model(inputs)
+    for hook in hooks:
+        hook.remove()
+    return [seen[name] for name in sorted(seen, key=int)]
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_products_are_low_and_norms_and_the_losses_of_o1_are_not(level, dtype):
+    training = Training(level, dtype)
+    seen = dtypes_of(training.model, training.inputs, training.amp)
+    assert (seen[0], seen[4], seen[7]) == (dtype,) * 3  # convolution and products
+    weights = [str(layer.weight.dtype)[7:] for layer in (training.model[0], training.model[4])]
+    assert weights == ["float32" if level == "O1" else dtype] * 2
+    norms = [str(layer.weight.dtype)[7:] for layer in (training.model[1], training.model[5])]
+    assert norms == ["float32", dtype if level == "O3" else "float32"]
+    if level == "O1":  # at O2 Paddle computes losses in low precision, too
+        with training.amp.autocast():
+            outputs = training.model(training.inputs)
+            loss = nn.functional.cross_entropy(outputs, training.labels)
+        assert (str(outputs.dtype)[7:], loss.dtype) == (dtype, paddle.float32)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_skipped_step_leaves_every_bit(level, dtype, optimizer):
+    training = Training(level, dtype, optimizer)
+    training.step()
+    before = training.values()
+    training.step(float("inf"))
+    assert not training.opt.last_step.applied
+    assert training.values() == before
+    training.step()
+    assert training.opt.last_step.applied
+    assert training.values() != before
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_parameters_are_their_masters_rounded(optimizer, dtype):
+    training = Training("O2", dtype, optimizer)
+    for _ in range(3):
+        training.step()
+    masters = training.opt.optimizer._master_weights
+    low = [parameter for parameter in training.model.parameters() if parameter.dtype != paddle.float32]
+    assert {parameter.name for parameter in low} == set(masters)
+    for parameter in low:
+        master = masters[parameter.name]
+        assert master.dtype == paddle.float32
+        # The cast's own rounding is compared with NumPy's where the device is simulated.
+        assert (master.astype(dtype).numpy() == parameter.numpy()).all()
+        assert (master.numpy() != parameter.astype("float32").numpy()).any()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_the_meter_counts_lost_updates_as_numpy_does(level):
+    """At O3 most updates of a sixteenth of a float16 digit and less are lost; the master copies of O2 take them all."""
+    amp = ampx.init("paddle", level=level, dtype="float16", loss_scale=1.0)
+    model, rate = nn.Linear(3, 1000, bias_attr=False), 2.0**-14
+    model.weight.set_value((1 + np.random.default_rng(0).random((3, 1000))).astype("float32"))
+    model, raw = amp.prepare(model, paddle.optimizer.SGD(rate, parameters=model.parameters()))
+    opt = amp.wrap_optimizer(raw)
+    slopes = np.random.default_rng(1).integers(0, 16, (3, 1000)).astype("float32")
+    for step in range(1, 101):
+        with amp.scale_loss((model.weight.astype("float32") * paddle.to_tensor(slopes)).sum(), opt) as scaled:
+            scaled.backward()
+        if step == 100:
+            updated = raw._master_weights[model.weight.name] if level == "O2" else model.weight
+            before = updated.numpy()
+        opt.step()
+        opt.clear_grad()
+    after = (before.astype("float32") - np.float32(rate) * slopes).astype(before.dtype)
+    assert (updated.numpy() == after).all()
+    lost = ((after == before) & (slopes != 0)).sum() / (slopes != 0).sum()
+    assert opt.meter.lost == lost
+    assert (lost == 0) if level == "O2" else (0.3 < lost < 0.7)
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_a_checkpoint_is_plain_float32_and_a_resumed_training_equals_one_that_went_on(level, dtype, tmp_path):
+    first = Training(level, dtype, scale="dynamic")
+    for factor in (1.0, float("inf"), 1.0):
+        first.step(factor)
+    paddle.save(first.model.state_dict(), str(tmp_path / "model"))
+    paddle.save(first.opt.state_dict(), str(tmp_path / "optimizer"))
+    scale = first.amp.state_dict()
+    losses, values = [first.step() for _ in range(3)], first.values()
+    ampx.shutdown()
+
+    second = Training(level, dtype, scale="dynamic")
+    second.model.set_state_dict(paddle.load(str(tmp_path / "model")))
+    second.opt.set_state_dict(paddle.load(str(tmp_path / "optimizer")))
+    second.amp.load_state_dict(scale)
+    assert [second.step() for _ in range(3)] == losses
+    assert second.values() == values
+    ampx.shutdown()
+
+    saved = paddle.load(str(tmp_path / "model"))
+    assert {str(value.dtype)[7:] for value in saved.values()} == {"float32"}
+    plain = Training("O0", "float32")  # which knows nothing of low precision
+    plain.model.set_state_dict(saved)
+    assert np.isfinite(plain.step())
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_training_learns(level, dtype):
+    training = Training(level, dtype)
+    losses = [training.step() for _ in range(25)]
+    assert losses[-1] < losses[0] / 4
