@@ -3,7 +3,9 @@
 That it runs, its numbers and its speed this does not show.
 """
 
+import collections
 import contextlib
+import itertools
 import re
 import warnings
 
@@ -16,11 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ampx
 import ampx_jax
+from evidence import COMBINATIONS
 
-SHORT = {"float16": "f16", "bfloat16": "bf16"}
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-@pytest.fixture(params=SHORT)
+@pytest.fixture(params=["float16", "bfloat16"])
 def dtype(request):
     yield request.param
     ampx.shutdown()
@@ -28,19 +31,21 @@ def dtype(request):
 
 @ampx_jax.autocast
 def network(params, x):
-    return jax.nn.log_softmax(jnp.tanh(x @ params["a"]) @ params["b"])
+    x = jnp.tanh(x @ params["a"]) @ params["b"]
+    return jax.nn.log_softmax(x * params["norm"]["scale"] + params["norm"]["bias"])
 
 
-def lowered(dtype, network=network, finite=True, tell=None, shards=1):
+def lowered(dtype, level="O1", network=network, finite=True, tell=None, shards=1):
     """Return the text of a step with two products, which are five with their derivatives."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)  # a CPU is slow in these
-        ampx.init("jax", device="cpu", dtype=dtype, loss_scale="dynamic")
+        ampx.init("jax", device="cpu", dtype=dtype, level=level, loss_scale="dynamic")
     tx = optax.adam(1e-3)
     if finite:
         tx = ampx.wrap_optimizer(tx)
-    params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 6))}
+    params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 6)), "norm": {"scale": jnp.ones(6), "bias": jnp.zeros(6)}}
     state, x = tx.init(params), jnp.ones((2, 4))
+    params = ampx.prepare(params)
 
     def step(params, state, x):
         def scaled_loss(params):
@@ -60,24 +65,65 @@ def lowered(dtype, network=network, finite=True, tell=None, shards=1):
     return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def check(text, dtype):
-    """Raise where the program is not what mixed precision on a GPU is to be."""
+def check(text, dtype, level="O1"):
+    """Raise where the program is not what the level on a GPU is to be."""
+    low = SHORT[dtype]
     products = re.findall(r"stablehlo\.dot_general .*\(tensor<[0-9x]+x(\w+)>, tensor<[0-9x]+x(\w+)>\)", text)
-    assert products == [(SHORT[dtype], SHORT[dtype])] * 5
-    for operation in ("exponential", "log", "sqrt", "is_finite"):
+    assert products == [(low, low)] * 5
+    full = {low if level == "O3" else "f32"}
+    # What a skipped step counts for the names of its parameters is tested as it arrived.
+    tested = {"f32"} | (full if level == "O3" else set())
+    for operation, dtypes in {"exponential": full, "log": full, "sqrt": full, "is_finite": tested}.items():
         computed = set(re.findall(rf"stablehlo\.{operation} .*: \(?tensor<(?:[0-9x]+x)?(\w+)>", text))
-        assert computed == {"f32"}, operation
+        assert computed == dtypes, operation
     assert not re.findall(r"callback|infeed|outfeed|stablehlo\.send|stablehlo\.recv", text)
     assert "stablehlo.case" in text, "the step that is skipped is no branch of the device"
+    assert collections.Counter(stored(text)) == STORED[level](low), "parameters and state have other dtypes"
+
+
+def stored(text):
+    """List the dtypes of the parameters' shapes among the arguments: of the two weights and the two of the norm."""
+    (arguments,) = re.findall(r"func\.func public @main\((.*?)\) ->", text)
+    shapes = {"4x8": "weight", "8x6": "weight", "6": "norm"}
+    found = re.findall(r"tensor<(4x8|8x6|6)x(\w+)>", arguments)
+    return [(shapes[shape], dtype) for shape, dtype in found]
+
+
+def _all(dtype):
+    return {("weight", dtype): 6, ("norm", dtype): 6}  # the parameters, and the two moments of Adam
+
+
+# How many arrays have the shape of a parameter, by its kind and their dtype.
+STORED = {
+    "O0": _all,
+    "O1": lambda low: _all("f32"),
+    "O2": lambda low: {("weight", low): 2, ("weight", "f32"): 6, ("norm", "f32"): 6},
+    "O3": _all,
+}
+
+SHOWN = {
+    "O0": ["scaling"],
+    "O1": ["casting", "scaling"],
+    "O2": ["casting", "scaling", "master weights"],
+    "O3": ["casting", "scaling"],
+}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_products_are_low_precision_and_the_host_has_no_part(dtype, shards, covers):
-    text = lowered(dtype, shards=shards)
-    check(text, dtype)
+@pytest.mark.parametrize(("dtype", "level"), COMBINATIONS)
+def test_each_level_computes_in_its_dtypes_and_the_host_has_no_part(dtype, level, shards, covers, quiet_end):
+    text = lowered(dtype, level, shards=shards)
+    check(text, dtype, level)
     assert f"mhlo.num_partitions = {shards} " in text
-    for aspect in ("casting", "scaling") if shards == 1 else ("distributed",):
-        covers(aspect, "jax", f"cuda/{dtype}/O1", "lowered for CUDA")
+    for aspect in ["distributed"] if shards == 2 else SHOWN[level]:
+        covers(aspect, "jax", f"cuda/{dtype}/{level}", "lowered for CUDA")
+
+
+@pytest.mark.parametrize(("level", "other"), list(itertools.permutations(["O1", "O2", "O3"], 2)))
+def test_no_level_passes_for_another(dtype, level, other):
+    text = lowered(dtype, level)
+    with pytest.raises(AssertionError):
+        check(text, dtype, other)
 
 
 def not_cast(params, x):
