@@ -11,6 +11,7 @@ import warnings
 
 import h200
 import pytest
+
 from evidence import COMBINATIONS
 
 try:
