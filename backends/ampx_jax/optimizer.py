@@ -83,7 +83,10 @@ def wrap(
                 "unscaled twice. Use the object that the first call returned, or wrap only the whole."
             )
         own = settings.naming(whole) if enabled else settings
-        return states.make(own, position, max_grad_norm is not None and enabled, copies, first)
+        # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
+        # lost it is left out, unless it is asked for.
+        metered = enabled and group.meter_every > 0 and (group.meter_asked or level == "O3")
+        return states.make(own, position, max_grad_norm is not None and enabled, metered, copies, first)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
         clips = max_grad_norm is not None or max_grad_value is not None
@@ -91,18 +94,18 @@ def wrap(
             if clips:
                 updates, _ = clip(updates, max_grad_norm, max_grad_value)
             updates, after = inner.update(updates, state.inner, params, **extra)
-            return updates, state._replace(inner=after, applied=jnp.array(True), step_scale=jnp.float32(1.0))
+            numbers = state.numbers._replace(applied=True, step_scale=1.0)
+            return updates, state._replace(inner=after, packed=numbers.packed())
+        last = state.numbers
         if not jax.tree.leaves(updates):
-            return updates, state._replace(
-                applied=jnp.array(False),
-                finite=jnp.array(True),
-                step_scale=state.scale,
-                nonfinite=jnp.zeros_like(state.nonfinite),
+            nothing = last._replace(
+                applied=False, finite=True, step_scale=last.scale, nonfinite=jnp.zeros_like(last.nonfinite)
             )
+            return updates, state._replace(packed=nothing.packed())
         copies = None if state.masters is None else masters.followed(state.masters, params)
         if level == "O3" and params is not None:
             _check_prepared(params)
-        grads, finite = unscale(updates, state.scale, widen=copies is not None)
+        grads, finite = unscale(updates, last.scale, widen=copies is not None)
         true = grads
         for axis in axes:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis) > 0
@@ -113,55 +116,44 @@ def wrap(
         seen = params if copies is None else masters.full(copies, params)
         if not state.settings.parameters:  # `optax.tree_map_params` has taken the names out
             named = state.settings.naming(updates if seen is None else seen)
-            if len(named.parameters) == state.nonfinite.shape[-1]:
+            if len(named.parameters) == last.nonfinite.shape[-1]:
                 state = state._replace(settings=named)
-        steps = state.steps + 1
-        # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
-        # lost it is left out, unless it is asked for.
-        asked = group.meter_asked or (copies is None and any(map(masters.is_low, jax.tree.leaves(params))))
-        every = group.meter_every if asked and params is not None else 0
+        steps = last.steps + 1
+        every = 0 if state.meter is None or params is None else group.meter_every
 
         def run() -> tuple[Any, Any]:
             updates, after = inner.update(grads, state.inner, seen, **extra)
-            return updates, (after, jnp.zeros_like(state.nonfinite), state.meter)
-
-        def look() -> tuple[Any, Any]:
-            updates, (after, nonfinite, numbers) = run()
-            leaves = _looked_at(params, seen, updates, true)
-            if len(leaves) == len(state.settings.parameters):
-                numbers = meter.look(numbers, steps, state.scale, compute, leaves)
-            return updates, (after, nonfinite, numbers)
+            return updates, (after, jnp.zeros_like(last.nonfinite))
 
         def skip() -> Any:
-            nonfinite = _count_nonfinite(true, state.nonfinite)
+            nonfinite = _count_nonfinite(true, last.nonfinite)
             for axis in axes:
                 nonfinite = jax.lax.pmax(nonfinite, axis)
-            return state.inner, nonfinite, state.meter
+            return state.inner, nonfinite
 
-        branches = [run, look] if every else [run]
-        chosen = jnp.where(finite, (steps % every == 0).astype(jnp.int32) if every else 0, len(branches))
-        returned, (after, nonfinite, numbers) = apply_or_skip(chosen, branches, skip)
+        def look() -> Any:
+            leaves = _looked_at(params, seen, returned, true)
+            same = len(leaves) == len(state.settings.parameters)
+            return meter.look(state.meter, steps, last.scale, compute, leaves) if same else state.meter
+
+        returned, (after, nonfinite) = apply_or_skip(jnp.where(finite, 0, 1), [run], skip)
+        # What it looks at is in memory by now: in the branch that updates, XLA would fuse less in every step.
+        looks = finite & (steps % every == 0) if every else None
+        numbers = state.meter if looks is None else varying.switch(looks.astype(jnp.int32), [lambda: state.meter, look])
         if copies is not None:
             returned, copies = masters.step(returned, state.masters, copies, params, finite)
-        moved = next_state(state.settings.config, states.loss_scale_state(state), finite, where=_where)
-        return returned, AmpState(
-            scale=jnp.asarray(moved.scale, jnp.float32),
-            growth_tracker=jnp.asarray(moved.growth_tracker, jnp.int32),
-            hysteresis_tracker=jnp.asarray(moved.hysteresis_tracker, jnp.int32),
-            consecutive_skips=jnp.asarray(moved.consecutive_skips, jnp.int32),
+        moved = next_state(state.settings.config, last.loss_scale, finite, where=_where)
+        now = states.Numbers(
+            **states.as_arrays(moved),
             steps=steps,
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-            group=state.group,
+            skipped=last.skipped + (~finite).astype(jnp.int32),
+            group=last.group,
             applied=finite,
             finite=finite,
-            step_scale=state.scale,
-            grad_norm=norm,
+            step_scale=last.scale,
             nonfinite=nonfinite,
-            meter=numbers,
-            settings=state.settings,
-            masters=copies,
-            inner=after,
         )
+        return returned, AmpState(now.packed(), norm, numbers, state.settings, copies, after)
 
     return optax.GradientTransformationExtraArgs(init, Update(update, inner, group))
 

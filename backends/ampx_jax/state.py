@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class Settings:
 
     Settings without parameters equal those with any: `optax.tree_map_params` compares, by their structure, a state with
     what `init` makes of a placeholder for all parameters. Its result has the structure of the latter, and the next
-    update names the parameters again. Compiled functions tell the two apart by the shape of `nonfinite`, or need not.
+    update names the parameters again. Compiled functions tell the two apart by the shape of `packed`, or need not.
     """
 
     config: LossScale
@@ -59,8 +59,8 @@ class Settings:
         return dataclasses.replace(self, parameters=named)
 
 
-class AmpState(NamedTuple):
-    """The state of a wrapped transformation; all numbers are scalar arrays.
+class Numbers(NamedTuple):
+    """What the state counts; scalars but for the last, or more dimensions where `vmap` or `scan` stacked several.
 
     Attributes:
         scale: float32, factor for the next loss.
@@ -73,13 +73,7 @@ class AmpState(NamedTuple):
         applied: bool, the last step ran the inner transformation.
         finite: bool, the last step's gradients were finite.
         step_scale: float32, loss scale of the last step's gradients; 0 before the first.
-        grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
         nonfinite: int32, one number a parameter: the non-finite elements of its last gradient.
-        meter: int32, what `ampx_jax.meter` counted.
-        settings: Configuration; no array.
-        masters: At O2 a tree like the parameters, with float32 copies of those that are of low precision and None for
-            the others; else None.
-        inner: The state of the transformation that was wrapped.
     """
 
     scale: Any
@@ -92,28 +86,89 @@ class AmpState(NamedTuple):
     applied: Any
     finite: Any
     step_scale: Any
-    grad_norm: Any
     nonfinite: Any
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The part that the specification speaks of."""
+        return LossScaleState(*self[: len(_LOSS_SCALE)])
+
+    def packed(self) -> Any:
+        """Return one int32 array, in which floats lie as their bits.
+
+        Compiled it is one kernel; a concatenation would be one for each number.
+        """
+        values = [_bits(value) if name in _FLOATS else value for name, value in zip(_SCALARS, self, strict=False)]
+        packed = jnp.pad(jnp.asarray(self.nonfinite, jnp.int32), (len(values), 0))
+        index = jax.lax.iota(jnp.int32, packed.size)
+        for place, value in enumerate(values):
+            packed = jnp.where(index == place, jnp.asarray(value, jnp.int32), packed)
+        return packed
+
+
+_SCALARS: Final = Numbers._fields[:-1]
+_LOSS_SCALE: Final = tuple(field.name for field in fields(LossScaleState))
+_FLOATS: Final = ("scale", "step_scale")
+_FLAGS: Final = ("applied", "finite")
+
+
+def _bits(value: Any) -> Any:
+    return jax.lax.bitcast_convert_type(jnp.asarray(value, jnp.float32), jnp.int32)
+
+
+class AmpState(NamedTuple):
+    """The state of a wrapped transformation.
+
+    Every array of a state costs each call of a compiled step some microseconds, so the small ones are one.
+
+    Attributes:
+        packed: `Numbers` as one int32 array.
+        grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
+        meter: int32, what `ampx_jax.meter` counted; None where it never looks.
+        settings: Configuration; no array.
+        masters: At O2 a tree like the parameters, with float32 copies of those that are of low precision and None for
+            the others; else None.
+        inner: The state of the transformation that was wrapped.
+    """
+
+    packed: Any
+    grad_norm: Any
     meter: Any
     settings: Settings
     masters: Any
     inner: Any
 
+    @property
+    def numbers(self) -> Numbers:
+        """What is packed: of an array on the host NumPy's, else JAX's."""
+        (packed,) = jax.tree.leaves(self.packed)  # flax nnx holds it in a variable
+        numpy = isinstance(packed, np.ndarray)
+        values = []
+        for place, name in enumerate(_SCALARS):
+            value = packed[..., place]
+            if name in _FLOATS:
+                value = value.view(np.float32) if numpy else jax.lax.bitcast_convert_type(value, jnp.float32)
+            values.append(value != 0 if name in _FLAGS else value)
+        return Numbers(*values, packed[..., len(values) :])
 
-def make(settings: Settings, group: int, norm: bool, masters: Any, inner: Any) -> AmpState:
+
+def make(settings: Settings, group: int, norm: bool, metered: bool, masters: Any, inner: Any) -> AmpState:
     """Return the state before the first step; every array has a buffer of its own, so that all can be donated."""
     _register_with_flax()
-    return AmpState(
+    numbers = Numbers(
         **as_arrays(settings.config.initial_state()),
-        steps=jnp.zeros((), jnp.int32),
-        skipped=jnp.zeros((), jnp.int32),
-        group=jnp.array(group, jnp.int32),
-        applied=jnp.array(False),
-        finite=jnp.array(True),
-        step_scale=jnp.zeros((), jnp.float32),
-        grad_norm=jnp.zeros((), jnp.float32) if norm else None,
+        steps=0,
+        skipped=0,
+        group=group,
+        applied=False,
+        finite=True,
+        step_scale=0.0,
         nonfinite=jnp.zeros(len(settings.parameters), jnp.int32),
-        meter=meter.empty(len(settings.parameters)),
+    )
+    return AmpState(
+        packed=numbers.packed(),
+        grad_norm=jnp.zeros((), jnp.float32) if norm else None,
+        meter=meter.empty(len(settings.parameters)) if metered else None,
         settings=settings,
         masters=masters,
         inner=inner,
@@ -133,11 +188,6 @@ def as_arrays(state: LossScaleState) -> dict[str, Any]:
         "hysteresis_tracker": jnp.array(state.hysteresis_tracker, jnp.int32),
         "consecutive_skips": jnp.array(state.consecutive_skips, jnp.int32),
     }
-
-
-def loss_scale_state(state: AmpState) -> LossScaleState:
-    """Return the part that the specification speaks of, as arrays."""
-    return LossScaleState(state.scale, state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips)
 
 
 def _is_own(node: Any) -> bool:
@@ -256,9 +306,17 @@ class StateHandle(Handle):
         self.masters = states[0].masters
         if self._settings.enabled:
             _check_surroundings(tree)
-        numbers = _numbers_of(states[0])
-        self._traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(numbers))
-        self._numbers = numbers if self._traced else jax.tree.map(_number, jax.device_get(numbers))
+        # Each a plain array, also where flax nnx holds it in a variable.
+        counted = {
+            name: jax.tree.leaves(value)[0]
+            for name, value in states[0]._asdict().items()
+            if name in ("packed", "grad_norm", "meter") and value is not None
+        }
+        self._traced = any(isinstance(leaf, jax.core.Tracer) for leaf in counted.values())
+        state = states[0]._replace(**(counted if self._traced else jax.device_get(counted)))
+        self._numbers = state.numbers if self._traced else jax.tree.map(_number, state.numbers)
+        self._grad_norm = state.grad_norm if self._traced else jax.tree.map(_number, state.grad_norm)
+        self._meter = state.meter
 
     @property
     def ampx_enabled(self) -> bool:
@@ -285,7 +343,7 @@ class StateHandle(Handle):
             next_scale=numbers.scale,
             consecutive_skips=numbers.consecutive_skips,
             # A step that was not applied has no norm. Under vmap there are several, and under a trace nobody knows yet.
-            grad_norm=None if numbers.applied is False else numbers.grad_norm,
+            grad_norm=None if numbers.applied is False else self._grad_norm,
         )
 
     @property
@@ -311,8 +369,10 @@ class StateHandle(Handle):
             ProtocolError: The state is traced.
         """
         self._check_untraced()
-        numbers, parameters = np.asarray(self._numbers.meter), self._settings.parameters
-        return meter.reading(numbers, self._settings.compute, parameters) if numbers.ndim == 1 and parameters else None
+        parameters = self._settings.parameters
+        if self._meter is None or self._meter.ndim != 1 or not parameters:
+            return None
+        return meter.reading(np.asarray(self._meter), self._settings.compute, parameters)
 
     @functools.cached_property
     def ampx_group(self) -> ScaleGroup:
@@ -323,7 +383,7 @@ class StateHandle(Handle):
         """
         self._check_untraced()
         group = new_group("jax", self._settings.config, self._settings.enabled)
-        group.index, group.states[0] = self._numbers.group, loss_scale_state(self._numbers)
+        group.index, group.states[0] = self._numbers.group, self._numbers.loss_scale
         return group
 
     def _check_untraced(self) -> None:
@@ -366,39 +426,28 @@ class StateHandle(Handle):
 
     def ampx_reloaded(self) -> Any:
         """Return the same tree with the group's loss scale in it; arrays stay where they were."""
-        config, arrays = self.ampx_group.config, as_arrays(self.ampx_group.states[0])
+        config, first = self.ampx_group.config, self.ampx_group.states[0]
+
+        def place(old: Any) -> Any:
+            packed = np.array(old)
+            for name in _LOSS_SCALE:
+                value = getattr(first, name)
+                packed[..., _SCALARS.index(name)] = np.float32(value).view(np.int32) if name in _FLOATS else value
+            on_device = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
+            return jax.device_put(packed, old.sharding) if on_device else jnp.asarray(packed)
 
         def replace(node: Any) -> Any:
             if not _is_own(node):
                 return node
-            fields = {
-                name: jax.tree.map(functools.partial(_in_place_of, array), getattr(node, name))
-                for name, array in arrays.items()
-            }
-            return node._replace(**fields, settings=dataclasses.replace(node.settings, config=config))
+            settings = dataclasses.replace(node.settings, config=config)
+            return node._replace(packed=jax.tree.map(place, node.packed), settings=settings)
 
         return jax.tree.map(replace, self._tree, is_leaf=_is_own)
-
-
-def _numbers_of(state: AmpState) -> AmpState:
-    """Return the state's numbers; each is an array, also where flax nnx holds it in a variable."""
-    fields = {
-        name: jax.tree.leaves(value)[0]
-        for name, value in state._asdict().items()
-        if name not in ("settings", "masters", "inner") and value is not None
-    }
-    return state._replace(masters=None, inner=None, **fields)
 
 
 def _number(leaf: Any) -> Any:
     """Return a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
     return leaf.item() if leaf.ndim == 0 else leaf
-
-
-def _in_place_of(array: Any, old: Any) -> Any:
-    if not isinstance(old, jax.Array) or isinstance(old, jax.core.Tracer):
-        return array
-    return jax.device_put(jnp.broadcast_to(array, old.shape), old.sharding)
 
 
 def _register_with_flax() -> None:

@@ -96,10 +96,10 @@ def operands(text, operations):
     return [tuple(dtypes[name] for name in re.findall(r"%([\w.-]+)", call)) for call in calls]
 
 
-def stored(text):
-    """Count the matrices of a weight's shape that a program gets, but for the batch, and returns, by their dtypes."""
+def stored(text, shape=f"{WIDTH},{WIDTH}"):
+    """Count the arrays of a shape, by default a weight's, that a program gets and that it returns, by their dtypes."""
     layout = re.search(r"entry_computation_layout=\{\((.*?)\)->\((.*?)\)\}", text).groups()
-    return tuple(collections.Counter(re.findall(rf"(\w+)\[{WIDTH},{WIDTH}\]", side)) for side in layout)
+    return tuple(collections.Counter(re.findall(rf"(\w+)\[{shape}\]", side)) for side in layout)
 
 
 def branches(text):
@@ -152,12 +152,14 @@ def test_gradients_are_tested_in_float32_and_a_branch_of_the_device_skips(dtype,
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_copies_are_float32_and_updated_in_float32(dtype, covers):
+def test_copies_and_norms_are_float32_and_updated_in_float32(dtype, covers):
     """At O3, where there are none, the same look at the program sees low precision."""
     text, without = program(dtype, "O2"), program(dtype, "O3")
     low = SHORT[dtype]
     for side in stored(text):
         assert side == {low: LAYERS, "f32": 3 * LAYERS}  # the weights; their copies and the two moments of Adam
+    for side in stored(text, str(WIDTH)):
+        assert side == {"f32": 3 * OF_THE_NORM}
     for side in stored(without):
         assert side == {low: 3 * LAYERS}
     computed = [set().union(*operands(branches(each)[0], ADDS)) & set(SHORT.values()) for each in (text, without)]

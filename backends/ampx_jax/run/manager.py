@@ -299,7 +299,8 @@ class Automation:
     def follow_step(self, group: ScaleGroup, state: states.AmpState) -> None:
         """Have the step that led to a state reach `followed`."""
         if self.live and group in self._positions:
-            numbers = (self._positions[group], state.finite, state.step_scale, state.scale)
+            now = state.numbers
+            numbers = (self._positions[group], now.finite, now.step_scale, now.scale)
             # An array of its own: the script may donate those of its state.
             self.report(jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers]), self.followed)
 
