@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,21 @@ def measure(workload: str, quick: bool) -> dict[str, object]:
     return {"workload": workload, "share": ratio.ratio - 1, "every": EVERY, **ratio.to_json()}
 
 
+STEPS = len(WORKLOADS)
+"""How often `run` advances."""
+
+
+def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
+    """Measure each model; quickly, the two smallest."""
+    rows = []
+    for workload in list(WORKLOADS)[: 2 if quick else None]:
+        rows.append(measure(workload, quick))
+        advance()
+    return rows
+
+
 if __name__ == "__main__":
-    chosen = list(WORKLOADS)[: 2 if "--quick" in sys.argv else None]
-    for row in (measure(workload, "--quick" in sys.argv) for workload in chosen):
+    for row in run("--quick" in sys.argv):
         spread = f"[{100 * row['ratio_low'] - 100:.2f}, {100 * row['ratio_high'] - 100:.2f}]"
         print(
             f"{row['workload']:42} {1e6 * row['median_b']:8.0f} us  {100 * row['share']:6.2f} % of a step {spread}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -31,11 +32,22 @@ def measure(workload: str, way: str, quick: bool) -> dict[str, object]:
     return {"workload": workload, "way": way, "share": ratio.ratio - 1, "every": EVERY, **ratio.to_json()}
 
 
-if __name__ == "__main__":
-    chosen = list(WORKLOADS)[: 2 if "--quick" in sys.argv else None]
-    for workload in chosen:
+STEPS = len(WORKLOADS) * len(WAYS)
+"""How often `run` advances."""
+
+
+def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
+    """Measure each model in each way to train it; quickly, the two smallest."""
+    rows = []
+    for workload in list(WORKLOADS)[: 2 if quick else None]:
         for way in WAYS:
-            row = measure(workload, way, "--quick" in sys.argv)
-            spread = f"[{100 * row['ratio_low'] - 100:.2f}, {100 * row['ratio_high'] - 100:.2f}]"
-            microseconds, percent = 1e6 * row["median_b"], 100 * row["share"]
-            print(f"{workload:48} {way:12} {microseconds:8.0f} us  {percent:6.2f} % of a step {spread}", flush=True)
+            rows.append(measure(workload, way, quick))
+            advance()
+    return rows
+
+
+if __name__ == "__main__":
+    for row in run("--quick" in sys.argv):
+        spread = f"[{100 * row['ratio_low'] - 100:.2f}, {100 * row['ratio_high'] - 100:.2f}]"
+        times = f"{1e6 * row['median_b']:8.0f} us  {100 * row['share']:6.2f} % of a step"
+        print(f"{row['workload']:48} {row['way']:12} {times} {spread}", flush=True)

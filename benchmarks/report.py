@@ -125,6 +125,14 @@ _TUNED: tuple[Column, ...] = (
     ("ratio", _number("ratio", ".3f")),
     ("middle half", _spread),
 )
+
+_WITH_METER: tuple[Column, ...] = (
+    ("with the meter", _time("median_a")),
+    ("without", _time("median_b")),
+    ("of all steps", lambda row: f"{100 * row['share']:.2f} %"),
+    ("middle half", lambda row: f"{100 * row['ratio_low'] - 100:.2f} % to {100 * row['ratio_high'] - 100:.2f} %"),
+)
+
 _MEMORY = ("parameters", "gradients", "master weights", "optimizer state", "peak")
 
 LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
@@ -171,6 +179,12 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
     "meter_cost": ("what the meter takes of the time of all steps, PyTorch", 1, _METER),
     "meter_cost_mxnet": ("what the meter takes of the time of all steps, MXNet", 1, _METER),
     "meter_cost_paddle": ("what the meter takes of the time of all steps, PaddlePaddle", 1, _METER),
+    "meter_cost_jax": ("what the meter takes of compiled steps in JAX, where it looks", 1, (_WORKLOAD, *_WITH_METER)),
+    "meter_cost_tensorflow": (
+        "what the meter takes of functions of TensorFlow, where it was asked for",
+        2,
+        (_WORKLOAD, ("trained by", _text("way")), *_WITH_METER),
+    ),
     "convergence": (
         "training to the same quality (medians over the seeds)",
         2,

@@ -33,9 +33,9 @@ PARTS = {
         "call_cost",
         "debuggers_torch",
     ),
-    "jax": ("jax_step", "tuned_jax", "debuggers_jax"),
+    "jax": ("jax_step", "tuned_jax", "meter_cost_jax", "debuggers_jax"),
     "paddle": ("paddle_step", "meter_cost_paddle"),
-    "tensorflow": ("tensorflow_step", "tuned_tensorflow", "debuggers_tensorflow"),
+    "tensorflow": ("tensorflow_step", "tuned_tensorflow", "meter_cost_tensorflow", "debuggers_tensorflow"),
     "mxnet": ("mxnet_step", "tuned_mxnet", "meter_cost_mxnet"),
 }
 """The modules to run, each with `run(quick, advance)` and the number of its measurements, `STEPS`."""

@@ -149,7 +149,7 @@ class AmpState(NamedTuple):
             if name in _FLOATS:
                 value = value.view(np.float32) if numpy else jax.lax.bitcast_convert_type(value, jnp.float32)
             values.append(value != 0 if name in _FLAGS else value)
-        return Numbers(*values, packed[..., len(values) :])
+        return Numbers._make([*values, packed[..., len(values) :]])
 
 
 def make(settings: Settings, group: int, norm: bool, metered: bool, masters: Any, inner: Any) -> AmpState:

@@ -85,8 +85,8 @@ def stored(text):
     """List the dtypes of the parameters' shapes among the arguments: of the two weights and the two of the norm."""
     (arguments,) = re.findall(r"func\.func public @main\((.*?)\) ->", text)
     shapes = {"4x8": "weight", "8x6": "weight", "6": "norm"}
-    found = re.findall(r"tensor<(4x8|8x6|6)x(\w+)>", arguments)
-    return [(shapes[shape], dtype) for shape, dtype in found]
+    arrays = re.findall(r"tensor<(4x8|8x6|6)x(\w+)>", arguments)
+    return [(shapes[shape], dtype) for shape, dtype in arrays]
 
 
 def _all(dtype):
