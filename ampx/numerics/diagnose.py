@@ -433,7 +433,9 @@ def diagnosed(low: Seen, reference: Seen, dtype: str, scale: float = 1.0, unscal
     if position is None:
         return result("overflow", f"the loss or a gradient is not finite in {dtype}, and every value that was seen is")
     place = low.readings[position]
-    case = _Case(place, exact.get(_key(place)), dtype, low.readings, scale, healthy=exact)
+    # Casts are numbered otherwise in float32, where there are fewer: they are judged by what they are given.
+    judged_alone = family(place.operation) == "cast" and bool(place.inputs.elements) and not place.inputs.nonfinite
+    case = _Case(place, None if judged_alone else exact.get(_key(place)), dtype, low.readings, scale, healthy=exact)
     kind, why = _cause(case)
     return result(kind, f"in the {Place.of(place)}, {why}", position)
 

@@ -352,3 +352,9 @@ def test_a_product_is_not_called_a_sum():
     diagnosis = in_both("cumprod", [6.0] * 8, np.cumprod)
     assert diagnosis.kind == "sum"
     assert "it multiplies 8 elements" in diagnosis.why
+
+
+def test_a_cast_of_a_mask_is_judged_by_what_it_is_given_and_not_by_another_cast_of_that_number():
+    cast = read("convert_element_type", [float(np.finfo(np.float32).min)], [-math.inf])
+    another = read("convert_element_type", [1.0], [1.0], dtype="float32")
+    assert diagnosed(seen(cast, loss=math.nan), seen(another), "float16").kind == "mask"
