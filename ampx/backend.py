@@ -54,6 +54,8 @@ class Capabilities:
         closures: `opt.step(closure)` works.
         sparse: Sparse gradients work.
         vector_losses: `scale_loss` takes losses of any shape, whose elements the framework's backward adds up.
+        sees_backward: A step is refused where backward was called on the loss itself, in the block that scaled it:
+            the verb `watch_backward`.
         distributed: Finiteness is agreed on across processes.
         device_scale: The scale can live on the device, so that a step need not sync.
         traceable: Everything traces under the framework's compiler.
@@ -83,6 +85,7 @@ class Capabilities:
     closures: bool = False
     sparse: bool = False
     vector_losses: bool = False
+    sees_backward: bool = False
     distributed: bool = False
     device_scale: bool = False
     traceable: bool = False
@@ -366,6 +369,23 @@ class Backend(abc.ABC):
             loss: Floating scalar tensor of any dtype.
             scale: Python float, or a float32 scalar on the device.
         """
+
+    def watch_backward(self, loss: Loss, scaled: Loss) -> Callable[[], bool | None]:
+        """Return what says through which of the two a backward went. Needed for `sees_backward`.
+
+        It is asked for until the first step that shows what the script does: it may cost what no other step pays.
+
+        Args:
+            loss: What the user passed to `scale_loss`.
+            scaled: What `scale` made of it.
+
+        Returns:
+            A function without arguments, which holds both: True, a backward went through `scaled`; False, one went
+            through `loss` and none through `scaled`; None, neither.
+
+        Sync: none.
+        """
+        self.refuse("seeing on which loss backward is called")
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check a plan without side effects; the result is what the other verbs receive.

@@ -174,6 +174,8 @@ class GenericOptimizer(WrappedOptimizer):
         if _is_empty(grads):
             self._close_empty()
             return
+        if member.backwards:
+            member.check_backward()
         if self._unscaled is None:
             self._unscale(grads)
         else:
@@ -305,6 +307,8 @@ class GenericOptimizer(WrappedOptimizer):
         if _is_empty(grads):
             self.ampx_member.note_unscaled()
         else:
+            if self.ampx_member.backwards:
+                self.ampx_member.check_backward()
             self._unscale(grads)
 
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:

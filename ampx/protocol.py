@@ -392,6 +392,9 @@ class Member:
         self._result: StepResult | tuple[Any, ...] | None = None
         # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
         self.held: list[Any] = []
+        # What says whether backward was called on the scaled losses; asked for until it was.
+        self.sees_backward = False
+        self.backwards: list[Callable[[], bool | None]] = []
         # The body that runs. It stays when zero_grad clears the gradients inside it: the stage is "idle" then.
         self._region: Region | None = None
         self._after: Stage = "idle"  # what `end_change` goes to
@@ -480,6 +483,23 @@ class Member:
                 "there. Call it after the with block (if an exception kept it from being left, call opt.zero_grad())."
             )
         self._check_interrupted("step, unscale or clip_grad_norm")
+
+    def check_backward(self) -> None:
+        """Raise where there are gradients of the loss itself and not of the scaled one; a wrapper with gradients asks.
+
+        Raises:
+            NotScaledError: Backward was called on what was passed to `scale_loss`, not on what its block yields.
+        """
+        answers = [answer() for answer in self.backwards]
+        if True in answers:
+            self.sees_backward = True
+        elif False in answers:
+            raise NotScaledError(
+                "backward was called on the loss that was passed to scale_loss, not on the scaled loss that its block "
+                "yields; dividing these gradients by the loss scale would shrink the update. Call "
+                "opt.zero_grad(), and write `with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`."
+            )
+        self.backwards = []
 
     def _check_interrupted(self, call: str) -> None:
         if self.stage == "interrupted":
@@ -646,12 +666,13 @@ class Member:
         self.stage = "interrupted"
         self.factors = {}
         self.held = []
+        self.backwards = []
         self._region = None
         self.stage = "idle"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the body that runs, which a copy is never in, and the optimizer: its copy says that it is there."""
-        return {**self.__dict__, "_region": None, "_owner": None if self._owner is None else _nobody}
+        return {**self.__dict__, "_region": None, "backwards": [], "_owner": None if self._owner is None else _nobody}
 
 
 def _nobody() -> None:

@@ -133,6 +133,8 @@ class ScaleLoss(Generic[LossT]):
                 scaled = _each(loss, lambda leaf: _mark(amp.scaled, amp.backend.scale(leaf, scale), held))
             else:
                 scaled = _mark(amp.scaled, amp.backend.scale(loss, scale), held)
+            if members and not members[0].sees_backward:
+                self._watch_backward(members, scaled)
             self._loss = _ENTERED  # the region must not keep the graph alive
             for position, member in enumerate(members):
                 self._entered.append((optimizers[position], member, member.enter(scale, loss_id)))
@@ -175,6 +177,19 @@ class ScaleLoss(Generic[LossT]):
                 f"scaled loss; accepted: `with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`, or what the "
                 f"framework has in place of backward. Write it so."
             )
+
+    def _watch_backward(self, members: Sequence[Member], scaled: Any) -> None:
+        """Have the backend see on which loss the script calls backward, where it can."""
+        backend = self._amp.backend
+        if not backend.capabilities.sees_backward:
+            return
+        losses: list[Any] = []
+        products: list[Any] = []
+        _each(self._loss, losses.append)
+        _each(scaled, products.append)
+        watched = [backend.watch_backward(loss, product) for loss, product in zip(losses, products, strict=True)]
+        for member in members:
+            member.backwards += watched
 
     def _choose_scale(self) -> Scalar:
         """Return the scale that pending gradients carry, or else the smallest current one."""

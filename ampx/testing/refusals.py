@@ -199,6 +199,7 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "prepare": _prepare,
     "promotes": _promotes,
     "replays": lambda suite: _not_supported(suite, lambda: suite.backend.replay(None, lambda model: model, None)),
+    "sees_backward": lambda suite: _not_supported(suite, lambda: suite.backend.watch_backward(None, None)),
     "simulates": _simulates,
     "traces_overflow": _traces_overflow,
     "vector_losses": _vector_losses,

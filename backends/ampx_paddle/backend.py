@@ -15,7 +15,7 @@ from ampx.protocol import Member
 from ampx.run import Run
 
 from . import casting, devices, gradients, inference, numerics
-from .losses import inspect_loss, scale_loss
+from .losses import inspect_loss, scale_loss, watch_backward
 from .prepare import prepare
 from .static import StaticOptimizer
 from .step import AmpOptimizer
@@ -40,6 +40,7 @@ class PaddleBackend(ampx.GenericBackend):
         per_loss_scales=True,
         closures=True,
         sparse=True,
+        sees_backward=True,
         distributed=True,
         names_gradients=True,
         traces_overflow=True,
@@ -60,6 +61,7 @@ class PaddleBackend(ampx.GenericBackend):
     widest = staticmethod(casting.widest)
     inspect_loss = staticmethod(inspect_loss)
     scale = staticmethod(scale_loss)
+    watch_backward = staticmethod(watch_backward)
     gradients = staticmethod(gradients.collect)
     infer = staticmethod(inference.infer)
     prepare = staticmethod(prepare)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -35,6 +36,17 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
         value = loss.item()
         nan = value != value
     return LossInfo(elements, str(loss.dtype).removeprefix("paddle."), floating, not loss.stop_gradient, nan)
+
+
+def watch_backward(loss: paddle.Tensor, scaled: paddle.Tensor) -> Callable[[], bool | None]:
+    """Return what says through which of the two a backward went."""
+    loss.retain_grads()
+    scaled.retain_grads()
+
+    def answer() -> bool | None:
+        return scaled.grad is not None or (None if loss.grad is None else False)
+
+    return answer
 
 
 def scale_loss(loss: paddle.Tensor, scale: float) -> paddle.Tensor:

@@ -38,6 +38,7 @@ class TorchBackend(ampx.Backend):
         per_loss_scales=True,
         closures=True,
         sparse=True,
+        sees_backward=True,
         distributed=True,
         device_scale=True,
         names_gradients=True,
@@ -104,6 +105,15 @@ class TorchBackend(ampx.Backend):
             # A copy to the host must be waited for: nobody else would before the product is taken.
             scale = scale.to(device=loss.device, non_blocking=loss.device.type != "cpu")
         return loss * scale
+
+    def watch_backward(self, loss: Any, scaled: Any) -> Callable[[], bool | None]:
+        loss.retain_grad()
+        scaled.retain_grad()
+
+        def answer() -> bool | None:
+            return scaled.grad is not None or (None if loss.grad is None else False)
+
+        return answer
 
     def smallest(self, scales: Sequence[Any]) -> Any:
         if not any(isinstance(scale, torch.Tensor) for scale in scales):

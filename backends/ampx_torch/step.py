@@ -196,6 +196,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if self.leftovers.notes:
             self.bring_together()
         gradients = self.collect()
+        if member.backwards and gradients:
+            member.check_backward()
         if self._incomplete and gradients:
             fused.check_momentum(self.optimizer)
         return gradients
@@ -390,7 +392,10 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if self.leftovers.notes:
                 self.bring_together()
             if member.stage == "scaled":
-                self.unscale(self.collect(), reads)
+                gradients = self.collect()
+                if member.backwards and gradients:
+                    member.check_backward()
+                self.unscale(gradients, reads)
             else:
                 self.look_again(self.collect())
             member.note_unscaled()

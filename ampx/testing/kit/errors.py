@@ -144,6 +144,22 @@ class ProtocolErrorTests(KitTests):
         assert bench.snapshot() == before
         assert bench.saved() == saved
 
+    @requires("sees_backward")
+    def test_backward_of_the_loss_itself_is_refused(self) -> None:
+        """In the block backward is called on what it yields; a step that would divide other gradients moves nothing."""
+        amp = self.start()
+        bench = self.bench(amp, momentum=True)
+        before, saved, loss = bench.snapshot(), bench.saved(), bench.loss()
+        with amp.scale_loss(loss, bench.opt):
+            bench.receive(self.subject.backward(loss, bench.parameters))
+        for call in (lambda: bench.step(forget=False), lambda: amp.unscale(bench.opt)):
+            with refused(
+                ampx.NotScaledError, passed="that was passed to scale_loss", accepted="yields", advice="Call opt.zero"
+            ):
+                call()
+        assert bench.snapshot() == before
+        assert bench.saved() == saved
+
     @requires("optimizer objects")
     def test_stepping_twice_is_refused(self) -> None:
         """The gradients of a window are applied once."""

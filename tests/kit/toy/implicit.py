@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ class ImplicitToy(ToyInference):
         promotes=True,
         clipping=True,
         per_loss_scales=True,
+        sees_backward=True,
         names_gradients=True,
         traces_overflow=True,
         automates=True,
@@ -65,6 +66,19 @@ class ImplicitToy(ToyInference):
             dtypes = {self.widest(value, at_least) for value in tree}
             return "float32" if "float32" in dtypes else at_least
         return "float32" if isinstance(tree, Tensor) and tree.dtype == "float32" else at_least
+
+    def watch_backward(self, loss: Tensor, scaled: Tensor) -> Callable[[], bool | None]:
+        """Note whose `backward` is called."""
+        called: list[bool] = []
+        for tensor in (loss, scaled):
+            backward = tensor.backward
+
+            def noted(backward: Callable[[], None] = backward, answer: bool = tensor is scaled) -> None:
+                called.append(answer)
+                backward()
+
+            tensor.backward = noted  # type: ignore[method-assign]
+        return lambda: max(called, default=None)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor | None]:
         """List the gradients; empty where no parameter has one."""
