@@ -382,8 +382,6 @@ class Backend(abc.ABC):
         Returns:
             A function without arguments, which holds both: True, a backward went through `scaled`; False, one went
             through `loss` and none through `scaled`; None, neither.
-
-        Sync: none.
         """
         self.refuse("seeing on which loss backward is called")
 

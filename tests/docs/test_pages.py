@@ -53,7 +53,11 @@ def test_the_python_of_a_page_runs(path, tmp_path):
         program += "\n" * (line - 1 - program.count("\n")) + block
     script = tmp_path / f"{path.stem}.py"
     script.write_text(program)
-    run_python(script, cwd=tmp_path, check=True)
+    done = run_python(script, cwd=tmp_path)
+    lacking = re.search(r"UnsupportedDtypeError: (dtype='bfloat16' is not supported by .* on 'cpu'[^.]*)", done.stderr)
+    if lacking:
+        pytest.skip(f"of this page runs what comes before: {lacking[1]}")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
