@@ -11,6 +11,7 @@ import pytest
 
 from ampx.cli import plot
 from ampx.cli.capability_table import BEGIN, END
+from ampx.plugins import default_registry
 
 README = Path(__file__).parents[2] / "README.md"
 # The framework's module, and the distributions of which one has its version.
@@ -60,11 +61,13 @@ def test_the_readme_shows_what_the_backend_declares(framework, installed_command
     assert not any("| unavailable (" in line for line in shown)
 
 
+@pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
 def test_the_demo_trains_and_prints_what_it_writes(framework, installed_command, tmp_path, png_size):
     for module in ("matplotlib", "sklearn"):
         pytest.importorskip(module, reason=f"needs {module}, of the extra demo")
     out = tmp_path / "out"
-    dtypes = [] if framework == "paddle" else ["--dtype", "bfloat16"]  # on a CPU Paddle casts nothing
+    cpu = default_registry().load(framework).device("cpu")
+    dtypes = ["--dtype", "bfloat16"] if "bfloat16" in cpu.native | cpu.emulated else []
     done = installed_command("demo", "--framework", framework, "--epochs", "1", *dtypes, "--json", "--out", str(out))
     report = json.loads(done.stdout)
     assert json.loads((out / "results.json").read_text()) == report

@@ -103,7 +103,7 @@ def stored(text, shape=f"{WIDTH},{WIDTH}"):
 
 
 def branches(text):
-    """Return the two branches of the condition that updates or skips, each with all that it calls.
+    """Return the branch that updates and the one that skips, each with all that it calls.
 
     At O3 there is another condition, in which the meter counts.
     """
@@ -115,8 +115,8 @@ def branches(text):
         return bodies[name] + "".join(whole(other) for other in dict.fromkeys(called))
 
     pairs = [[whole(name.strip("% ")) for name in condition.split(",")] for condition in conditions]
-    (updating,) = (pair for pair in pairs if operands(pair[0], "sqrt|rsqrt"))
-    return updating
+    ((skip, update),) = (pair for pair in pairs if operands(pair[1], "sqrt|rsqrt"))
+    return update, skip
 
 
 def tensor_core_instructions(dtype, level):

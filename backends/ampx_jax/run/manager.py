@@ -518,9 +518,8 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
                 this.report(jnp.array(True), this.stepped)
                 return native(updates, state, params, **extra)
             this.refuse_own_scaling()
-            _, finite = optimizer.unscale(updates, jnp.float32(1.0))
+            finite = optimizer.all_finite(optimizer.unscale(updates, jnp.float32(1.0))[1])
             this.report(finite, this.stepped)
-            chosen = jnp.where(finite, 0, 1)
-            return optimizer.apply_or_skip(chosen, [lambda: native(updates, state, params, **extra)], lambda: state)
+            return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), lambda: state)
 
     return update
