@@ -160,29 +160,30 @@ class TestFuzz(FuzzSuite):
     harness = PaddleHarness
 
 
-if paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count():
+class GpuHarness(PaddleHarness):
+    device, converts_to, returns_low = "gpu", None, True
 
-    class GpuHarness(PaddleHarness):
-        device, converts_to, returns_low = "gpu", None, True
 
-    # Paddle says at O3 that an optimizer without master copies accumulates in low precision, which is what O3 is.
-    accumulates = pytest.mark.filterwarnings("ignore:Accumulating with FP16/BF16 in optimizer")
+on_gpu = pytest.mark.skipif(
+    not (paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count()),
+    reason="no CUDA device for paddle: the kit did not run on one",
+)
+# Paddle says at O3 that an optimizer without master copies accumulates in low precision, which is what O3 is.
+accumulates = pytest.mark.filterwarnings("ignore:Accumulating with FP16/BF16 in optimizer")
 
-    @pytest.mark.gpu
-    @accumulates
-    class TestOnGpu(BackendSuite):
-        harness = GpuHarness
 
-    @pytest.mark.gpu
-    @accumulates
-    class TestMatrixOnGpu(MatrixSuite):
-        harness = GpuHarness
+@pytest.mark.gpu
+@on_gpu
+@accumulates
+class TestOnGpu(BackendSuite):
+    harness = GpuHarness
 
-else:
 
-    @pytest.mark.gpu
-    def test_on_gpu():
-        pytest.skip("no CUDA device for paddle: the kit did not run on one")
+@pytest.mark.gpu
+@on_gpu
+@accumulates
+class TestMatrixOnGpu(MatrixSuite):
+    harness = GpuHarness
 
 
 class TestPlugin(PluginSuite):
