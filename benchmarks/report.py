@@ -295,7 +295,7 @@ def plots(results: Path) -> list[Path]:
     runs = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     runs = [run for run in runs if "framework" in run and not run["quick"]]
     written = []
-    if steps := [row for run in runs for part in run if part.endswith("_step") for row in run[part]]:
+    if steps := [row for run in runs for part in run if part.endswith("_step") for row in run[part] if "ratio" in row]:
         figure, axes = pyplot.subplots(figsize=(9, 0.28 * len(steps) + 1), layout="constrained")
         for place, row in enumerate(reversed(steps)):
             axes.plot([row["ratio_low"], row["ratio_high"]], [place, place], color="tab:blue", linewidth=2, alpha=0.5)
