@@ -484,16 +484,23 @@ class Member:
             )
         self._check_interrupted("step, unscale or clip_grad_norm")
 
+    def watch_backward(self, answers: Sequence[Callable[[], bool | None]]) -> None:
+        """Take what says whether backward is called on losses; it keeps their graphs alive until one is seen."""
+        if not self._note_backward():
+            self.backwards += answers
+
+    def _note_backward(self) -> bool:
+        if any(answer() for answer in self.backwards):
+            self.sees_backward, self.backwards = True, []
+        return self.sees_backward
+
     def check_backward(self) -> None:
         """Raise where there are gradients of the loss itself and not of the scaled one; a wrapper with gradients asks.
 
         Raises:
             NotScaledError: Backward was called on what was passed to `scale_loss`, not on what its block yields.
         """
-        answers = [answer() for answer in self.backwards]
-        if True in answers:
-            self.sees_backward = True
-        elif False in answers:
+        if not self._note_backward() and any(answer() is False for answer in self.backwards):
             raise NotScaledError(
                 "backward was called on the loss that was passed to scale_loss, not on the scaled loss that its block "
                 "yields; dividing these gradients by the loss scale would shrink the update. Call "

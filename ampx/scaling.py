@@ -189,7 +189,7 @@ class ScaleLoss(Generic[LossT]):
         _each(scaled, products.append)
         watched = [backend.watch_backward(loss, product) for loss, product in zip(losses, products, strict=True)]
         for member in members:
-            member.backwards += watched
+            member.watch_backward(watched)
 
     def _choose_scale(self) -> Scalar:
         """Return the scale that pending gradients carry, or else the smallest current one."""

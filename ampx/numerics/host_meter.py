@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ampx.backend import Array
 from ampx.protocol import Member
 
-from .formats import FORMATS
-from .meter import Meter, count, report
+from .meter import Meter, ParameterMeter, count, report
+
+_NOTHING: Final = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -47,37 +47,27 @@ class Update:
     before: Sequence[Sampled]
     after: Sequence[Sampled]
 
-    def summary(self) -> tuple[float, float, float | None]:
-        """Return `Meter.lost`, `Meter.flushed` and `Meter.headroom`, of all parameters in one go."""
+    def total(self) -> ParameterMeter:
+        """Count all parameters that have a gradient in one go, as if they were one."""
         pairs = zip(self.before, self.after, strict=True)
         moving = [
             (entry.values, updated.values, entry.gradient) for entry, updated in pairs if entry.gradient is not None
         ]
-        if not moving:
-            return 0.0, 0.0, None
-        old, new, gradient = (np.concatenate([_flat(each) for each in column]) for column in zip(*moving, strict=True))
-        magnitude = np.abs(gradient * np.float32(self.times))
-        moved = np.isfinite(magnitude) & (magnitude != 0)
-        elements = int(moved.sum())
-        if not elements:
-            return 0.0, 0.0, None
-        form = FORMATS[self.compute]
-        unchanged, flushed = int((moved & (old == new)).sum()), int((moved & (magnitude <= form.flushes_to)).sum())
-        headroom = math.log2(form.largest) - math.log2(float(magnitude.max(where=moved, initial=0.0)))
-        return unchanged / elements, flushed / elements, headroom
+        columns = zip(*moving, strict=True) if moving else ((), (), ())
+        return self._count("", "", *(np.concatenate([_NOTHING, *map(_flat, column)]) for column in columns))
 
     @cached_property
     def meter(self) -> Meter:
         """What the update did to every parameter."""
         entries = [
-            count(
-                *(entry.name, entry.dtype, entry.values, updated.values),
-                None if entry.gradient is None else entry.gradient * np.float32(self.times),
-                self.compute,
-            )
+            self._count(entry.name, entry.dtype, entry.values, updated.values, entry.gradient)
             for entry, updated in zip(self.before, self.after, strict=True)
         ]
         return Meter(self.step, self.compute, self.scale, tuple(entries))
+
+    def _count(self, name: str, dtype: str, before: Array, after: Array, gradient: Array | None) -> ParameterMeter:
+        scaled = None if gradient is None else gradient * np.float32(self.times)
+        return count(name, dtype, before, after, scaled, self.compute)
 
 
 class HostMeter:
@@ -109,7 +99,8 @@ class HostMeter:
         if member.result is not None and member.result.applied:
             update = Update(self._steps, self._compute, factor, times, before, look(False))
             self._last = update
-            report(member.group, self._steps, *update.summary())
+            total = update.total()
+            report(member.group, self._steps, total.lost, total.flushed_share, total.headroom)
         return result
 
     def note(self, meter: Meter) -> None:

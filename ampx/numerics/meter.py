@@ -128,22 +128,20 @@ def count(name: str, dtype: str, before: Any, after: Any, gradient: Any, compute
     """
     import numpy as np  # a step that is not metered does not wait for it
 
-    from .rounding import describe
-
     old, new = np.asarray(before).reshape(-1), np.asarray(after).reshape(-1)
     if gradient is None:
         return ParameterMeter(name, dtype, old.size, 0, 0, 0, 0, None)
-    slopes = np.asarray(gradient).astype(np.float32).reshape(-1)
-    moved = np.isfinite(slopes) & (slopes != 0)
-    stats = describe(slopes, compute)
-    headroom = math.log2(FORMATS[compute].largest) - math.log2(stats.largest) if stats.largest else None
+    magnitude = np.abs(np.asarray(gradient).astype(np.float32, copy=False).reshape(-1))
+    finite = np.isfinite(magnitude)
+    moved = finite & (magnitude != 0)
+    largest, form = float(magnitude.max(where=finite, initial=0.0)), FORMATS[compute]
     return ParameterMeter(
         name,
         dtype,
         old.size,
         int(moved.sum()),
         int((moved & (old == new)).sum()),
-        stats.flushed,
-        stats.nonfinite,
-        headroom,
+        int((moved & (magnitude <= form.flushes_to)).sum()),
+        int((~finite).sum()),
+        math.log2(form.largest) - math.log2(largest) if largest else None,
     )

@@ -112,7 +112,9 @@ def test_what_is_reported_is_what_the_parameters_add_up_to(compute):
     meter = update.meter
     assert 0 < meter.lost < 1
     assert 0 < meter.flushed < 1
-    assert update.summary() == (meter.lost, meter.flushed, pytest.approx(meter.headroom))
+    total = update.total()
+    assert (total.lost, total.flushed_share) == (meter.lost, meter.flushed)
+    assert total.headroom == pytest.approx(meter.headroom)
 
 
 @pytest.mark.parametrize(("stage", "flushed"), [("scaled", 4), ("unscaled", 0)])

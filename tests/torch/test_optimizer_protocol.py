@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -375,3 +376,16 @@ def test_an_update_beyond_the_weights_dtype_is_plain_torchs(backward):
     assert torch.equal(weight, plain)
     assert weight.isinf().all()
     assert (opt.last_step.applied, opt.loss_scale) == (True, 2.0**16)
+
+
+def test_while_gradients_of_the_first_step_accumulate_one_graph_is_kept_alive(amp):
+    parameter = nn.Parameter(torch.ones(2))
+    opt = amp.wrap_optimizer(torch.optim.SGD([parameter], lr=1.0))
+
+    def accumulate():
+        with amp.scale_loss(parameter.sum(), opt) as scaled:
+            scaled.backward()
+        return weakref.ref(scaled)
+
+    losses = [accumulate() for _ in range(3)]
+    assert [loss() is None for loss in losses[:-1]] == [True, True]
