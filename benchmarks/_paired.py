@@ -6,7 +6,7 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 from _memory import peak
@@ -75,6 +75,20 @@ def paired(
     low, _, high = statistics.quantiles(ratios, n=4)
     medians = statistics.median(times_a), statistics.median(times_b), statistics.median(ratios)
     return Ratio(*medians, low, high, len(ratios), peak(a, before_a), peak(b, before_b))
+
+
+def measure_each(
+    measure: Callable[[str, bool], dict[str, object]],
+    workloads: Iterable[str],
+    quick: bool,
+    advance: Callable[[], object],
+) -> list[dict[str, object]]:
+    """Measure each workload; `advance` is called after it."""
+    rows = []
+    for workload in workloads:
+        rows.append(measure(workload, quick))
+        advance()
+    return rows
 
 
 def machine() -> dict[str, object]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from _paired import paired
+from _paired import measure_each, paired
 from jax_step import WORKLOADS, _loss, _Run, _through_ampx
 
 import ampx
@@ -39,11 +39,7 @@ STEPS = len(WORKLOADS)
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure each model; quickly, the two smallest."""
-    rows = []
-    for workload in list(WORKLOADS)[: 2 if quick else None]:
-        rows.append(measure(workload, quick))
-        advance()
-    return rows
+    return measure_each(measure, list(WORKLOADS)[: 2 if quick else None], quick, advance)
 
 
 if __name__ == "__main__":

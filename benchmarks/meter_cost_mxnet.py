@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from _metered import metered
-from mxnet_step import WORKLOADS, _built, _trainer, autograd, gluon, mx
+from _paired import measure_each
+from mxnet_step import WORKLOADS, _built, _trainer, batch_of, scaled_step
 
 import ampx
 
@@ -13,21 +14,11 @@ import ampx
 def measure(workload: str, quick: bool) -> dict[str, object]:
     """Measure one workload."""
     make, shape, optimizer, pairs = WORKLOADS[workload]
-    mx.random.seed(0)
-    x, y = mx.nd.random.normal(shape=shape), mx.nd.random.randint(0, 10, (shape[0],)).astype("float32")
-    loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
+    x, y = batch_of(shape)
     with ampx.init("mxnet", device="cpu", level="O0", loss_scale="dynamic") as amp:
         network = _built(make, x)
         wrapped = amp.wrap_optimizer(_trainer(network, optimizer))
-
-        def step() -> None:
-            with autograd.record():
-                loss = loss_of(network(x), y)
-                with ampx.scale_loss(loss, wrapped) as scaled:
-                    scaled.backward()
-            wrapped.step(len(x))
-            mx.nd.waitall()
-
+        step = scaled_step(network, wrapped, x, y)
         return metered(workload, step, wrapped.ampx_member.group, pairs, quick)
 
 
@@ -37,8 +28,4 @@ STEPS = len(WORKLOADS)
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure each model."""
-    rows = []
-    for workload in WORKLOADS:
-        rows.append(measure(workload, quick))
-        advance()
-    return rows
+    return measure_each(measure, WORKLOADS, quick, advance)

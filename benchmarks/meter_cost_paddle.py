@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from _metered import metered
-from paddle_step import WORKLOADS, nn, paddle
+from _paired import measure_each
+from paddle_step import WORKLOADS, batch_of, paddle, scaled_step
 
 import ampx
 
@@ -14,21 +14,12 @@ import ampx
 def measure(workload: str, quick: bool) -> dict[str, object]:
     """Measure one workload."""
     make, shape, optimizer, pairs, _ = WORKLOADS[workload]
-    generator = np.random.default_rng(0)
-    x = paddle.to_tensor(generator.standard_normal(shape, np.float32))
-    y = paddle.to_tensor(generator.integers(0, 10, shape[0]))
+    x, y = batch_of(shape)
     with ampx.init("paddle", level="O0", device="cpu", loss_scale="dynamic") as amp:
         paddle.seed(0)
         model = make()
-        wrapped, loss_of = amp.wrap_optimizer(optimizer(model)), nn.CrossEntropyLoss()
-
-        def step() -> None:
-            loss = loss_of(model(x), y)
-            with ampx.scale_loss(loss, wrapped) as scaled:
-                scaled.backward()
-            wrapped.step()
-            wrapped.clear_grad()
-
+        wrapped = amp.wrap_optimizer(optimizer(model))
+        step = scaled_step(model, wrapped, x, y)
         return metered(workload, step, wrapped.ampx_member.group, pairs, quick)
 
 
@@ -39,8 +30,4 @@ STEPS = len(WORKLOADS)
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure each model."""
     paddle.set_device("cpu")
-    rows = []
-    for workload in WORKLOADS:
-        rows.append(measure(workload, quick))
-        advance()
-    return rows
+    return measure_each(measure, WORKLOADS, quick, advance)

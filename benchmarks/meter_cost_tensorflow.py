@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-import numpy as np
-import tensorflow as tf
 from _paired import paired
-from tensorflow_step import WAYS, WORKLOADS, _built, _raw, _step
+from tensorflow_step import WAYS, WORKLOADS, _built, _raw, _step, batch_of
 
 import ampx
 from ampx.numerics.meter import EVERY
@@ -16,11 +14,8 @@ from ampx.numerics.meter import EVERY
 
 def measure(workload: str, way: str, quick: bool) -> dict[str, object]:
     """Time as many steps as the meter looks at one of, with the meter and without, in turn."""
-    make, shape, optimizer, pairs = WORKLOADS[workload]
-    generator = np.random.default_rng(0)
-    integers = "embeddings" in workload
-    x = generator.integers(0, 100_000, shape) if integers else generator.standard_normal(shape, np.float32)
-    data = tf.constant(x), tf.constant(generator.integers(0, 10, shape[0]))
+    make, _, optimizer, pairs = WORKLOADS[workload]
+    data = batch_of(workload)
     with ampx.init("tensorflow", device="cpu", dtype="float32", loss_scale="dynamic") as amp:
         steps = []
         for every in (EVERY, 0):

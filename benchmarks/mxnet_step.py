@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from _paired import paired
+from _paired import measure_each, paired
 
 import ampx
 from ampx_mxnet.compat import mx
@@ -60,8 +60,7 @@ def measure(workload: str, quick: bool) -> dict[str, object]:
         AssertionError: They do not train alike, so that a ratio would mean nothing.
     """
     make, shape, optimizer, pairs = WORKLOADS[workload]
-    mx.random.seed(0)
-    x, y = mx.nd.random.normal(shape=shape), mx.nd.random.randint(0, 10, (shape[0],)).astype("float32")
+    x, y = batch_of(shape)
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
     with ampx.init("mxnet", device="cpu", dtype="bfloat16", loss_scale="dynamic") as amp:
         ours, theirs = _built(make, x), _built(make, x)
@@ -71,14 +70,7 @@ def measure(workload: str, quick: bool) -> dict[str, object]:
         native = _trainer(theirs, optimizer)
         mx.contrib.amp.init_trainer(native)
 
-        def through_ampx() -> Any:
-            with autograd.record():
-                loss = loss_fn(ours(x), y)
-                with ampx.scale_loss(loss, trainer) as scaled:
-                    scaled.backward()
-            trainer.step(len(x))
-            mx.nd.waitall()
-            return loss
+        through_ampx = scaled_step(ours, trainer, x, y)
 
         def by_hand() -> Any:
             with autograd.record():
@@ -97,6 +89,28 @@ def measure(workload: str, quick: bool) -> dict[str, object]:
     return {"against": "amp.init_trainer", "workload": workload, "dtype": "bfloat16", **ratio.to_json()}
 
 
+def batch_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return inputs of a shape, and labels."""
+    mx.random.seed(0)
+    return mx.nd.random.normal(shape=shape), mx.nd.random.randint(0, 10, (shape[0],)).astype("float32")
+
+
+def scaled_step(network: Any, trainer: Any, x: Any, y: Any) -> Callable[[], Any]:
+    """Return a training step through ampx, which waits and returns the loss."""
+    loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def step() -> Any:
+        with autograd.record():
+            loss = loss_of(network(x), y)
+            with ampx.scale_loss(loss, trainer) as scaled:
+                scaled.backward()
+        trainer.step(len(x))
+        mx.nd.waitall()
+        return loss
+
+    return step
+
+
 def _built(make: Callable[[], Any], x: Any) -> Any:
     network = make()
     network.initialize(mx.init.Xavier())
@@ -112,11 +126,7 @@ def _trainer(network: Any, optimizer: str) -> Any:
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure every workload."""
-    rows = []
-    for workload in WORKLOADS:
-        rows.append(measure(workload, quick))
-        advance()
-    return rows
+    return measure_each(measure, WORKLOADS, quick, advance)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,28 @@ def _native_scaler() -> Any:
         return paddle.amp.GradScaler(init_loss_scaling=2.0**16)
 
 
+def batch_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return inputs of a shape, and labels."""
+    rng = np.random.default_rng(0)
+    x = paddle.to_tensor(rng.standard_normal(shape, np.float32))
+    return x, paddle.to_tensor(rng.integers(0, 10, shape[0]))
+
+
+def scaled_step(model: nn.Layer, optimizer: Any, x: Any, y: Any) -> Callable[[], Any]:
+    """Return a training step through ampx, which returns the loss."""
+    loss_of = nn.CrossEntropyLoss()
+
+    def step() -> Any:
+        loss = loss_of(model(x), y)
+        with ampx.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        return loss
+
+    return step
+
+
 def measure(workload: str, against: str, quick: bool) -> dict[str, object]:
     """Time one workload through ampx and natively.
 
@@ -92,9 +114,7 @@ def measure(workload: str, against: str, quick: bool) -> dict[str, object]:
         AssertionError: They do not train alike, so that a ratio would mean nothing.
     """
     make, shape, optimizer, pairs, repeat = WORKLOADS[workload]
-    rng = np.random.default_rng(0)
-    x = paddle.to_tensor(rng.standard_normal(shape, np.float32))
-    y = paddle.to_tensor(rng.integers(0, 10, shape[0]))
+    x, y = batch_of(shape)
     amp = ampx.init("paddle", level="O0", device="cpu", loss_scale="dynamic")
 
     def built() -> nn.Layer:
@@ -107,13 +127,7 @@ def measure(workload: str, against: str, quick: bool) -> dict[str, object]:
     before, amp_global_state().amp_dtype = amp_global_state().amp_dtype, "float16"
     scaler = _native_scaler() if against == "GradScaler" else None
 
-    def through_ampx() -> Any:
-        loss = loss_of(ours(x), y)
-        with ampx.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        opt.step()
-        opt.clear_grad()
-        return loss
+    through_ampx = scaled_step(ours, opt, x, y)
 
     def native() -> Any:
         loss = loss_of(theirs(x), y)

@@ -64,11 +64,8 @@ def measure(workload: str, way: str, dtype: str, quick: bool) -> dict[str, objec
     Raises:
         AssertionError: They do not train alike, so that a ratio would mean nothing.
     """
-    make, shape, optimizer, pairs = WORKLOADS[workload]
-    generator = np.random.default_rng(0)
-    integers = "embeddings" in workload
-    x = generator.integers(0, 100_000, shape) if integers else generator.standard_normal(shape, np.float32)
-    data = tf.constant(x), tf.constant(generator.integers(0, 10, shape[0]))
+    make, _, optimizer, pairs = WORKLOADS[workload]
+    data = batch_of(workload)
     native_policy = "float32" if dtype == "float32" else f"mixed_{dtype}"
     level = "O0" if dtype == "float32" else "O1"
 
@@ -91,6 +88,15 @@ def measure(workload: str, way: str, dtype: str, quick: bool) -> dict[str, objec
         ratio = paired(our_step, native_step, pairs=max(pairs // (8 if quick else 1), 8), warmup=3)
     facts = {"against": f"Keras' LossScaleOptimizer, {way}", "workload": workload, "dtype": dtype}
     return {**facts, **ratio.to_json()}
+
+
+def batch_of(workload: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return inputs of a workload, and labels."""
+    _, shape, *_ = WORKLOADS[workload]
+    generator = np.random.default_rng(0)
+    integers = "embeddings" in workload
+    x = generator.integers(0, 100_000, shape) if integers else generator.standard_normal(shape, np.float32)
+    return tf.constant(x), tf.constant(generator.integers(0, 10, shape[0]))
 
 
 def _built(make: Callable[[], Layers], x: tf.Tensor) -> keras.Model:

@@ -24,10 +24,6 @@ def _made(workload: str) -> tuple[Any, Any, tuple[Any, Any]]:
     return functools.partial(forward, product=jnp.matmul), init(keys[0]), data
 
 
-def _loss(forward: Any, params: Any, x: Any, y: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(forward(params, x), y).mean()
-
-
 class JaxSide(Side):
     """One way to train in JAX; compiled once, since what a session of the same settings compiles is the same."""
 
@@ -49,7 +45,7 @@ class JaxSide(Side):
 
     def plain(self, params: Any, state: Any, x: Any, y: Any) -> tuple[Any, Any]:
         """Train as without ampx."""
-        gradients = jax.grad(functools.partial(_loss, self.forward))(params, x, y)
+        gradients = jax.grad(jax_step._loss(self.forward))(params, x, y)
         updates, state = self.raw.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -57,7 +53,7 @@ class JaxSide(Side):
         """Train with ampx, as its manual says."""
 
         def scaled_loss(params: Any) -> Any:
-            with ampx.scale_loss(_loss(ampx_jax.autocast(self.forward), params, x, y), state) as scaled:
+            with ampx.scale_loss(jax_step._loss(ampx_jax.autocast(self.forward))(params, x, y), state) as scaled:
                 return scaled
 
         updates, state = tx.update(jax.grad(scaled_loss)(params), state, params)
@@ -71,7 +67,7 @@ class JaxSide(Side):
 def tuned(workload: str) -> ampx.TunedPolicy:
     """Return what `tune` decides for a workload."""
     forward, params, data = _made(workload)
-    step = functools.partial(_loss, forward)
+    step = jax_step._loss(forward)
     return ampx.tune(lambda params: step(params, *data), params, dtype=DTYPE, framework="jax", device="cpu")
 
 

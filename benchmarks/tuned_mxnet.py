@@ -16,8 +16,7 @@ import ampx
 def _made(workload: str) -> tuple[Any, tuple[Any, Any]]:
     """Return a workload's network, hybridized, and a batch."""
     make, shape, *_ = mxnet_step.WORKLOADS[workload]
-    mx.random.seed(0)
-    x, y = mx.nd.random.normal(shape=shape), mx.nd.random.randint(0, 10, (shape[0],)).astype("float32")
+    x, y = mxnet_step.batch_of(shape)
     return mxnet_step._built(make, x), (x, y)
 
 

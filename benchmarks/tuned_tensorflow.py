@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tensorflow_step
 from tuned import DTYPE, Settings, Side, Task, main, measure_all
@@ -16,11 +15,8 @@ import ampx
 
 def _made(workload: str) -> tuple[Any, tuple[Any, Any]]:
     """Return a workload's model and a batch."""
-    make, shape, *_ = tensorflow_step.WORKLOADS[workload]
-    generator = np.random.default_rng(0)
-    integers = "embeddings" in workload
-    x = generator.integers(0, 100_000, shape) if integers else generator.standard_normal(shape, np.float32)
-    data = tf.constant(x), tf.constant(generator.integers(0, 10, shape[0]))
+    make, *_ = tensorflow_step.WORKLOADS[workload]
+    data = tensorflow_step.batch_of(workload)
     return tensorflow_step._built(make, data[0]), data
 
 

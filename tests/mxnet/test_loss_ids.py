@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from loss_ids import rows, scales, set_scale
 
 import ampx
 from ampx.backend import CastPlan
@@ -29,23 +30,6 @@ def opt(amp, weight):
 
 def sgd(*parameters, rate=1.0):
     return gluon.Trainer(list(parameters), "sgd", {"learning_rate": rate})
-
-
-def rows(amp):
-    return {row["loss_id"]: row for row in amp.state_dict()["groups"][0]["losses"]}
-
-
-def scales(amp):
-    return {loss_id: row["scale"] for loss_id, row in rows(amp).items()}
-
-
-def set_scale(amp, loss_id, scale):
-    state = amp.state_dict()
-    losses = state["groups"][0]["losses"]
-    losses[:] = [row for row in losses if row["loss_id"] != loss_id] + [
-        {**losses[0], "loss_id": loss_id, "scale": scale}
-    ]
-    amp.load_state_dict(state)
 
 
 def values(parameter):

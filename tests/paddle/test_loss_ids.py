@@ -4,6 +4,7 @@ import math
 
 import paddle
 import pytest
+from loss_ids import rows, scales, set_scale
 
 import ampx
 
@@ -16,23 +17,6 @@ def parameter(weights):
 @pytest.fixture
 def opt(amp, parameter):
     return amp.wrap_optimizer(paddle.optimizer.SGD(1.0, parameters=[parameter]))
-
-
-def rows(amp):
-    return {row["loss_id"]: row for row in amp.state_dict()["groups"][0]["losses"]}
-
-
-def scales(amp):
-    return {loss_id: row["scale"] for loss_id, row in rows(amp).items()}
-
-
-def set_scale(amp, loss_id, scale):
-    state = amp.state_dict()
-    losses = state["groups"][0]["losses"]
-    losses[:] = [row for row in losses if row["loss_id"] != loss_id] + [
-        {**losses[0], "loss_id": loss_id, "scale": scale}
-    ]
-    amp.load_state_dict(state)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (5, 0, 5), (0, 0, 1, 1, 0), (2,)], ids=str)
