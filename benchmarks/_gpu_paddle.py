@@ -135,6 +135,8 @@ CHECKS: Final[tuple[Check, ...]] = (
 )
 # None is larger in full runs.
 MEASURED: Final[tuple[Check, ...]] = ()
+# Check → what it needs that the simulated GPU has not.
+NOT_SIMULATED: Final[dict[str, str]] = {}
 # Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
 COVERS: Final = {
     "scale_trace_is_the_reference_and_skips_change_nothing": ("gpu/float32/O0/scaling",),

@@ -6,7 +6,7 @@ Runs what proves most first: the checks of every framework in tiny sizes, then t
 hypothesis are there, then in full size what measures. Each framework runs in a process of its own. Prints a table, and
 writes it, with the machine described, as JSON after every check. Exit code 0: all passed; 1: a check failed; 2: there
 is no CUDA device and nothing was run. `--device cpu` runs what makes sense there, to try the script out, and
-`--device simulated` runs PyTorch on the device that its tests simulate.
+`--device simulated` runs PyTorch and PaddlePaddle on the devices that their tests simulate.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from _gpu_tests import run_tests
 import ampx
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Framework → the module with its CHECKS, what they COVER and those that are MEASURED, its describe(device) and its
-# has(device), and its plugin.
+# Framework → the module with its CHECKS, what they COVER, those that are MEASURED and those that are NOT_SIMULATED, its
+# describe(device) and its has(device), and its plugin.
 FRAMEWORKS: dict[str, tuple[str, str]] = {
     "torch": ("_gpu_torch", "ampx_torch"),
     "jax": ("_gpu_jax", "ampx_jax"),
@@ -40,6 +40,8 @@ FRAMEWORKS: dict[str, tuple[str, str]] = {
     "paddle": ("_gpu_paddle", "ampx_paddle"),
     "mxnet": ("_gpu_mxnet", "ampx_mxnet"),
 }
+# Framework → the module of `tests/kit` that simulates its device.
+SIMULATED = {"torch": "simulated_cuda", "paddle": "simulated_paddle"}
 STAGES = ("quick", "tests", "full")
 NOTHING_RUN = 2
 
@@ -152,16 +154,16 @@ def run_framework(framework: str, stages: list[str], report: Report, only: str, 
 
 
 def simulate(framework: str) -> bool:
-    """Put the simulated CUDA device in place, which only PyTorch has; return whether it is there."""
-    if framework != "torch":
+    """Put the simulated device of a framework in place; return whether it is there."""
+    if framework not in SIMULATED:
         print(f"{framework}: there is no simulated device")
         return False
     sys.path.append(str(ROOT / "tests" / "kit"))
-    import simulated_cuda
+    from compiled import CannotSimulateError
 
     try:
-        simulated_cuda.start(ROOT / ".pytest_cache" / "simulated-cuda")
-    except simulated_cuda.CannotSimulateError as reason:
+        importlib.import_module(SIMULATED[framework]).start(ROOT / ".pytest_cache" / "simulated-cuda")
+    except CannotSimulateError as reason:
         print(f"{framework}: {reason}")
         return False
     return True
