@@ -119,7 +119,7 @@ class TorchBackend(ampx.Backend):
         if not any(isinstance(scale, torch.Tensor) for scale in scales):
             return min(scales)
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
-        return torch.stack([torch.as_tensor(scale, device=on_device.device) for scale in scales]).amin()
+        return torch.stack([torch.as_tensor(scale, dtype=torch.float32, device=on_device.device) for scale in scales]).amin()
 
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""
@@ -155,4 +155,4 @@ class TorchBackend(ampx.Backend):
 @functools.lru_cache(maxsize=32)
 def _scalar(scale: float) -> torch.Tensor:
     """Return a number as a tensor on the host, which torch multiplies by on any device; a Python float costs more."""
-    return torch.tensor(scale, dtype=torch.float32)
+    return torch.tensor(scale, dtype=torch.float32, device="cpu")

@@ -102,8 +102,8 @@ def reads_finite(bucket: list[torch.Tensor]) -> bool:
         # Squares cannot cancel, so that one inf or NaN shows in the sum.
         return math.isfinite(sum([torch.dot(gradient, gradient) for gradient in flat]))
     # For small tensors torch's kernel is the fastest check there is; what it writes is what it read.
-    flag = torch.zeros(())
-    torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, torch.ones(()))
+    flag = _scalar(0.0, bucket[0].device)
+    torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, _scalar(1.0, flag.device))
     return not flag.item()
 
 

@@ -110,7 +110,7 @@ class GradientSet:
         if flags:
             return any_flag(flags)
         parameters = self.parameters()
-        return torch.zeros((), device=parameters[0].device if parameters else None)
+        return torch.zeros((), dtype=torch.float32, device=parameters[0].device if parameters else None)
 
     def finite(self, flags: Sequence[torch.Tensor]) -> bool:
         """Read flags on the host. Sync: one a device."""
@@ -206,7 +206,7 @@ def clip(
         return None
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     plain = all([type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients])
     on_host = overflow is None or overflow is True
     if not plain or (on_host and reads_free(gradients)):

@@ -45,7 +45,7 @@ def computable(dtype: torch.dtype) -> bool:
     """Return whether this CPU trains an LSTM in a dtype. A tiny one is tried, once a process."""
     off = torch.autocast(_DEVICE, enabled=False)
     try:
-        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), off:
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), off, torch.device(_DEVICE):
             x, state = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
             weight, bias = torch.zeros(4, 1, dtype=dtype, requires_grad=True), torch.zeros(4, dtype=dtype)
             # Not reversed, no batch sizes, an LSTM (2) of size 1 and one layer with biases, in one direction, trained.

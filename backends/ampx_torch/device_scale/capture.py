@@ -37,7 +37,7 @@ class _Memory:
         # The scale's state after the last step.
         self.state = LossScaleState(*[scalar(getattr(state, name), _DTYPES.get(name, torch.int32)) for name in _FIELDS])
         # A row a step: the state before it, and the overflow flag of every member.
-        self.log = torch.zeros(LOG, len(_FIELDS) + members, device=device)
+        self.log = torch.zeros(LOG, len(_FIELDS) + members, dtype=torch.float32, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)  # steps so far, shape (1,)
         # The norm that each member found last; NaN where it was not asked for.
         self.norms = [scalar(float("nan"), torch.float32) for _ in range(members)]

@@ -106,7 +106,7 @@ class ModuleWatch:
             by_device.setdefault(tensor.device, []).append(tensor)
         with _disable_current_modes():
             arrays = {device: torch.cat(tensors).cpu().numpy() for device, tensors in by_device.items()}
-            empty = torch.empty(0).numpy()
+            empty = torch.empty(0, device="cpu").numpy()
         taken = dict.fromkeys(arrays, 0)
         result = []
         for tensors in parts:
