@@ -60,6 +60,7 @@ from .errors import (
     LossShapeError as LossShapeError,
     LowPrecisionParametersError as LowPrecisionParametersError,
     NestedScaleError as NestedScaleError,
+    NoGradientsWarning as NoGradientsWarning,
     NonFiniteLossError as NonFiniteLossError,
     NotAnOptimizerError as NotAnOptimizerError,
     NotEnteredError as NotEnteredError,

@@ -39,6 +39,10 @@ class ScaleCollapsedWarning(AmpxWarning):
     """Many steps in a row were skipped; the message names the parameters whose gradients are not finite."""
 
 
+class NoGradientsWarning(AmpxWarning):
+    """Several steps in a row found no gradient although losses were scaled for them: nothing is trained."""
+
+
 class UnknownFrameworkError(AmpxError, ValueError):
     """No plugin registers the framework that was asked for."""
 

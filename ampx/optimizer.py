@@ -10,8 +10,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
+from . import callers
 from .backend import Backend, CastPlan, GenericBackend, Unscaled
-from .errors import AmpxError, InvalidOptionError, NotWrappedError
+from .errors import AmpxError, InvalidOptionError, NoGradientsWarning, NotWrappedError
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
 from .scale_state import Scalar
@@ -64,6 +65,22 @@ class WrappedOptimizer(Handle):
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite, for `ScaleCollapsed`; () for unknown."""
         return ()
+
+    def ampx_is_frozen(self) -> bool:
+        """Return whether no parameter asks for gradients, so that a step without any is meant; False for unknown."""
+        return False
+
+    def ampx_warn_unreached(self, steps: int) -> None:
+        """Warn that so many steps in a row found no gradient, although a loss was scaled for each."""
+        callers.warn(
+            f"{steps} steps in a row found no gradient on any parameter of the optimizer, although each had a loss "
+            f"that went through scale_loss: nothing is trained. Either the optimizer was made from another model than "
+            f"the one that computes the loss (a copy, or the one that was there before another was loaded), or "
+            f"gradients are cleared between backward and step, or backward is not called. Make the optimizer from the "
+            f"parameters of the model that trains, and clear gradients after the step. An optimizer that the loss is "
+            f"not meant for: leave it out of scale_loss, and do not step it.",
+            NoGradientsWarning,
+        )
 
     def ampx_meter(self) -> Any:
         """Return what `meter` returns; None where the backend does not meter."""

@@ -23,6 +23,7 @@ from .events import Event, Progress, ScaleChanged, ScaleCollapsed, StepResult, S
 from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 METER_EVERY: Final = 100
+UNREACHED_STEPS: Final = 3  # so many in a row are no accident
 
 
 class Ledger(abc.ABC):
@@ -389,6 +390,8 @@ class Member:
         self.factors: dict[int, Scalar] = {}
         self.counted = True  # the last step found gradients, or there was none yet
         self.mixes = False  # the wrapper keeps true and scaled gradients apart, so `scale_loss` may follow `unscale`
+        self._unreached = 0  # steps in a row that found no gradient, although a loss was scaled for each
+        self._dropped_at = -1  # how many steps were counted when scaled gradients were cleared and no step came since
         self._result: StepResult | tuple[Any, ...] | None = None
         # The latest scaled losses, if they cannot be weakly referenced: until the step they are known by this.
         self.held: list[Any] = []
@@ -645,9 +648,17 @@ class Member:
         Sync: as the group's ledger.
         """
         self.group.resolve()
-        self.counted = applied
+        optimizer: Any = None if self._owner is None else self._owner()
+        scaled = self.stage != "idle" or self._dropped_at == self.group.steps
+        if self.counted or applied:  # reset here: steps that find gradients must not pay for it
+            self._unreached = 0
+        unreached = scaled and not applied and optimizer is not None and not optimizer.ampx_is_frozen()
+        self._unreached += unreached
+        self.counted, self._dropped_at = applied, -1
         state = self.group.states[0]
         self.forget(StepResult(applied, True, state.scale, state.scale, state.consecutive_skips))
+        if unreached and self._unreached == UNREACHED_STEPS:
+            optimizer.ampx_warn_unreached(UNREACHED_STEPS)
 
     def forget(self, result: StepResult | None = None) -> None:
         """Drop pending gradients without counting a step; inside a body, those so far.
@@ -657,7 +668,9 @@ class Member:
 
         Sync: as the group's ledger.
         """
-        if result is not None:
+        if result is None:
+            self._dropped_at = self.group.steps
+        else:
             self._result = result
             for outcome in self.group.window:
                 outcome.latest = outcome.latest and outcome.member is not self

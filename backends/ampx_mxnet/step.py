@@ -376,6 +376,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         """Accumulate here where parameters have `grad_req='add'` and MXNet would not."""
         self._accumulation.adopt(self.trainer._params)
 
+    def ampx_is_frozen(self) -> bool:
+        """Return whether no parameter asks for gradients."""
+        return all(parameter.grad_req == "null" for parameter in self.trainer._params)
+
     def ampx_is_cleared(self) -> bool:
         """Return whether the next backward overwrites true gradients."""
         return not self._mixer.active and not self._adding()

@@ -238,6 +238,10 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
     # -- what core asks --------------------------------------------------------------------------------
 
+    def ampx_is_frozen(self) -> bool:
+        """Return whether no parameter asks for gradients."""
+        return not parameters(self.optimizer)
+
     def ampx_is_cleared(self) -> bool:
         """Return whether model.clear_gradients() dropped true gradients. Sync: one a gradient."""
         return not any_nonzero(collect(self.optimizer))

@@ -493,6 +493,10 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Return what the last metered update did. Sync: one a device."""
         return self._meter.reading(self)
 
+    def ampx_is_frozen(self) -> bool:
+        """Return whether no parameter asks for gradients."""
+        return not any(parameter.requires_grad for parameter in self.leaves())
+
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as it was."""
         self._guard_handle.remove()

@@ -5,6 +5,7 @@ import gc
 import math
 import pickle
 import threading
+import warnings
 
 import pytest
 
@@ -73,6 +74,83 @@ def test_accumulated_gradients_share_a_scale_and_count_once(trainer):
     trainer.opt.step()
     assert trainer.param.value == -1.0
     assert ampx.state_dict(trainer.opt)["groups"][0]["losses"][0]["growth_tracker"] == 1
+
+
+def unreached(call):
+    """Return the warnings of a call that no gradient came."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [warning for warning in caught if warning.category is ampx.NoGradientsWarning]
+
+
+def a_step_on_a_copy(trainer):
+    copied = copy.deepcopy(trainer.param)
+    with ampx.scale_loss(trainer.framework.Loss((copied, 1.0)), trainer.opt) as scaled:
+        scaled.backward()
+    trainer.opt.step()
+
+
+def test_steps_whose_losses_reach_nothing_warn_once_and_name_the_line_of_the_user(trainer):
+    assert not unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(2)])
+    (warning,) = unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(10)])
+    assert warning.filename == __file__
+    for word in ("3 steps", "copy", "between backward and step", "Make the optimizer from"):
+        assert word in str(warning.message)
+    assert (trainer.param.value, trainer.opt.loss_scale) == (0.0, 1024.0)
+
+
+def test_gradients_that_are_cleared_before_every_step_warn(trainer):
+    def step():
+        trainer.backward(1.0)
+        trainer.opt.zero_grad()
+        trainer.opt.step()
+
+    assert len(unreached(lambda: [step() for _ in range(10)])) == 1
+
+
+def test_steps_that_find_nothing_only_now_and_then_do_not_warn(trainer):
+    def steps():
+        for _ in range(4):
+            a_step_on_a_copy(trainer)
+            a_step_on_a_copy(trainer)
+            trainer.step(1.0)
+
+    assert not unreached(steps)
+
+
+def test_an_optimizer_that_stops_being_reached_warns(trainer):
+    trainer.step(1.0)
+    assert len(unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(5)])) == 1
+
+
+def test_steps_of_an_optimizer_that_no_loss_is_scaled_for_do_not_warn(amp, trainer, alpha, make_trainer):
+    other = make_trainer(alpha)
+
+    def steps():
+        for _ in range(10):
+            other.step(1.0)
+            trainer.opt.step()
+
+    assert not unreached(steps)
+    trainer.backward(1.0)  # a batch that is left out by hand, before one that is not
+    trainer.opt.zero_grad()
+    trainer.step(1.0)
+    assert not unreached(steps)
+
+
+def test_an_optimizer_whose_parameters_are_frozen_does_not_warn_until_they_are_not(trainer, monkeypatch):
+    with monkeypatch.context() as frozen:
+        frozen.setattr(type(trainer.opt), "ampx_is_frozen", lambda self: True)
+        assert not unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(5)])
+    assert not unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(2)])
+    assert len(unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(5)])) == 1
+
+
+def test_a_disabled_session_does_not_warn(alpha, make_trainer):
+    ampx.init("alpha", enabled=False)
+    trainer = make_trainer(alpha)
+    assert not unreached(lambda: [a_step_on_a_copy(trainer) for _ in range(5)])
 
 
 def test_a_step_without_scale_loss_is_refused(trainer):

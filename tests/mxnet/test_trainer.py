@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -24,6 +25,32 @@ def _backward(net, opt, slope=1.0):
         loss = (net(mx.nd.ones((1, 2))) * slope).sum()
     with ampx.scale_loss(loss, opt) as scaled:
         scaled.backward()
+
+
+def _steps_on_a_copy(net, opt):
+    """Train a network whose trainer is another's; return the warnings that say so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            _backward(net, opt)
+            opt.step(1)
+    return [warning for warning in caught if warning.category is ampx.NoGradientsWarning]
+
+
+def test_a_trainer_made_from_another_network_warns(amp, dense):
+    net, other = dense(), dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    before = net.weight.data().asnumpy().tolist()
+    assert len(_steps_on_a_copy(other, opt)) == 1
+    assert net.weight.data().asnumpy().tolist() == before
+    assert not _steps_on_a_copy(net, opt)
+
+
+def test_a_trainer_of_a_frozen_network_does_not_warn(amp, dense):
+    net, other = dense(), dense()
+    opt = amp.wrap_optimizer(_trainer(net))
+    net.collect_params().setattr("grad_req", "null")
+    assert not _steps_on_a_copy(other, opt)
 
 
 def test_it_is_a_trainer_and_everything_else_is_the_raw_ones(amp, dense):

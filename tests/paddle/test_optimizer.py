@@ -1,6 +1,7 @@
 """A wrapped optimizer is a Paddle optimizer: everything but stepping and clearing is the raw one's."""
 
 import math
+import warnings
 
 import numpy as np
 import paddle
@@ -52,6 +53,30 @@ def values(net):
 
 def same(left, right):
     return all((a == b).all() for a, b in zip(left, right, strict=True))
+
+
+def steps_on_a_copy(net, opt, backward):
+    """Train a network whose optimizer is another's; return the warnings that say so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(net, opt, backward, factors=(1.0,) * 5)
+    return [warning for warning in caught if warning.category is ampx.NoGradientsWarning]
+
+
+def test_an_optimizer_made_from_a_copy_of_the_network_warns(amp, backward):
+    net = make_net()
+    opt = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+    assert len(steps_on_a_copy(make_net(), opt, backward)) == 1
+    assert same(values(net), values(make_net()))
+    assert not steps_on_a_copy(net, opt, backward)
+
+
+def test_an_optimizer_of_a_frozen_network_does_not_warn(amp, backward):
+    net = make_net()
+    opt = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
+    for parameter in net.parameters():
+        parameter.stop_gradient = True
+    assert not steps_on_a_copy(make_net(), opt, backward)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

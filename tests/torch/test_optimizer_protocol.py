@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import warnings
 import weakref
 
 import pytest
@@ -36,6 +37,38 @@ def test_a_step_without_gradients_is_not_counted_and_does_not_raise(amp, backwar
     assert not opt.last_step.applied
     assert growth_tracker(amp, opt) == 0
     assert parameter.tolist() == [1.0, 1.0]
+
+
+def steps_on_a_copy(model, opt, backward, steps=4):
+    """Train a model whose optimizer is another's; return the warnings that say so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            backward(model(torch.ones(1, 2)).sum(), opt)
+            opt.step()
+            opt.zero_grad()
+    return [str(warning.message) for warning in caught if warning.category is ampx.NoGradientsWarning]
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+def test_an_optimizer_made_from_a_copy_of_the_model_warns(trained, amp, backward):
+    model = nn.Linear(2, 1)
+    opt = ampx.wrap_optimizer(torch.optim.Adam(model.parameters()))
+    assert not steps_on_a_copy(model, opt, backward, trained)
+    before = [parameter.clone() for parameter in model.parameters()]
+    (message,) = steps_on_a_copy(copy.deepcopy(model), opt, backward)
+    assert "another model" in message
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_optimizer_of_a_frozen_model_does_not_warn(amp, backward):
+    model, head = nn.Linear(2, 2), nn.Linear(2, 1)
+    opt = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    model.requires_grad_(False)
+    assert not steps_on_a_copy(nn.Sequential(model, head), opt, backward)
+    model.requires_grad_(True)
+    assert not steps_on_a_copy(nn.Sequential(model, head), opt, backward)
+    assert len(steps_on_a_copy(head, opt, backward)) == 1
 
 
 def test_frozen_and_unused_parameters_stay_and_the_others_step(amp, backward):
