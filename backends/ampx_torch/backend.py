@@ -119,7 +119,8 @@ class TorchBackend(ampx.Backend):
         if not any(isinstance(scale, torch.Tensor) for scale in scales):
             return min(scales)
         on_device = next(scale for scale in scales if isinstance(scale, torch.Tensor))
-        return torch.stack([torch.as_tensor(scale, dtype=torch.float32, device=on_device.device) for scale in scales]).amin()
+        options: dict[str, Any] = {"dtype": torch.float32, "device": on_device.device}
+        return torch.stack([torch.as_tensor(scale, **options) for scale in scales]).amin()
 
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""

@@ -82,7 +82,8 @@ def rescale(optimizer: AmpOptimizer, factor: Any) -> None:
         return
     if carried is not factor and carried != factor:
         for bucket in buckets:
-            flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)  # what is not finite stays so, and is found again
+            # What is not finite stays so, and is found again.
+            flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
             unscale_into(bucket, flag, torch.as_tensor(factor / carried, dtype=torch.float32, device=flag.device))
     optimizer.take_checked()
     member.note_scaled(factor)

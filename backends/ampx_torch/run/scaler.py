@@ -200,7 +200,8 @@ class _Watch:
             return
         for managed in seen.waiting:
             for bucket in GradientSet(managed.raw, accepts_half=True).collect():
-                flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)  # what is not finite stays so, and is found again
+                # What is not finite stays so, and is found again.
+                flag = torch.zeros((), dtype=torch.float32, device=bucket[0].device)
                 unscale_into(bucket, flag, change.to(flag.device))
 
     # -- looking and noting --------------------------------------------------------------------------
