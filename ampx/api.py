@@ -109,8 +109,12 @@ def casting_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> annotate.Castin
 
 
 def enter_thread() -> None:
-    """Switch process-wide casting on in the calling thread too, for every session: see `Amp.enter_thread`."""
-    for session in sessions.all_sessions():
+    """Switch process-wide casting on in the calling thread too, for every session: see `Amp.enter_thread`.
+
+    Raises:
+        NotInitializedError: No session is active, so that there is nothing to switch on.
+    """
+    for session in sessions.all_sessions() or [sessions.only("enter_thread")]:
         session.enter_thread()
 
 

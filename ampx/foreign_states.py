@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any, Final
 
 from .errors import InvalidStateError, StateError, UnknownSchemaError, shown
-from .saved_state import GroupState, dump_state, has_schema, parse_state
+from .saved_state import GroupState, dump_state, has_schema, outline, parse_state
 from .scale_state import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
 
 Fields = Mapping[str, Any]
@@ -56,7 +55,7 @@ def import_state(data: object) -> dict[str, Any]:
                 "the state is an empty dict, which a GradScaler saves that is switched off: it holds no loss scale; "
                 "accepted: a state that holds one. Load nothing; the optimizer begins with its first scale."
             )
-        raise _unknown(_outline(data))
+        raise _unknown(outline(data))
     name, fields, read = match
     try:
         state = dump_state(name, [read(fields)])
@@ -90,13 +89,6 @@ def _unknown(passed: str) -> UnknownSchemaError:
         f"Paddle GradScaler, Keras LossScaleOptimizer, TF1 DynamicLossScale, flax DynamicScale or DeepSpeed. Pass "
         f"that part of the checkpoint."
     )
-
-
-def _outline(data: object) -> str:
-    if not isinstance(data, Mapping):
-        return f"a {type(data).__name__}"
-    keys = ", ".join(map(shown, islice(data, 8)))[:300]
-    return f"a dict with the keys {keys or '(none)'}{', …' if len(data) > 8 else ''}"
 
 
 def _find(data: object) -> tuple[str, Fields, Callable[[Fields], GroupState]] | None:

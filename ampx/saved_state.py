@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import islice
 from typing import Any, Final, TypeGuard
 
 from .errors import AmpxError, AmpxWarning, InvalidStateError, StateError, UnknownSchemaError, shown
@@ -50,12 +51,40 @@ def has_schema(data: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(schema, str) and schema == SCHEMA
 
 
+def refuse_session_state(state: object, call: str) -> None:
+    """Raise where an optimizer is told to load the state of a session.
+
+    Args:
+        state: What was passed.
+        call: The method of the optimizer.
+
+    Raises:
+        InvalidStateError: It is a state of ampx.
+    """
+    if has_schema(state):
+        raise InvalidStateError(
+            f"{call} of an optimizer got what amp.state_dict() returns: the loss scales of a session, not the state of "
+            f"an optimizer; accepted: what opt.state_dict() returned. Load this one by amp.load_state_dict(state), and "
+            f"nothing has changed."
+        )
+
+
+def outline(data: object) -> str:
+    """Return what kind of state something is, as an error message shows it."""
+    if not isinstance(data, Mapping):
+        return f"a {type(data).__name__}"
+    keys = ", ".join(map(shown, islice(data, 8)))[:300]
+    return f"a dict with the keys {keys or '(none)'}{', …' if len(data) > 8 else ''}"
+
+
 def _parse(data: object) -> list[GroupState]:
     if not has_schema(data):
-        passed = f"schema={shown(data.get('schema'))}" if isinstance(data, Mapping) else type(data).__name__
+        schema = data.get("schema") if isinstance(data, Mapping) else None
+        passed = outline(data) if schema is None else f"of the schema {shown(schema)}"
         raise UnknownSchemaError(
-            f"the state has {passed}; accepted: a dict with schema={SCHEMA!r}. Pass what state_dict() returned, or "
-            f"convert a state of another library with ampx.import_state(d)."
+            f"the state is {passed}; accepted: what amp.state_dict() returned, of the schema {SCHEMA!r}. Pass that; "
+            f"give the state of an optimizer or a model to its own load_state_dict, and convert the loss scale of "
+            f"another library with ampx.import_state(d)."
         )
     groups = data.get("groups")
     if not isinstance(groups, Sequence) or isinstance(groups, str):

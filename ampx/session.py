@@ -378,8 +378,14 @@ class Amp:
     def enter_thread(self) -> None:
         """Switch process-wide casting on in the calling thread too; call it first thing in a new thread.
 
-        Frameworks keep the switch by thread. A thread pool takes it as `initializer=amp.enter_thread`.
+        Frameworks keep the switch by thread. A thread pool takes it as `initializer=amp.enter_thread`. Nothing is
+        switched on where the session casts nothing, or was shut down.
+
+        Raises:
+            ProtocolError: Another session has replaced this one: the thread would compute unlike the others.
         """
+        if sessions.get(self.framework) is not None:
+            self._check_active()
         if self.casting is not None and self.effective.process_wide:
             self.backend.enter_thread(self.casting)
 
@@ -633,7 +639,8 @@ class Amp:
     def _check_active(self) -> None:
         if not self._active:
             raise ProtocolError(
-                f"this session for {self.framework!r} was shut down; accepted: an active session. Call ampx.init again."
+                f"this session for {self.framework!r} was shut down, or replaced by a later ampx.init; accepted: an "
+                f"active session. Call ampx.init again, or use what it returned last."
             )
 
     def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:

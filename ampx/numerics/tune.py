@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from ampx import callers
 from ampx.backend import CastPlan, Reading, Step, Watching
-from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError, shown
+from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError, UnsupportedOpError, shown
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
@@ -375,7 +376,8 @@ def tune(
         model: The model; its parameters where these are a value (JAX).
         tolerance: How far loss and gradients may be from float32's, relative to their norm; by default what rounding
             explains, as in `compare`, and at most a quarter.
-        dtype: The low precision; by default the session's, or what the device prefers.
+        dtype: The low precision; by default the session's, or what the device prefers. One that the device does not
+            compute is simulated, with a warning: `init` refuses such a policy there.
         framework: Name of the framework; by default that of the only session, or the only one imported.
         device: Name of the device; by default the session's, or the best.
         allow: As in `init`; `"module:pattern"` names modules.
@@ -404,6 +406,15 @@ def tune(
     allow, deny = listed("allow", allow), listed("deny", deny)
     batch = Batch(step, model, framework, device)
     casting = batch.casting(batch.dtype(what_if or dtype), "O1", allow, deny, simulate=what_if is not None)
+    computed = sorted(batch.device.native | batch.device.emulated)
+    if casting.simulated and what_if is None:
+        callers.warn(
+            f"tune got dtype={casting.dtype!r}, which {batch.device.name} does not compute: values are rounded to it, "
+            f"no speed is measured, and init refuses the policy on this device; computed here: "
+            f"{', '.join(computed) or 'float32 only'}. Pass one of these, tune on the device that will train, or ask "
+            f"by what_if={casting.dtype!r} whether the model would survive in it.",
+            PrecisionWarning,
+        )
     if casting is FLOAT32:
         return _float32(_Tuning(batch, casting, tolerance, for_inference), "float32 was asked for")
     tuning = _Tuning(batch, casting, tolerance, for_inference)
@@ -436,6 +447,10 @@ def tune(
         safe = tuning.denying(operations)
         instead = ()
         denied = [Choice(name, f"fails in {casting.dtype}, outside of modules") for name in sorted(operations)]
+    simulated = ""
+    if casting.simulated:
+        refused = "" if casting.dtype in computed else f", where init refuses {casting.dtype}"
+        simulated = f", simulated on {batch.device.name}{refused}"
     policy = TunedPolicy(
         framework=batch.backend.name,
         device=batch.device.name,
@@ -446,7 +461,7 @@ def tune(
         allow=tuple(Choice(str(entry), "asked for") for entry in allow),
         reasons={
             "dtype": f"loss and {'output' if for_inference else 'gradients'} agree with float32's within "
-            f"{tuning.tolerance:.2g}" + (f", simulated on {batch.device.name}" if casting.simulated else ""),
+            f"{tuning.tolerance:.2g}{simulated}",
             "level": "casting by the framework's op lists; the parameters stay in float32",
             "loss_scale": f"the largest scale whose gradients fit is at least {tuning.scale:g} on this batch"
             if scaled(casting.dtype)

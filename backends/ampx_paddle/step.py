@@ -16,6 +16,7 @@ from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member
+from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 
 from . import sharding
@@ -355,6 +356,17 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite. Sync: one a gradient."""
         return tuple(name for name, _, _ in name_nonfinite(self.optimizer, None))
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the raw optimizer's state; the loss scale stays. Paddle skips what it does not know without a word.
+
+        Raises:
+            InvalidStateError: It is the state of a session.
+        """
+        refuse_session_state(state_dict, "set_state_dict")
+        self.optimizer.set_state_dict(state_dict)
+
+    load_state_dict = set_state_dict
 
     # -- copies: what Paddle's own optimizers can ------------------------------------------------------
 

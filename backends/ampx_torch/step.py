@@ -18,6 +18,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError, RawStepError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, HostLedger, Member
+from ampx.saved_state import refuse_session_state
 
 from . import casting, folded_step, fused
 from .closures import evaluates_once, step_with_closure
@@ -632,7 +633,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the raw optimizer's state; the loss scale stays."""
+        """Load the raw optimizer's state; the loss scale stays.
+
+        Raises:
+            InvalidStateError: It is the state of a session.
+        """
+        refuse_session_state(state_dict, "load_state_dict")
         self.optimizer.load_state_dict(state_dict)
         self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         if self._fused and not all(group["fused"] for group in self.param_groups):

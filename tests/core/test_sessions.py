@@ -565,6 +565,23 @@ def test_enter_thread_switches_on_only_process_wide_sessions(alpha, beta):
     assert (alpha.casting, beta.casting) == ("float16", None)
 
 
+def test_enter_thread_without_a_session_says_that_there_is_nothing_to_switch_on(alpha):
+    with pytest.raises(ampx.NotInitializedError, match="enter_thread found no session"):
+        ampx.enter_thread()
+    ampx.init("alpha", enabled=False)
+    ampx.enter_thread()
+    assert alpha.casting is None
+
+
+def test_enter_thread_of_a_session_that_was_replaced_is_refused(alpha):
+    first = ampx.init("alpha")
+    ampx.init("alpha", dtype="bfloat16")
+    alpha.casting = None  # what a new thread sees
+    with pytest.raises(ampx.ProtocolError, match="replaced"):
+        first.enter_thread()
+    assert alpha.casting is None
+
+
 def test_prepare_without_casting_returns_what_it_was_given(alpha):
     amp = ampx.init("alpha", level="O0")
     model, opt = object(), object()

@@ -1,7 +1,9 @@
 """The search for the smallest set is exact, and short."""
 
+import dataclasses
 import math
 import random
+import warnings
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,6 +14,7 @@ from ampx.numerics import tune as tuning
 from ampx.numerics.compare import ModuleError
 from ampx.numerics.tune import by_error, fastest, kept_in_float32, minimal, slow_modules
 from toy.framework import Dense, Module, Tensor, casting_state, product, total
+from toy.implicit import ImplicitToy
 
 pytestmark = pytest.mark.usefixtures("toys")
 
@@ -178,6 +181,24 @@ def test_a_dtype_that_the_device_lacks_is_tried_and_its_speed_is_not_measured():
     assert {"module:doubles", "module:halves"} <= {choice.entry for choice in policy.deny}  # 448 is the largest number
     assert (policy.speed, policy.dtype) == (None, "float8_e4m3")
     assert ampx.tune(large, model, framework="toy", what_if="float8_e5m2", tolerance=0.2).deny == ()
+
+
+def test_a_policy_that_init_would_refuse_on_this_device_is_announced(monkeypatch, tmp_path):
+    can = dataclasses.replace(ImplicitToy.capabilities, simulates=frozenset({"bfloat16"}))
+    monkeypatch.setattr(ImplicitToy, "capabilities", can)
+    monkeypatch.setattr(ImplicitToy, "device", lambda self, name: ampx.Device("cpu", frozenset({"float16"})))
+    with pytest.warns(ampx.PrecisionWarning, match="init refuses the policy on this device; computed here: float16"):
+        policy = ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16")
+    assert (policy.dtype, policy.speed) == ("bfloat16", None)
+    assert "where init refuses bfloat16" in policy.reasons["dtype"]
+    policy.write(tmp_path / "ampx.toml")
+    with pytest.raises(ampx.UnsupportedDtypeError, match="bfloat16"):
+        ampx.init(policy=tmp_path / "ampx.toml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ampx.tune(step, layers(2, ()), framework="toy", what_if="bfloat16").dtype == "bfloat16"
+        ordinary = ampx.tune(step, layers(2, ()), framework="toy", dtype="float16")
+    assert "simulated" not in ordinary.reasons["dtype"]
 
 
 def test_for_inference_gradients_do_not_count():

@@ -151,7 +151,26 @@ def test_state_dict_is_the_raw_optimizers_and_loads_into_plain_paddle(amp, backw
     opt.set_state_dict(paddle.load(path))
     moment = next(key for key in opt.state_dict() if "moment1" in key)
     assert (opt.state_dict()[moment].numpy() == paddle.load(path)[moment].numpy()).all()
-    assert opt.load_state_dict == opt.optimizer.load_state_dict
+
+
+@pytest.mark.parametrize("verb", ["set_state_dict", "load_state_dict"])
+def test_a_state_loads_where_it_belongs_only(amp, backward, verb):
+    """Natively an optimizer that has not stepped takes any dict, and loads nothing of it."""
+    net = make_net()
+    opt = amp.wrap_optimizer(paddle.optimizer.Adam(0.1, parameters=net.parameters()))
+    with pytest.raises(ampx.InvalidStateError, match=r"amp\.load_state_dict"):
+        getattr(opt, verb)(amp.state_dict())
+    train(net, opt, backward)
+    saved = {name: value.numpy() for name, value in opt.state_dict().items() if "moment1" in name}
+    with pytest.raises(ampx.InvalidStateError, match=r"amp\.load_state_dict"):
+        getattr(opt, verb)(amp.state_dict())
+    with pytest.raises(ampx.UnknownSchemaError, match="the state of an optimizer or a model to its own"):
+        amp.load_state_dict(opt.state_dict())
+    state = {name: value * 2 if name in saved else value for name, value in opt.state_dict().items()}
+    getattr(opt, verb)(state)
+    assert saved
+    for name, value in saved.items():
+        assert (opt.state_dict()[name].numpy() == 2 * value).all()
 
 
 @pytest.mark.parametrize("clear", ["clear_grad", "clear_gradients", "zero_grad"])

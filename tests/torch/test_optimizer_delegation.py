@@ -37,6 +37,19 @@ def loss_of(model, x=1.0):
     return (model(torch.full((2, 3), x)) ** 2).mean()
 
 
+def test_a_state_loads_where_it_belongs_only(amp, backward):
+    parameter = nn.Parameter(torch.ones(2))
+    opt = ampx.wrap_optimizer(torch.optim.Adam([parameter]))
+    backward(parameter.sum(), opt)
+    opt.step()
+    with pytest.raises(ampx.InvalidStateError, match=r"amp\.load_state_dict"):
+        opt.load_state_dict(amp.state_dict())
+    with pytest.raises(ampx.UnknownSchemaError, match=r"keys 'state', 'param_groups'.*to its own load_state_dict"):
+        amp.load_state_dict(opt.state_dict())
+    assert opt.state[parameter]["step"] == 1
+    assert amp.state_dict(opt)["groups"][0]["losses"][0]["growth_tracker"] == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scaled_steps_are_the_plain_optimizers_steps_bit_for_bit(kind, amp, backward, same):
     plain_model, plain = model_and_optimizer(kind)
