@@ -44,6 +44,7 @@ WORDS = {
     "epsilon": r"epsilon|underflow|flush",
     "mask": r"mask|constant",
     "logarithm": r"\blog(?!g)|Log(?!g)|[sS]qrt",
+    "digits": r"(?i)cancel|significand|digits",
     "division": r"\bdiv|Div|divide|RealDiv",
     "data": r"\b(?:nan|inf)\s+input|input\S* (?:is|are) not finite",
     "weights": r"\b(?:nan|inf)\s+weight|weight\S* (?:is|are) not finite",
@@ -104,15 +105,22 @@ class Tool:
     missing: str = ""
 
 
+class _Marks:
+    """Stands for pytest where a module of tests is read for what it defines: its marks and fixtures do nothing."""
+
+    def __getattr__(self, name: str) -> _Marks:
+        return self
+
+    def __call__(self, *args: Any, **_: Any) -> Any:
+        return args[0] if args and callable(args[0]) else self
+
+
 def planted(framework: str) -> types.ModuleType:
     """Return the tests' module that defines the faults of a framework; pytest is not needed for that."""
     path = Path(__file__).parents[1] / "tests" / framework / "test_diagnosis.py"
     with contextlib.ExitStack() as stack:
         if importlib.util.find_spec("pytest") is None:
-            mark = types.SimpleNamespace(
-                parametrize=lambda *_, **__: lambda test: test, filterwarnings=lambda *_: lambda test: test
-            )
-            sys.modules["pytest"] = types.SimpleNamespace(mark=mark)  # type: ignore[assignment]
+            sys.modules["pytest"] = _Marks()  # type: ignore[assignment]
             stack.callback(sys.modules.pop, "pytest")
         spec = importlib.util.spec_from_file_location(f"planted_{framework}", path)
         assert spec is not None
@@ -198,8 +206,8 @@ def names_place(said: Said, modules: Sequence[str], code: Sequence[Any]) -> bool
 def names_kind(said: Said, kind: str) -> bool:
     """Return whether a tool named the planted kind, by `RULES`."""
     words = _QUOTED.sub("", said.words)
-    for own in ("DebugUnderflowOverflow", "inf/nan", "nan/inf", "Infinity or NaN", "infinity or nan", "NaN/Inf"):
-        words = words.replace(own, "")
+    for own in ("DebugUnderflowOverflow", "inf/nan", "nan/inf", "infinity or nan", "nan or inf"):
+        words = re.sub(own, "", words, flags=re.IGNORECASE)
     if kind == "overflow" and re.search(r"\bnan\b", words, re.IGNORECASE) and "num_nan=0" not in words:
         return False
     return re.search(WORDS[kind], words) is not None
@@ -228,12 +236,26 @@ def compared(
         pairs: How many pairs are timed.
         advance: Called after each fault and each timing.
     """
+    counts, rows = named(framework, faults, clean, tools, advance)
+    return [*costs(framework, counts, tools, timed, pairs, advance), *rows]
+
+
+def named(
+    framework: str,
+    faults: Sequence[Fault],
+    clean: Sequence[Callable[[], tuple[Any, Callable[[Any], Any]]]],
+    tools: Sequence[Tool],
+    advance: Callable[[], object],
+    device: str = "cpu",
+) -> tuple[dict[str, dict[str, int]], list[dict[str, object]]]:
+    """Return what each tool names, in numbers and fault by fault."""
     names = ["ampx.diagnose", *(tool.name for tool in tools if not tool.missing)]
-    counts = {name: {"places": 0, "kinds": 0, "noticed": 0, "accused": 0} for name in names}
+    total = {"faults": len(faults), "clean": len(clean)}
+    counts = {name: {"places": 0, "kinds": 0, "noticed": 0, "accused": 0, **total} for name in names}
     rows: list[dict[str, object]] = []
     for fault in faults:
         model, step = fault.make()
-        diagnosis = ampx.diagnose(step, model, dtype="float16", framework=framework, device="cpu", **fault.options)
+        diagnosis = ampx.diagnose(step, model, dtype="float16", framework=framework, device=device, **fault.options)
         seen = diagnosis.first_nonfinite
         place = seen is not None and seen.module in fault.modules and fault.direction in (None, seen.direction)
         results = {"ampx.diagnose": (diagnosis.kind != "healthy", place, diagnosis.kind == fault.kind)}
@@ -251,24 +273,35 @@ def compared(
         advance()
     for make in clean:
         model, step = make()
-        diagnosis = ampx.diagnose(step, model, dtype="float16", framework=framework, device="cpu")
+        diagnosis = ampx.diagnose(step, model, dtype="float16", framework=framework, device=device)
         counts["ampx.diagnose"]["accused"] += diagnosis.kind != "healthy"
         for tool in tools:
             if tool.look is not None:
                 model, step = make()
                 counts[tool.name]["accused"] += tool.look(model, step, "float16", diagnosis.scale).anything
+    return counts, rows
+
+
+def costs(
+    framework: str,
+    counts: Mapping[str, Mapping[str, int]],
+    tools: Sequence[Tool],
+    timed: Timed,
+    pairs: int,
+    advance: Callable[[], object],
+) -> list[dict[str, object]]:
+    """Time a step under each tool, and return a row of each with its counts."""
     summary: list[dict[str, object]] = []
-    for name in names:
+    for name, numbers in counts.items():
         chosen = next((tool for tool in tools if tool.name == name), None)
         ratio = _diagnosed(framework, timed, pairs) if chosen is None else _under(chosen, timed, pairs)
-        total = {"faults": len(faults), "clean": len(clean), "once": chosen is None}
-        summary.append({"tool": name, **counts[name], **total, **ratio.to_json()})
+        summary.append({"tool": name, **numbers, "once": chosen is None, **ratio.to_json()})
         advance()
     for operations in (False, True):
         name = f"watch, {'modules and operations' if operations else 'modules'}"
         summary.append({"tool": name, "once": False, **_watched(framework, timed, operations, pairs).to_json()})
         advance()
-    return [*summary, *({"tool": tool.name, "missing": tool.missing} for tool in tools if tool.missing), *rows]
+    return [*summary, *({"tool": tool.name, "missing": tool.missing} for tool in tools if tool.missing)]
 
 
 def _cell(noticed: bool, place: bool, kind: bool) -> str:

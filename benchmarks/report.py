@@ -230,6 +230,12 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
         4,
         _faults(jax_debug_nans="jax_debug_nans, jax_debug_infs"),
     ),
+    "debuggers_paddle": ("who finds a planted fault in PaddlePaddle, and what it costs", 1, _DEBUGGERS),
+    "debuggers_paddle:fault": (
+        "what each names of a planted fault in PaddlePaddle",
+        4,
+        _faults(**{"tensor checker": "the tensor checker of paddle.amp.debugging"}),
+    ),
     "call_cost:calls": (
         "the calls of one step where there is nothing to compute",
         1,

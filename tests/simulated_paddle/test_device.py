@@ -109,6 +109,21 @@ def test_an_operation_is_that_of_float32_rounded(name, dtype):
         np.testing.assert_array_equal(result.astype("float32").numpy(), exact.astype("float32").numpy())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("row", [[0.0] * 7 + [math.nan], [0.0] * 7 + [math.inf], [-math.inf] * 8], ids=str)
+def test_a_softmax_hides_nothing(row, dtype):
+    """As on a GPU. The CPU's kernels make finite numbers of such rows where these have eight elements."""
+    logits = paddle.to_tensor([[0.0] * 8, row]).astype(dtype)
+    logits.stop_gradient = False
+    loss = F.cross_entropy(logits, paddle.to_tensor([0, 0]), reduction="none")
+    loss.sum().backward()
+    results = (F.softmax(logits), F.log_softmax(logits.t(), 0).t(), logits.grad)
+    for result in (loss.reshape([2, 1]), *results):
+        values = result.astype("float32").numpy()
+        assert np.isfinite(values[0]).all()
+        assert np.isnan(values[1]).all()
+
+
 def test_an_operation_without_a_kernel_is_refused():
     with pytest.raises(RuntimeError, match="is not registered"):
         paddle.linalg.svd(paddle.ones([2, 2], "float16"))

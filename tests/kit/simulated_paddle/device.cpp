@@ -50,6 +50,7 @@
 #include "paddle/phi/kernels/embedding_kernel.h"
 #include "paddle/phi/kernels/expand_grad_kernel.h"
 #include "paddle/phi/kernels/expand_kernel.h"
+#include "paddle/phi/kernels/fill_kernel.h"
 #include "paddle/phi/kernels/gather_grad_kernel.h"
 #include "paddle/phi/kernels/gather_kernel.h"
 #include "paddle/phi/kernels/gelu_grad_kernel.h"
@@ -394,6 +395,7 @@ struct Low<Tag, void (*)(const phi::CPUContext&, Args...)> {
   using Function = void (*)(const phi::CPUContext&, Args...);
   static inline Function compute = nullptr;
   static inline bool has_masters = false;
+  static inline void (*correct)(Args...) = nullptr;  // what a GPU returns and the CPU's kernel does not
 
   static void run(const phi::CustomContext& device, Args... args) {
     Call call(device);
@@ -405,6 +407,9 @@ struct Low<Tag, void (*)(const phi::CPUContext&, Args...)> {
     }
     std::apply([&](auto&&... each) { compute(call.host(), std::forward<decltype(each)>(each)...); }, arguments);
     call.finish();
+    if (correct != nullptr) {
+      correct(args...);
+    }
   }
 };
 
@@ -433,10 +438,11 @@ void add_kernel(const std::string& name, phi::Kernel kernel, DataType dtype) {
 constexpr std::initializer_list<DataType> DTYPES = {DataType::FLOAT16, DataType::BFLOAT16, DataType::FLOAT32};
 
 template <typename Function, typename Tag>
-void add(Tag, const char* name, bool has_masters) {
+void add(Tag, const char* name, bool has_masters, decltype(Low<Tag, Function>::correct) correct = nullptr) {
   using Kernel = Low<Tag, Function>;
   Kernel::compute = float32_kernel(name).GetVariadicKernelFn<Function>();
   Kernel::has_masters = has_masters;
+  Kernel::correct = correct;
   if (Kernel::compute == nullptr) {
     throw std::runtime_error(std::string("Paddle has no float32 kernel for ") + name);
   }
@@ -459,6 +465,46 @@ void check_finite_and_unscale(
       round_into(results[index]->data(), place, dtype, widened(gradients[index]->data(), place, dtype) * inverse);
       *overflowed |= !std::isfinite(widened(results[index]->data(), place, dtype));
     }
+  }
+}
+
+// The softmax of what holds NaN or inf, or nothing but -inf, is NaN on a GPU. The CPU's kernel bounds what it takes, and
+// returns finite numbers where a row has eight elements or more.
+void spoil(const DenseTensor& inputs, int axis, std::initializer_list<DenseTensor*> results) {
+  const phi::DDim& dims = inputs.dims();
+  axis = axis < 0 ? axis + dims.size() : axis;
+  int64_t size = dims.size() ? dims[axis] : 1, apart = 1;
+  for (int later = axis + 1; later < dims.size(); ++later) {
+    apart *= dims[later];
+  }
+  for (int64_t row = 0; row < inputs.numel() / size; ++row) {
+    int64_t first = row / apart * size * apart + row % apart;
+    float highest = -INFINITY;
+    for (int64_t place = 0; place < size && !std::isnan(highest); ++place) {
+      float value = widened(inputs.data(), first + place * apart, inputs.dtype());
+      highest = value > highest || std::isnan(value) ? value : highest;
+    }
+    if (std::isfinite(highest)) {
+      continue;
+    }
+    for (DenseTensor* result : results) {
+      bool whole = result->numel() == inputs.numel();
+      for (int64_t place = 0; place < (whole ? size : 1); ++place) {
+        round_into(result->data(), whole ? first + place * apart : row, result->dtype(), NAN);
+      }
+    }
+  }
+}
+
+void spoil_softmax(const DenseTensor& inputs, int axis, DenseTensor* result) {
+  spoil(inputs, axis, {result});
+}
+
+void spoil_cross_entropy(
+    const DenseTensor& logits, const DenseTensor&, bool, bool use_softmax, bool, int, int axis, DenseTensor* softmax,
+    DenseTensor* loss) {
+  if (use_softmax) {
+    spoil(logits, axis, {softmax, loss});
   }
 }
 
@@ -517,8 +563,7 @@ void add_views() {
   }
 }
 
-#define ADD(op, function, has_masters) \
-  add<decltype(&phi::function##Kernel<float, phi::CPUContext>)>([] {}, #op, has_masters);
+#define ADD(op, function, ...) add<decltype(&phi::function##Kernel<float, phi::CPUContext>)>([] {}, #op, __VA_ARGS__);
 #define KERNEL(op, function) ADD(op, function, false)
 #define WITH_GRADIENT(op, function) KERNEL(op, function) KERNEL(op##_grad, function##Grad)
 #define REDUCTION(op, function) KERNEL(op, function) KERNEL(op##_grad, Reduce##function##Grad)
@@ -534,7 +579,9 @@ void add_kernels() {
   WITH_GRADIENT(clip, Clip)
   WITH_GRADIENT(concat, Concat)
   WITH_GRADIENT(conv2d, Conv)
-  WITH_GRADIENT(cross_entropy_with_softmax, CrossEntropyWithSoftmax)
+  WITH_GRADIENT(cos, Cos)
+  ADD(cross_entropy_with_softmax, CrossEntropyWithSoftmax, false, &spoil_cross_entropy)
+  KERNEL(cross_entropy_with_softmax_grad, CrossEntropyWithSoftmaxGrad)
   WITH_GRADIENT(divide, Divide)
   WITH_GRADIENT(embedding, Embedding)
   WITH_GRADIENT(exp, Exp)
@@ -545,7 +592,8 @@ void add_kernels() {
   WITH_GRADIENT(layer_norm, LayerNorm)
   WITH_GRADIENT(linear_v2, LinearV2)
   WITH_GRADIENT(log, Log)
-  WITH_GRADIENT(log_softmax, LogSoftmax)
+  ADD(log_softmax, LogSoftmax, false, &spoil_softmax)
+  KERNEL(log_softmax_grad, LogSoftmaxGrad)
   WITH_GRADIENT(matmul, Matmul)
   REDUCTION(max, Max)
   WITH_GRADIENT(maximum, Maximum)
@@ -562,7 +610,9 @@ void add_kernels() {
   WITH_GRADIENT(rsqrt, Rsqrt)
   WITH_GRADIENT(sigmoid, Sigmoid)
   WITH_GRADIENT(silu, Silu)
-  WITH_GRADIENT(softmax, Softmax)
+  ADD(softmax, Softmax, false, &spoil_softmax)
+  KERNEL(softmax_grad, SoftmaxGrad)
+  WITH_GRADIENT(sin, Sin)
   WITH_GRADIENT(sqrt, Sqrt)
   WITH_GRADIENT(square, Square)
   WITH_GRADIENT(squared_l2_norm, SquaredL2Norm)
@@ -573,6 +623,7 @@ void add_kernels() {
   KERNEL(add_n, AddN)
   KERNEL(argmax, ArgMax)
   KERNEL(embedding_sparse_grad, EmbeddingSparseGrad)
+  KERNEL(fill, Fill)
   KERNEL(merge_selected_rows, sr::MergeSelectedRows)
   KERNEL(min, Min)
   KERNEL(scale, Scale)
