@@ -6,7 +6,7 @@ Runs what proves most first: the checks of every framework in tiny sizes, then t
 hypothesis are there, then in full size what measures. Each framework runs in a process of its own. Prints a table, and
 writes it, with the machine described, as JSON after every check. Exit code 0: all passed; 1: a check failed; 2: there
 is no CUDA device and nothing was run. `--device cpu` runs what makes sense there, to try the script out, and
-`--device simulated` runs PyTorch and PaddlePaddle on the devices that their tests simulate.
+`--device simulated` runs PyTorch, PaddlePaddle and MXNet on the devices that their tests simulate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FRAMEWORKS: dict[str, tuple[str, str]] = {
     "mxnet": ("_gpu_mxnet", "ampx_mxnet"),
 }
 # Framework → the module of `tests/kit` that simulates its device.
-SIMULATED = {"torch": "simulated_cuda", "paddle": "simulated_paddle"}
+SIMULATED = {"torch": "simulated_cuda", "paddle": "simulated_paddle", "mxnet": "simulated_mxnet"}
 STAGES = ("quick", "tests", "full")
 NOTHING_RUN = 2
 

@@ -30,6 +30,7 @@ pytest.register_assert_rewrite("matrix", "transfer")
 
 import processes  # noqa: E402 -- after the path on which it is, and the environment that it hands on
 import simulated_cuda  # noqa: E402
+import simulated_mxnet  # noqa: E402
 import simulated_paddle  # noqa: E402
 from compiled import CannotSimulateError  # noqa: E402
 from evidence import ASPECTS, COMBINATIONS, WORDS, EvidencePlugin  # noqa: E402
@@ -38,7 +39,8 @@ from evidence import ASPECTS, COMBINATIONS, WORDS, EvidencePlugin  # noqa: E402
 SIMULATED = bool(os.environ.get("AMPX_SIMULATE_CUDA"))
 not_simulated = None
 if SIMULATED:
-    simulated = simulated_paddle if importlib.util.find_spec("paddle") else simulated_cuda
+    installed = {"paddle": simulated_paddle, "mxnet": simulated_mxnet}
+    simulated = next((device for name, device in installed.items() if importlib.util.find_spec(name)), simulated_cuda)
     try:
         simulated.start(ROOT / ".pytest_cache" / "simulated-cuda")
     except CannotSimulateError as reason:
@@ -122,9 +124,9 @@ def covers(record_property):
 def gpu_script_on_cpu(tmp_path):
     """Run what `make gpu` runs of one framework on a CPU; give its report, and how each of its checks ended."""
 
-    def run(framework):
+    def run(framework, device="cpu"):
         report = tmp_path / "gpu.json"
-        arguments = ("--device", "cpu", "--framework", framework, "--quick", "--out", report)
+        arguments = ("--device", device, "--framework", framework, "--quick", "--out", report)
         path = f"{ROOT}{os.pathsep}{ROOT / 'backends'}"
         done = processes.run_python(
             ROOT / "benchmarks" / "gpu.py", *arguments, timeout=280, check=True, PYTHONPATH=path

@@ -16,6 +16,12 @@ _NEEDED: Final = "avx512bw"
 _TOO_WEAK: Final = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_MIC", "AVX512_MIC_4OPS"))
 
 
+def has_onednn() -> bool:
+    """Return whether oneDNN computes on the CPU."""
+    on = os.environ.get("MXNET_MKLDNN_ENABLED", "1").lower() not in ("0", "false")
+    return on and bool(mx.runtime.Features().is_enabled("MKLDNN"))
+
+
 def describe(name: str) -> Device:
     """Describe a device."""
     return _describe_cpu() if choose_device(name, "mxnet", "gpu", mx.context.num_gpus()) is None else _describe_gpu()
@@ -25,11 +31,13 @@ def _describe_cpu() -> Device:
     flags = cpu_flags()
     instructions = [flag for flag in _NATIVE if flag in flags]
     limit = os.environ.get("DNNL_MAX_CPU_ISA")
-    works = mx.runtime.Features().is_enabled("MKLDNN") and _NEEDED in flags and limit not in _TOO_WEAK
+    works = has_onednn() and _NEEDED in flags and limit not in _TOO_WEAK
     native = works and bool(instructions)
     reason = f"this CPU computes bfloat16 natively ({', '.join(instructions)})"
     if limit in _TOO_WEAK:
         reason = f"MXNet has no bfloat16 kernels where DNNL_MAX_CPU_ISA={limit}"
+    elif not has_onednn():
+        reason = "MXNet has no bfloat16 kernels without oneDNN (MXNET_MKLDNN_ENABLED=0, or a build without it)"
     elif not native:
         reason = "this CPU has no instructions for bfloat16" if works else "MXNet has no bfloat16 kernels for this CPU"
     return Device(

@@ -257,7 +257,9 @@ def _values(tensor: Any) -> Any:
     """Return the elements in one dimension, in float32 at least."""
     wide = tensor if dtypes.name_of(tensor.dtype) == "float64" else dtypes.cast_tensor(tensor, "float32")
     dense = wide.tostype("default") if wide.stype != "default" else wide
-    return (dense.as_nd_ndarray() if isinstance(dense, mx.np.ndarray) else dense).reshape((-1,))
+    classic = dense.as_nd_ndarray() if isinstance(dense, mx.np.ndarray) else dense
+    # Native defect: an array's own `reshape` is a view, which cannot be copied where oneDNN chose the layout.
+    return mx.nd.reshape(classic, shape=(-1,))
 
 
 def _reduced(tensor: Any, limits: Format) -> Reduced:
@@ -429,17 +431,7 @@ def rounded(tensor: Any, dtype: str) -> Any:
     with mx.autograd.pause(), _quiet():
         if dtype in dtypes.DTYPES:
             return dtypes.cast_tensor(tensor, cast(Dtype, dtype)).astype(tensor.dtype)
-        limits = FORMATS[dtype]
-        values = tensor.astype("float32")
-        # A sum with a power of two rounds to the last digit that it holds. What is below the smallest normal number
-        # has the digits of that; what is far too large must not overflow on the way.
-        magnitudes = values.abs().clip(0.0, 2 * limits.largest)
-        powers = 2.0 ** magnitudes.clip(limits.smallest_normal, 2 * limits.largest).log2().floor()
-        shift = powers * 2.0 ** (FORMATS["float32"].bits - limits.bits)
-        nearest = (magnitudes + shift) - shift
-        beyond = mx.nd.full(values.shape, math.inf if limits.infinite else math.nan, ctx=values.context)
-        nearest = mx.nd.where(nearest > limits.largest, beyond, nearest) * values.sign()
-        return mx.nd.where(values == values, nearest, values).astype(tensor.dtype)  # NaN is not equal to itself
+        return dtypes.nearest(tensor, FORMATS[dtype]).astype(tensor.dtype)
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------

@@ -5,11 +5,17 @@ Importing MXNet in the scheduler or the server serves until the workers are gone
 
 import json
 import math
+import os
 import pathlib
 import sys
 import warnings
 
 warnings.simplefilter("ignore")
+
+import simulated_mxnet  # noqa: E402
+
+if os.environ.get("AMPX_SIMULATE_CUDA"):
+    simulated_mxnet.start()
 
 import ampx  # noqa: E402
 from ampx_mxnet.compat import mx  # noqa: E402
@@ -23,25 +29,26 @@ class Training:
     MXNet's stores know parameters by their number in a trainer, so that there can be one trainer only.
     """
 
-    def __init__(self, store):
-        self.rank = store.rank
-        self.parameter = mx.gluon.Parameter("w", shape=(2,), grad_req="add")
-        self.parameter.initialize(mx.init.Zero())
+    def __init__(self, store, parameter):
+        self.rank, self.parameter = store.rank, parameter
         # MXNet's own choice would be to update in the store, before anything is checked.
         raw = mx.gluon.Trainer([self.parameter], "sgd", {"learning_rate": RATE}, kvstore=store)
         self.opt = ampx.wrap_optimizer(raw)
 
+    def loss(self, slope):
+        return (self.parameter.data() * slope).sum()
+
     def backward(self, slope, loss_id=0):
         with mx.autograd.record():
-            loss = (self.parameter.data() * slope).sum()
+            loss = self.loss(slope)
             with ampx.scale_loss(loss, self.opt, loss_id=loss_id) as scaled:
                 scaled.backward()
 
     def step(self):
         """Step; return whether it was applied, by how much the weights went down, and the loss scales after it."""
-        before = self.parameter.data().asnumpy()
+        before = self.parameter.data().astype("float32").asnumpy().ravel()
         self.opt.step(1)
-        after = self.parameter.data().asnumpy()
+        after = self.parameter.data().astype("float32").asnumpy().ravel()
         self.opt.zero_grad()
         scales = [state.scale for _, state in sorted(self.opt.ampx_group.states.items())]
         return self.opt.last_step.applied, ((before - after) / RATE).tolist(), scales
@@ -97,14 +104,42 @@ def losses(training):
 SCENARIOS = (steps, unscaled, by_hand, sum_overflows, losses)
 
 
-def main(folder):
+class TrainingOnGpu(Training):
+    """A layer on a GPU that every worker trains at a level; its input is the slope."""
+
+    def __init__(self, store, level):
+        self.layer = mx.gluon.nn.Dense(1, in_units=2, use_bias=False)
+        self.layer.initialize(mx.init.Zero(), ctx=mx.gpu(0))
+        super().__init__(store, self.layer.weight)
+        if level in ("O2", "O3"):
+            ampx.prepare(self.layer, self.opt)
+
+    def loss(self, slope):
+        return self.layer(mx.nd.full((1, 2), slope, ctx=mx.gpu(0))).astype("float32").sum()
+
+
+def products(training):
+    """As `steps`, in products."""
+    return steps(training)
+
+
+def main(folder, level=None):
     store = mx.kv.create("dist_sync")
-    ampx.init("mxnet", level="O0", loss_scale="dynamic", nan_loss="skip")
-    training, seen = Training(store), {}
-    for scenario in SCENARIOS:
+    if level is None:
+        ampx.init("mxnet", level="O0", loss_scale="dynamic", nan_loss="skip")
+        parameter = mx.gluon.Parameter("w", shape=(2,), grad_req="add")
+        parameter.initialize(mx.init.Zero())
+        training, scenarios = Training(store, parameter), SCENARIOS
+    else:
+        dtype = {} if level == "O0" else {"dtype": "float16"}
+        scale = ampx.LossScale(init_scale=2.0**10)
+        ampx.init("mxnet", device="gpu", level=level, loss_scale=scale, nan_loss="skip", **dtype)
+        training, scenarios = TrainingOnGpu(store, level), [products]
+    seen = {}
+    for scenario in scenarios:
         seen[scenario.__name__] = scenario(training)
         pathlib.Path(folder, f"{store.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

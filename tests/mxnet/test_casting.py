@@ -211,6 +211,29 @@ def test_a_cpu_whose_instructions_are_limited_computes_no_bfloat16(monkeypatch, 
     assert limit in cpu.reason
 
 
+def test_without_onednn_a_cpu_computes_no_bfloat16_and_casts_still_round(native, monkeypatch):
+    """MXNet itself then cuts the digits off."""
+    monkeypatch.setenv("MXNET_MKLDNN_ENABLED", "0")
+    monkeypatch.setenv("MXNET_STORAGE_FALLBACK_LOG_VERBOSE", "0")
+    code, out, err = native(
+        """
+import ampx
+from ampx_mxnet.dtypes import cast_tensor
+with ampx.init("mxnet", device="cpu") as amp:
+    print(amp.effective.dtype, "MXNET_MKLDNN_ENABLED" in amp.effective.reason)
+third = nd.array([1 / 3, -1 / 3, float("inf"), 3.4e38])
+third.attach_grad()
+with autograd.record():
+    low = cast_tensor(third, "bfloat16")
+    cast_tensor(low, "float32").backward()
+print(cast_tensor(low, "float32").asnumpy().tolist(), third.grad.asnumpy().tolist())
+print(nd.amp_cast(third, dtype=low.dtype).astype("float32").asnumpy().tolist()[0])
+"""
+    )
+    assert code == 0, err
+    assert out.splitlines() == ["None True", "[0.333984375, -0.333984375, inf, inf] [1.0, 1.0, 1.0, 1.0]", "0.33203125"]
+
+
 def test_bfloat16_is_refused_where_onednn_may_not_use_what_it_needs(native, monkeypatch):
     """MXNet itself fails when somebody waits for the product."""
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")

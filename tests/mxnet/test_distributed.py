@@ -27,9 +27,8 @@ def free_port():
         return opened.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("workers")
+def run_workers(folder, *arguments):
+    """Run two workers with these arguments; return what reads both's records of a scenario."""
     common = {
         "DMLC_PS_ROOT_URI": "127.0.0.1",
         "DMLC_PS_ROOT_PORT": str(free_port()),
@@ -39,7 +38,9 @@ def records(tmp_path_factory):
         "DMLC_NUM_WORKER": "2",
     }
     roles = ("scheduler", "server", "worker", "worker")
-    ended = processes.finish([processes.Started([WORKER, folder], DMLC_ROLE=role, **common) for role in roles])
+    ended = processes.finish(
+        [processes.Started([WORKER, folder, *arguments], DMLC_ROLE=role, **common) for role in roles]
+    )
 
     def read(scenario):
         rows = []
@@ -53,6 +54,11 @@ def records(tmp_path_factory):
         return rows
 
     return read
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("workers"))
 
 
 def applied(gradient, *scales):
@@ -94,6 +100,17 @@ def test_scales_of_several_losses_stay_equal_where_one_worker_knows_which_overfl
             skipped(2.0**13, 2.0**15),
             applied(6.0, 2.0**13, 2.0**15),
         ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "level"), [("float32", "O0"), *(("float16", level) for level in ("O1", "O2", "O3"))])
+def test_workers_with_gpus_add_up_and_skip_alike(dtype, level, tmp_path, covers):
+    if not mx.context.num_gpus():
+        pytest.skip("no CUDA device for mxnet")
+    scale = 2.0**10  # times a slope of 3 it is within float16
+    for record in run_workers(tmp_path, level)("products"):
+        assert record == [applied(3.0, scale), skipped(scale / 2), applied(3.0, scale / 2)]
+    covers("distributed", "mxnet", f"gpu/{dtype}/{level}")
 
 
 # -- what stores cannot do: refused before anything is trained -------------------------------------------

@@ -220,6 +220,20 @@ def test_a_step_of_a_trainer_among_operations_is_taken_and_not_read(backend, net
     assert not [reading for reading in watch.readings() if "adam" in reading.operation]
 
 
+def test_every_element_of_a_value_is_kept_in_the_layouts_of_onednn(backend):
+    """MXNet refuses to copy an array's view of one dimension there: "!is_view"."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, in_channels=3), nn.GlobalAvgPool2D())
+    net.initialize(mx.init.Xavier())
+    inputs = mx.nd.random.normal(shape=(4, 3, 16, 16))
+    with backend.watch(net, Watching(samples=8192)) as watch, mx.autograd.record():
+        output = net(inputs)
+        output.backward()
+    readings = {(reading.module, reading.direction): reading.sample for reading in watch.readings()}
+    assert np.array_equal(readings["1", "forward"], output.asnumpy().ravel())
+    assert np.allclose(readings["0", "backward"], np.full(4 * 8 * 14**2, 1 / 14**2), rtol=2.0**-22, atol=0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_rounded_as_numpy_rounds_them(dtype):
     numbers = np.random.default_rng(0).normal(size=999) * 10.0 ** np.random.default_rng(1).integers(-12, 12, 999)
