@@ -22,7 +22,6 @@ from .api import (
     scale_loss as scale_loss,
     shutdown as shutdown,
     state_dict as state_dict,
-    trace_overflow as trace_overflow,
     unscale as unscale,
     wrap_optimizer as wrap_optimizer,
 )
@@ -42,6 +41,7 @@ from .backend import (
     Watch as Watch,
     Watching as Watching,
 )
+from .debug import trace_overflow as trace_overflow
 from .errors import (
     AlreadyScaledError as AlreadyScaledError,
     AlreadyWrappedError as AlreadyWrappedError,

@@ -165,17 +165,6 @@ def on_event(listener: Listener) -> Callable[[], None]:
         return stack.pop_all().close
 
 
-def trace_overflow(model: Any) -> Any:
-    """Return a region whose target has the first module with a non-finite output as `first`, and as text says it.
-
-    Raises:
-        UnsupportedByBackendError: The backend cannot watch modules.
-
-    Sync: where `first` is read.
-    """
-    return sessions.find("trace_overflow", model).backend.trace_overflow(model)
-
-
 def shutdown(framework: str | None = None) -> None:
     """End the session of a framework, or all sessions: each framework is left as it was before `init`.
 

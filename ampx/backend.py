@@ -62,9 +62,8 @@ class Capabilities:
         state_values: Optimizer state is a value that the user carries, and the loss scale is in it: calls take the
             state where those of other backends take the wrapped optimizer.
         names_gradients: The parameters with non-finite gradients can be named.
-        traces_overflow: The first module whose output overflows can be named.
         automates: `ampx run` trains scripts that know nothing of mixed precision: `automate` is there.
-        watches: The values of named modules can be read: the verb `watch`.
+        watches: The values of named modules can be read: the verb `watch`, on which `trace_overflow` stands.
         forces: Named modules can be computed in a dtype of their own: the verb `force`, and entries `"module:name"`
             of `allow` and `deny`.
         replays: A batch can be computed again, with the same random numbers and without a step: the verb `replay`.
@@ -91,7 +90,6 @@ class Capabilities:
     traceable: bool = False
     state_values: bool = False
     names_gradients: bool = False
-    traces_overflow: bool = False
     automates: bool = False
     watches: bool = False
     forces: bool = False
@@ -467,10 +465,6 @@ class Backend(abc.ABC):
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
         self.refuse("naming parameters with non-finite gradients")
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a region whose target tells the first module with a non-finite output."""
-        self.refuse("tracing overflow by module")
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Return a region that reads the outputs of modules and the gradients of these outputs.

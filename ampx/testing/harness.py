@@ -145,10 +145,6 @@ class Harness(abc.ABC):
         """Name an operation that casting computes in low precision, for `deny`; the one of `computes_in`."""
         raise NotImplementedError(f"{type(self).__name__}.operation: wanted because op_lists is declared")
 
-    def overflowing(self) -> tuple[Any, Any, str]:
-        """Return a model, a function that runs it, and the name of the first module whose output overflows."""
-        raise NotImplementedError(f"{type(self).__name__}.overflowing: wanted because traces_overflow is declared")
-
     def chain(
         self, weights: Sequence[float], inputs: Sequence[float], noise: bool = False
     ) -> tuple[Any, Callable[[Any], Any], list[str]]:

@@ -83,9 +83,10 @@ def _names_gradients(suite: KitTests) -> None:
     _not_supported(suite, lambda: debug.nonfinite_parameters(bench.opt))
 
 
-def _traces_overflow(suite: KitTests) -> None:
+def _watches(suite: KitTests) -> None:
     suite.start()
     _not_supported(suite, lambda: ampx.trace_overflow(suite.subject.parameter([1.0])))
+    _not_supported(suite, lambda: suite.backend.watch(None, Watching()))
 
 
 def _promotes(suite: KitTests) -> None:
@@ -201,7 +202,6 @@ REFUSALS: Final[dict[str, Callable[[KitTests], None]]] = {
     "replays": lambda suite: _not_supported(suite, lambda: suite.backend.replay(None, lambda model: model, None)),
     "sees_backward": lambda suite: _not_supported(suite, lambda: suite.backend.watch_backward(None, None)),
     "simulates": _simulates,
-    "traces_overflow": _traces_overflow,
     "vector_losses": _vector_losses,
-    "watches": lambda suite: _not_supported(suite, lambda: suite.backend.watch(None, Watching())),
+    "watches": _watches,
 }

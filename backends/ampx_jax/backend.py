@@ -12,7 +12,6 @@ import optax
 
 import ampx
 from ampx.backend import CastPlan, Conversion, Converted, LossInfo, reject_unknown
-from ampx.numerics import overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -42,7 +41,6 @@ class JaxBackend(ampx.Backend):
         state_values=True,
         automates=True,
         names_gradients=True,
-        traces_overflow=True,
         watches=True,
         forces=True,
         replays=True,
@@ -108,10 +106,6 @@ class JaxBackend(ampx.Backend):
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List what the last step of an optimizer state counted; names are the keys of the parameters' tree."""
         return StateHandle(optimizer, "nonfinite_parameters").ampx_nonfinite
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a region in which the first module with a non-finite output is found."""
-        return overflow.trace_overflow(self, model)
 
     def convert(self, model: Any, conversion: Conversion) -> Converted:
         """Convert a function and its parameters for inference."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import ampx
 from ampx.backend import CastPlan, Conversion, Converted, Replayed, Step, Unscaled
-from ampx.numerics.overflow import trace_overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -41,7 +40,6 @@ class MXNetBackend(ampx.GenericBackend):
         vector_losses=True,
         distributed=True,
         names_gradients=True,
-        traces_overflow=True,
         automates=True,
         watches=True,
         forces=True,
@@ -96,10 +94,6 @@ class MXNetBackend(ampx.GenericBackend):
     def seed(self, number: int) -> None:
         """Seed MXNet, whose random numbers are then the same in every run."""
         mx.random.seed(number)
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Watch the outputs of all blocks."""
-        return trace_overflow(self, model)
 
     def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
         """Return a region in which blocks compute in dtypes of their own, or round as these would."""

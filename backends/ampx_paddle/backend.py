@@ -10,7 +10,6 @@ import paddle
 
 import ampx
 from ampx.backend import CastPlan, Conversion, Converted, Replayed, Step, Unscaled, Watch, Watching
-from ampx.numerics.overflow import trace_overflow
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -43,7 +42,6 @@ class PaddleBackend(ampx.GenericBackend):
         sees_backward=True,
         distributed=True,
         names_gradients=True,
-        traces_overflow=True,
         automates=True,
         watches=True,
         forces=True,
@@ -103,10 +101,6 @@ class PaddleBackend(ampx.GenericBackend):
     def peak_memory(self) -> int | None:
         """Return the peak of Paddle's allocator on the present GPU; None without one."""
         return paddle.device.cuda.max_memory_allocated() if paddle.device.is_compiled_with_cuda() else None
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Watch the outputs of all layers."""
-        return trace_overflow(self, model)
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Return a region that reads the outputs of layers and the gradients of these outputs."""

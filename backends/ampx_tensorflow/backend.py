@@ -12,7 +12,6 @@ import tensorflow as tf
 
 import ampx
 from ampx.backend import Array, CastPlan, Conversion, Converted, Replayed, Step, Watch, Watching, reject_unknown
-from ampx.numerics import overflow
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.run import Run
@@ -42,7 +41,6 @@ class TensorFlowBackend(ampx.Backend):
         traceable=True,
         automates=True,
         names_gradients=True,
-        traces_overflow=True,
         watches=True,
         forces=True,
         replays=True,
@@ -151,10 +149,6 @@ class TensorFlowBackend(ampx.Backend):
             name = names.get(id(plain)) or gradients.name(variable)
             rows.append((name, bad, int(tf.TensorShape(variable.shape).num_elements())))
         return rows
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a region whose target tells the first layer with a non-finite output."""
-        return overflow.trace_overflow(self, model)
 
     def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
         """Return a region that reads layers, `tf.Module`s and operations; functions run as Python inside."""

@@ -12,7 +12,6 @@ import torch
 import ampx
 from ampx.backend import CastPlan, Conversion, Converted, LossInfo, Replayed, Step
 from ampx.errors import LossDtypeError
-from ampx.numerics import overflow
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 
@@ -42,7 +41,6 @@ class TorchBackend(ampx.Backend):
         distributed=True,
         device_scale=True,
         names_gradients=True,
-        traces_overflow=True,
         automates=True,
         watches=True,
         forces=True,
@@ -125,10 +123,6 @@ class TorchBackend(ampx.Backend):
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""
         return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-
-    def trace_overflow(self, model: Any) -> AbstractContextManager[Any]:
-        """Watch the outputs of modules."""
-        return overflow.trace_overflow(self, model)
 
     def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
         """Compute a batch again."""

@@ -17,7 +17,7 @@ from ampx.testing import BackendSuite, FuzzSuite, Harness, PluginSuite, oracle
 from ampx.testing.bench import Bench
 from ampx.testing.checks import refused
 from judging import list_tests, suite_for
-from toy.explicit import ExplicitToy
+from toy.explicit import BareToy
 from toy.harness import ImplicitToyHarness
 from toy.mutation import verbs
 
@@ -85,10 +85,10 @@ def test_failed_asserts_show_their_values():
 
 
 def test_a_declared_ability_without_its_verb_is_told_by_name():
-    claims = replace(ExplicitToy.capabilities, traces_overflow=True)
-    suite = suite_for(verbs("ClaimsTracing", ExplicitToy, capabilities=claims))()
+    claims = replace(BareToy.capabilities, watches=True)
+    suite = suite_for(verbs("ClaimsWatching", BareToy, capabilities=claims))()
     suite.setup_method()
-    message = "ClaimsTracing.trace_overflow: Return a region .* Wanted because traces_overflow is declared"
+    message = "ClaimsWatching.watch: Return a region .* Wanted because watches is declared"
     try:
         with pytest.raises(NotImplementedError, match=message):
             suite.test_the_verbs_of_what_is_declared_are_written()

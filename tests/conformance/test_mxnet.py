@@ -1,7 +1,6 @@
 """The kit on MXNet."""
 
 import importlib.util
-import math
 import pathlib
 import random
 
@@ -137,14 +136,6 @@ class MXNetHarness(Harness):
 
     def operation(self):
         return mx.nd.FullyConnected
-
-    def overflowing(self):
-        model = mx.gluon.nn.Sequential()
-        for weight in (1.0, math.inf):
-            layer = mx.gluon.nn.Dense(1, in_units=1)
-            layer.initialize(mx.init.Constant(weight), ctx=self._context())
-            model.add(layer)
-        return model, lambda: model(mx.nd.ones((1, 1), ctx=self._context())), "1"
 
     def chain(self, weights, inputs, noise=False):
         model = mx.gluon.nn.HybridSequential()

@@ -144,10 +144,6 @@ class TensorFlowHarness(Harness):
     def stored(self, model, layer):
         return {variable.dtype for variable in model.get_layer(layer).weights}
 
-    def overflowing(self):
-        model, step, names = self.chain((1.0, float("inf"), 1.0), (1.0,))
-        return model, lambda: step(model), names[1]
-
     def model_state(self, model):
         state = [variable.numpy().tolist() for variable in model.variables]
         return state, tf.random.get_global_generator().state.numpy().tolist(), random.getstate()

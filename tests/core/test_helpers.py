@@ -159,7 +159,6 @@ def test_the_wrapper_s_class_has_what_the_framework_s_has(wrapper):
         lambda bare: bare.enter_thread(None),
         lambda bare: bare.widest((), "float16"),
         lambda bare: bare.nonfinite_parameters(None, None),
-        lambda bare: bare.trace_overflow(None),
         lambda bare: bare.watch(None, backend.Watching()),
         lambda bare: bare.force(None, {}),
         lambda bare: bare.replay(None, lambda model: model, None),

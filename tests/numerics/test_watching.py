@@ -7,7 +7,7 @@ import pytest
 
 import ampx
 from ampx.backend import CastPlan, Reading, Stats, Watching
-from ampx.numerics.overflow import OverflowTrace, trace_overflow
+from ampx.debug import OverflowTrace
 from ampx.numerics.rounding import describe
 from ampx.numerics.watching import (
     FORCES,
@@ -24,7 +24,6 @@ from ampx.numerics.watching import (
 )
 from toy.framework import Dense, Module, Tensor
 from toy.harness import ImplicitToyHarness
-from toy.implicit import ImplicitToy
 
 
 class Noting:
@@ -186,12 +185,13 @@ def test_an_overflow_is_told_with_where_it_came_from():
 
 
 def test_an_overflow_is_traced_while_the_region_lasts():
-    model, run, name = ImplicitToyHarness().overflowing()
-    with trace_overflow(ImplicitToy(), model) as trace:
+    ampx.init("toy", dtype="float16")
+    model, run, names = ImplicitToyHarness().chain([1.0, 2.0**10, 1.0], [2.0**10])
+    with ampx.trace_overflow(model) as trace:
         assert trace.first is None
-        run()
-        assert (trace.first.module, trace.first.dtype) == (name, "float16")
-    with trace_overflow(ImplicitToy(), model) as after:
+        run(model)
+        assert (trace.first.module, trace.first.dtype) == (names[1], "float16")
+    with ampx.trace_overflow(model) as after:
         pass
-    run()
+    run(model)
     assert after.first is None

@@ -41,8 +41,6 @@ class VerbTests(KitTests):
             yield "state_values", ("state_handle",)
         if can.names_gradients:
             yield "names_gradients", ("nonfinite_parameters",)
-        if can.traces_overflow:
-            yield "traces_overflow", ("trace_overflow",)
         if can.watches:
             yield "watches", ("watch",)
         if can.forces or can.simulates:

@@ -93,16 +93,6 @@ class ImplicitToyHarness(Harness):
         """Read the dtypes of the parameters."""
         return {parameter.dtype for parameter in dict(model.named_modules())[layer].parameters.values()}
 
-    def overflowing(self) -> tuple[Any, Callable[[], Any], str]:
-        """Multiply numbers whose product float16 does not hold."""
-        model, run, names = self.chain([1.0, 2.0**10, 1.0], [2.0**10])
-
-        def cast() -> None:
-            with toy.autocast(toy.CastingState("float16")):
-                run(model)
-
-        return model, cast, names[1]
-
     def model_state(self, model: Module) -> Any:
         """Read weights, gradients, buffers and the random state."""
         parameters = [parameter for _, parameter in model.named_parameters()]

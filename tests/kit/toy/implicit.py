@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 import ampx
 from ampx.backend import CastPlan, Unscaled, reject_unknown
-from ampx.numerics.overflow import trace_overflow
 from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
 from ampx.run import Run
 from toy.automation import automate
-from toy.framework import Module, Optimizer, Tensor
+from toy.framework import Optimizer, Tensor
 from toy.inference import ToyInference
 
 OPERATIONS = ("product", "total")
@@ -36,7 +35,6 @@ class ImplicitToy(ToyInference):
         per_loss_scales=True,
         sees_backward=True,
         names_gradients=True,
-        traces_overflow=True,
         automates=True,
         watches=True,
         forces=True,
@@ -53,10 +51,6 @@ class ImplicitToy(ToyInference):
                     f"{entry!r} is no operation of the toy; accepted: {', '.join(OPERATIONS)}. Pass one of these."
                 )
         return plan
-
-    def trace_overflow(self, model: Module) -> AbstractContextManager[Any]:
-        """Watch for an overflow."""
-        return trace_overflow(self, model)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
         """Return float32 if any floating tensor of the tree has it."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import ampx
 from ampx.backend import LossInfo, reject_unknown
+from ampx.debug import OverflowTrace
 from ampx.optimizer import GenericOptimizer
 from ampx.protocol import Member
 from ampx.scale_state import LossScale
@@ -158,7 +160,7 @@ MUTANTS: Final[list[Mutant]] = [
     spoiled("SendsNoEvents", lambda optimizer: setattr(optimizer.ampx_member.group, "emit", None)),
     wrapper("NamesNobody", ampx_culprits=lambda self: ()),
     verbs("FindsNothing", nonfinite_parameters=lambda self, optimizer, model: []),
-    verbs("TracesNothing", trace_overflow=lambda self, model: nullcontext()),
+    Mutant("TracesNothing", patches=lambda: [mock.patch.object(OverflowTrace, "first", None)]),
     ledger("ForgetsTracker", ForgetsTracker),
     # The protocol.
     spoiled("StepsAnyGradients", lambda optimizer: setattr(optimizer.ampx_member, "check_step", lambda: None)),
@@ -234,7 +236,6 @@ MUTANTS: Final[list[Mutant]] = [
     verbs("QuietNames", ExplicitToy, nonfinite_parameters=lambda self, optimizer, model: []),
     verbs("QuietPromotion", ExplicitToy, widest=lambda self, tree, at_least: at_least),
     verbs("QuietClipping", BareToy, clip=lambda self, grads, max_norm, max_value: (grads, 1.0)),
-    verbs("QuietTrace", ExplicitToy, trace_overflow=lambda self, model: nullcontext()),
     verbs("QuietBackward", ExplicitToy, watch_backward=lambda self, loss, scaled: lambda: None),
     verbs("QuietWatch", BareToy, watch=lambda self, model, watching: nullcontext()),
     verbs("QuietForce", BareToy, force=lambda self, model, dtypes: nullcontext()),
