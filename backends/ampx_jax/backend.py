@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import ampx
-from ampx.backend import CastPlan, Conversion, Converted, LossInfo, reject_unknown
+from ampx.backend import CastPlan, LossInfo, reject_unknown
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -48,7 +48,7 @@ class JaxBackend(ampx.Backend):
         converts=True,
     )
 
-    # Verbs that stand in modules of their own.
+    # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
     check_plan = staticmethod(rules.resolve)
     cast = staticmethod(casting.cast)
@@ -58,6 +58,7 @@ class JaxBackend(ampx.Backend):
     force = staticmethod(numerics.force)
     replay = staticmethod(numerics.replay)
     clock = staticmethod(numerics.clock)
+    convert = inference.convert
     infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
@@ -106,10 +107,6 @@ class JaxBackend(ampx.Backend):
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List what the last step of an optimizer state counted; names are the keys of the parameters' tree."""
         return StateHandle(optimizer, "nonfinite_parameters").ampx_nonfinite
-
-    def convert(self, model: Any, conversion: Conversion) -> Converted:
-        """Convert a function and its parameters for inference."""
-        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         """Cast and check what a script differentiates and applies; see `ampx_jax.run.manager`."""

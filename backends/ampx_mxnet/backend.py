@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Conversion, Converted, Replayed, Step, Unscaled
+from ampx.backend import CastPlan, Unscaled
 from ampx.protocol import Member
 from ampx.run import Run
 
@@ -48,7 +48,7 @@ class MXNetBackend(ampx.GenericBackend):
         converts=True,
     )
 
-    # Verbs that stand in modules of their own.
+    # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
     autocast = staticmethod(casting.region)
     check_plan = staticmethod(casting.check_plan)
@@ -59,6 +59,10 @@ class MXNetBackend(ampx.GenericBackend):
     scale = staticmethod(scale_loss)
     prepare = staticmethod(prepare)
     watch = staticmethod(numerics.watch)
+    force = staticmethod(numerics.force)
+    replay = numerics.replay
+    clock = numerics.clock
+    convert = inference.convert
     infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
@@ -94,22 +98,6 @@ class MXNetBackend(ampx.GenericBackend):
     def seed(self, number: int) -> None:
         """Seed MXNet, whose random numbers are then the same in every run."""
         mx.random.seed(number)
-
-    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
-        """Return a region in which blocks compute in dtypes of their own, or round as these would."""
-        return numerics.force(model, dtypes)
-
-    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        """Compute the loss of a batch and its gradients; of MXNet's random numbers others follow than without."""
-        return numerics.replay(self, model, step, plan, scale)
-
-    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        """Return what times a batch and its gradients."""
-        return numerics.clock(self, model, step, plan)
-
-    def convert(self, model: Any, conversion: Conversion) -> Converted:
-        """Convert a block for inference, by MXNet's own conversion of its symbol."""
-        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         from .run import automate  # patches, which nothing else should come near

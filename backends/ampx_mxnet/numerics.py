@@ -338,16 +338,16 @@ def _operation(watcher: _Watcher, native: Callable[..., Any]) -> Callable[..., A
 
 
 @contextmanager
-def force(model: Any | None, forced: Mapping[str, str]) -> Iterator[None]:
+def force(model: Any | None, dtypes: Mapping[str, str]) -> Iterator[None]:
     """Compute blocks in dtypes of their own, or round as these would: see `Backend.force`."""
-    if unknown := sorted(set(forced.values()) - FORMATS.keys()):
+    if unknown := sorted(set(dtypes.values()) - FORMATS.keys()):
         raise UnsupportedDtypeError(f"force got {unknown[0]!r}; accepted: {', '.join(FORMATS)}. Pass one of these.")
     names = Names(model, named)
-    names.check(forced, "force")
-    force = _Force(names, forced)
+    names.check(dtypes, "force")
+    force = _Force(names, dtypes)
     with ExitStack() as stack:
         before = switch.current()
-        for dtype in sorted(set(forced.values()) - SIMULATED - {"float32"}):
+        for dtype in sorted(set(dtypes.values()) - SIMULATED - {"float32"}):
             # Installed once, rather than in every call of a block; the thread casts as before, outside of the blocks.
             stack.enter_context(casting.region(_plan(dtype), True))
             stack.enter_context(switch.Region(before))
@@ -437,7 +437,7 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
+def replay(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute a batch and its gradients, and leave everything but MXNet's random numbers as it was.
 
     MXNet tells nobody where its random numbers are. Every replay draws the same ones, those of one seed; afterwards

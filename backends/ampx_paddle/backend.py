@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import paddle
 
 import ampx
-from ampx.backend import CastPlan, Conversion, Converted, Replayed, Step, Unscaled, Watch, Watching
-from ampx.protocol import Member
+from ampx.backend import CastPlan, Unscaled
 from ampx.run import Run
 
 from . import casting, devices, gradients, inference, numerics
@@ -50,7 +48,7 @@ class PaddleBackend(ampx.GenericBackend):
         converts=True,
     )
 
-    # Verbs that stand in modules of their own.
+    # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
     autocast = staticmethod(casting.region)
     check_plan = staticmethod(casting.check_plan)
@@ -61,8 +59,14 @@ class PaddleBackend(ampx.GenericBackend):
     scale = staticmethod(scale_loss)
     watch_backward = staticmethod(watch_backward)
     gradients = staticmethod(gradients.collect)
-    infer = staticmethod(inference.infer)
     prepare = staticmethod(prepare)
+    wrap_optimizer = make_wrapper
+    watch = numerics.watch
+    force = numerics.force
+    replay = numerics.replay
+    clock = numerics.clock
+    convert = inference.convert
+    infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
         wrapped = isinstance(candidate, (AmpOptimizer, StaticOptimizer))
@@ -88,9 +92,6 @@ class PaddleBackend(ampx.GenericBackend):
         else:
             optimizer.step()
 
-    def wrap_optimizer(self, optimizer: Any, member: Member, options: Mapping[str, Any]) -> Any:
-        return make_wrapper(self, optimizer, member, options)
-
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         return gradients.name_nonfinite(optimizer.optimizer, model)
 
@@ -101,26 +102,6 @@ class PaddleBackend(ampx.GenericBackend):
     def peak_memory(self) -> int | None:
         """Return the peak of Paddle's allocator on the present GPU; None without one."""
         return paddle.device.cuda.max_memory_allocated() if paddle.device.is_compiled_with_cuda() else None
-
-    def watch(self, model: Any | None, watching: Watching) -> AbstractContextManager[Watch]:
-        """Return a region that reads the outputs of layers and the gradients of these outputs."""
-        return numerics.watch(self, model, watching)
-
-    def force(self, model: Any | None, dtypes: Mapping[str, str]) -> AbstractContextManager[Any]:
-        """Return a region in which layers compute in dtypes of their own, or round as these would."""
-        return numerics.force(self, model, dtypes)
-
-    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        """Compute the loss of a batch and its gradients; on the CPU in float32, whatever the plan."""
-        return numerics.replay(self, model, step, plan, scale)
-
-    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        """Return what times a batch and its gradients; on the CPU in float32, whatever the plan."""
-        return numerics.clock(self, model, step, plan)
-
-    def convert(self, model: Any, conversion: Conversion) -> Converted:
-        """Convert a layer to an inference program; on the CPU in bfloat16 only."""
-        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[Any]:
         from .run import automate  # patches, which nothing else should come near

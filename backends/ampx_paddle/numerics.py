@@ -458,7 +458,7 @@ def rounded(tensor: Any, dtype: str) -> Any:
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
-def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
+def replay(backend: PaddleBackend, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute a batch and its gradients, and leave everything as it was: see `Backend.replay`."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.stop_gradient]
     limits = FORMATS["float16" if plan is None else plan.dtype]

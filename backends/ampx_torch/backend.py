@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import ampx
-from ampx.backend import CastPlan, Conversion, Converted, LossInfo, Replayed, Step
+from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
@@ -49,7 +49,7 @@ class TorchBackend(ampx.Backend):
         converts=True,
     )
 
-    # Verbs that stand in modules of their own.
+    # Verbs that stand in modules of their own; those that take the backend are methods as they are.
     device = staticmethod(devices.describe)
     autocast = staticmethod(casting.region)
     check_plan = staticmethod(casting.check_plan)
@@ -64,6 +64,9 @@ class TorchBackend(ampx.Backend):
     seed = staticmethod(torch.manual_seed)
     watch = staticmethod(numerics.watch)
     force = staticmethod(numerics.force)
+    replay = numerics.replay
+    clock = numerics.clock
+    convert = inference.convert
     infer = staticmethod(inference.infer)
 
     def is_optimizer(self, candidate: object) -> bool:
@@ -123,18 +126,6 @@ class TorchBackend(ampx.Backend):
     def peak_memory(self) -> int | None:
         """Return the peak of torch's allocator on the present GPU; None without one."""
         return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-
-    def replay(self, model: Any, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
-        """Compute a batch again."""
-        return numerics.replay(self, model, step, plan, scale)
-
-    def clock(self, model: Any, step: Step, plan: CastPlan | None) -> Callable[[], float]:
-        """Return what times a batch and its gradients."""
-        return numerics.clock(self, model, step, plan)
-
-    def convert(self, model: Any, conversion: Conversion) -> Converted:
-        """Convert a module for inference."""
-        return inference.convert(self, model, conversion)
 
     def automate(self, run: Run) -> AbstractContextManager[None]:
         from .run import automate  # only `ampx run` needs it

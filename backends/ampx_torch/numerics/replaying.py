@@ -21,7 +21,7 @@ from ampx_torch.folded_step import is_large, reads_finite
 from .reductions import Limits, read, reduce, stored
 
 
-def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float) -> Replayed:
+def replay(backend: Backend, model: nn.Module, step: Step, plan: CastPlan | None, scale: float = 1.0) -> Replayed:
     """Compute the loss of a batch and its gradients: see `ampx.Backend.replay`."""
     trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     with _kept(model):
