@@ -51,9 +51,9 @@ def test_doctor_says_what_is_installed(framework, installed_command):
     assert facts["init"]["reason"]
 
 
-def test_the_readme_shows_what_the_backend_declares(framework, installed_command):
+def test_the_readme_shows_what_the_backend_declares(framework, ampx_command):
     """Frameworks do not coexist, so each environment checks the lines of the framework that it has."""
-    generated = installed_command("backends", "--markdown").stdout.splitlines()
+    generated = ampx_command("backends", "--markdown").stdout.splitlines()
     (declared,) = [line for line in generated if line.startswith(f"| {framework} |")]
     readme = README.read_text(encoding="utf-8")
     shown = readme[readme.index(BEGIN) : readme.index(END)].splitlines()
@@ -62,13 +62,13 @@ def test_the_readme_shows_what_the_backend_declares(framework, installed_command
 
 
 @pytest.mark.filterwarnings("ignore:No ccache found")  # Paddle's, while it is imported
-def test_the_demo_trains_and_prints_what_it_writes(framework, installed_command, tmp_path, png_size):
+def test_the_demo_trains_and_prints_what_it_writes(framework, ampx_command, tmp_path, png_size):
     for module in ("matplotlib", "sklearn"):
         pytest.importorskip(module, reason=f"needs {module}, of the extra demo")
     out = tmp_path / "out"
     cpu = default_registry().load(framework).device("cpu")
     dtypes = ["--dtype", "bfloat16"] if "bfloat16" in cpu.native | cpu.emulated else []
-    done = installed_command("demo", "--framework", framework, "--epochs", "1", *dtypes, "--json", "--out", str(out))
+    done = ampx_command("demo", "--framework", framework, "--epochs", "1", *dtypes, "--json", "--out", str(out))
     report = json.loads(done.stdout)
     assert json.loads((out / "results.json").read_text()) == report
     assert png_size(out / "demo.png") == tuple(round(side * plot.DPI) for side in plot.SIZE)
