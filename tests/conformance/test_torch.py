@@ -4,6 +4,7 @@ import pathlib
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import settings
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -119,12 +120,18 @@ class Float16Harness(TorchHarness):
     dtype = "float16"
 
 
+# A hundred cases, as without a framework, take twenty seconds; fifteen reject every mutant of tests/kit/toy.
+FEW = settings(max_examples=20, deadline=None, database=None, derandomize=True)
+
+
 class TestBfloat16(BackendSuite):
     harness = TorchHarness
+    hypothesis = FEW
 
 
 class TestFloat16(BackendSuite):
     harness = Float16Harness
+    hypothesis = FEW
 
 
 class TestFuzz(FuzzSuite):
@@ -142,6 +149,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no 
 @on_cuda
 class TestOnCuda(BackendSuite):
     harness = CudaHarness
+    hypothesis = FEW
 
 
 @pytest.mark.gpu

@@ -49,10 +49,16 @@ class TransferSuite(KitTests):
     states: ClassVar[pathlib.Path]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Take every other framework: those that ampx ships, whether or not their file is there, and all files."""
+        """Take every other framework: those that ampx ships, whether or not their file is there, and all files.
+
+        All but the next one are nightly: a test of the core compares the files with one another.
+        """
         if "source" in metafunc.fixturenames:
             files = (path.stem for path in self.states.glob("*.json"))
-            metafunc.parametrize("source", sorted({*built_in(), *files} - {self.harness.framework}))
+            others = sorted({*built_in(), *files} - {self.harness.framework})
+            following = next((name for name in others if name > self.harness.framework), others[0])
+            marks = {name: () if name == following else pytest.mark.nightly for name in others}
+            metafunc.parametrize("source", [pytest.param(name, marks=marks[name]) for name in others])
 
     def test_the_file_is_what_this_framework_writes(self, pytestconfig: pytest.Config) -> None:
         """Training by the recipe and saving gives the file, and the numbers in it are the specification's."""
