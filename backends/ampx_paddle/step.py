@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import paddle
 
-from ampx.backend import Unscaled
-from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.backend import CastPlan, Unscaled
+from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
@@ -47,6 +47,29 @@ _OWN: Final = frozenset(
         *(*_MADE_ANEW, "__weakref__"),
     )
 )
+
+
+_WIDE: Final = paddle.float32
+_LOW: Final = (paddle.float16, paddle.bfloat16)
+
+
+def refuse_low_precision(optimizer: Any, plan: CastPlan | None) -> bool:
+    """Raise where a raw optimizer holds low-precision parameters without master copies, but at O3; return whether any.
+
+    Raises:
+        LowPrecisionParametersError: There are some.
+    """
+    # Most are float32, and Paddle's dtypes are slow to compare.
+    others = [parameter for parameter in parameters(optimizer) if parameter.dtype is not _WIDE]
+    names = [parameter.name for parameter in others if parameter.dtype in _LOW]
+    pure = plan is not None and plan.level == "O3"
+    if names and not pure and not getattr(optimizer, "_multi_precision", False):
+        raise LowPrecisionParametersError(
+            f"the optimizer holds {len(names)} low-precision parameters ({', '.join(names[:5])}); updates smaller than "
+            f"their precision would be lost. Keep the parameters in float32, or use ampx.init(level='O2') and "
+            f"model, opt = ampx.prepare(model, opt)."
+        )
+    return bool(names)
 
 
 class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
@@ -256,7 +279,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, and where a step was skipped, one a gradient.
         """
-        self._check_prepared()
+        self._check_precision()
         gradients = collect(self.optimizer)
         if self.ampx_member.stage == "idle":
             self._writes.check_left(gradients)
@@ -272,7 +295,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
 
         Sync: with a second loss id, one a gradient.
         """
-        self._check_prepared()
+        self._check_precision()
         if self.ampx_member.stage == "idle":
             self._forget_losses()  # an exception may have left them
             self._writes.take_up(collect(self.optimizer), scale)
@@ -281,12 +304,11 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._put_aside(loss_id)
         self._writes.enter(scale)
 
-    def _check_prepared(self) -> None:
-        """Raise where the level asks for low-precision parameters and `prepare` never made any."""
-        plan, low = self._plan, (paddle.float16, paddle.bfloat16)
-        if plan is None or plan.level not in ("O2", "O3"):
-            return
-        if not any(parameter.dtype in low for parameter in parameters(self.optimizer)):
+    def _check_precision(self) -> None:
+        """Raise where the level asks for low-precision parameters and `prepare` never made any, or where they lack."""
+        plan = self._plan
+        lowered = refuse_low_precision(self.optimizer, plan)
+        if plan is not None and plan.level in ("O2", "O3") and not lowered:
             raise ProtocolError(
                 "the level asks for low-precision parameters, but the optimizer holds none: the model would train in "
                 "float32. Call model, opt = ampx.prepare(model, opt) first, or use level='O1'."

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import paddle
 
 from ampx.backend import reject_unknown
-from ampx.errors import LowPrecisionParametersError, UnsupportedByBackendError
+from ampx.errors import UnsupportedByBackendError
 from ampx.protocol import Member
 
 from . import sharding
 from .closures import ClosureOptimizer
-from .gradients import parameters
 from .static import StaticOptimizer
-from .step import AmpOptimizer
+from .step import AmpOptimizer, refuse_low_precision
 
 if TYPE_CHECKING:
     from .backend import PaddleBackend
@@ -35,9 +34,8 @@ def make_wrapper(
         )
     if not paddle.in_dynamic_mode():
         return _wrap_static(backend, optimizer, member, options)
-    pure = options["plan"] is not None and options["plan"].level == "O3"
-    if member.group.enabled and not pure and not getattr(optimizer, "_multi_precision", False):
-        _refuse_low_precision(optimizer)
+    if member.group.enabled:
+        refuse_low_precision(optimizer, options["plan"])
     kind = ClosureOptimizer if isinstance(optimizer, paddle.optimizer.LBFGS) else AmpOptimizer
     return kind(backend, optimizer, member, options)
 
@@ -58,14 +56,3 @@ def _wrap_static(backend: PaddleBackend, optimizer: Any, member: Member, options
             f"there. Use level='O1'."
         )
     return StaticOptimizer(backend, optimizer, member, options)
-
-
-def _refuse_low_precision(optimizer: Any) -> None:
-    low = (paddle.float16, paddle.bfloat16)
-    names = [parameter.name for parameter in parameters(optimizer) if parameter.dtype in low]
-    if names:
-        raise LowPrecisionParametersError(
-            f"the optimizer holds {len(names)} low-precision parameters ({', '.join(names[:5])}); updates smaller than "
-            f"their precision would be lost. Keep the parameters in float32, or use ampx.init(level='O2') and "
-            f"model, opt = ampx.prepare(model, opt)."
-        )

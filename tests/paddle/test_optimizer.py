@@ -287,6 +287,21 @@ def test_low_precision_parameters_are_refused(amp):
         amp.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=net.parameters()))
 
 
+def test_parameters_that_become_low_precision_after_wrapping_are_refused_before_anything_changes(amp, backward):
+    net = make_net()
+    opt = amp.wrap_optimizer(paddle.optimizer.AdamW(0.1, parameters=net.parameters()))
+    train(net, opt, backward, factors=(1.0,))
+    net.to(dtype="bfloat16")
+    before, loss = (values(net), amp.state_dict()), net.parameters()[0].astype("float32").sum()
+    with pytest.raises(ampx.LowPrecisionParametersError, match="4 low-precision"), ampx.scale_loss(loss, opt):
+        pytest.fail("the block was entered")
+    assert same(before[0], values(net))
+    assert before[1] == amp.state_dict()
+    net.to(dtype="float32")
+    train(net, opt, backward, factors=(1.0,))
+    assert opt.last_step.applied
+
+
 def test_casting_of_trees():
     backend = ampx.init("paddle", level="O0").backend
     whole = paddle.to_tensor([1, 2])
