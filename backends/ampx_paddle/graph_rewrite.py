@@ -25,18 +25,19 @@ _PREFIX: Final = "pd_op."
 def cast_program(
     program: Any, dtype: Dtype, allow: Collection[str] = (), deny: Collection[str] = (), keep: Collection[str] = ()
 ) -> int:
-    """Have the operators of Paddle's white list compute in a dtype, and return how many: all others compute in float32.
+    """Have the operators that Paddle's own list allows compute in a dtype, and return how many; others stay float32.
 
     Values of the program that the caller holds stay valid. To be called before the backward is added. `allow` names
-    operators to cast beyond the white list, and `deny` those to leave alone, by the names that
+    operators to cast beyond that list, and `deny` those to leave alone, by the names that
     `ampx_paddle.casting.check_plan` returns or by those of today; so do operators that read a parameter or input named
     in `keep`.
 
     Raises:
         UnsupportedOpError: `allow` or `deny` names no operator.
     """
-    white = {_today(name) for name in white_list()[dtype]["O1"]} - {"max_pool2d_with_index"}  # it multiplies nothing
-    wanted = (white | set(map(_named, allow))) - set(map(_named, deny))
+    # The pooling that Paddle lists among them multiplies nothing.
+    products = {_today(name) for name in white_list()[dtype]["O1"]} - {"max_pool2d_with_index"}
+    wanted = (products | set(map(_named, allow))) - set(map(_named, deny))
     block = program.global_block()
     cast = 0
     with paddle.static.program_guard(program):

@@ -81,6 +81,29 @@ class Watcher:
 
 
 @pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")
+def test_whole_steps_under_to_static_train_as_in_plain_paddle(run):
+    """The optimizer is wrapped in the first of them. Plain Paddle trains eagerly."""
+
+    def train():
+        net = network()
+        opt = paddle.optimizer.AdamW(0.1, parameters=net.parameters())
+
+        def step(inputs):
+            loss = net(inputs).square().mean()
+            loss.backward()
+            opt.step()
+            opt.clear_grad()
+            return loss
+
+        step = paddle.jit.to_static(step, full_graph=False) if run.amp else step
+        return [float(step(inputs)) for inputs in batches(4)], weights(net)
+
+    plain, automated = both_ways(run, train)
+    assert automated == plain
+    assert [optimizer.steps for optimizer in run.recorder.optimizers.values()] == [4]
+
+
+@pytest.mark.filterwarnings("ignore:Tensor do not have 'place' interface:UserWarning")
 @pytest.mark.parametrize("dtype", ["scaled", "float32"])
 def test_who_looks_on_reads_true_losses_and_the_layers_of_a_compiled_step(dtype):
     net = network()

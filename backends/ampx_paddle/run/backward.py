@@ -12,6 +12,7 @@ import paddle
 from ampx_paddle import casting
 from ampx_paddle.gradients import collect
 from ampx_paddle.losses import scale_loss
+from ampx_paddle.sot import untranslated
 
 from .manager import PaddleManaged, PaddleManager
 
@@ -34,6 +35,7 @@ def backward_scaled(manager: PaddleManager) -> Iterator[None]:
         yield
 
 
+@untranslated
 def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> None:
     several = isinstance(losses, (list, tuple))
     listed = list(losses) if several else [losses]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any, Final
 from unittest import mock
 
@@ -14,6 +13,7 @@ import paddle
 from ampx.protocol import ScaleGroup
 from ampx.run import Managed, Manager, Run
 from ampx_paddle.gradients import collect, gradient_of, parameters
+from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
 from ampx_paddle.step import AmpOptimizer
 
@@ -52,6 +52,7 @@ class PaddleManager(Manager[PaddleManaged]):
         self._runs = 0
         super().follow()
 
+    @untranslated
     def adopt(self, raw: Any) -> None:
         """Take over an optimizer that the script has just made; casting starts with the first."""
         if isinstance(raw, (AmpOptimizer, StaticOptimizer)) or self.stood_down:
@@ -62,7 +63,8 @@ class PaddleManager(Manager[PaddleManaged]):
             self.sampler.start()
         managed = PaddleManaged(raw)
         for name in _SHADOWED:
-            setattr(raw, name, MethodType(self._shadow(managed, name), raw))
+            # Native defect: Paddle's bytecode translator fails at bound methods that are attributes of an object.
+            setattr(raw, name, functools.partial(self._shadow(managed, name), raw))
         self.keep(managed)
 
     def wrap(self, managed: PaddleManaged, **options: Any) -> None:
@@ -113,6 +115,7 @@ class PaddleManager(Manager[PaddleManaged]):
     # -- what the script calls -----------------------------------------------------------------------
 
     def _shadow(self, managed: PaddleManaged, name: str) -> Callable[..., Any]:
+        @untranslated
         def call(raw: Any, *args: Any, **kwargs: Any) -> Any:
             if managed.busy or self.stood_down or (name in _CLEARS and managed.wrapped is None):
                 return getattr(type(raw), name)(raw, *args, **kwargs)
