@@ -32,7 +32,9 @@ _FAMILIES: Final[dict[Family, str]] = {
     "sum": "sum mean cumsum nansum var varmean std stdmean prod cumprod windowsum segmentsum "
     "avgpool2d adaptiveavgpool2d avgpool squaresum",
 }
-_PREFIXES: Final = re.compile(r"^_*(npi_|npx_|np_|contrib_|broadcast_|elemwise_|elementwise_|reduce_|fused_|unsafe_)?")
+_PREFIXES: Final = re.compile(
+    r"^_*(backward_+)?(npi_|npx_|np_|contrib_|broadcast_|elemwise_|elementwise_|reduce_|fused_|unsafe_)?"
+)
 _SUFFIXES: Final = re.compile(r"(_scalar|_backward|_grad|_v\d|v\d|_op)+$")
 
 

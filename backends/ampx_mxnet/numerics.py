@@ -505,7 +505,8 @@ def _is_fresh(parameter: Any) -> bool:
 
 def _true(parameter: Any, scale: float) -> Any:
     """Return the sum of a parameter's gradients on all contexts, divided by the scale, as an array of float32."""
-    parts = [_values(gradient).asnumpy() for gradient in parameter._grad]
+    with _quiet():
+        parts = [_values(gradient).asnumpy() for gradient in parameter._grad]
     return np.sum(parts, axis=0, dtype=np.float32).reshape(parameter.shape) / np.float32(scale)
 
 

@@ -158,7 +158,8 @@ def test_risks_are_shapes_constants_and_losses_in_low_precision():
         ("native_layer_norm LayerNorm FusedBatchNormV3 _softmax log_softmax", "norm"),
         ("masked_fill_ select_n SelectV2 where", "mask"),
         ("sqrt linalg_vector_norm p_norm", "root"),
-        ("log Log1p _npi_log", "logarithm"),
+        ("log Log1p _npi_log _backward_log", "logarithm"),
+        ("exp pow _backward__power_scalar _backward_broadcast_power", "exponential"),
         ("relu add tanh AddV2", "other"),
     ],
 )
