@@ -497,17 +497,20 @@ class Member:
             self.sees_backward, self.backwards = True, []
         return self.sees_backward
 
-    def check_backward(self) -> None:
+    def check_backward(self, written: str = "`with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`") -> None:
         """Raise where there are gradients of the loss itself and not of the scaled one; a wrapper with gradients asks.
+
+        Args:
+            written: How the framework's users write it.
 
         Raises:
             NotScaledError: Backward was called on what was passed to `scale_loss`, not on what its block yields.
         """
         if not self._note_backward() and any(answer() is False for answer in self.backwards):
             raise NotScaledError(
-                "backward was called on the loss that was passed to scale_loss, not on the scaled loss that its block "
-                "yields; dividing these gradients by the loss scale would shrink the update. Call "
-                "opt.zero_grad(), and write `with ampx.scale_loss(loss, opt) as scaled: scaled.backward()`."
+                f"the gradients are those of the loss that was passed to scale_loss, not of the scaled loss that its "
+                f"block yields; dividing them by the loss scale would shrink the update. Call opt.zero_grad(), and "
+                f"write {written}."
             )
         self.backwards = []
 

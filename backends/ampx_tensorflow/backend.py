@@ -16,7 +16,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member
 from ampx.run import Run
 
-from . import casting, devices, gradients, losses, oplists, rewrite, step
+from . import casting, devices, gradients, keras3, losses, oplists, rewrite, step
 from .old import graph_rewrite, tf1
 
 
@@ -36,6 +36,8 @@ class TensorFlowBackend(ampx.Backend):
         clipping=True,
         master_weights=True,
         sparse=True,
+        vector_losses=True,
+        sees_backward=True,
         distributed=True,
         device_scale=True,
         traceable=True,
@@ -54,6 +56,7 @@ class TensorFlowBackend(ampx.Backend):
     widest = staticmethod(casting.widest)
     inspect_loss = staticmethod(losses.inspect_loss)
     scale = staticmethod(losses.scale_loss)
+    watch_backward = staticmethod(losses.watch_backward)
 
     def is_optimizer(self, candidate: object) -> bool:
         if isinstance(candidate, WrappedOptimizer):
@@ -113,7 +116,7 @@ class TensorFlowBackend(ampx.Backend):
         if tf1.is_optimizer(optimizer):
             return tf1.wrap(self, optimizer, member, options)
         if isinstance(optimizer, keras.optimizers.Optimizer):
-            return step.wrap(optimizer, member, options)
+            return keras3.wrap(optimizer, member, options)
         return _tf_keras_step().wrap(optimizer, member, options)
 
     def prepare(self, model: Any, optimizer: Any | None, plan: CastPlan) -> Any:

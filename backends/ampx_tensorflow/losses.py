@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -21,21 +21,26 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
             f"scale_loss got a loss of type {type(loss).__name__}; accepted: a TensorFlow tensor. Pass the tensor that "
             f"the loss function returned, not a number."
         )
-    # A loss of unknown shape inside traced code may well be a scalar.
-    elements = loss.shape.num_elements()
+    elements = loss.shape.num_elements()  # None in traced code, perhaps
     floating, nan = bool(loss.dtype.is_floating), None
-    readable = hasattr(loss, "numpy") and check_nan is not False and elements == 1 and floating
+    readable = hasattr(loss, "numpy") and check_nan is not False and floating
     if readable and (check_nan or "CPU" in loss.device):
-        nan = bool(tf.reduce_all(tf.math.is_nan(loss)))
+        nan = bool(tf.reduce_any(tf.math.is_nan(loss)))
     return LossInfo(1 if elements is None else elements, loss.dtype.name, floating, True, nan)
 
 
-@dataclass(frozen=True)
 class ScaledGradient:
     """What a scaled loss has as `gradient`: differentiates it wherever it was scaled, inside the tape or outside."""
 
-    loss: Any  # the loss as it was, on the tape
-    scale: Any
+    def __init__(self, loss: Any, scale: Any) -> None:
+        """Take the loss as it was, on the tape, and the scale as a float32 scalar tensor."""
+        self.loss = loss
+        self.scale = scale
+        self._traced = not tf.executing_eagerly()
+        # In a trace the product alone consumes this tensor, until its derivative does, too.
+        self._factor = tf.identity(scale) if self._traced else scale
+        self._watched = getattr(scale, "ampx_watched", False)
+        self._taken = False
 
     def __call__(self, tape: tf.GradientTape, variables: Any, **options: Any) -> Any:
         """Return the scaled gradients; `options` are those of `tape.gradient`."""
@@ -45,12 +50,50 @@ class ScaledGradient:
                 "float32 or bfloat16 loss. Cast the loss to float32 inside the tape, or enter scale_loss inside the "
                 "tape and call tape.gradient(scaled, variables)."
             )
+        self._taken = True
         return tape.gradient(
             self.loss,
             variables,
-            output_gradients=tf.fill(self.loss.shape, tf.cast(self.scale, self.loss.dtype)),
+            output_gradients=tf.fill(tf.shape(self.loss), tf.cast(self.scale, self.loss.dtype)),
             **options,
         )
+
+    def product(self) -> Any:
+        """Return the loss in float32 times the scale."""
+        loss = tf.cast(self.loss, tf.float32)
+        if self._traced or not self._watched:
+            return loss * self._factor
+
+        @tf.custom_gradient
+        def watched(loss: Any) -> Any:
+            def derivative(upstream: Any) -> Any:
+                self._taken = True
+                return upstream * self.scale
+
+            return loss * self.scale, derivative
+
+        return watched(loss)
+
+    def was_taken(self) -> bool | None:
+        """Return whether something differentiated the product; None where nobody watched."""
+        if self._taken or not (self._traced or self._watched):
+            return self._taken or None
+        return self._traced and len(self._factor.consumers()) > 1
+
+
+def watch_derivative(scale: Any) -> None:
+    """Have products with a scale see whether they are differentiated, outside of traces; in traces all do.
+
+    Such a product takes a fifth of a millisecond longer.
+    """
+    if tf.executing_eagerly():
+        scale.ampx_watched = True
+
+
+def watch_backward(loss: Any, scaled: Any) -> Callable[[], bool | None]:
+    """Return what says whether `scaled` was differentiated: gradients that come otherwise are those of `loss`."""
+    answer: Callable[[], bool | None] = scaled.gradient.was_taken
+    return answer
 
 
 def scale_loss(loss: Any, scale: Any) -> Any:
@@ -58,6 +101,7 @@ def scale_loss(loss: Any, scale: Any) -> Any:
 
     Native defect: Keras multiplies in the loss's own dtype, where a float16 loss becomes inf.
     """
-    scaled = tf.cast(loss, tf.float32) * scale
-    scaled.gradient = ScaledGradient(loss, scale)
+    gradient = ScaledGradient(loss, scale)
+    scaled = gradient.product()
+    scaled.gradient = gradient
     return scaled

@@ -18,7 +18,7 @@ from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError
 
 from . import casting, masters, oplists
-from .step import AmpOptimizer
+from .keras3 import AmpOptimizer
 
 # Normalization that computes in float32 on low-precision inputs by a mixed policy. Keras computes the others in the
 # compute dtype, some in older versions only, so that they get a policy in float32.

@@ -1,37 +1,24 @@
-"""The step, with the loss scale in variables: what all optimizers share but those of graphs, and that of Keras 3."""
+"""The step, with the loss scale in variables: what all optimizers share but those of graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
-import keras
 import tensorflow as tf
 
-from ampx.errors import (
-    AlreadyWrappedError,
-    InvalidOptionError,
-    ProtocolError,
-    UnsupportedByBackendError,
-)
+from ampx.errors import ProtocolError, UnsupportedByBackendError
 from ampx.events import UNCHECKED, StepResult
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, refuse_values
-from ampx.scale_state import LossScale
-from ampx.session import new_group
 
-from . import casting, gradients, guard, history, masters, meter, oplists, replicas
+from . import casting, gradients, masters, meter, oplists, replicas
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger, is_one
-from .losses import scale_loss
-
-# The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
-FORMER_INIT_SCALE: Final = 2.0**15
-_ONLY_KERAS_2: Final = ("jit_compile", "is_legacy_optimizer")
+from .losses import scale_loss, watch_backward, watch_derivative
 
 
 class LedgerOptimizer(WrappedOptimizer):
@@ -110,9 +97,13 @@ class LedgerOptimizer(WrappedOptimizer):
     def _unscale(self, member: Member, factor: Any, grads: Sequence[Any]) -> Sequence[Any]:
         """Make gradients true, unless `get_unscaled_gradients` did, or the scale is 1 for ever."""
         grads = self._widened(grads)
-        if member.stage == "unscaled" or (is_one(member.group.config) and not self._shared_loss):
+        if member.stage == "unscaled" or not self._divides(member):
             return grads
         return gradients.unscale(grads, factor)
+
+    def _divides(self, member: Member) -> bool:
+        """Return whether gradients carry a scale that is not 1 for ever."""
+        return self._shared_loss or not is_one(member.group.config)
 
     def _widened(self, grads: Sequence[Any]) -> Sequence[Any]:
         """Return the gradients as masters take them: in float32."""
@@ -208,7 +199,7 @@ class LedgerOptimizer(WrappedOptimizer):
         if len(updated) != len(true):  # of which the raw optimizer complains
             return ()
         scaled = stage != "unscaled"
-        divided = not (scaled and is_one(group.config) and not self._shared_loss)
+        divided = not scaled or self._divides(self.ampx_member)
         leaves = []
         for variable, before, after in zip(updated, received, true, strict=True):
             if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
@@ -302,7 +293,10 @@ class LedgerOptimizer(WrappedOptimizer):
         """Return an operation that fails in a function where gradients wait when it runs."""
         if replicas.several():
             return []
-        message = "RawStepError: a raw optimizer was stepped while gradients of scale_loss are pending"
+        message = (
+            "RawStepError: a raw optimizer was stepped while gradients of scale_loss are pending; they would be "
+            "applied scaled or unchecked. Call the same of the object that ampx.wrap_optimizer returned, or its zero_grad."
+        )
         return [tf.debugging.Assert(tf.convert_to_tensor(self._slots.pending) <= 0, [message])]
 
     def _pends_here(self, member: Member) -> bool:
@@ -341,6 +335,14 @@ class LedgerOptimizer(WrappedOptimizer):
         self._divided.clear()
         self._slots.pending.assign(0.0)
 
+    def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
+        """Have it seen whether the scaled loss is differentiated, until it was once."""
+        self._watch_derivative(self.ampx_member, scale)
+
+    def _watch_derivative(self, member: Member, scale: Any) -> None:
+        if self._divides(member) and not member.sees_backward:
+            watch_derivative(scale)
+
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep the scale that gradients now carry in a variable: another function may step."""
         member = self.ampx_member
@@ -354,8 +356,13 @@ class LedgerOptimizer(WrappedOptimizer):
             self._ledger.pin()
         self._slots.pending.assign(tf.convert_to_tensor(factor, tf.float32))
 
-    def _scaled(self, loss: Any) -> Any:
-        """Scale a loss without a body around its backward, as Keras does in `fit`."""
+    def _scaled(self, loss: Any, watched: bool = False) -> Any:
+        """Scale a loss without a body around its backward, as Keras does in `fit`.
+
+        Args:
+            loss: Floating tensor.
+            watched: A step is refused where nothing differentiates the scaled loss.
+        """
         member = self.ampx_member
         if not member.group.enabled:
             return loss
@@ -363,9 +370,13 @@ class LedgerOptimizer(WrappedOptimizer):
             self.ampx_catch_up()
         member.check_enter()
         factor = self._ledger.factor(member.group, 0) if member.factor is None else member.factor
+        if watched:
+            self._watch_derivative(member, factor)
         scaled = scale_loss(loss, factor)
         member.begin_change()
         self._keep_factor(factor)
+        if watched and not member.sees_backward:
+            member.watch_backward([watch_backward(loss, scaled)])
         member.note_scaled(factor)
         if not on_host():
             member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
@@ -383,7 +394,7 @@ class LedgerOptimizer(WrappedOptimizer):
         Raises:
             NestedScaleError: A `scale_loss` body for this optimizer is running.
         """
-        return (lambda: self._scaled(loss())) if callable(loss) else self._scaled(loss)
+        return (lambda: self._scaled(loss(), watched=True)) if callable(loss) else self._scaled(loss, watched=True)
 
     @tf.autograph.experimental.do_not_convert
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
@@ -403,6 +414,7 @@ class LedgerOptimizer(WrappedOptimizer):
             return grads
         factor = self._check_step(member)
         self._check_scaled("get_unscaled_gradients", grads)
+        self._check_derivative(member, grads)
         true = gradients.unscale(self._widened(grads), factor)
         self._divided.update((id(gradient), gradient) for gradient in grads if gradient is not None)
         self._true.update((id(gradient), gradient) for gradient in true if gradient is not None)
@@ -433,10 +445,18 @@ class LedgerOptimizer(WrappedOptimizer):
         """Raise for gradients that are true where they should carry the scale, or the other way round."""
         if member.stage != "unscaled":
             self._check_scaled("apply_gradients", grads)
+            self._check_derivative(member, grads)
         elif any(id(gradient) in self._divided and id(gradient) not in self._true for gradient in grads):
             raise ProtocolError(
                 "apply_gradients got gradients that carry the loss scale, after get_unscaled_gradients had made true "
                 "ones of them; accepted: what it returned. Pass that."
+            )
+
+    def _check_derivative(self, member: Member, grads: Sequence[Any]) -> None:
+        """Raise for gradients that come although nothing differentiated a scaled loss."""
+        if self._divides(member) and any(gradient is not None for gradient in grads):
+            member.check_backward(
+                "`with ampx.scale_loss(loss, opt) as scaled: pass`, then tape.gradient(scaled, variables)"
             )
 
     def _check_prepared(self, variables: Any) -> None:
@@ -483,7 +503,11 @@ class LedgerOptimizer(WrappedOptimizer):
             if not float(factor) > 0:
                 member.check_step()
         else:
-            message = "NotScaledError: step was called on gradients whose loss did not go through scale_loss"
+            message = (
+                "NotScaledError: the gradients did not go through scale_loss since the last step; dividing them by the "
+                "loss scale would shrink the update. Enter scale_loss in the function that computes the loss, and call "
+                "that function before each step."
+            )
             with tf.control_dependencies([tf.debugging.Assert(factor > 0, [message])]):
                 factor = tf.identity(factor)
         if "unscaled" in stages:
@@ -525,278 +549,3 @@ class LedgerOptimizer(WrappedOptimizer):
                 "share one loss scale and each move it; accepted: wrapping inside `with strategy.scope():`. Call "
                 "wrap_optimizer there."
             )
-
-
-@keras.saving.register_keras_serializable("ampx")
-class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
-    """A Keras optimizer with its own loss scale.
-
-    It is Keras' own `LossScaleOptimizer` with the loss scale of the specification, in variables that are there from
-    the beginning: natively, a function traced before the first step holds the first scale for ever.
-
-    Attributes:
-        inner_optimizer: The raw optimizer.
-        dynamic_scale: The variable of the current loss scale.
-        counters: The variable of the loss scale's counters: see `VariableLedger`.
-    """
-
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        loss_scale: LossScale | None = None,
-        max_grad_norm: float | None = None,
-        max_grad_value: float | None = None,
-        enabled: bool = True,
-        keeps_masters: bool = False,
-        member: Member | None = None,
-        name: str | None = None,
-    ) -> None:
-        """Made by `ampx.wrap_optimizer`, and by Keras when it loads a model."""
-        if member is None:
-            member = new_group("tensorflow", loss_scale or LossScale(), enabled).add_member()
-        group = member.group
-        super().__init__(inner_optimizer, group.config.init_scale, group.config.growth_interval, name=name)
-        self.max_grad_norm = max_grad_norm
-        self.max_grad_value = max_grad_value
-        self.keeps_masters = keeps_masters
-        if not isinstance(group.ledger, VariableLedger):
-            group.ledger = VariableLedger(group, *self._make_scale(group))
-        self._ledger: VariableLedger = group.ledger
-        # Tracked under these names: models and checkpoints save them.
-        self.dynamic_scale, self.counters = group.ledger.scale, group.ledger.counters
-        self._place = group.ledger.join()
-        member.belong_to(self)
-        if group.enabled:
-            guard.watch(inner_optimizer, self, "apply")
-
-    def _make_scale(self, group: Any) -> tuple[Any, Any]:
-        state = group.states[0]
-        first = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, 0]
-        scale = self.add_variable((), keras.initializers.Constant(state.scale), "float32", name="dynamic_scale")
-        counters = self.add_variable((len(first),), "zeros", "int64", name="counters")
-        with tf.init_scope():  # in a trace this would be an operation of every step
-            counters.assign(first)
-        return scale, counters
-
-    def build(self, var_list: Sequence[Any]) -> None:
-        """Make the raw optimizer's variables; the loss scale's are there already.
-
-        Low-precision variables of a model that Keras loaded get their masters here, before their weights come.
-        """
-        if self.keeps_masters:
-            for variable in var_list:
-                if variable.dtype in ("float16", "bfloat16") and isinstance(variable, keras.Variable):
-                    masters.attach(variable, variable.dtype)
-        elif self._ledger.contexts.host.enabled:
-            masters.check_none(var_list)
-            # Those of level O3, and of a model that Keras loaded, may be low precision.
-            if self._compute is not None and not self._must_be_prepared:
-                guard.refuse_low_precision(var_list)
-        if not self.inner_optimizer.built:
-            masters.build(self.inner_optimizer, var_list)
-        super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
-
-    @tf.autograph.experimental.do_not_convert
-    def scale_loss(self, loss: Any) -> Any:
-        """Scale a loss inside the tape, as Keras does in `fit`: `ampx.scale_loss` without its checks of the loss.
-
-        Args:
-            loss: Floating scalar tensor of any dtype.
-
-        Returns:
-            The loss in float32 times the loss scale.
-
-        Raises:
-            NestedScaleError: A `scale_loss` body for this optimizer is running.
-        """
-        return self._scaled(loss)
-
-    # -- stepping -------------------------------------------------------------------------------------
-
-    @tf.autograph.experimental.do_not_convert
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Unscale, check, clip, apply or skip, move the loss scale.
-
-        Args:
-            grads: The scaled gradients: tensors, `IndexedSlices`, None where there is none.
-            trainable_variables: The variables they belong to; those the optimizer was built with by default.
-
-        Raises:
-            NotScaledError: No `scale_loss` came since the last step.
-            ProtocolError: Every gradient is None.
-
-        Sync: as Keras: one outside of traced code, else none.
-        """
-        self._step(list(grads), None if trainable_variables is None else list(trainable_variables))
-
-    @tf.autograph.experimental.do_not_convert
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
-        """Call `apply` with pairs of gradients and variables; gives `iterations`."""
-        pairs = list(grads_and_vars)
-        self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
-        return self.iterations
-
-    @tf.autograph.experimental.do_not_convert
-    def ampx_apply_true(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Do what `apply` does with gradients that carry no scale, as `ampx run` gets them. Sync: as `apply`."""
-        self._take_true()
-        self.apply(grads, trainable_variables)
-
-    def stateless_apply(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: optimizers of Keras on TensorFlow have no state as values.
-
-        Raises:
-            UnsupportedByBackendError: Always.
-        """
-        raise UnsupportedByBackendError(
-            "stateless_apply was called, which Keras has on the JAX engine only; accepted: apply and apply_gradients. "
-            "Call one of these."
-        )
-
-    def _check_gradients(self, member: Member, grads: Sequence[Any]) -> None:
-        if all(gradient is None for gradient in grads):
-            raise ProtocolError(
-                f"apply got {len(grads)} gradients, all None: the loss was scaled outside the tape, or does not depend "
-                f"on the variables; accepted: gradients of the scaled loss. Enter scale_loss inside the tape, or call "
-                f"scaled.gradient(tape, variables)."
-            )
-        super()._check_gradients(member, grads)
-
-    def _sum(self, grads: Sequence[Any], variables: Any, aggregate: bool) -> Sequence[Any]:
-        return replicas.summed(grads) if self._clips else grads  # Keras adds them up, but after clipping
-
-    def _check(self, grads: Sequence[Any]) -> Any:
-        return super()._check(grads if self._clips else replicas.with_headroom(grads))
-
-    def _clip(self, grads: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        grads, norm = super()._clip(grads)
-        return (replicas.shared(grads) if self._clips else grads), norm
-
-    def _build(self, variables: Any) -> None:
-        if self.keeps_masters and self.inner_optimizer.built:
-            masters.adopt(self.inner_optimizer)
-        if self.built:
-            return
-        if variables is None and self.inner_optimizer.built:
-            variables = self._updated(None)
-        if variables is not None:
-            # Natively, variables that are made in a function first called on several replicas break it.
-            with tf.init_scope(), keras.name_scope(self.name, caller=self):
-                self.build(variables)
-
-    def _apply(self, grads: Sequence[Any], variables: Any) -> None:
-        owned = self._updated(variables) if self.keeps_masters else ()
-        updated = [masters.of(variable) for variable in owned] if self.keeps_masters else variables
-        with casting.off():
-            guard.native(self.inner_optimizer, "apply")(grads, trainable_variables=updated)
-        masters.push(owned)
-
-    @property
-    def _accumulates(self) -> bool:
-        return bool(self.inner_optimizer.gradient_accumulation_steps)
-
-    def _updated(self, variables: Any) -> Sequence[Any]:
-        return list(map(masters.owner, self.inner_optimizer._trainable_variables)) if variables is None else variables
-
-    def ampx_unwrap(self) -> None:
-        """Leave the raw optimizer as if it had never been wrapped."""
-        guard.leave(self.inner_optimizer)
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """Do what Keras does at the end of `fit`, and send the events that are still due. Sync: one."""
-        super().finalize_variable_values([masters.of(variable) for variable in var_list])
-        if self.inner_optimizer.use_ema:  # Keras has overwritten the weights
-            masters.push(var_list)
-        history.look()
-
-    # -- saving ---------------------------------------------------------------------------------------
-
-    def get_config(self) -> dict[str, Any]:
-        """Return what Keras saves to make the optimizer again."""
-        group = self._ledger.contexts.host
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "loss_scale": asdict(group.config),
-            "max_grad_norm": self.max_grad_norm,
-            "max_grad_value": self.max_grad_value,
-            "enabled": group.enabled,
-            "keeps_masters": self.keeps_masters,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> AmpOptimizer:
-        """Return an optimizer made from what `get_config` gave, here or of a LossScaleOptimizer of Keras 2 or 3.
-
-        Raises:
-            InvalidOptionError: It is the configuration of no such optimizer.
-        """
-        config = dict(config)
-        if not isinstance(config.get("inner_optimizer"), dict):
-            raise InvalidOptionError(
-                f"from_config got a configuration with the names {sorted(config)}; accepted: that of an optimizer "
-                f"which scales the loss, with its inner_optimizer. Pass what get_config gave."
-            )
-        inner = dict(config.pop("inner_optimizer"))
-        if isinstance(inner.get("config"), dict):  # Keras 2 says more than the optimizers of Keras 3 take
-            inner["config"] = {name: value for name, value in inner["config"].items() if name not in _ONLY_KERAS_2}
-        if "loss_scale" in config:
-            config["loss_scale"] = LossScale(**config["loss_scale"])
-        else:
-            config["loss_scale"] = read_configuration(
-                config.pop("dynamic", True), config.pop("initial_scale", None), config.pop("dynamic_growth_steps", None)
-            )
-        return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
-
-
-def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:
-    """Return the loss scale that the arguments of Keras's LossScaleOptimizer mean.
-
-    Raises:
-        InvalidOptionError: They contradict each other, or are out of range.
-    """
-    if dynamic:
-        return LossScale(
-            init_scale=FORMER_INIT_SCALE if initial_scale is None else initial_scale,
-            growth_interval=2000 if growth_steps is None else growth_steps,
-        )
-    if initial_scale is None or growth_steps is not None:
-        raise InvalidOptionError(
-            f"LossScaleOptimizer(dynamic=False, initial_scale={initial_scale!r}, dynamic_growth_steps="
-            f"{growth_steps!r}); accepted: a static scale has an initial_scale and no dynamic_growth_steps. Pass those."
-        )
-    return LossScale.static(initial_scale)
-
-
-def wrap(optimizer: Any, member: Member, options: Mapping[str, Any]) -> AmpOptimizer:
-    """Wrap an optimizer of Keras 3; raise for one that scales the loss itself or keeps low-precision variables."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
-        raise AlreadyWrappedError(
-            f"wrap_optimizer got {type(optimizer).__name__}, which scales the loss itself; its gradients would be "
-            f"unscaled twice. Pass the optimizer inside (inner_optimizer), without loss_scale_factor, and give "
-            f"loss_scale=… to wrap_optimizer."
-        )
-    bounds = [name for name in ("max_grad_norm", "max_grad_value") if options.get(name) is not None]
-    if bounds and optimizer.gradient_accumulation_steps:
-        raise InvalidOptionError(
-            f"wrap_optimizer got {', '.join(bounds)} for an optimizer with gradient_accumulation_steps, of which ampx "
-            f"sees only micro-batches; accepted: one of them. Pass global_clipnorm or clipvalue to the optimizer, "
-            f"which clips what was accumulated."
-        )
-    plan, level = options["plan"], options["level"]
-    lowers = plan is not None and level.casts_params
-    if optimizer.built and lowers and level.master_weights:
-        masters.adopt(optimizer)
-    if member.group.enabled and not (lowers and not level.master_weights):
-        guard.refuse_low_precision(optimizer._trainable_variables)
-    wrapped = AmpOptimizer(
-        optimizer,
-        max_grad_norm=options.get("max_grad_norm"),
-        max_grad_value=options.get("max_grad_value"),
-        keeps_masters=lowers and level.master_weights,
-        member=member,
-    )
-    wrapped._compute = "float32" if plan is None else plan.dtype
-    wrapped._must_be_prepared = lowers
-    wrapped._lists = plan if isinstance(plan, oplists.ListsPlan) else None
-    return wrapped

@@ -67,6 +67,12 @@ class TensorFlowHarness(Harness):
         loss.tape = tape
         return loss
 
+    def wide_loss(self, parameters):
+        with tf.GradientTape() as tape:
+            loss = parameters[0] * 2.0 + tf.reduce_sum(parameters[1]) * 0.0
+        loss.tape = tape
+        return loss
+
     def nan_loss(self, parameters):
         with tf.GradientTape() as tape:
             loss = tf.add_n([tf.reduce_sum(p) for p in parameters]) * float("nan")

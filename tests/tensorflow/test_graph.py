@@ -289,3 +289,15 @@ def test_a_disabled_optimizer_clips_as_asked():
 def test_shutdown_needs_no_session():
     with ampx.init("tensorflow", level="O0", loss_scale="dynamic") as amp:
         Program(amp, minimize)
+
+
+def test_gradients_of_the_loss_itself_are_refused(amp):
+    """Nothing says on a gradient that it is scaled; what was differentiated the graph knows."""
+
+    def differentiate_the_loss(program, loss):
+        with ampx.scale_loss(loss, program.opt):
+            (gradient,) = tf.gradients(loss, [program.variable])
+        return program.opt.apply_gradients([(gradient, program.variable)], program.step)
+
+    with pytest.raises(ampx.NotScaledError, match="that was passed to scale_loss"):
+        Program(amp, differentiate_the_loss)

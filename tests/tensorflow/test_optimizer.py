@@ -524,3 +524,59 @@ def test_stateless_apply_is_refused(amp):
     opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
     with pytest.raises(ampx.UnsupportedByBackendError, match="JAX engine"):
         opt.stateless_apply([], [], [])
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_gradients_of_the_loss_itself_are_refused(amp, mode, former):
+    """They would be divided by the scale. In each trace it is found, on the host until a step showed it right."""
+    variable = tf.Variable([8.0])
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
+
+    @mode
+    def step(rightly):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable)
+            if former:
+                scaled = opt.get_scaled_loss(loss)
+            else:
+                with ampx.scale_loss(loss, opt) as scaled:
+                    pass
+        gradient = tape.gradient(scaled if rightly else loss, variable)
+        opt.apply_gradients([(gradient, variable)])
+
+    with pytest.raises(ampx.NotScaledError, match="that was passed to scale_loss"):
+        step(False)
+    assert (variable.numpy().tolist(), opt.loss_scale) == ([8.0], 65536.0)
+    opt.zero_grad()
+    step(True)
+    assert variable.numpy().tolist() == [7.0]
+    assert opt.last_step.applied
+
+
+def test_gradients_of_the_loss_itself_are_right_where_nothing_is_divided(amp, mode):
+    variable = tf.Variable([8.0])
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), loss_scale=1.0)
+
+    @mode
+    def step():
+        with tf.GradientTape() as tape, ampx.scale_loss(tf.reduce_sum(variable), opt):
+            loss = tf.reduce_sum(variable)
+        opt.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+    step()
+    step()
+    assert variable.numpy().tolist() == [6.0]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_higher_derivatives_of_a_scaled_loss(amp, times):
+    """What sees the first derivative on the host is itself differentiated."""
+    variable = tf.Variable(3.0)
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), loss_scale=ampx.LossScale(init_scale=8.0))
+    for _ in range(times):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner, ampx.scale_loss(variable**3, opt) as scaled:
+                pass
+            slope = inner.gradient(scaled, variable)
+        assert outer.gradient(slope, variable).numpy() == 8.0 * 6.0 * 3.0
+        opt.zero_grad()

@@ -23,7 +23,7 @@ from ampx.backend import CastPlan
 from ampx.errors import AmpxWarning, InvalidOptionError, NotInitializedError, ProtocolError
 from ampx.scale_state import LossScale
 from ampx_tensorflow import rewrite
-from ampx_tensorflow.step import FORMER_INIT_SCALE
+from ampx_tensorflow.keras3 import FORMER_INIT_SCALE
 
 
 @dataclass(frozen=True)

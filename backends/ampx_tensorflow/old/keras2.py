@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from ampx.errors import InvalidOptionError
-from ampx_tensorflow.step import AmpOptimizer, LedgerOptimizer, read_configuration
+from ampx_tensorflow.keras3 import AmpOptimizer, read_configuration
+from ampx_tensorflow.step import LedgerOptimizer
 
 from .graph_rewrite import read_loss_scale
 

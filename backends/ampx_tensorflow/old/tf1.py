@@ -217,6 +217,9 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
         member.check_step()
         guard.refuse_low_precision(variable for _, variable in pairs)
         if member.stage == "scaled":
+            member.check_backward(
+                "`with ampx.scale_loss(loss, opt) as scaled: pass`, then tf.gradients(scaled, variables)"
+            )
             grads = self._unscale_grads([gradient for gradient, _ in pairs])
             pairs = tuple(zip(grads, [variable for _, variable in pairs], strict=True))
         if tf.executing_eagerly():

@@ -22,7 +22,7 @@ from ampx.protocol import Member
 from ampx.scale_state import LossScale
 from ampx_tensorflow import casting, guard, history
 from ampx_tensorflow.device_scale import VariableLedger
-from ampx_tensorflow.step import read_configuration
+from ampx_tensorflow.keras3 import read_configuration
 
 from . import tf_keras_casting
 from .keras2 import Keras2Optimizer

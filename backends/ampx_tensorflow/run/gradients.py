@@ -14,8 +14,8 @@ import tensorflow as tf
 from ampx_tensorflow import gradients
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.device_scale import is_one
+from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
-from ampx_tensorflow.step import AmpOptimizer
 
 from .manager import KerasManager
 

@@ -23,9 +23,9 @@ from ampx.run import Managed, Manager, Run
 from ampx.session import Amp
 from ampx_tensorflow import devices, guard, oplists, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
+from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
 from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
-from ampx_tensorflow.step import AmpOptimizer
 
 from .observing import Observing
 from .operations import Operations

@@ -17,7 +17,7 @@ from ampx.backend import CastPlan
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 from ampx_tensorflow import casting
-from ampx_tensorflow.step import AmpOptimizer
+from ampx_tensorflow.keras3 import AmpOptimizer
 
 from .manager import KerasManager, environment_wants_graphs
 
