@@ -295,7 +295,7 @@ class LedgerOptimizer(WrappedOptimizer):
             return []
         message = (
             "RawStepError: a raw optimizer was stepped while gradients of scale_loss are pending; they would be "
-            "applied scaled or unchecked. Call the same of the object that ampx.wrap_optimizer returned, or its zero_grad."
+            "applied scaled or unchecked. Step what ampx.wrap_optimizer returned, or call its zero_grad to forget them."
         )
         return [tf.debugging.Assert(tf.convert_to_tensor(self._slots.pending) <= 0, [message])]
 
