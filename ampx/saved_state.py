@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import islice
 from typing import Any, Final, TypeGuard
 
+from . import callers
 from .errors import AmpxError, AmpxWarning, InvalidStateError, StateError, UnknownSchemaError, shown
 from .protocol import ScaleGroup
 from .scale_state import FLOAT32_MAX, FLOAT32_TINY, LossScale, LossScaleState, round_to_float32
@@ -64,8 +64,8 @@ def refuse_session_state(state: object, call: str) -> None:
     if has_schema(state):
         raise InvalidStateError(
             f"{call} of an optimizer got what amp.state_dict() returns: the loss scales of a session, not the state of "
-            f"an optimizer; accepted: what opt.state_dict() returned. Load this one by amp.load_state_dict(state), and "
-            f"nothing has changed."
+            f"an optimizer; accepted: what opt.state_dict() returned. Nothing has changed; load this one by "
+            f"amp.load_state_dict(state)."
         )
 
 
@@ -154,17 +154,17 @@ def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
     """
     saved = parse_state(state)
     if not saved and groups:
-        warnings.warn(
-            "the state was saved with mixed precision disabled and holds no loss scale; the current ones stay.",
+        callers.warn(
+            "the state was saved with mixed precision disabled and holds no loss scale; the current ones stay. Save it "
+            "with enabled=True if a run is to go on with its loss scales.",
             AmpxWarning,
-            stacklevel=3,
         )
         return
     if len(saved) != len(groups):
         raise InvalidStateError(
-            f"the state holds {len(saved)} loss scales, but {len(groups)} are to be loaded; accepted: as many as "
-            f"wrap_optimizer made (a list of optimizers makes one). Wrap the same optimizers before loading, or load "
-            f"one with amp.load_state_dict(state, opt)."
+            f"the state holds {len(saved)} loss scales, and {len(groups)} of wrapped optimizers are to take them over; "
+            f"accepted: as many as wrap_optimizer made (a list of optimizers makes one). Wrap the same optimizers "
+            f"before loading, or load one with amp.load_state_dict(state, opt)."
         )
     matching = []
     for group, (config, states) in zip(groups, saved, strict=True):
@@ -172,11 +172,11 @@ def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
             matching.append((group, config, states))
             continue
         now, then = _kind(group.config.dynamic), _kind(config.dynamic)
-        warnings.warn(
-            f"the state of loss scale {group.index} was saved with a {then} loss scale and this run has a {now} "
-            f"one (another dtype or loss_scale); the current loss scale {group.states[0].scale:g} stays.",
+        callers.warn(
+            f"the state of loss scale {group.index} was saved with a {then} loss scale and this run has a {now} one "
+            f"(another dtype or loss_scale); the current loss scale {group.states[0].scale:g} stays. Pass init the "
+            f"dtype and loss_scale of the saved run if it is to go on as it was.",
             AmpxWarning,
-            stacklevel=3,
         )
     for group, config, states in matching:  # only now: a warning may be an error, and then nothing is loaded
         group.load(config, states)

@@ -242,8 +242,8 @@ class ScaleLoss(Generic[LossT]):
             )
         if loss_id and not self._amp.backend.capabilities.per_loss_scales:
             raise UnsupportedByBackendError(
-                f"backend {self._amp.backend.name!r} has one loss scale an optimizer; loss_id={loss_id} is not "
-                f"accepted. Leave loss_id out."
+                f"scale_loss got loss_id={loss_id}, and backend {self._amp.backend.name!r} keeps one loss scale for an "
+                f"optimizer; accepted: 0. Leave loss_id out: the losses then share the optimizer's loss scale."
             )
 
     def _check_loss(self, loss: Loss) -> None:

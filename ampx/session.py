@@ -7,7 +7,6 @@ nothing: the backend does.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -970,8 +969,13 @@ class Sessions:
         session = self._active.get(framework) if framework is not None else None
         if framework is None and len(self._active) == 1:
             session = next(iter(self._active.values()))
+        if session is None and framework is None and self._active:
+            raise NotInitializedError(
+                f"{call} found several sessions: {', '.join(sorted(self._active))}; accepted: one. Call the method of "
+                f"the session that you mean, which ampx.init returned, as does ampx.current(framework)."
+            )
         if session is None:
-            raise self._not_initialized(call)
+            raise self._not_initialized(call, "" if framework is None else f" of {framework!r}")
         return session
 
     def find(self, call: str, *objects: Any) -> Amp:
@@ -989,7 +993,7 @@ class Sessions:
         else:
             session = self.search(objects)
         if session is None:
-            raise self._not_initialized(call)
+            raise self._not_initialized(call, " for what it was given")
         return session
 
     def search(self, objects: Iterable[Any]) -> Amp | None:
@@ -1024,22 +1028,19 @@ class Sessions:
         default_registry().manager.hook.ampx_event(event=event)
         if isinstance(event, ScaleCollapsed):
             names = ", ".join(event.parameters) or "(the backend cannot tell)"
-            warnings.warn(
+            callers.warn(
                 f"{event.consecutive_skips} steps in a row were skipped on {framework}; the loss scale is "
                 f"{event.next_scale:g}. Gradients that are not finite: {names}. The loss or a layer overflows whatever "
                 f"the scale: {event.advice}",
                 ScaleCollapsedWarning,
-                stacklevel=2,
             )
 
-    def _not_initialized(self, call: str) -> NotInitializedError:
-        if not self._active:
-            return NotInitializedError(
-                f"{call} found no session; active sessions: none. Call ampx.init(framework=…) first."
-            )
+    def _not_initialized(self, call: str, whose: str) -> NotInitializedError:
+        active = ", ".join(sorted(self._active))
+        several = ", or, with several sessions, call the method of the one you mean" if active else ""
         return NotInitializedError(
-            f"{call} found no session for what it was given; active sessions: {', '.join(sorted(self._active))}. Call "
-            f"ampx.init(framework=…) first, or, with several sessions, call the method of the one you mean."
+            f"{call} found no session{whose if active else ''}; active sessions: {active or 'none'}. Call "
+            f"ampx.init(framework=…) first{several}."
         )
 
 

@@ -87,6 +87,7 @@ def test_a_collapse_is_told_once_with_one_warning_that_names_the_parameters(trai
         (3, 3, ("layer.weight",))
     ]
     assert [warning.category for warning in caught] == [ampx.ScaleCollapsedWarning]
+    assert caught[0].filename.endswith("conftest.py")  # where the trainer calls `opt.step()`
     assert "layer.weight" in str(caught[0].message)
     trainer.step(1.0)
     trainer.step(INF)

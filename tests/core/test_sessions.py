@@ -573,6 +573,15 @@ def test_enter_thread_without_a_session_says_that_there_is_nothing_to_switch_on(
     assert alpha.casting is None
 
 
+def test_a_call_that_several_sessions_could_answer_names_them(alpha, beta):
+    ampx.init("alpha")
+    ampx.init("beta")
+    with pytest.raises(ampx.NotInitializedError, match=r"several sessions: alpha, beta; .*ampx\.current"):
+        ampx.state_dict()
+    with pytest.raises(ampx.NotInitializedError, match="no session of 'gamma'; active sessions: alpha, beta"):
+        ampx.current("gamma")
+
+
 def test_enter_thread_of_a_session_that_was_replaced_is_refused(alpha):
     first = ampx.init("alpha")
     ampx.init("alpha", dtype="bfloat16")

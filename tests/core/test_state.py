@@ -168,8 +168,9 @@ def test_a_refused_state_changes_nothing(alpha, make_trainer, state):
 def test_a_state_of_another_kind_of_scale_leaves_the_present_one_with_a_warning(alpha, make_trainer):
     amp = ampx.init("alpha", loss_scale=128)
     trainer = make_trainer(alpha)
-    with pytest.warns(ampx.AmpxWarning, match="dynamic loss scale and this run has a static"):
-        amp.load_state_dict(SAVED)
+    with pytest.warns(ampx.AmpxWarning, match="dynamic loss scale and this run has a static") as caught:
+        ampx.load_state_dict(SAVED)
+    assert caught[0].filename == __file__
     assert trainer.opt.loss_scale == 128.0
 
 
