@@ -103,22 +103,26 @@ def _former_names() -> dict[str, str]:
     return {value["phi_name"]: former for former, value in described.items() if "phi_name" in value}
 
 
+def options(plan: CastPlan) -> dict[str, Any]:
+    """Return what `auto_cast` is told of a plan."""
+    return {
+        "custom_white_list": _operators(plan.allow) or None,
+        "custom_black_list": _operators(plan.deny) - {EVERYTHING_ELSE} or None,
+        # O2 is what Paddle calls casting of all but a few.
+        "level": "OD" if EVERYTHING_ELSE in plan.deny else min(plan.level, "O2"),
+        "dtype": plan.dtype,
+    }
+
+
 @contextmanager
 def region(plan: CastPlan, enabled: bool) -> Iterator[None]:
     """Return a region with casting on or off."""
-    options: dict[str, Any] = {"enable": False}
-    if enabled:
-        rest = EVERYTHING_ELSE in plan.deny
-        options = {
-            "custom_white_list": _operators(plan.allow) or None,
-            "custom_black_list": _operators(plan.deny) - {EVERYTHING_ELSE} or None,
-            "level": "OD" if rest else min(plan.level, "O2"),  # which is what Paddle calls casting of all but a few
-        }
+    arguments = options(plan) if enabled else {"enable": False, "dtype": plan.dtype}
     with ExitStack() as stack:
         if enabled and module_dtypes(plan):
             stack.enter_context(calls.around((FORCES, _Rules(plan))))
         stack.enter_context(_dtype_restored())
-        stack.enter_context(paddle.amp.auto_cast(dtype=plan.dtype, **options))
+        stack.enter_context(paddle.amp.auto_cast(**arguments))
         yield
 
 

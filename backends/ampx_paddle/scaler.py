@@ -14,6 +14,7 @@ from ampx.errors import InvalidOptionError, NotWrappedError, UnsupportedByBacken
 from ampx.saved_state import parse_state
 from ampx.scale_state import LossScale, LossScaleState
 
+from . import casting
 from .step import AmpOptimizer
 
 
@@ -47,19 +48,32 @@ class GradScaler(paddle.amp.GradScaler):
         return self._optimizers[0].ampx_member.group
 
     def attach(self, model: Any) -> None:
-        """Make `model.fit` and `model.train_batch` scale their losses with this scaler.
+        """Make `model.fit` and `model.train_batch` scale their losses with this scaler, and cast as the session says.
 
         Args:
             model: A `paddle.Model`, after `model.prepare(opt, loss, amp_configs="O1")` with the wrapped optimizer;
                 call it again after every `prepare`.
 
         Raises:
-            InvalidOptionError: The model was prepared without `amp_configs`, or with another optimizer.
+            InvalidOptionError: The model was prepared without `amp_configs`, or with another optimizer; or the session
+                casts nothing and Paddle would, on a GPU.
         """
         if getattr(model, "_optimizer", None) not in self._optimizers or model._adapter._amp_level == "O0":
             raise InvalidOptionError(
                 "attach got a model that does not train one of this scaler's optimizers in mixed precision; accepted: "
                 "a prepared one. Call model.prepare(opt, loss, amp_configs='O1') with the wrapped optimizer first."
+            )
+        plan = self._optimizers[0]._plan
+        if plan is not None and plan.level != "O0":
+            # Native defect: the model casts to float16 by Paddle's lists, whatever the dtype and the lists around it.
+            arguments = casting.options(plan)
+            model._adapter._amp_level = arguments.pop("level")
+            model._adapter._amp_custom_lists = arguments
+        elif not paddle.get_device().startswith("cpu"):
+            raise InvalidOptionError(
+                f"attach got a model that casts to float16 on {paddle.get_device()!r} wherever it scales its loss, in "
+                f"a session of level O0, which casts nothing; accepted: O1 to O3. Use ampx.init(level='O1'), with "
+                f"dtype='bfloat16' where float16 overflows."
             )
         model._scaler = self
 

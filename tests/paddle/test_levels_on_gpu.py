@@ -5,6 +5,9 @@ import paddle
 import pytest
 
 import ampx
+from ampx.run import Run, RunSettings
+from ampx_paddle.run import automate
+from ampx_paddle.scaler import GradScaler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -180,3 +183,65 @@ def test_training_learns(level, dtype):
     training = Training(level, dtype)
     losses = [training.step() for _ in range(25)]
     assert losses[-1] < losses[0] / 4
+
+
+class Recording(nn.Linear):
+    """A product that notes the dtype in which it was computed."""
+
+    def forward(self, inputs):
+        output = super().forward(inputs)
+        self.computed_in = str(output.dtype).removeprefix("paddle.")
+        return output
+
+
+def high_level(wrap=lambda optimizer: optimizer, **configs):
+    """A `paddle.Model` prepared for a regression, and its layer."""
+    layer = Recording(4, 1)
+    model = paddle.Model(layer)
+    model.prepare(wrap(paddle.optimizer.SGD(0.1, parameters=layer.parameters())), nn.MSELoss(), **configs)
+    return model, layer
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"dtype": "float16", "loss_scale": 8.0}, "float16"),
+        ({"dtype": "bfloat16", "loss_scale": 8.0}, "bfloat16"),
+        ({"dtype": "float16", "deny": ["matmul", "linear"]}, "float32"),
+    ],
+)
+def test_a_model_with_loops_of_its_own_casts_as_the_session_says(options, dtype):
+    """Paddle's casts to float16 by its own lists."""
+    amp = ampx.init("paddle", **options)
+    opt = None
+
+    def wrap(optimizer):
+        nonlocal opt
+        opt = amp.wrap_optimizer(optimizer)
+        return opt
+
+    model, layer = high_level(wrap, amp_configs="O1")
+    GradScaler(opt).attach(model)
+    model.train_batch([np.ones([2, 4], "float32")], [np.ones([2, 1], "float32")])
+    assert layer.computed_in == dtype
+    assert opt.last_step.applied
+
+
+def test_a_model_with_loops_of_its_own_is_refused_where_the_session_casts_nothing():
+    amp = ampx.init("paddle", level="O0", loss_scale="dynamic")
+    optimizers = []
+    model, _ = high_level(
+        lambda optimizer: optimizers.append(amp.wrap_optimizer(optimizer)) or optimizers[0], amp_configs="O1"
+    )
+    with pytest.raises(ampx.InvalidOptionError, match="level O0"):
+        GradScaler(*optimizers).attach(model)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_ampx_run_casts_in_the_loops_of_a_model(dtype):
+    """Which switches casting off around its network, where its own is not on."""
+    run = Run("paddle", RunSettings(dtype=dtype, device="gpu"))
+    with automate(run):
+        model, layer = high_level()
+        model.train_batch([np.ones([2, 4], "float32")], [np.ones([2, 1], "float32")])
+    assert layer.computed_in == dtype

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 from unittest import mock
 
@@ -15,11 +16,13 @@ from .manager import PaddleManager
 
 OWN: Final = ("paddle", "ampx", "ampx_paddle", "contextlib")
 THROUGH: Final = ("ampx_paddle.run",)
+# Where `paddle.Model` stands, which switches casting off around its network unless its own mixed precision is on.
+_HIGH_LEVEL: Final = "paddle.hapi.model"
 
 
 @contextmanager
 def native_refused(manager: PaddleManager) -> Iterator[None]:
-    """Patch `auto_cast`, `decorate` and `GradScaler`. What is called with `enable=False` stays as it is."""
+    """Patch `auto_cast`, `decorate` and `GradScaler`. What the script calls with `enable=False` stays as it is."""
     with ExitStack() as stack:
         for place, name in (
             (paddle.amp, "auto_cast"),
@@ -43,6 +46,13 @@ def _refusing(manager: PaddleManager, place: Any, name: str) -> Any:
                 f"the script uses {shown} by itself; accepted: a script without mixed precision of its own. Turn it "
                 f"off in the script, or edit the script to use ampx"
             )
+        if name == "auto_cast" and not (enabled or manager.stood_down) and _asked_by_model():
+            return nullcontext()
         return native(*args, **kwargs)
 
     return call
+
+
+def _asked_by_model() -> bool:
+    """Return whether `paddle.Model` calls the function that asks."""
+    return bool(sys._getframe(2).f_globals.get("__name__") == _HIGH_LEVEL)
