@@ -97,6 +97,11 @@ class JaxBackend(ampx.Backend):
         return _wrap(optimizer, member.group, options)
 
     def state_handle(self, state: Any, call: str) -> StateHandle:
+        if isinstance(state, optax.GradientTransformation) and isinstance(state.update, optimizer.Update):
+            raise ampx.NotWrappedError(
+                f"{call} got a wrapped transformation, but the loss scale is in its state; accepted: what its init or "
+                f"update returned, or what holds that. Pass opt_state in place of tx."
+            )
         return StateHandle(state, call)
 
     def peak_memory(self) -> int | None:

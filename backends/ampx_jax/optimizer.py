@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -94,14 +95,14 @@ def wrap(
             if clips:
                 updates, _ = clip(updates, max_grad_norm, max_grad_value)
             updates, after = inner.update(updates, state.inner, params, **extra)
-            numbers = state.numbers._replace(applied=True, step_scale=1.0)
-            return updates, state._replace(inner=after, packed=numbers.packed())
+            return updates, state._replace(inner=after, settings=dataclasses.replace(state.settings, stepped=True))
         last = state.numbers
         if not jax.tree.leaves(updates):
             nothing = last._replace(
                 applied=False, finite=True, step_scale=last.scale, nonfinite=jnp.zeros_like(last.nonfinite)
             )
             return updates, state._replace(packed=nothing.packed())
+        states.check_scaled(state.settings)
         copies = None if state.masters is None else masters.followed(state.masters, params)
         if level == "O3" and params is not None:
             _check_prepared(params)

@@ -41,6 +41,8 @@ class Settings:
     # Their names, by the keys of their tree, elements, and the dtypes in which they are updated.
     parameters: tuple[tuple[str, int, str], ...] = ()
     compute: str = "float32"  # the compute dtype
+    # Where a disabled session wrapped: an update has been. It is no part of the comparison: JAX compiles nothing anew.
+    stepped: bool = False
 
     def __eq__(self, other: object) -> bool:
         """Return whether they are the same, but that parameters may be unknown."""
@@ -52,11 +54,41 @@ class Settings:
     def __hash__(self) -> int:
         return hash((self.config, self.enabled, self.compute))
 
+    def is_scaled(self) -> bool:
+        """Return whether losses are multiplied by something else than 1."""
+        return self.enabled and (self.config.dynamic or self.config.init_scale != 1.0)
+
     def naming(self, parameters: Any) -> Settings:
         """Return these with the names, elements and dtypes of a tree of parameters."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(parameters)
         named = tuple((path_name(path), int(jnp.size(leaf)), str(jnp.result_type(leaf))) for path, leaf in leaves)
         return dataclasses.replace(self, parameters=named)
+
+
+# The settings of the states whose loss scale was read, traced or not. For the life of the process: a function that was
+# compiled for such a state is not traced again for states that JAX, by their settings, takes for the same.
+_read: Final[list[Settings]] = []
+
+
+def note_read(settings: Settings) -> None:
+    """Remember that the loss scale of a state was read, to multiply a loss by."""
+    if not any(settings == other and settings.parameters == other.parameters for other in _read):
+        _read.append(settings)
+
+
+def check_scaled(settings: Settings) -> None:
+    """Refuse to divide gradients by a loss scale that nothing has read up to now.
+
+    Raises:
+        NotScaledError: Neither `scale_loss` nor `loss_scale` has read it, so that no loss can be multiplied by it.
+    """
+    if settings.is_scaled() and settings not in _read:
+        raise ampx.NotScaledError(
+            "update of a wrapped optimizer got gradients whose loss did not go through scale_loss: nothing has read "
+            "the loss scale of this optimizer's state, by which update divides; accepted: gradients of the scaled "
+            "loss. Differentiate what `with ampx.scale_loss(loss, opt_state) as scaled` yields. Gradients that come "
+            "from elsewhere are to be multiplied by ampx.loss_scale(opt_state); call it before update is traced."
+        )
 
 
 class Numbers(NamedTuple):
@@ -122,7 +154,8 @@ class AmpState(NamedTuple):
     Every array of a state costs each call of a compiled step some microseconds, so the small ones are one.
 
     Attributes:
-        packed: `Numbers` as one int32 array.
+        packed: `Numbers` as one int32 array; None where a disabled session wrapped, whose compiled steps are those of
+            the transformation alone.
         grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
         meter: int32, what `ampx_jax.meter` counted; None where it never looks.
         settings: Configuration; no array.
@@ -140,7 +173,9 @@ class AmpState(NamedTuple):
 
     @property
     def numbers(self) -> Numbers:
-        """What is packed: of an array on the host NumPy's, else JAX's."""
+        """What is packed: of an array on the host NumPy's, else JAX's; without one, what there is before a step."""
+        if self.packed is None:  # of a disabled session, or restored from one's checkpoint
+            return _first(self.settings, 0)
         (packed,) = jax.tree.leaves(self.packed)  # flax nnx holds it in a variable
         numpy = isinstance(packed, np.ndarray)
         values = []
@@ -155,23 +190,27 @@ class AmpState(NamedTuple):
 def make(settings: Settings, group: int, norm: bool, metered: bool, masters: Any, inner: Any) -> AmpState:
     """Return the state before the first step; every array has a buffer of its own, so that all can be donated."""
     _register_with_flax()
-    numbers = Numbers(
-        **as_arrays(settings.config.initial_state()),
+    return AmpState(
+        packed=_first(settings, group).packed() if settings.enabled else None,
+        grad_norm=jnp.zeros((), jnp.float32) if norm else None,
+        meter=meter.empty(len(settings.parameters)) if metered else None,
+        settings=settings,
+        masters=masters,
+        inner=inner,
+    )
+
+
+def _first(settings: Settings, group: int) -> Numbers:
+    """Return the numbers before the first step, as Python's and NumPy's."""
+    return Numbers(
+        **dataclasses.asdict(settings.config.initial_state()),
         steps=0,
         skipped=0,
         group=group,
         applied=False,
         finite=True,
         step_scale=0.0,
-        nonfinite=jnp.zeros(len(settings.parameters), jnp.int32),
-    )
-    return AmpState(
-        packed=numbers.packed(),
-        grad_norm=jnp.zeros((), jnp.float32) if norm else None,
-        meter=meter.empty(len(settings.parameters)) if metered else None,
-        settings=settings,
-        masters=masters,
-        inner=inner,
+        nonfinite=np.zeros(len(settings.parameters), np.int32),
     )
 
 
@@ -326,16 +365,17 @@ class StateHandle(Handle):
     @property
     def loss_scale(self) -> Any:
         """The current loss scale; where it is traced, or `vmap` stacked several, an array."""
+        note_read(self._settings)
         return self._numbers.scale
 
     @property
     def last_step(self) -> ampx.StepResult | None:
         """What the last step did; where it is traced, arrays, and before the first step `scale` is 0."""
+        if not self._settings.enabled:
+            return ampx.events.UNCHECKED if self._settings.stepped else None
         numbers = self._numbers
         if not self._traced and isinstance(numbers.step_scale, float) and numbers.step_scale == 0.0:
             return None
-        if not self._settings.enabled:
-            return ampx.events.UNCHECKED
         return ampx.StepResult(
             applied=numbers.applied,
             finite=numbers.finite,
@@ -447,7 +487,7 @@ class StateHandle(Handle):
 
 def _number(leaf: Any) -> Any:
     """Return a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
-    return leaf.item() if leaf.ndim == 0 else leaf
+    return np.asarray(leaf).item() if np.ndim(leaf) == 0 else leaf
 
 
 def _register_with_flax() -> None:

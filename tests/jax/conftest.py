@@ -15,6 +15,14 @@ pytest.importorskip("jax", reason="JAX is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 
 
+@pytest.fixture(autouse=True)
+def nothing_read(monkeypatch):
+    """No test is let through because another read a loss scale of the same configuration."""
+    from ampx_jax import state
+
+    monkeypatch.setattr(state, "_read", [])
+
+
 @pytest.fixture
 def session():
     """A session with a growth interval of 3, the one of the reference trace."""

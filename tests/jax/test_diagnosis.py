@@ -103,6 +103,25 @@ def rooted(params):
         return jnp.sqrt((jnp.zeros((4, 8)) @ params["w"]).astype(jnp.float32) ** 2).mean()
 
 
+def standardised(x):
+    """Standardise by the variance that is a difference of large numbers."""
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) - x.mean(-1, keepdims=True) ** 2)
+
+
+def similar(x):
+    """Return the cosine of the angle to a small vector, bounded as `cosine_similarity` is."""
+    small = x * 1e-4
+    lengths = jnp.sqrt((small * small).sum(-1)) * jnp.sqrt((x * x).sum(-1))
+    return (x * small).sum(-1) / jnp.maximum(lengths, 1e-8)
+
+
+def uneven():
+    """A model and a batch of numbers around 30 that differ little."""
+    batch = 30 + jnp.linspace(-0.1, 0.1, 32).reshape(4, 8)
+    model = nnx.Sequential(linear(1.0), Function(standardised))
+    return model, lambda model: model(batch).astype(jnp.float32).mean()
+
+
 # By name what makes it, what else to pass, and what is to be named: kind, direction and module.
 FAULTS = {
     "a middle layer": (
@@ -139,6 +158,53 @@ FAULTS = {
         lambda: sized(1e-3, linear(1e-6), Function(jnp.log)),
         {},
         ("logarithm", "forward", "layers.1"),
+    ),
+    "a variance as a difference": (uneven, {}, ("digits", "forward", "layers.1")),
+    "a mask of float32's lowest number": (
+        lambda: sized(
+            1.0, linear(1.0), Function(lambda x: jax.nn.softmax(x + jnp.ones(8) * jnp.finfo(jnp.float32).min))
+        ),
+        {"allow": ["add"]},
+        ("mask", "forward", "layers.1"),
+    ),
+    "a position beyond the dtype": (
+        lambda: sized(1.0, linear(1.0), Function(lambda x: x * jnp.sin(jnp.arange(100_000.0, 100_008.0) * x[:1]))),
+        {"allow": ["mul"]},
+        ("overflow", "forward", "layers.1"),
+    ),
+    "logsumexp by hand": (
+        lambda: sized(12.0, linear(1.0), Function(lambda x: jnp.log(jnp.exp(x).sum(-1)))),
+        {"allow": ["exp"]},
+        ("overflow", "forward", "layers.1"),
+    ),
+    "a temperature of 1e-4": (
+        lambda: sized(10.0, linear(1.0), Function(lambda x: jax.nn.softmax(x / 1e-4))),
+        {},
+        ("overflow", "forward", "layers.1"),
+    ),
+    # In the next two a length that flushes to 0 fails first in the derivative of its root, which JAX computes before.
+    "cosine similarity": (
+        lambda: sized(1.0, linear(1.0), Function(similar)),
+        {},
+        ("logarithm", "backward", "layers.1"),
+    ),
+    "a constant image": (
+        lambda: sized(
+            1.0,
+            linear(1.0),
+            Function(lambda x: (x - x.mean()) / jnp.sqrt(jnp.square(x - x.mean()).mean() + 1e-8)),
+        ),
+        {"allow": ["reduce_sum", "sub", "add", "sqrt"]},
+        ("logarithm", "backward", "layers.1"),
+    ),
+    "the focal factor of a sure prediction": (
+        lambda: sized(
+            10.0,
+            linear(1.0),
+            Function(lambda x: ((1 - jax.nn.sigmoid(x)) ** 0.5) * -jnp.log(jax.nn.sigmoid(x))),
+        ),
+        {},
+        ("logarithm", "backward", "layers.1"),
     ),
     "NaN in one sample": (poisoned, {}, ("data", "forward", "layers.0")),
     "an exploded learning rate": (

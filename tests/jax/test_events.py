@@ -11,7 +11,8 @@ import ampx
 
 
 def stepped(tx, state, overflow):
-    return tx.update(jnp.full(1, jnp.inf if overflow else 1.0), state, jnp.zeros(1))[1]
+    slope = ampx.loss_scale(state) * (jnp.inf if overflow else 1.0)
+    return tx.update(jnp.full(1, slope), state, jnp.zeros(1))[1]
 
 
 def test_looking_twice_sends_events_once(session):

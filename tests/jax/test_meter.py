@@ -72,7 +72,8 @@ def test_the_numbers_equal_a_count_in_numpy(dtype):
     amp = init(dtype, loss_scale=ampx.LossScale(init_scale=1024.0))
     tx = amp.wrap_optimizer(optax.sgd(1e-3), max_grad_norm=1.0)
     params = params_of(network())
-    state, gradients = tx.init(params), gradients_of(params, 1024.0)
+    state = tx.init(params)
+    gradients = gradients_of(params, ampx.loss_scale(state))
     assert ampx.meter(state) is None
     before, state = step(tx, params, state, gradients)
     assert ampx.meter(state) is None
@@ -138,8 +139,9 @@ def test_gradients_that_flush_at_the_present_scale_are_told():
     tx = amp.wrap_optimizer(optax.sgd(1.0))
     params = {"w": jnp.ones(4)}
     # Times 4: 2**-25 is a tie, which becomes zero.
-    gradients = {"w": 4.0 * jnp.array([2.0**-28, 2.0**-27, 2.0**-26, 1.0])}
-    _, state = step(tx, params, tx.init(params), gradients)
+    state = tx.init(params)
+    gradients = {"w": ampx.loss_scale(state) * jnp.array([2.0**-28, 2.0**-27, 2.0**-26, 1.0])}
+    _, state = step(tx, params, state, gradients)
     amp.observe(state)
     (entry,) = ampx.meter(state).parameters
     assert (entry.flushed, entry.moved, entry.headroom) == (2, 4, np.log2(65504.0) - 2)
@@ -151,8 +153,8 @@ def test_a_skipped_step_and_one_that_updates_nothing_are_not_metered():
     tx = amp.wrap_optimizer(optax.MultiSteps(optax.sgd(0.5), 2).gradient_transformation())
     params = {"w": jnp.ones(4)}
     state = tx.init(params)
-    for number, slope in enumerate([65536.0, np.inf, 65536.0, 65536.0]):
-        params, state = step(tx, params, state, {"w": jnp.full(4, slope)})
+    for number, slope in enumerate([1.0, np.inf, 1.0, 1.0]):
+        params, state = step(tx, params, state, {"w": jnp.full(4, slope * ampx.loss_scale(state))})
         reading = ampx.meter(state)
         assert (None if reading is None else reading.step) == [None, None, 3, 3][number]
 

@@ -159,7 +159,8 @@ def test_skipped_steps_leave_every_bit_of_parameters_and_inner_state(session, ov
     tx = ampx.wrap_optimizer(optax.adamw(0.1))
     params = {"w": jnp.array([-0.0, 0.0, 1e-40]), "b": jnp.ones(())}
     state = tx.init(params)
-    _, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    scale = ampx.loss_scale(state)
+    _, state = tx.update(jax.tree.map(lambda leaf: jnp.full_like(leaf, scale), params), state, params)
     bad = {"w": jnp.zeros(3), "b": jnp.float32(overflow)}
     updates, after = tx.update(bad, state, params)
     signs = np.signbit(optax.apply_updates(params, updates)["w"][:2]).tolist()
@@ -179,7 +180,8 @@ def test_static_scales_skip(session):
 def test_chain_inside_clips_true_gradients(session):
     tx = ampx.wrap_optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     params = jnp.zeros(2)
-    updates, _ = tx.update(jnp.array([3.0, 4.0]) * 65536, tx.init(params), params)
+    state = tx.init(params)
+    updates, _ = tx.update(jnp.array([3.0, 4.0]) * ampx.loss_scale(state), state, params)
     np.testing.assert_allclose(updates, [-0.6, -0.8], rtol=1e-6)
 
 
@@ -372,8 +374,9 @@ def test_a_state_that_tree_map_params_placed_trains_on_and_names_its_parameters_
     mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,))
     placed = NamedSharding(mesh, P())
     update = jax.jit(tx.update)
-    bad = {"a": jnp.full(3, np.inf), "b": jnp.ones(2)}
-    _, state = update(bad, tx.init(params), params)
+    state = tx.init(params)
+    bad = {"a": jnp.full(3, np.inf), "b": jnp.full(2, ampx.loss_scale(state))}
+    _, state = update(bad, state, params)
     mapped = optax.tree_map_params(
         tx,
         jax.device_put,
@@ -399,9 +402,8 @@ def test_a_state_without_names_goes_through_loops(session):
     params = {"a": jnp.ones(3)}
     tx = ampx.wrap_optimizer(optax.adam(0.1))
     state = optax.tree_map_params(tx, lambda leaf: leaf, tx.init(params))
-    state, _ = jax.lax.scan(
-        lambda state, slope: (tx.update({"a": slope}, state, params)[1], None), state, jnp.ones((4, 3))
-    )
+    rows = jnp.full((4, 3), ampx.loss_scale(state))
+    state, _ = jax.lax.scan(lambda state, slope: (tx.update({"a": slope}, state, params)[1], None), state, rows)
     assert find_all(state)[0].numbers.steps == 4
     assert find_all(tx.update({"a": jnp.full(3, jnp.nan)}, state, params)[1])[0].settings.parameters[0][0] == "a"
 
@@ -422,7 +424,7 @@ def test_the_tools_for_trees_read_and_write_the_state(session):
     assert optax.tree_utils.tree_get(state, "learning_rate") == jnp.float32(0.1)
     assert same(optax.tree_utils.tree_get(state, "packed"), find_all(state)[0].packed)
     changed = optax.tree_utils.tree_set(state, learning_rate=jnp.float32(0.0))
-    updates, changed = tx.update({"a": jnp.ones(3)}, changed, params)
+    updates, changed = tx.update({"a": jnp.full(3, ampx.loss_scale(changed))}, changed, params)
     assert not jnp.any(updates["a"])
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(changed)]
     assert len(set(paths)) == len(paths) == len(jax.tree.leaves(changed))
@@ -478,7 +480,8 @@ def test_extra_arguments_reach_the_inner_transformation(session):
     params = jnp.zeros(3)
     state = tx.init(params)
     for _ in range(4):
-        updates, state = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0))(slopes(0) * 65536, state)
+        gradients = slopes(0) * ampx.loss_scale(state)
+        updates, state = jax.jit(lambda g, s: tx.update(g, s, params, value=1.0))(gradients, state)
     assert np.asarray(updates / FINITE)[0] < 1.0
 
 

@@ -183,7 +183,7 @@ def test_small_updates_add_up_in_the_copies(first, dtype):
         params, state = amp.prepare(params, tx.init(params))
     update = jax.jit(tx.update)
     for _ in range(64):
-        updates, state = update({"w": jnp.full(3, 1024.0, dtype)}, state, params)
+        updates, state = update({"w": jnp.full(3, ampx.loss_scale(state), dtype)}, state, params)
         params = optax.apply_updates(params, updates)
     # 64 steps of 2**-14: each is lost in either dtype, the sum is exact.
     assert masters(state)["w"].tolist() == [1 - 2.0**-8] * 3
@@ -318,7 +318,8 @@ def test_an_overflow_leaves_every_bit_of_copies_parameters_and_state(dtype, over
     tx = ampx.wrap_optimizer(optax.sgd(0.1, momentum=0.5))
     values = {"w": jnp.array([-0.0, 0.0, 1e-9, -1e-9, 0.3, -7.1]), "norm": jnp.array([-0.0, 1.1])}
     params, state = started(tx, values)
-    gradients = jax.tree.map(lambda leaf: jnp.ones_like(leaf), params)
+    slope = ampx.loss_scale(state) / 2**16  # float16 does not hold the scale
+    gradients = jax.tree.map(lambda leaf: jnp.full_like(leaf, slope), params)
     _, state = tx.update(gradients, state, params)  # so that there is a state to keep
     state = find_all(state)[0]._replace(masters=tx.init(values).masters)
     for update in (tx.update, jax.jit(tx.update)):
@@ -333,7 +334,7 @@ def test_gradients_are_not_rounded_again_when_they_are_unscaled():
     init(dtype="float16", loss_scale=2.0**10)
     tx = ampx.wrap_optimizer(optax.sgd(1.0))
     params, state = started(tx, {"w": jnp.zeros(2)})
-    _, state = tx.update({"w": jnp.full(2, 2.0**-20, "float16")}, state, params)
+    _, state = tx.update({"w": jnp.full(2, ampx.loss_scale(state) * 2.0**-30, "float16")}, state, params)
     assert masters(state)["w"].tolist() == [-(2.0**-30)] * 2
 
 
@@ -341,7 +342,7 @@ def test_clipping_sees_true_gradients_in_float32():
     init(dtype="float16", loss_scale=4.0)
     tx = ampx.wrap_optimizer(optax.sgd(1.0), max_grad_norm=1.0)
     params, state = started(tx, {"w": jnp.zeros(2)})
-    _, state = tx.update({"w": jnp.array([12.0, 16.0], "float16")}, state, params)
+    _, state = tx.update({"w": ampx.loss_scale(state) * jnp.array([3.0, 4.0], "float16")}, state, params)
     np.testing.assert_allclose(masters(state)["w"], [-0.6, -0.8], rtol=1e-6)
     assert ampx.last_step(state).grad_norm == 5.0
 

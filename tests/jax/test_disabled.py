@@ -1,0 +1,96 @@
+"""A disabled session compiles what the script compiles without ampx."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import ampx
+import ampx_jax
+from ampx_jax.state import find_all
+
+PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+
+
+def lowered(tx, casting=lambda function: function, scaling=lambda loss, state: loss):
+    """Return the program of a training step without the names of its results, and its state."""
+
+    @casting
+    def predict(params, x):
+        return jnp.tanh(x @ params["w"] + params["b"])
+
+    def step(params, state, x):
+        gradients = jax.grad(lambda params: scaling(predict(params, x).mean(), state))(params)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(PARAMS)
+    text = jax.jit(step, donate_argnums=(0, 1)).lower(PARAMS, state, jnp.ones((4, 3))).as_text()
+    return re.sub(r'jax\.result_info = ".*?"', "", text), state
+
+
+def scale(loss, state):
+    with ampx.scale_loss(loss, state) as scaled:
+        return scaled
+
+
+OPTIMIZERS = {
+    "sgd": lambda wrap: wrap(optax.sgd(0.1)),
+    "adamw": lambda wrap: wrap(optax.adamw(0.1)),
+    "a schedule": lambda wrap: wrap(optax.adam(optax.cosine_decay_schedule(0.1, 10))),
+    "a chain": lambda wrap: optax.chain(optax.clip(1.0), wrap(optax.adam(0.1)), optax.scale(0.5)),
+    "accumulation": lambda wrap: optax.MultiSteps(wrap(optax.adam(0.1)), 2).gradient_transformation(),
+    "hyperparameters": lambda wrap: wrap(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_program_is_that_of_the_script_without_ampx(name):
+    plain, state = lowered(OPTIMIZERS[name](lambda tx: tx))
+    with ampx.init("jax", enabled=False):
+        program, wrapped = lowered(OPTIMIZERS[name](ampx.wrap_optimizer), ampx_jax.autocast, scale)
+    assert program == plain
+    assert len(jax.tree.leaves(wrapped)) == len(jax.tree.leaves(state))
+
+
+def test_whether_there_was_a_step_is_known_and_nothing_is_compiled_anew_for_it():
+    with ampx.init("jax", enabled=False) as amp:
+        tx = ampx.wrap_optimizer(optax.adam(0.1))
+        state, update = tx.init(PARAMS), jax.jit(tx.update)
+        assert amp.last_step(state) is None
+        for _ in range(3):
+            _, state = update(PARAMS, state, PARAMS)
+            assert amp.last_step(state) == ampx.StepResult(True, None, 1.0, 1.0, 0)
+        assert update._cache_size() == 1
+        first = tx.init(PARAMS)
+        looped, _ = jax.lax.scan(lambda state, _: (tx.update(PARAMS, state, PARAMS)[1], None), first, None, length=2)
+        assert amp.last_step(looped) == amp.last_step(state)
+
+
+def test_checkpoints_go_from_disabled_to_enabled_sessions_and_back(session):
+    """As flax restores arrays by the names of fields: a scale that is not there starts, one too many is left alone."""
+    serialization = pytest.importorskip("flax.serialization")
+    tx = ampx.wrap_optimizer(optax.adam(0.1))
+    on = tx.init(PARAMS)
+    gradients = jax.tree.map(lambda leaf: ampx.loss_scale(on) * jnp.ones_like(leaf), PARAMS)
+    expected, after = jax.jit(tx.update)(gradients, on, PARAMS)
+    with ampx.init("jax", enabled=False) as disabled:
+        raw = ampx.wrap_optimizer(optax.adam(0.1))
+        off = raw.init(PARAMS)
+        ones = jax.tree.map(jnp.ones_like, PARAMS)
+        restored = serialization.from_state_dict(off, serialization.to_state_dict(after))
+        updates, restored = jax.jit(raw.update)(ones, restored, PARAMS)
+        assert disabled.last_step(restored) == ampx.StepResult(True, None, 1.0, 1.0, 0)
+    assert find_all(restored)[0].inner[0].count == 2
+    with ampx.init("jax", dtype="float16", device="cpu", loss_scale=ampx.LossScale(growth_interval=3)) as amp:
+        tx = ampx.wrap_optimizer(optax.adam(0.1))
+        state = serialization.from_state_dict(tx.init(PARAMS), serialization.to_state_dict(off))
+        assert ampx.loss_scale(state) == 65536.0
+        assert amp.last_step(state) is None
+        updates, state = jax.jit(tx.update)(gradients, state, PARAMS)
+        assert amp.last_step(state) == ampx.StepResult(True, True, 65536.0, 65536.0, 0)
+        assert amp.state_dict(state) == amp.state_dict(after)
+        for leaf, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+            assert leaf.tolist() == other.tolist()
