@@ -323,7 +323,7 @@ def test_steps_before_a_session_of_the_script_and_a_scale_that_it_loads_are_told
         state = amp.load_state_dict(saved, state)
         update = jax.jit(tx.update)
         for slope in (1.0, float("inf")):
-            _, state = update(jnp.full_like(B, slope), state)
+            _, state = update(jnp.full_like(B, slope * ampx.loss_scale(state)), state)
     before, own = run.recorder.optimizers.values()
     assert (before.steps, before.skipped, before.scales) == (3, [2], [(2, 32768.0)])
     assert (own.initial_scale, own.steps, own.skipped, own.scales) == (256.0, 2, [2], [(2, 128.0)])
