@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Final
 
 import numpy as np
 
 from ampx.backend import Array, Direction, Reading, Replayed, Step, Watching
+from ampx.errors import InvalidOptionError, shown
 from ampx.policy import OptLevel
 
 from .batch import SAMPLES, Batch, fitting_scale, plain
@@ -152,6 +154,19 @@ def bound(dtype: str, position: int) -> float:
         position: How many values of modules came before.
     """
     return MARGIN * 2.0 ** -FORMATS[dtype].bits * math.sqrt(position + 1)
+
+
+def check_tolerance(tolerance: object) -> None:
+    """Raise unless a tolerance is None or a positive number.
+
+    Raises:
+        InvalidOptionError: It is neither.
+    """
+    if tolerance is not None and not (isinstance(tolerance, Real) and float(tolerance) > 0):
+        raise InvalidOptionError(
+            f"tolerance={shown(tolerance)} is no tolerance; accepted: a positive number, or None for what rounding "
+            f"explains. Pass 0.01 for 1 %."
+        )
 
 
 def relative_error(value: Array, reference: Array) -> float:

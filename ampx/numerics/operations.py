@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Final, Literal
+
+from ampx.backend import Reading
 
 Family = Literal[
     "cast", "division", "exponential", "logarithm", "loss", "mask", "matmul", "norm", "root", "sum", "other"
@@ -50,3 +53,14 @@ def family(name: str) -> Family:
     """Return what an operation does; `"other"` where the table does not have it."""
     word = normalised(name)
     return next((kind for kind, words in _FAMILIES.items() if word in words.split()), "other")
+
+
+def failing(readings: Iterable[Reading]) -> tuple[str, ...]:
+    """Return the operations of the forward pass that make what is not finite of what is finite."""
+    names = [
+        entry.operation
+        for entry in readings
+        if entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite
+        if entry.direction == "forward" and family(entry.operation) != "cast"
+    ]
+    return tuple(dict.fromkeys(names))

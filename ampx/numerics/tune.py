@@ -18,8 +18,8 @@ from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
 
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
-from .compare import Comparison, ModuleError, bound, compared, relative_error
-from .operations import family
+from .compare import Comparison, ModuleError, bound, check_tolerance, compared, relative_error
+from .operations import failing, family
 from .watching import MODULE
 
 # Gradients that are further off than this are of another direction, whatever rounding explains.
@@ -110,6 +110,20 @@ class TunedPolicy:
                 f"tune without what_if for one that this device computes."
             )
         Path(path).write_text(self.file.text(), encoding="utf-8")
+
+    def timed(self, speed: float, slow: Mapping[str, tuple[float, float]]) -> TunedPolicy:
+        """Return the policy with its speed, and with modules in float32 that lose time in low precision.
+
+        Args:
+            speed: Steps per second over those of float32.
+            slow: The modules, with their seconds in low precision and in float32.
+        """
+        choices = [
+            Choice(_entry(name), f"{1e3 * low:.3g} ms in {self.dtype}, {1e3 * wide:.3g} ms in float32")
+            for name, (low, wide) in slow.items()
+        ]
+        reason = f"{self.reasons['dtype']}; {speed:.2f} times the speed of float32"
+        return replace(self, deny=(*self.deny, *choices), speed=speed, reasons={**self.reasons, "dtype": reason})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types."""
@@ -314,15 +328,7 @@ class _Tuning:
         """Return the operations of the forward pass that make what is not finite of what is finite."""
         if self.casting.plan is None:
             return ()
-        readings = self.batch.run(self.casting, self.scale, Watching(self.casting.dtype, operations=True)).readings
-        return tuple(
-            dict.fromkeys(
-                entry.operation
-                for entry in readings
-                if entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite
-                if entry.direction == "forward" and family(entry.operation) != "cast"
-            )
-        )
+        return failing(self.batch.run(self.casting, self.scale, Watching(self.casting.dtype, operations=True)).readings)
 
     def agrees_without(self, operations: Iterable[str]) -> bool:
         """Return whether it is enough to keep operations in float32, wherever they are."""
@@ -396,11 +402,7 @@ def tune(
 
     Sync: many.
     """
-    if tolerance is not None and not tolerance > 0:
-        raise InvalidOptionError(
-            f"tolerance={shown(tolerance)} is no tolerance; accepted: a positive number, or None for what rounding "
-            f"explains. Pass 0.01 for 1 %."
-        )
+    check_tolerance(tolerance)
     if repeats < 0:
         raise InvalidOptionError(f"repeats={shown(repeats)} is negative; accepted: 0 and more. Pass 5.")
     allow, deny = listed("allow", allow), listed("deny", deny)
@@ -534,14 +536,7 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
         )
         reason = f"{policy.dtype} agrees with float32 and runs at {best:.2f} times its speed on {policy.device}"
         return _float32(tuning, reason, speed=1.0)
-    if choice == "tuned":
-        choices = [
-            Choice(_entry(name), f"{1e3 * mine:.3g} ms in {policy.dtype}, {1e3 * other:.3g} ms in float32")
-            for name, (mine, other) in slow.items()
-        ]
-        policy = replace(policy, deny=(*policy.deny, *choices))
-    reason = f"{policy.reasons['dtype']}; {ratio:.2f} times the speed of float32"
-    return replace(policy, speed=ratio, reasons={**policy.reasons, "dtype": reason})
+    return policy.timed(ratio, slow if choice == "tuned" else {})
 
 
 def measured(clocks: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

@@ -21,7 +21,7 @@ from ampx.run.program import Program
 
 from .batch import Seen, fitting_scale, plain, scaled
 from .compare import bound, module_errors, relative_error, unscaled
-from .operations import family
+from .operations import failing
 from .timing import busy
 from .trial import Outcome, Trial, run_trial
 from .tune import DISABLED, Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
@@ -123,14 +123,7 @@ class _Search:
     def failing_operations(self) -> tuple[str, ...]:
         """Return the operations that make something in the first step that is not finite, of what is finite."""
         watching = Watching(self.dtype, operations=True)
-        seen = self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ())
-        names = [
-            entry.operation
-            for entry in seen
-            if entry.operation and entry.value.nonfinite and not entry.inputs.nonfinite
-            if entry.direction == "forward" and family(entry.operation) != "cast"
-        ]
-        return tuple(dict.fromkeys(names))
+        return failing(self.run(self.low(watched=(1,), watching=watching)).readings.get(1, ()))
 
     def passes_without(self, operations: Collection[str]) -> bool:
         """Return whether it is enough to keep operations in float32, wherever they are."""
@@ -393,16 +386,7 @@ def _for_speed(
     if choice == _FLOAT32:
         reason = f"{policy.dtype} agrees, and runs at {max(speeds.values()):.2f} times the speed of float32 here"
         return _float32(search, reason, speed=1.0)
-    if choice == "tuned":
-        more = [
-            Choice(
-                f"{MODULE}{glob.escape(name)}", f"{1e3 * mine:.3g} ms in {policy.dtype}, {1e3 * other:.3g} in float32"
-            )
-            for name, (mine, other) in slow.items()
-        ]
-        policy = replace(policy, deny=(*policy.deny, *more))
-    reason = f"{policy.reasons['dtype']}; {ratio:.2f} times the speed of float32"
-    return replace(policy, speed=ratio, reasons={**policy.reasons, "dtype": reason})
+    return policy.timed(ratio, slow if choice == "tuned" else {})
 
 
 def _is_clear(seconds: Mapping[str, Sequence[float]]) -> bool:

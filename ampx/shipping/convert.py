@@ -19,7 +19,7 @@ from ampx.errors import (
     UnsupportedDtypeError,
     shown,
 )
-from ampx.numerics.compare import bound, relative_error
+from ampx.numerics.compare import bound, check_tolerance, relative_error
 from ampx.numerics.tune import LARGEST_TOLERANCE, minimal
 from ampx.plugins import default_registry
 from ampx.policy import Dtype, normalise_dtype
@@ -91,11 +91,7 @@ def convert(
     Sync: many.
     """
     wanted = _low(dtype)
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance > 0):
-        raise InvalidOptionError(
-            f"tolerance={shown(tolerance)} is no tolerance; accepted: a positive number, or None for what rounding "
-            f"explains. Pass 0.01 for 1 %."
-        )
+    check_tolerance(tolerance)
     if keep_io is not True and keep_io is not False:
         raise InvalidOptionError(f"keep_io={shown(keep_io)} is no choice; accepted: True, False. Pass one of these.")
     entries, examples = listed("deny", deny), _examples(batches)

@@ -318,8 +318,9 @@ def test_a_block_is_kept_with_all_inside_and_names_are_no_patterns():
 
 
 def test_arguments_out_of_range_are_refused():
-    with pytest.raises(ampx.InvalidOptionError, match="no tolerance"):
-        ampx.tune(step, layers(1, ()), framework="toy", dtype="float16", tolerance=0.0)
+    for tolerance in (0.0, -1, "0.1"):
+        with pytest.raises(ampx.InvalidOptionError, match="no tolerance"):
+            ampx.tune(step, layers(1, ()), framework="toy", dtype="float16", tolerance=tolerance)
     with pytest.raises(ampx.InvalidOptionError, match="negative"):
         ampx.tune(step, layers(1, ()), framework="toy", dtype="float16", repeats=-1)
     with pytest.raises(ampx.UnsupportedDtypeError):
