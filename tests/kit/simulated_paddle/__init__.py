@@ -6,7 +6,8 @@ and fails where no kernel is registered for a dtype. Kernels in float16 and bflo
 results are rounded to the nearest.
 
 What tests show here is which operations run in which dtype, what is in float16 memory, and what a step does with it.
-They say nothing of CUDA's kernels and of how they add up, of speed, memory, streams and waits, and of processes.
+They say nothing of CUDA's kernels and of how they add up, of speed, memory, streams and waits, and of NCCL: processes
+add their gradients up in memory that they share.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from compiled import CannotSimulateError, home_of
 
 SOURCE = pathlib.Path(__file__).with_name("device.cpp")
 CAPABILITY = (9, 0)
+built_in: pathlib.Path | None = None  # the folder that holds what was compiled, for processes that tests start
 _started = False
 
 
@@ -46,8 +48,8 @@ def start(folder: pathlib.Path) -> None:
     if paddle.device.get_all_custom_device_type() != ["gpu"]:
         raise CannotSimulateError("this build of paddle takes no devices of other makers")
     _offer(paddle)
-    global _started
-    _started = True
+    global _started, built_in
+    _started, built_in = True, folder
 
 
 def build(home: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:

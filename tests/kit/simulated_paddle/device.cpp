@@ -94,12 +94,19 @@
 #include "paddle/phi/kernels/where_grad_kernel.h"
 #include "paddle/phi/kernels/where_kernel.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <set>
 #include <stdexcept>
+#include <thread>
 
 namespace phi {
 
@@ -674,19 +681,141 @@ C_Status release(const C_Device, void* memory, size_t) {
   return C_SUCCESS;
 }
 
+DataType kind_of(C_DataType dtype) {
+  return dtype == C_DataType::FLOAT32    ? DataType::FLOAT32
+         : dtype == C_DataType::FLOAT16  ? DataType::FLOAT16
+         : dtype == C_DataType::BFLOAT16 ? DataType::BFLOAT16
+                                         : DataType::UNDEFINED;
+}
+
 // y = alpha x + beta y: Paddle adds gradients up by it.
 C_Status combine(
     const C_Device, C_Stream, C_DataType dtype, size_t elements, float alpha, void* x, float beta, void* y) {
-  DataType kind = dtype == C_DataType::FLOAT32    ? DataType::FLOAT32
-                  : dtype == C_DataType::FLOAT16  ? DataType::FLOAT16
-                  : dtype == C_DataType::BFLOAT16 ? DataType::BFLOAT16
-                                                  : DataType::UNDEFINED;
+  DataType kind = kind_of(dtype);
   if (kind == DataType::UNDEFINED) {
     return C_FAILED;
   }
   for (size_t place = 0; place < elements; ++place) {
     round_into(y, place, kind, alpha * widened(x, place, kind) + beta * widened(y, place, kind));
   }
+  return C_SUCCESS;
+}
+
+// -- processes ------------------------------------------------------------------------------------------------
+
+// Those of one machine meet in memory that they share, under a name that the first hands on. Sums are those of float32,
+// rounded once, as a GPU's library adds two.
+constexpr size_t CHUNK = 1 << 16;
+constexpr size_t MOST = 4;
+
+struct Shared {
+  std::atomic<size_t> arrived, turn;
+  char chunks[MOST][CHUNK];
+};
+
+struct Meeting {
+  Shared* shared;
+  size_t ranks, rank;
+
+  void wait() {
+    size_t turn = shared->turn;
+    if (++shared->arrived == ranks) {
+      shared->arrived = 0;
+      ++shared->turn;
+    }
+    while (shared->turn == turn) {
+      std::this_thread::yield();
+    }
+  }
+
+  // Each rank offers its part of some bytes, and takes what it wants of all parts, chunk by chunk.
+  template <typename Function>
+  void exchange(const void* offered, size_t bytes, const Function& take) {
+    for (size_t start = 0; start < bytes; start += CHUNK) {
+      size_t length = std::min(CHUNK, bytes - start);
+      std::memcpy(shared->chunks[rank], static_cast<const char*>(offered) + start, length);
+      wait();
+      take(start, length);
+      wait();
+    }
+  }
+};
+
+constexpr size_t NAME = 32;
+
+C_Status name_meeting(C_CCLRootId* id) {
+  static int meetings = 0;
+  std::snprintf(static_cast<char*>(id->data), NAME, "/ampx-%d-%d", getpid(), meetings++);
+  return C_SUCCESS;
+}
+
+C_Status meet(size_t ranks, C_CCLRootId* id, size_t rank, C_CCLComm* comm) {
+  const char* name = static_cast<const char*>(id->data);
+  int file = shm_open(name, O_CREAT | O_RDWR, 0600);
+  if (ranks > MOST || file < 0 || ftruncate(file, sizeof(Shared)) != 0) {
+    return C_FAILED;
+  }
+  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  auto* meeting = new Meeting{static_cast<Shared*>(memory), ranks, rank};
+  meeting->wait();
+  shm_unlink(name);  // all are there
+  *comm = reinterpret_cast<C_CCLComm>(meeting);
+  return C_SUCCESS;
+}
+
+C_Status part(C_CCLComm comm) {
+  auto* meeting = reinterpret_cast<Meeting*>(comm);
+  munmap(meeting->shared, sizeof(Shared));
+  delete meeting;
+  return C_SUCCESS;
+}
+
+C_Status all_reduce(
+    void* from, void* to, size_t count, C_DataType dtype, C_CCLReduceOp op, C_CCLComm comm, C_Stream) {
+  auto* meeting = reinterpret_cast<Meeting*>(comm);
+  if (dtype == C_DataType::INT32 && op == SUM) {  // a barrier of Paddle's
+    meeting->exchange(from, count * sizeof(int), [&](size_t start, size_t length) {
+      for (size_t place = 0; place < length / sizeof(int); ++place) {
+        int sum = 0;
+        for (size_t rank = 0; rank < meeting->ranks; ++rank) {
+          sum += reinterpret_cast<int*>(meeting->shared->chunks[rank])[place];
+        }
+        static_cast<int*>(to)[start / sizeof(int) + place] = sum;
+      }
+    });
+    return C_SUCCESS;
+  }
+  DataType kind = kind_of(dtype);
+  if (kind == DataType::UNDEFINED || (op != SUM && op != AVG)) {
+    return C_FAILED;
+  }
+  size_t bytes = phi::SizeOf(kind);
+  meeting->exchange(from, count * bytes, [&](size_t start, size_t length) {
+    for (size_t place = 0; place < length / bytes; ++place) {
+      float sum = 0;
+      for (size_t rank = 0; rank < meeting->ranks; ++rank) {
+        sum += widened(meeting->shared->chunks[rank], place, kind);
+      }
+      round_into(to, start / bytes + place, kind, op == AVG ? sum / meeting->ranks : sum);
+    }
+  });
+  return C_SUCCESS;
+}
+
+C_Status broadcast(void* values, size_t count, C_DataType dtype, size_t root, C_CCLComm comm, C_Stream) {
+  auto* meeting = reinterpret_cast<Meeting*>(comm);
+  DataType kind = kind_of(dtype);
+  size_t bytes = dtype == C_DataType::INT64    ? 8
+                 : dtype == C_DataType::INT32  ? 4
+                 : kind == DataType::UNDEFINED ? 0
+                                               : phi::SizeOf(kind);
+  if (bytes == 0) {
+    return C_FAILED;
+  }
+  meeting->exchange(values, count * bytes, [&](size_t start, size_t length) {
+    std::memcpy(static_cast<char*>(values) + start, meeting->shared->chunks[root], length);
+  });
   return C_SUCCESS;
 }
 
@@ -733,6 +862,14 @@ extern "C" void InitPlugin(CustomRuntimeParams* params) {
     return *supported = true, C_SUCCESS;
   };
   interface.blas_axpby = combine;
+  interface.xccl_get_unique_id_size = [](size_t* size) { return *size = NAME, C_SUCCESS; };
+  interface.xccl_get_unique_id = name_meeting;
+  interface.xccl_get_comm_name = [](C_CCLComm, char* name) { return std::strcpy(name, "shared"), C_SUCCESS; };
+  interface.xccl_comm_init_rank = meet;
+  interface.xccl_destroy_comm = part;
+  interface.xccl_all_reduce = all_reduce;
+  interface.xccl_broadcast = broadcast;
+  interface.xccl_group_start = interface.xccl_group_end = done;
   add_kernels();
   add_views();
 }
