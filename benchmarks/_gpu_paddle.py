@@ -90,7 +90,6 @@ def o1_casts_products_and_trains(setup: Setup) -> Figure:
 def op_lists_reach_the_operators(setup: Setup) -> Figure:
     """A denied product is float32, an allowed exponential low; "*" leaves nothing low but products (level OD)."""
     _needs_gpu(setup)
-    ones = paddle.ones([8, 8])
     expected = {
         "plain": ({}, ("float16", "float16", "float32")),
         "deny matmul": ({"deny": ["matmul"]}, ("float32", "float32", "float32")),
@@ -99,6 +98,7 @@ def op_lists_reach_the_operators(setup: Setup) -> Figure:
     }
     for name, (lists, dtypes) in expected.items():
         with _session(setup, dtype="float16", **lists):
+            ones = paddle.ones([8, 8])
             product = paddle.matmul(ones, ones)
             actual = tuple(
                 str(tensor.dtype)[7:] for tensor in (product, paddle.tanh(product), paddle.exp(product * 0.01))
