@@ -116,10 +116,10 @@ class StateTests(KitTests):
         first = amp.state_dict()
         b = self.bench(amp)
         first["groups"][0]["losses"][0]["scale"] = 2.0
-        with refused(ampx.InvalidStateError, passed="holds 1 loss scales, but 2", accepted="as many", advice="Wrap"):
+        with refused(ampx.InvalidStateError, passed="holds 1 loss scales, and 2", accepted="as many", advice="Wrap"):
             amp.load_state_dict(first)
         two = amp.state_dict()
-        with refused(ampx.InvalidStateError, passed="holds 2 loss scales, but 1", accepted="as many", advice="Wrap"):
+        with refused(ampx.InvalidStateError, passed="holds 2 loss scales, and 1", accepted="as many", advice="Wrap"):
             amp.load_state_dict(two, b.opt)
         assert (a.scale, b.scale) == (2.0**16, 2.0**16)
 
@@ -164,8 +164,8 @@ class StateTests(KitTests):
         unknown, invalid = ampx.UnknownSchemaError, ampx.InvalidStateError
         return [
             (unknown, "list", lambda state: [state]),
-            (unknown, "schema=None", lambda state: {"scale": 1.0}),
-            (unknown, "schema='ampx.loss_scale/99'", lambda state: {**state, "schema": "ampx.loss_scale/99"}),
+            (unknown, "the keys 'scale'", lambda state: {"scale": 1.0}),
+            (unknown, "the schema 'ampx.loss_scale/99'", lambda state: {**state, "schema": "ampx.loss_scale/99"}),
             (invalid, "groups is None", lambda state: {"schema": state["schema"]}),
             (invalid, "groups[0].losses is []", lambda state: state["groups"][0].update(losses=[])),
             (invalid, "['consecutive_skips', ", self._without_scale),
