@@ -25,6 +25,7 @@ EVERYTHING_ELSE: Final = "*"
 # Native defect: at O2 Paddle's lists leave losses low, such as cross entropy, which are float32 at O1.
 LOSSES: Final = frozenset(name for name in black_list()["float16"]["O1"] if "loss" in name or "cross_entropy" in name)
 DTYPES: Final = {"float16": paddle.float16, "bfloat16": paddle.bfloat16, "float32": paddle.float32}
+LOW: Final = (paddle.float16, paddle.bfloat16)
 
 
 class _Active(threading.local):

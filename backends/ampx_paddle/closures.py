@@ -62,7 +62,7 @@ class ClosureOptimizer(AmpOptimizer):
                 raise _Overflow
             if self.ampx_member.stage == "unscaled":
                 self.ampx_member.begin_change()  # the optimizer uses these gradients, once
-            if isinstance(loss, paddle.Tensor) and loss.dtype in (paddle.float16, paddle.bfloat16):
+            if isinstance(loss, paddle.Tensor) and loss.dtype in casting.LOW:
                 return loss.astype("float32")  # LBFGS makes its curvature in the dtype of the loss
             return loss
 

@@ -18,12 +18,11 @@ from ampx.errors import UnsupportedDeviceError
 from ampx.numerics.watching import Names, last_match, module_dtypes
 
 from .calls import named
-from .casting import DTYPES
+from .casting import DTYPES, LOW
 from .gradients import parameters
 from .step import AmpOptimizer
 
 _nn = paddle.nn
-_LOW: Final = (paddle.float16, paddle.bfloat16)
 _INSTANCE_NORMS: Final = (_nn.InstanceNorm1D, _nn.InstanceNorm2D, _nn.InstanceNorm3D)
 _NORMS: Final = (_nn.LayerNorm, _nn.GroupNorm, *_INSTANCE_NORMS)
 
@@ -117,7 +116,7 @@ class _SaveFloat32:
         """Replace."""
         with paddle.no_grad():
             for key, value in state.items():
-                if isinstance(value, paddle.Tensor) and value.dtype in _LOW:
+                if isinstance(value, paddle.Tensor) and value.dtype in LOW:
                     exact = _exact(value, self._references)
                     exact.name = value.name  # as Paddle's own hook: files may go by names
                     state[key] = exact
@@ -142,7 +141,7 @@ class PreparedLayer:
         for key in state_dict.keys() & own.keys():
             parameter, values = own[key], state_dict[key]
             values = values if isinstance(values, paddle.Tensor) else paddle.to_tensor(values)
-            if parameter.dtype in _LOW and values.dtype in DTYPES.values():
+            if parameter.dtype in LOW and values.dtype in DTYPES.values():
                 exact[parameter.name] = values.astype("float32")
                 lowered[key] = values.astype(parameter.dtype)
         result = super().set_state_dict(lowered, use_structured_name)  # type: ignore[misc]
@@ -170,7 +169,7 @@ class _WideVelocity:
     """
 
     def _add_accumulator(self, name: str, param: Any, dtype: Any = None, *others: Any, **options: Any) -> Any:
-        wide = dtype is None and param.dtype in _LOW
+        wide = dtype is None and param.dtype in LOW
         native: Any = super()
         return native._add_accumulator(name, param, paddle.float32 if wide else dtype, *others, **options)
 

@@ -20,6 +20,7 @@ from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 
 from . import sharding
+from .casting import LOW
 from .delegation import DelegatingOptimizer
 from .gradients import (
     any_nonzero,
@@ -50,7 +51,6 @@ _OWN: Final = frozenset(
 
 
 _WIDE: Final = paddle.float32
-_LOW: Final = (paddle.float16, paddle.bfloat16)
 
 
 def refuse_low_precision(optimizer: Any, plan: CastPlan | None) -> bool:
@@ -61,7 +61,7 @@ def refuse_low_precision(optimizer: Any, plan: CastPlan | None) -> bool:
     """
     # Most are float32, and Paddle's dtypes are slow to compare.
     others = [parameter for parameter in parameters(optimizer) if parameter.dtype is not _WIDE]
-    names = [parameter.name for parameter in others if parameter.dtype in _LOW]
+    names = [parameter.name for parameter in others if parameter.dtype in LOW]
     pure = plan is not None and plan.level == "O3"
     if names and not pure and not getattr(optimizer, "_multi_precision", False):
         raise LowPrecisionParametersError(
