@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from .dtypes import name_of
 
 # The original, as in MXNet's own scaler: what `amp.init` makes of it looks at every gradient's dtype.
 _multi_all_finite: Final = mx.nd.multi_all_finite
+_read_fresh: Final = mx.base._LIB.MXNDArrayGetGradState
 
 # As many as MXNet's own scaler gives its kernel in one call.
 CHUNK: Final = 200
@@ -35,10 +37,15 @@ def parameters(trainer: Any) -> Iterator[Any]:
 
 def any_fresh(trainer: Any) -> bool:
     """Return whether a backward wrote a gradient since the last step."""
-    for parameter in trainer._params:  # no generator: every step asks, and mostly the first answer is yes
+    # Every step asks: for all parameters before its backward, and after that until the first yes. So it asks MXNet's
+    # library itself, as an array's `_fresh_grad` does with three calls of Python.
+    flag = ctypes.c_int()
+    place = ctypes.byref(flag)
+    for parameter in trainer._params:
         if parameter._grad is not None:
             for data in parameter._data:
-                if data._fresh_grad:
+                _read_fresh(data.handle, place)
+                if flag.value:
                     return True
     return False
 
