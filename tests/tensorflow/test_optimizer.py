@@ -580,3 +580,67 @@ def test_higher_derivatives_of_a_scaled_loss(amp, times):
             slope = inner.gradient(scaled, variable)
         assert outer.gradient(slope, variable).numpy() == 8.0 * 6.0 * 3.0
         opt.zero_grad()
+
+
+def in_a_loop(opt, variable, factor):
+    """Scale and differentiate in the body of a loop, step after it."""
+
+    def body(count, total):
+        with tf.GradientTape() as tape, ampx.scale_loss(tf.reduce_sum(variable) * factor, opt) as scaled:
+            pass
+        return count + 1, total + tape.gradient(scaled, variable)
+
+    return tf.while_loop(lambda count, _: count < 2, body, [tf.constant(0), tf.zeros([1])])[1]
+
+
+def in_an_inner_function(opt, variable, factor):
+    @tf.function
+    def scaled_loss():
+        with ampx.scale_loss(2.0 * tf.reduce_sum(variable) * factor, opt) as scaled:
+            return scaled
+
+    with tf.GradientTape() as tape:
+        scaled = scaled_loss()
+    return tape.gradient(scaled, variable)
+
+
+def of_two_losses(opt, variable, factor):
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_sum(variable) * factor
+        with ampx.scale_loss(loss, opt) as first:
+            pass
+        with ampx.scale_loss([loss, loss], opt) as (second, _):
+            pass
+    return tape.gradient(first, variable) + tape.gradient(second, variable)
+
+
+def computed_again(opt, variable, factor):
+    product = tf.recompute_grad(lambda x: 2.0 * tf.reduce_sum(x * variable))
+    with tf.GradientTape() as tape, ampx.scale_loss(product(factor), opt) as scaled:
+        pass
+    return tape.gradient(scaled, variable)
+
+
+def of_several_elements(opt, variable, factor):
+    with tf.GradientTape() as tape:
+        loss = variable * factor * tf.ones([2])
+    with ampx.scale_loss(loss, opt) as scaled:
+        return scaled.gradient(tape, variable)
+
+
+@pytest.mark.parametrize(
+    "gradient", [in_a_loop, in_an_inner_function, of_two_losses, computed_again, of_several_elements]
+)
+def test_scaled_gradients_are_known_wherever_they_are_made(amp, mode, gradient):
+    """None of them is taken for one of the loss itself; the derivative of each loss is 2."""
+    variable = tf.Variable([8.0])
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
+
+    @mode
+    def step(factor):
+        opt.apply_gradients([(gradient(opt, variable, factor), variable)])
+
+    for factor, weight in ((1.0, 6.0), (math.inf, 6.0), (1.0, 4.0)):
+        step(tf.constant(factor))
+        assert variable.numpy().tolist() == [weight]
+        assert opt.last_step.applied is (factor == 1.0)
