@@ -42,6 +42,29 @@ class Leaf(NamedTuple):
     divided: bool = False
 
 
+def leaves(
+    variables: Sequence[Any], received: Sequence[Any], true: Sequence[Any], scaled: bool, divided: bool
+) -> Sequence[Leaf]:
+    """List what a step updates, with gradients that it holds anyway; () where there is none to look at.
+
+    Args:
+        variables: What is updated.
+        received: The gradients as the step was given them.
+        true: The same, divided by the loss scale.
+        scaled: Whether those that were received carry the loss scale.
+        divided: Whether the true ones were divided by it, here or before.
+    """
+    listed = []
+    for variable, before, after in zip(variables, received, true, strict=True):
+        if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
+            listed.append(Leaf(variable, None))
+        elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
+            listed.append(Leaf(variable, before))
+        else:
+            listed.append(Leaf(variable, after, divided))
+    return listed if any(leaf.gradient is not None for leaf in listed) else ()
+
+
 class _Row(NamedTuple):
     name: str
     dtype: str

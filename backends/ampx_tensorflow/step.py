@@ -199,16 +199,7 @@ class LedgerOptimizer(WrappedOptimizer):
         if len(updated) != len(true):  # of which the raw optimizer complains
             return ()
         scaled = stage != "unscaled"
-        divided = not scaled or self._divides(self.ampx_member)
-        leaves = []
-        for variable, before, after in zip(updated, received, true, strict=True):
-            if after is None or isinstance(after, tf.IndexedSlices) or not after.dtype.is_floating:
-                leaves.append(meter.Leaf(variable, None))
-            elif scaled and after.dtype in gradients.LOW:  # what flushed when it was divided does not come back
-                leaves.append(meter.Leaf(variable, before))
-            else:
-                leaves.append(meter.Leaf(variable, after, divided))
-        return leaves if any(leaf.gradient is not None for leaf in leaves) else ()
+        return meter.leaves(updated, received, true, scaled, divided=not scaled or self._divides(self.ampx_member))
 
     @cached_property
     def _meter(self) -> HostMeter:
