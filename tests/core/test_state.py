@@ -166,7 +166,7 @@ def test_a_refused_state_changes_nothing(alpha, make_trainer, state):
 
 
 def test_a_state_of_another_kind_of_scale_leaves_the_present_one_with_a_warning(alpha, make_trainer):
-    amp = ampx.init("alpha", loss_scale=128)
+    ampx.init("alpha", loss_scale=128)
     trainer = make_trainer(alpha)
     with pytest.warns(ampx.AmpxWarning, match="dynamic loss scale and this run has a static") as caught:
         ampx.load_state_dict(SAVED)
