@@ -86,176 +86,6 @@ def options(
     """Look at a machine, at the backends, and at a model that trains in mixed precision."""
 
 
-@app.command()
-def doctor(
-    framework: Annotated[str | None, _FRAMEWORK] = None,
-    as_json: Annotated[bool, _JSON] = False,
-    time_limit: Annotated[float, typer.Option(min=1, help="Seconds until an import counts as broken.")] = 120.0,
-) -> None:
-    """Print what this machine can do in mixed precision, and what is broken.
-
-    The exit code is 0 if the framework (without one: any) can train in mixed precision here, else 1.
-    """
-    from rich.console import Console
-
-    from . import doctor as findings
-
-    with Console(stderr=True).status("Importing the frameworks, each in a process of its own …"):
-        report = findings.examine(framework, time_limit)
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        from .render import print_doctor
-
-        print_doctor(Console(highlight=False), report)
-    raise typer.Exit(0 if report["mixed_precision"] else 1)
-
-
-@app.command()
-def backends(
-    as_json: Annotated[bool, _JSON] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
-) -> None:
-    """Show what each backend declares."""
-    from rich.console import Console
-
-    from . import capability_table as table
-
-    with Console(stderr=True).status("Loading the backends, each in a process of its own …"):
-        declared, broken = table.collect()
-    if as_json:
-        typer.echo(json.dumps(table.to_json(declared, broken), indent=2))
-    elif as_markdown:
-        typer.echo(table.to_markdown(declared))
-    else:
-        from .render import print_backends
-
-        print_backends(Console(highlight=False), declared, broken)
-
-
-@app.command()
-def demo(
-    framework: Annotated[str | None, _FRAMEWORK] = None,
-    everywhere: Annotated[
-        bool, typer.Option("--all", help="Train with every framework installed, each in a process of its own.")
-    ] = False,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Where JSON and pictures go.")] = Path("ampx-demo"),
-    as_json: Annotated[bool, _JSON] = False,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 15,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images a step.")] = 32,
-    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
-    dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="Compare float32 with this dtype only; may be repeated.", show_default=False),
-    ] = None,
-) -> None:
-    """Train a convolutional network on handwritten digits in float32 and in mixed precision."""
-    from . import demo_command
-
-    options: dict[str, Any] = {
-        "dtypes": dtype or [],
-        "seeds": demo_command.parse_seeds(seeds),
-        "epochs": epochs,
-        "batch_size": batch_size,
-    }
-    if everywhere:
-        demo_command.refuse_both(framework)
-    else:
-        framework = demo_command.find_framework(framework)
-    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
-    import sklearn  # noqa: F401
-    from rich.console import Console
-
-    demo_command.make_folder(out)
-    if framework is None:
-        raise typer.Exit(_demo_everywhere(out, options, as_json))
-    results, notes = demo_command.train(framework, **options)
-    demo_command.write(out, results)
-    if as_json:
-        typer.echo(json.dumps(results, indent=1))
-        return
-    from .render import print_demo
-
-    console = Console(highlight=False)
-    print_demo(console, results, notes)
-    console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)
-
-
-def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
-    from rich.console import Console
-
-    from . import demo_command as demo_all
-
-    with Console(stderr=True).status("Looking for frameworks …") as status:
-        outcomes = demo_all.train_everywhere(out, options, lambda name: status.update(f"Training with {name} …"))
-    comparison = demo_all.write_comparison(out, outcomes)
-    if as_json:
-        typer.echo(json.dumps(comparison, indent=1))
-    else:
-        from .render import print_all
-
-        console = Console(highlight=False)
-        print_all(console, outcomes)
-        where = f"{out / 'comparison.png'}, and for each framework in a folder of its name"
-        console.print(f"Curves and loss scales: {where}; numbers: {out / 'comparison.json'}", soft_wrap=True)
-    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
-
-
-@app.command("new-backend")
-def new_backend(
-    name: Annotated[str, typer.Argument(help="Name of the framework's module, such as mylib.", show_default=False)],
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder in which the package's folder is made.")] = Path(),
-) -> None:
-    """Write the package of a backend for another framework, ready to be filled in."""
-    from rich.console import Console
-
-    from .new_backend import write_package
-    from .render import print_new_backend
-
-    folder, written = write_package(name, out)
-    print_new_backend(Console(highlight=False), folder, written)
-
-
-@app.command()
-def migrate(
-    paths: Annotated[list[Path], typer.Argument(help="Files, and folders to search.", show_default=False)],
-    diff: Annotated[bool, typer.Option("--diff", help="Print the changes as a unified diff.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Make the changes.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="End with exit code 1 if a file would change.")] = False,
-    as_json: Annotated[bool, _JSON] = False,
-) -> None:
-    """Rewrite scripts that use apex.amp, torch.amp, MXNet's, Paddle's or TensorFlow's AMP into calls of ampx.
-
-    Without --write nothing is changed. What needs a human is listed with file and line. The exit code is 0 if that is
-    nothing, 1 if it is something, and 2 if a file cannot be read or written.
-    """
-    from . import migrate_command
-
-    code = migrate_command.migrate(paths, diff=diff, write=write, check=check, as_json=as_json, echo=typer.echo)
-    raise typer.Exit(code)
-
-
-@app.command()
-def lint(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files, and folders to search.", show_default=False)
-    ] = None,
-    select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
-    ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",
-    style: Annotated[str, typer.Option("--format", help="text, json, github or sarif.")] = "text",
-    explain: Annotated[str | None, typer.Option(help="Say what a rule is about.", show_default=False)] = None,
-) -> None:
-    """Find misuse of mixed precision in code, without running it.
-
-    A comment `# ampx: ignore[AMP101]` at the end of a line opts out of a rule there. The exit code is 0 if nothing is
-    found, 1 if something is, and 2 if a file cannot be read.
-    """
-    from . import lint_command
-
-    code = lint_command.run(paths or [], select=select, ignore=ignore, style=style, explain=explain, echo=typer.echo)
-    raise typer.Exit(code)
-
-
 _DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")
 _LEVEL = typer.Option(help="As in ampx.init.")
 _DEVICE = typer.Option(help="As in ampx.init.")
@@ -265,6 +95,53 @@ _STEPS = typer.Option(min=1, help="End every run after so many steps.")
 _PAGE = typer.Option(dir_okay=False, help="Write a report: out.html or out.json.", show_default=False)
 _SEED = typer.Option(help="What the random numbers of every run start from.")
 _OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
+
+
+# `--help` lists the commands in the order in which they stand here: what most users came for goes first.
+# What follows the script's name is the script's: parsing stops there.
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_script(
+    context: typer.Context,
+    command: Annotated[list[str], _SCRIPT],
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    dtype: Annotated[str, _DTYPE] = "auto",
+    level: Annotated[str, _LEVEL] = "O1",
+    device: Annotated[str, _DEVICE] = "auto",
+    is_module: Annotated[bool, _MODULE] = False,
+    replace_native: Annotated[bool, _OWN] = False,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write a report: out.json or out.html.", show_default=False)
+    ] = None,
+    unchanged: Annotated[
+        bool,
+        typer.Option("--unchanged-if-refused", help="Run the script again without ampx where ampx refuses it."),
+    ] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Take the settings from a file of ampx tune.", show_default=False),
+    ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Log loss scale, skips and norms: to x.jsonl, tensorboard:DIR, wandb:PROJECT, mlflow:URI. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = 100,
+    stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
+) -> None:
+    """Train an unedited script in mixed precision, and tell what happened when it ends."""
+    from ampx.run import RunSettings
+    from ampx.run.command import RunRequest, StartProgram, check_report
+    from ampx.run.program import Program
+
+    check_report(report)
+    program = Program(command[0], is_module, (*context.obj, *command[1:]))
+    settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
+    if policy is not None:
+        settings = settings.by_policy(policy)
+    request = RunRequest(program, settings, framework, report, unchanged, tuple(log or ()), log_every)
+    raise StartProgram(request)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -444,47 +321,171 @@ def tune(
         typer.echo(f"note: {note}")
 
 
-# What follows the script's name is the script's: parsing stops there.
-@app.command("run", context_settings={"allow_interspersed_args": False})
-def run_script(
-    context: typer.Context,
-    command: Annotated[list[str], _SCRIPT],
-    framework: Annotated[str | None, _FRAMEWORK] = None,
-    dtype: Annotated[str, _DTYPE] = "auto",
-    level: Annotated[str, _LEVEL] = "O1",
-    device: Annotated[str, _DEVICE] = "auto",
-    is_module: Annotated[bool, _MODULE] = False,
-    replace_native: Annotated[bool, _OWN] = False,
-    report: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="Write a report: out.json or out.html.", show_default=False)
+@app.command()
+def lint(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Files, and folders to search.", show_default=False)
     ] = None,
-    unchanged: Annotated[
-        bool,
-        typer.Option("--unchanged-if-refused", help="Run the script again without ampx where ampx refuses it."),
-    ] = False,
-    policy: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Take the settings from a file of ampx tune.", show_default=False),
-    ] = None,
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Log loss scale, skips and norms: to x.jsonl, tensorboard:DIR, wandb:PROJECT, mlflow:URI. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    log_every: Annotated[int, typer.Option(min=1, help="Steps between two rows of --log.")] = 100,
-    stand_ins_only: Annotated[bool, typer.Option("--stand-ins-only", hidden=True)] = False,
+    select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
+    ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",
+    style: Annotated[str, typer.Option("--format", help="text, json, github or sarif.")] = "text",
+    explain: Annotated[str | None, typer.Option(help="Say what a rule is about.", show_default=False)] = None,
 ) -> None:
-    """Train an unedited script in mixed precision, and tell what happened when it ends."""
-    from ampx.run import RunSettings
-    from ampx.run.command import RunRequest, StartProgram, check_report
-    from ampx.run.program import Program
+    """Find misuse of mixed precision in code, without running it.
 
-    check_report(report)
-    program = Program(command[0], is_module, (*context.obj, *command[1:]))
-    settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
-    if policy is not None:
-        settings = settings.by_policy(policy)
-    request = RunRequest(program, settings, framework, report, unchanged, tuple(log or ()), log_every)
-    raise StartProgram(request)
+    A comment `# ampx: ignore[AMP101]` at the end of a line opts out of a rule there. The exit code is 0 if nothing is
+    found, 1 if something is, and 2 if a file cannot be read.
+    """
+    from . import lint_command
+
+    code = lint_command.run(paths or [], select=select, ignore=ignore, style=style, explain=explain, echo=typer.echo)
+    raise typer.Exit(code)
+
+
+@app.command()
+def migrate(
+    paths: Annotated[list[Path], typer.Argument(help="Files, and folders to search.", show_default=False)],
+    diff: Annotated[bool, typer.Option("--diff", help="Print the changes as a unified diff.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Make the changes.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="End with exit code 1 if a file would change.")] = False,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Rewrite scripts that use apex.amp, torch.amp, MXNet's, Paddle's or TensorFlow's AMP into calls of ampx.
+
+    Without --write nothing is changed. What needs a human is listed with file and line. The exit code is 0 if that is
+    nothing, 1 if it is something, and 2 if a file cannot be read or written.
+    """
+    from . import migrate_command
+
+    code = migrate_command.migrate(paths, diff=diff, write=write, check=check, as_json=as_json, echo=typer.echo)
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    as_json: Annotated[bool, _JSON] = False,
+    time_limit: Annotated[float, typer.Option(min=1, help="Seconds until an import counts as broken.")] = 120.0,
+) -> None:
+    """Print what this machine can do in mixed precision, and what is broken.
+
+    The exit code is 0 if the framework (without one: any) can train in mixed precision here, else 1.
+    """
+    from rich.console import Console
+
+    from . import doctor as findings
+
+    with Console(stderr=True).status("Importing the frameworks, each in a process of its own …"):
+        report = findings.examine(framework, time_limit)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        from .render import print_doctor
+
+        print_doctor(Console(highlight=False), report)
+    raise typer.Exit(0 if report["mixed_precision"] else 1)
+
+
+@app.command()
+def backends(
+    as_json: Annotated[bool, _JSON] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README.")] = False,
+) -> None:
+    """Show what each backend declares."""
+    from rich.console import Console
+
+    from . import capability_table as table
+
+    with Console(stderr=True).status("Loading the backends, each in a process of its own …"):
+        declared, broken = table.collect()
+    if as_json:
+        typer.echo(json.dumps(table.to_json(declared, broken), indent=2))
+    elif as_markdown:
+        typer.echo(table.to_markdown(declared))
+    else:
+        from .render import print_backends
+
+        print_backends(Console(highlight=False), declared, broken)
+
+
+@app.command()
+def demo(
+    framework: Annotated[str | None, _FRAMEWORK] = None,
+    everywhere: Annotated[
+        bool, typer.Option("--all", help="Train with every framework installed, each in a process of its own.")
+    ] = False,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Where JSON and pictures go.")] = Path("ampx-demo"),
+    as_json: Annotated[bool, _JSON] = False,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 15,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images a step.")] = 32,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare float32 with this dtype only; may be repeated.", show_default=False),
+    ] = None,
+) -> None:
+    """Train a convolutional network on handwritten digits in float32 and in mixed precision."""
+    from . import demo_command
+
+    options: dict[str, Any] = {
+        "dtypes": dtype or [],
+        "seeds": demo_command.parse_seeds(seeds),
+        "epochs": epochs,
+        "batch_size": batch_size,
+    }
+    if everywhere:
+        demo_command.refuse_both(framework)
+    else:
+        framework = demo_command.find_framework(framework)
+    import matplotlib.figure  # noqa: F401 -- a missing extra is told before the training, not after
+    import sklearn  # noqa: F401
+    from rich.console import Console
+
+    demo_command.make_folder(out)
+    if framework is None:
+        raise typer.Exit(_demo_everywhere(out, options, as_json))
+    results, notes = demo_command.train(framework, **options)
+    demo_command.write(out, results)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+        return
+    from .render import print_demo
+
+    console = Console(highlight=False)
+    print_demo(console, results, notes)
+    console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)
+
+
+def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
+    from rich.console import Console
+
+    from . import demo_command as demo_all
+
+    with Console(stderr=True).status("Looking for frameworks …") as status:
+        outcomes = demo_all.train_everywhere(out, options, lambda name: status.update(f"Training with {name} …"))
+    comparison = demo_all.write_comparison(out, outcomes)
+    if as_json:
+        typer.echo(json.dumps(comparison, indent=1))
+    else:
+        from .render import print_all
+
+        console = Console(highlight=False)
+        print_all(console, outcomes)
+        where = f"{out / 'comparison.png'}, and for each framework in a folder of its name"
+        console.print(f"Curves and loss scales: {where}; numbers: {out / 'comparison.json'}", soft_wrap=True)
+    return 1 if any(outcome.state == "failed" for outcome in outcomes) else 0
+
+
+@app.command("new-backend")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Name of the framework's module, such as mylib.", show_default=False)],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder in which the package's folder is made.")] = Path(),
+) -> None:
+    """Write the package of a backend for another framework, ready to be filled in."""
+    from rich.console import Console
+
+    from .new_backend import write_package
+    from .render import print_new_backend
+
+    folder, written = write_package(name, out)
+    print_new_backend(Console(highlight=False), folder, written)

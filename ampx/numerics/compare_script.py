@@ -143,7 +143,7 @@ def compare_script(
         "device": reference.run["device"],
         "seed": seed,
         "steps": reference.steps,
-        "repeats": repeats,
+        "repeats": len(references),
         "warm_up": warm_up,
         "float32": {**_facts(references, bool(warm_up)), "meters": exact},
         "dtypes": compared,
@@ -188,6 +188,8 @@ def _timed_runs(
 ) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
     """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them.
 
+    "auto" goes first: where it chooses float32, that run is the answer, and no other is waited for.
+
     Returns:
         The outcomes by dtype, and by dtype what a run failed of.
     """
@@ -195,7 +197,7 @@ def _timed_runs(
     failed: dict[str, str] = {}
     chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
-        for asked in (REFERENCE, *dtypes):
+        for asked in sorted((REFERENCE, *dtypes), key=lambda name: name != "auto"):
             if asked in failed:
                 continue
             progress(f"{trial.program.name} in {asked}, run {repeat + 1} of {repeats} …")

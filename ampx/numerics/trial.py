@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ampx.backend import Reading, Stats, Watching
-from ampx.errors import TrialError
+from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings
 from ampx.run.program import Program
 
@@ -217,6 +218,13 @@ def _compiled() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ampx-trials-compiled-")
 
 
+def _running(trial: Trial) -> str:
+    """Return the command that runs the script once, where its output can be seen."""
+    program = trial.program
+    module = ("-m",) if program.is_module else ()
+    return shlex.join(("ampx", "run", "--dtype", trial.settings.dtype, *module, program.name, *program.arguments))
+
+
 def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     """Run a script as asked, in a process of its own.
 
@@ -225,8 +233,14 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         quiet: What the script prints is not shown.
 
     Raises:
+        InvalidOptionError: The script is the standard input, which a second run could not read again.
         TrialError: The script failed, was refused, trained nothing, or an option cannot be honoured.
     """
+    if trial.program.name == "-":
+        raise InvalidOptionError(
+            "the script '-' is the standard input, which can be read once, and this command runs a script several "
+            "times; accepted: a Python file, or -m and the name of a module. Write the script to a file."
+        )
     with tempfile.TemporaryDirectory(prefix="ampx-trial-") as folder:
         request, answer, noise = (Path(folder, name) for name in ("request.json", "answer.json", "output.txt"))
         request.write_text(json.dumps({"trial": trial.to_json(), "answer": str(answer)}), encoding="utf-8")
@@ -236,7 +250,8 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
         command = [sys.executable, "-m", _CHILD, str(request)]
         with noise.open("wb") as output:
             streams: dict[str, Any] = {"stdout": output, "stderr": output} if quiet else {}
-            done = subprocess.run(command, check=False, env=environment, **streams)
+            # A script that asks a question fails here: nobody would see the question, and each run would ask it again.
+            done = subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, **streams)
         text = noise.read_text(encoding="utf-8", errors="replace").strip()
         if done.returncode or not answer.exists():
             last = text[-2000:]
@@ -244,15 +259,16 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
                 last = last[last.rindex("\nampx: ") + 1 :]
             raise TrialError(
                 f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "
-                f"script that trains to its end. Run it by `ampx run --dtype {trial.settings.dtype}` and mend what "
-                f"that shows." + (f" Its last words:\n{last}" if last else "")
+                f"script that trains to its end and reads nothing from the standard input. Its own "
+                f"options follow its name. Mend what this shows: `{_running(trial)}`."
+                + (f" Its last words:\n{last}" if last else "")
             )
         outcome = _read_outcome(answer.read_text(encoding="utf-8"))
     if outcome.steps == 0 and outcome.raised is None:
         notes = " ".join(outcome.run["notes"])
         raise TrialError(
             f"{trial.program.name} made no step that ampx saw; accepted: a script that trains with a framework that "
-            f"`ampx run` automates. Try `ampx run {trial.program.name}`. {notes}".rstrip()
+            f"`ampx run` automates. Try `{_running(trial)}`. {notes}".rstrip()
         )
     if trial.settings.dtype == "float32" and outcome.dtype != "float32":
         raise TrialError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,9 +134,28 @@ def _tell(request: RunRequest, finished: Finished) -> list[str]:
     if rank:
         return []
     lines = list(summary_lines(report, finished.failed))
+    low = report["dtype"] not in (None, "float32")
+    if low and isinstance(finished.error, Exception) and request.program.name != "-":
+        lines.append(
+            f"  {'failed':<11} by {type(finished.error).__name__}; whether {report['dtype']} is why, this says: "
+            f"{shlex.join(_diagnosing(request, report['dtype']))}"
+        )
     if request.report is not None and size > 1:
         lines.append(f"  {'reports':<11} {request.report}, and of the other processes {report_of(request.report, 1)} …")
     return lines
+
+
+def _diagnosing(request: RunRequest, dtype: str) -> tuple[str, ...]:
+    """Return the command that diagnoses the program as it was run."""
+    program, settings = request.program, request.settings
+    options = ["--dtype", dtype]
+    if request.framework is not None:
+        options += ["--framework", request.framework]
+    if settings.replace_native:
+        options.append("--replace-native")
+    if program.is_module:
+        options.append("-m")
+    return ("ampx", "diagnose", *options, program.name, *program.arguments)
 
 
 @contextmanager

@@ -60,10 +60,11 @@ class ListsPlan(CastPlan):
             UnsupportedOpError: There are some.
         """
         if self.waiting:
-            names = sorted(entry if isinstance(entry, str) else entry.__name__ for entry in self.waiting)
+            names = sorted(repr(entry) if isinstance(entry, str) else entry.__name__ for entry in self.waiting)
             raise UnsupportedOpError(
-                f"the optimizer was stepped while {', '.join(names)} of allow and deny still wait for a model; "
-                f"accepted: entries that ampx.prepare(model) has looked up. Call it before training, or remove them."
+                f"allow and deny name the layers {', '.join(names)}, and the optimizer was stepped before a model was "
+                f"searched for them; accepted: layers that ampx.prepare(model) found. Call it before training, or "
+                f"remove them."
             )
 
 

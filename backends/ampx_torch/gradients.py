@@ -269,6 +269,6 @@ def refuse_half(groups: list[dict[str, Any]]) -> None:
         raise LowPrecisionParametersError(
             f"the optimizer holds {len(half)} float16 parameters ({names}); updates smaller than their "
             f"precision would be lost. Keep the parameters in float32 (remove .half(); "
-            f"autocast computes in float16 all the same), or use ampx.init(level='O2') and "
+            f"casting computes in low precision all the same), or use ampx.init(level='O2') and "
             f"model, opt = ampx.prepare(model, opt)."
         )

@@ -179,13 +179,17 @@ def test_a_dtype_that_fails_leaves_the_others_their_answer():
         compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)
 
 
-def test_that_auto_chooses_float32_is_an_answer():
+def test_that_auto_chooses_float32_is_an_answer_of_one_run():
+    asked = []
+
     def on_an_old_cpu(trial):
+        asked.append(trial.settings.dtype)
         outcome = pretended(replace(trial, settings=replace(trial.settings, dtype="float32")))
         return replace(outcome, run={**outcome.run, "reason": "no instructions"})
 
     report = compare_script(Program("a.py"), RunSettings(), ("auto",), steps=4, run=on_an_old_cpu)
-    assert report["dtypes"] == {}
+    assert asked == ["auto"]
+    assert (report["dtypes"], report["repeats"]) == ({}, 1)
     assert report["verdict"].startswith("Nothing to gain on this machine: no instructions.")
     with pytest.raises(TrialError, match="float16"):
         compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=on_an_old_cpu)

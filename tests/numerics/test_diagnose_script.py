@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -150,3 +152,23 @@ def test_a_step_in_which_nothing_ran_in_python_is_not_called_healthy():
     outcome = Outcome({"dtype": "float16", "steps": 3, "notes": []}, readings={3: ()}, watches=True)
     with pytest.raises(ampx.TrialError, match="nothing in it could be watched"):
         diagnose_script(Program("train.py"), RunSettings(), at=3, run=lambda trial: outcome)
+
+
+def run_of_toy(toy_script, dtype, condition="True"):
+    """Return what `ampx run` prints of a script that raises in its first step."""
+    program = toy_script(RAISES.replace("FACTOR", "1.0").replace("CONDITION", condition))
+    command = (sys.executable, "-m", "ampx", "run", "--framework", "toy", "--dtype", dtype, program.name, "a b")
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_run_that_failed_in_low_precision_names_the_command_that_says_whether_that_is_why(toy_script):
+    done = run_of_toy(toy_script, "float16")
+    (line,) = (line for line in done.stderr.splitlines() if "ampx diagnose" in line)
+    assert done.returncode == 1
+    assert "failed      by ValueError; whether float16 is why" in line
+    assert line.endswith("ampx diagnose --dtype float16 --framework toy train.py 'a b'")
+
+
+@pytest.mark.parametrize(("dtype", "condition"), [("float32", "True"), ("float16", "False")])
+def test_a_run_that_did_not_fail_or_not_in_low_precision_names_no_diagnosis(toy_script, dtype, condition):
+    assert "ampx diagnose" not in run_of_toy(toy_script, dtype, condition).stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 from pathlib import Path
 
@@ -81,8 +82,10 @@ def test_watched_runs_share_a_folder_for_what_they_compile_and_timed_ones_compil
 
 
 def test_a_script_that_fails_is_an_error_with_its_last_words(trial):
-    with pytest.raises(ampx.TrialError, match=r"(?s)exit code 1.*ZeroDivisionError"):
-        trial("1 / 0")
+    with pytest.raises(
+        ampx.TrialError, match=r"(?s)exit code 1.*`ampx run --dtype float32 train.py 'a b'`.*ZeroDivisionError"
+    ):
+        trial("1 / 0", "a b")
 
 
 def test_a_script_that_is_not_there_is_an_error_of_one_line():
@@ -110,3 +113,22 @@ def test_a_script_that_casts_by_itself_is_no_reference_in_float32(trial, monkeyp
     assert trial("", dtype="bfloat16").dtype == "bfloat16"
     with pytest.raises(ampx.TrialError, match=r"computed in bfloat16; .* By itself\."):
         trial("", dtype="float32")
+
+
+def test_a_script_that_asks_a_question_fails_at_once_and_is_told_why(trial):
+    """What the user types would reach one run of several, and the question none of them could see."""
+    read, write = os.pipe()  # nobody writes: who reads waits for ever
+    before = os.dup(0)
+    os.dup2(read, 0)
+    try:
+        with pytest.raises(ampx.TrialError, match=r"nothing from the standard input[\s\S]*EOFError"):
+            trial("input('how many steps? ')", "1")
+    finally:
+        os.dup2(before, 0)
+        for descriptor in (read, write, before):
+            os.close(descriptor)
+
+
+def test_a_script_from_the_standard_input_is_refused_since_it_could_be_read_once_only():
+    with pytest.raises(ampx.InvalidOptionError, match=r"'-' is the standard input.*Write the script to a file"):
+        run_trial(Trial(Program("-", False, ()), RunSettings("float32")))

@@ -54,11 +54,13 @@ def check_resolved(plan: CastPlan | None) -> None:
     if not isinstance(plan, oplists.TorchPlan):
         return
     rules_left = plan.patterns if plan.level == "O1" else plan.modules
-    missing = [str(entry) for _, entry in rules_left if entry not in plan.resolved]
+    missing = [entry for _, entry in rules_left if entry not in plan.resolved]
     if missing:
+        names = ", ".join(repr(entry) if isinstance(entry, str) else entry.__name__ for entry in missing)
         raise UnsupportedOpError(
-            f"wrap_optimizer was called while {', '.join(missing)} of allow and deny still wait for a model; accepted: "
-            f"entries that ampx.prepare(model) has looked up. Call it before wrap_optimizer, or remove them."
+            f"allow and deny name {names}, for no operation but for modules, and wrap_optimizer was called before a "
+            f"model was searched for them; accepted: names of operations, and modules that ampx.prepare(model) found. "
+            f"Call it before wrap_optimizer, or correct the name."
         )
 
 
