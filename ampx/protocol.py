@@ -672,7 +672,8 @@ class Member:
         Sync: as the group's ledger.
         """
         if result is None:
-            self._dropped_at = self.group.steps
+            if self.stage != "idle":  # PyTorch's wrapper forgets at every zero_grad, scaled gradients or not
+                self._dropped_at = self.group.steps
         else:
             self._result = result
             for outcome in self.group.window:

@@ -139,6 +139,15 @@ def test_steps_of_an_optimizer_that_no_loss_is_scaled_for_do_not_warn(amp, train
     assert not unreached(steps)
 
 
+def test_clearing_where_no_loss_was_scaled_counts_for_none(trainer):
+    def steps():
+        for _ in range(10):
+            trainer.opt.ampx_member.forget()  # PyTorch's wrapper does so at every zero_grad
+            trainer.opt.step()
+
+    assert not unreached(steps)
+
+
 def test_an_optimizer_whose_parameters_are_frozen_does_not_warn_until_they_are_not(trainer, monkeypatch):
     with monkeypatch.context() as frozen:
         frozen.setattr(type(trainer.opt), "ampx_is_frozen", lambda self: True)
