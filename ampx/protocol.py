@@ -652,7 +652,8 @@ class Member:
         """
         self.group.resolve()
         optimizer: Any = None if self._owner is None else self._owner()
-        scaled = self.stage != "idle" or self._dropped_at == self.group.steps
+        stage = self._after if self.stage == "interrupted" else self.stage  # before the raw optimizer was stepped
+        scaled = stage != "idle" or self._dropped_at == self.group.steps
         if self.counted or applied:  # reset here: steps that find gradients must not pay for it
             self._unreached = 0
         unreached = scaled and not applied and optimizer is not None and not optimizer.ampx_is_frozen()

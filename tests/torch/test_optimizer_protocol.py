@@ -61,6 +61,17 @@ def test_an_optimizer_made_from_a_copy_of_the_model_warns(trained, amp, backward
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_steps_without_a_loss_that_was_scaled_do_not_warn(amp, backward):
+    opt = ampx.wrap_optimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(10):
+            opt.step()
+        for _ in range(10):
+            opt.step()
+            opt.zero_grad()
+
+
 def test_an_optimizer_of_a_frozen_model_does_not_warn(amp, backward):
     model, head = nn.Linear(2, 2), nn.Linear(2, 1)
     opt = ampx.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
