@@ -16,11 +16,14 @@ pytest.importorskip("optax", reason="optax is not installed")
 
 
 @pytest.fixture(autouse=True)
-def nothing_read(monkeypatch):
+def nothing_read():
     """No test is let through because another read a loss scale of the same configuration."""
     from ampx_jax import state
 
-    monkeypatch.setattr(state, "_read", [])
+    # Not by the fixture `monkeypatch`: begun before `session`, it would let what a test patches outlive the session.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "_read", [])
+        yield
 
 
 @pytest.fixture
