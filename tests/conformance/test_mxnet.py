@@ -204,24 +204,23 @@ class TestFuzz(FuzzSuite):
     steps = 100  # each takes longer than ten without a framework
 
 
-if mx.context.num_gpus():
+class GpuHarness(MXNetHarness):
+    device, dtype = "gpu", "float16"
 
-    class GpuHarness(MXNetHarness):
-        device, dtype = "gpu", "float16"
 
-    @pytest.mark.gpu
-    class TestOnGpu(BackendSuite):
-        harness = GpuHarness
+on_gpu = pytest.mark.skipif(not mx.context.num_gpus(), reason="no CUDA device for mxnet: the kit did not run on one")
 
-    @pytest.mark.gpu
-    class TestMatrixOnGpu(MatrixSuite):
-        harness = GpuHarness
 
-else:
+@pytest.mark.gpu
+@on_gpu
+class TestOnGpu(BackendSuite):
+    harness = GpuHarness
 
-    @pytest.mark.gpu
-    def test_on_gpu():
-        pytest.skip("no CUDA device for mxnet: the kit did not run on one")
+
+@pytest.mark.gpu
+@on_gpu
+class TestMatrixOnGpu(MatrixSuite):
+    harness = GpuHarness
 
 
 class TestPlugin(PluginSuite):
