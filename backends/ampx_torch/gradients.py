@@ -29,6 +29,7 @@ class GradientSet:
         self._optimizer = optimizer
         self._accepts_half = accepts_half
         self._parameters: list[torch.nn.Parameter] = []
+        self._identities: frozenset[int] = frozenset()
         self._buckets: list[list[torch.nn.Parameter]] = []
         self._reciprocals: _Reciprocals = {}
         self._flags: dict[torch.device, torch.Tensor] = {}
@@ -43,14 +44,23 @@ class GradientSet:
             parameters += group["params"]
         return parameters
 
-    def collect(self) -> list[list[torch.Tensor]]:
-        """List the gradients that exist, one list a device, dtype and size: large or not."""
+    def identities(self) -> frozenset[int]:
+        """Return the ids of the parameters."""
+        self._follow()
+        return self._identities
+
+    def _follow(self) -> None:
+        """Sort the parameters again where they are others than before."""
         parameters, before = self.parameters(), self._parameters
         if len(parameters) != len(before) or not all(map(is_, parameters, before)):
             self._sort(parameters)
+
+    def collect(self) -> list[list[torch.Tensor]]:
+        """List the gradients that exist, one list a device, dtype and size: large or not."""
+        self._follow()
         for bucket in self._buckets:
             if bucket[0].dtype is not bucket[-1].dtype:  # the model was converted since
-                self._sort(parameters)
+                self._sort(self._parameters)
                 break
         collected = []
         for bucket in self._buckets:
@@ -64,7 +74,7 @@ class GradientSet:
         for parameter in parameters:
             buckets.setdefault(_kind(parameter), []).append(parameter)
         self._buckets = list(buckets.values())
-        self._parameters = parameters
+        self._parameters, self._identities = parameters, frozenset(map(id, parameters))
         on_cpu = [bucket for bucket in self._buckets if bucket[0].is_cpu]
         large = sum(parameter.numel() for bucket in on_cpu if is_large(bucket[0]) for parameter in bucket)
         self.reads_fast = 2 * large > sum(map(torch.Tensor.numel, parameters))

@@ -20,8 +20,8 @@ from .gradients import any_nonzero, unscale_
 Plan: TypeAlias = list[tuple[Any, list[torch.Tensor]]]
 # A parameter, its gradient, and how often that was written.
 Sight: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, int]
-# A gradient, how often it was written, and the scale that it carries; None: nobody can tell.
-Note: TypeAlias = tuple[weakref.ref[torch.Tensor], int, Any]
+# A gradient, how often it was written (None: no matter), and the scale that it carries (None: nobody can tell).
+Note: TypeAlias = tuple[weakref.ref[torch.Tensor], int | None, Any]
 
 
 class Leftovers:
@@ -39,10 +39,16 @@ class Leftovers:
             if gradient is not None:
                 self.notes[id(parameter)] = (weakref.ref(gradient), gradient._version, factor)
 
+    def note_true(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that gradients are true, and stay so whoever writes to them: another optimizer unscaled them."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.notes[id(parameter)] = (weakref.ref(parameter.grad), None, 1.0)
+
     def factor_of(self, parameter: torch.Tensor, gradient: torch.Tensor, version: int, default: Any) -> Any:
         """Return the scale that was noted of this very gradient, or else the default."""
         note = self.notes.get(id(parameter))
-        same = note is not None and note[1] == version and note[0]() is gradient
+        same = note is not None and note[1] in (None, version) and note[0]() is gradient
         return note[2] if note is not None and same else default
 
     def note_foreign(self, before: Iterable[Sight], default: Any, scale: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -53,6 +54,8 @@ _NOT_COPIED: Final = frozenset(
         ),
     ]
 )
+
+_living: WeakSet[AmpOptimizer] = WeakSet()  # some may share parameters
 
 
 class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
@@ -115,6 +118,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
+        _living.add(self)
 
     @property
     def on_device(self) -> bool:
@@ -229,6 +233,20 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             earlier = self.checked[loss_id]
             finite = torch.maximum(earlier, finite) if on_device else earlier and finite
         self.checked[loss_id] = finite
+        for other, shared in self._sharers():
+            other.leftovers.note_true(shared)
+
+    def _sharers(self) -> list[tuple[AmpOptimizer, list[torch.nn.Parameter]]]:
+        """List other optimizers that take gradients of this one for scaled, and the parameters in question."""
+        sharers: list[tuple[AmpOptimizer, list[torch.nn.Parameter]]] = []
+        if len(_living) < 2:
+            return sharers
+        for other in list(_living):
+            if other is not self and (other.ampx_member.stage == "scaled" or other.leftovers.notes):
+                shared = self.gradients.identities() & other.gradients.identities()
+                if shared:
+                    sharers.append((other, [own for own in self.gradients.parameters() if id(own) in shared]))
+        return sharers
 
     def check(self) -> bool | torch.Tensor:
         """Return whether a gradient overflowed; with the scale on the device a flag, which the fused kernel obeys."""
@@ -335,7 +353,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             return None
         if self._max_value is not None or self.process_group is not None:
             return None
-        if not folded_step.accepts(self.optimizer, gradients):
+        if not folded_step.accepts(self.optimizer, gradients) or self._sharers():
             return None
         loss_id, scale = next(iter(member.factors.items()))
         if not self.on_device:
@@ -523,6 +541,19 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.mixer.check(self)
         elif self.leftovers.notes:
             self.leftovers.plan(self.leaves(), 1.0, 1.0)  # whatever the scale: it raises or not
+        factors = self.ampx_member.factors
+        if factors and loss_id not in factors:
+            self._check_not_shared(loss_id)
+
+    def _check_not_shared(self, loss_id: int) -> None:
+        """Raise where gradients would be put aside that another optimizer waits for."""
+        if any(other.ampx_member.stage == "scaled" for other, _ in self._sharers()):
+            raise ProtocolError(
+                f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
+                f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "
+                f"to one optimizer, or one loss scale for all losses. Leave loss_id out, or step the other optimizer "
+                f"first."
+            )
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Put gradients of other losses aside, and have those that are left from before carry the scale."""
