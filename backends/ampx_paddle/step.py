@@ -15,7 +15,7 @@ from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedB
 from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import GenericOptimizer
-from ampx.protocol import Member
+from ampx.protocol import Member, Stage
 from ampx.saved_state import refuse_session_state
 from ampx.scale_state import FLOAT32_MAX
 
@@ -23,6 +23,7 @@ from . import sharding
 from .casting import LOW
 from .delegation import DelegatingOptimizer
 from .gradients import (
+    Finding,
     any_nonzero,
     clip,
     collect,
@@ -51,6 +52,7 @@ _OWN: Final = frozenset(
 
 
 _WIDE: Final = paddle.float32
+_living: weakref.WeakSet[AmpOptimizer] = weakref.WeakSet()  # some may share parameters
 
 
 def refuse_low_precision(optimizer: Any, plan: CastPlan | None) -> bool:
@@ -97,6 +99,7 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
         if self.ampx_member.group.enabled:
+            _living.add(self)
             self._guard.watch(self.optimizer)
             self._writes.watch(parameters(self.optimizer))
 
@@ -160,10 +163,50 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
     def _unscale(self, grads: Any) -> Unscaled:
         """Make gradients true; their norm, where it is bounded, is read with their finiteness."""
         self._writes.check()
-        finite = super()._unscale(grads).finite
+        sharers = self._sharers("scaled")  # Paddle's kernel would divide the gradients once for each
+        for other, _ in sharers:
+            other.ampx_member.begin_change()
+        try:
+            finite = super()._unscale(grads).finite
+        except UnsupportedByBackendError:  # a refusal comes before anything is divided
+            for other, _ in sharers:
+                other.ampx_member.end_change()
+            raise
         self._writes.note_unscaled()
+        for other, rest in sharers:
+            other._unscale_rest(rest, finite)
         unscaled = self._unscaled = Unscaled(grads, finite.combine(self._squares(grads)))
         return unscaled
+
+    def _sharers(self, *stages: Stage) -> list[tuple[AmpOptimizer, list[Any]]]:
+        """List other optimizers that share parameters with this one, and their other parameters.
+
+        Those at one of these stages, or whose gradients carry a scale that others left.
+        """
+        sharers: list[tuple[AmpOptimizer, list[Any]]] = []
+        if len(_living) > 1:
+            own = set(map(id, parameters(self.optimizer)))
+            for other in list(_living):
+                if other is not self and (other.ampx_member.stage in stages or other._writes.await_scale()):
+                    theirs = parameters(other.optimizer)
+                    if not own.isdisjoint(map(id, theirs)):
+                        sharers.append((other, [parameter for parameter in theirs if id(parameter) not in own]))
+        return sharers
+
+    def _unscale_rest(self, rest: list[Any], finite: Finding) -> None:
+        """Make these gradients true: another optimizer did it with those that it shares with this one.
+
+        Paddle's kernel leaves nothing of shared gradients where any of the other's overflowed: its finding counts.
+        """
+        member = self.ampx_member
+        if member.factors:
+            rest = [parameter for parameter in rest if gradient_of(parameter) is not None]
+            self._unscaled = Unscaled(rest, unscale(rest, member.factor).combine(None, finite))
+            self._writes.note_unscaled()
+            member.note_unscaled()
+        else:
+            self._writes.note_mixed()
+            member.end_change()
 
     def _look_again(self) -> None:
         """Test true gradients once more: somebody may have written to them, or the sum of losses overflows."""
@@ -289,6 +332,17 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         another = self._mixer.loss_id is not None or (factors and loss_id not in factors)
         if another and any_nonzero(gradients):
             refuse_unmixable(self.optimizer)
+            self._check_not_shared(loss_id)
+
+    def _check_not_shared(self, loss_id: int) -> None:
+        """Raise where gradients would be put aside that another optimizer waits for."""
+        if any(other.ampx_member.stage == "scaled" for other, _ in self._sharers("scaled")):
+            raise ProtocolError(
+                f"scale_loss(loss_id={loss_id}) after a loss of another id, and the optimizer shares parameters with "
+                f"another one that waits for its step; accepted: loss scales by loss_id where every parameter belongs "
+                f"to one optimizer, or one loss scale for all losses. Leave loss_id out, or step the other optimizer "
+                f"first."
+            )
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
         """Bring what is there to this scale, and put gradients of other loss ids aside.
@@ -298,7 +352,9 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._check_precision()
         if self.ampx_member.stage == "idle":
             self._forget_losses()  # an exception may have left them
-            self._writes.take_up(collect(self.optimizer), scale)
+            if self._writes.take_up(collect(self.optimizer), scale):
+                for other, _ in self._sharers("scaled", "unscaled"):
+                    other._writes.note_mixed()
         else:
             self._writes.check()
         self._put_aside(loss_id)

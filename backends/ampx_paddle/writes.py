@@ -118,19 +118,23 @@ class Writes:
     def _end_body(self) -> None:
         _thread.bodies = tuple((weakref.ref(writes), scale) for writes, scale in _bodies() if writes is not self)
 
-    def take_up(self, owners: list[Any], scale: float) -> None:
+    def take_up(self, owners: list[Any], scale: float) -> bool:
         """Bring the gradients of these parameters, there before the first backward of a step, to its scale.
+
+        Return whether any were divided.
 
         Sync: as `check_left`, which comes first.
         """
         self.check_left(owners)
         if not self._carried:
-            return
+            return False
         (factor,) = self._carried
-        if factor != scale and owners:
+        divides = factor != scale and bool(owners)
+        if divides:
             self._member.begin_change()  # entering the body ends it, or leaving it
             rescale(owners, scale / factor)
         self._carried = {scale}
+        return divides
 
     def check_left(self, owners: list[Any]) -> None:
         """Raise where gradients there before the first backward of a step cannot be brought to its scale.
@@ -170,6 +174,15 @@ class Writes:
         if UNKNOWN in self._carried:  # a skipped step left inf or NaN, if they were not cleared since
             return any_nonzero(owners) and not unscale(owners, 1.0)
         return not self._carried <= {1.0} and any_nonzero(owners)
+
+    def await_scale(self) -> bool:
+        """Return whether gradients that others made carry a scale: the next body brings them to its own."""
+        _attribute()
+        return not self._carried <= {1.0, UNKNOWN}
+
+    def note_mixed(self) -> None:
+        """Note that another optimizer, which shares some of these gradients, divided those."""
+        self._carried = {UNKNOWN}
 
     def note_unscaled(self) -> None:
         """Note that the gradients are true now, those that others added as well."""

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from shared_parameters import CLIPS, SCRIPTS, a_loss_each, both_at_once
 from torch import nn
 
 import ampx
@@ -54,99 +55,9 @@ class Trainees:
     def step(self, index):
         self.opts[index].step()
 
-    def zero_grad(self):
-        for opt in self.opts:
-            opt.zero_grad()
-
-
-def both_at_once(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.step(0)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def the_other_way_round(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.step(1)
-    trainees.step(0)
-    trainees.zero_grad()
-
-
-def accumulated(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.backward(trainees.loss(3.0), 0, 1)
-    trainees.step(0)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def a_loss_each(trainees):
-    trainees.backward(trainees.loss(), 0)
-    trainees.backward(trainees.loss(3.0), 1)
-    trainees.step(0)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def one_after_the_other(trainees):
-    for index in range(2):
-        trainees.backward(trainees.loss(), index)
-        trainees.step(index)
-        trainees.zero_grad()
-
-
-def unscaled_first(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.unscale(0)
-    trainees.unscale(1)
-    trainees.unscale(0)
-    trainees.step(0)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def one_unscaled(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.unscale(1)
-    trainees.step(0)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def clipped_before_the_other_steps(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.clip(0, 0.25)
-    trainees.step(0)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def both_clipped(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.clip(0, 0.5)
-    trainees.clip(1, 0.25)
-    trainees.step(1)
-    trainees.step(0)
-    trainees.zero_grad()
-
-
-def left_from_before(trainees):
-    trainees.backward(trainees.loss(), 0)
-    trainees.step(0)  # nothing is cleared: its gradients count for the next loss
-    trainees.backward(trainees.loss(3.0), 1)
-    trainees.step(1)
-    trainees.zero_grad()
-
-
-def cleared_by_one(trainees):
-    trainees.backward(trainees.loss(), 0, 1)
-    trainees.step(0)
-    trainees.opts[0].zero_grad()
-    trainees.backward(trainees.loss(3.0), 0, 1)
-    trainees.step(1)
-    trainees.step(0)
-    trainees.zero_grad()
+    def zero_grad(self, *which):
+        for index in which or range(2):
+            self.opts[index].zero_grad()
 
 
 OPTIMIZERS = {
@@ -154,10 +65,6 @@ OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "fused adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
 }
-SCRIPTS = (
-    *(both_at_once, the_other_way_round, accumulated, a_loss_each, one_after_the_other, unscaled_first, one_unscaled),
-    *(clipped_before_the_other_steps, both_clipped, left_from_before, cleared_by_one),
-)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -174,7 +81,7 @@ def test_every_step_sees_the_gradients_of_plain_float32(scales, optimizer, scrip
         script(scaled)
     # Powers of two scale exactly. The norm that clips is a sum in another order than plain torch's, of six squares: it
     # and the quotient round, four times over.
-    tolerance = 4 * 8 * torch.finfo(torch.float32).eps if "clip" in script.__name__ else 0.0
+    tolerance = 4 * 8 * torch.finfo(torch.float32).eps if script in CLIPS else 0.0
     for own, others in zip(scaled.parameters, plain.parameters, strict=True):
         torch.testing.assert_close(own, others, rtol=tolerance, atol=tolerance)
 
