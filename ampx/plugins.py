@@ -110,10 +110,12 @@ def load_backend(registration: Registration) -> Backend:
         raise
     except ImportError as error:
         if error.name is not None and error.name in registration.roots and not _is_present(error.name):
+            # A backend may need more than its framework, as that for JAX needs Optax.
+            also = "" if error.name == registration.roots[0] else f" {error.name}"
             raise FrameworkNotInstalledError(
-                f"framework={registration.name!r} needs {registration.requires}, which is not importable: {error}. "
-                f"Install it with `pip install '{registration.requires}'`, or as the framework's own instructions say "
-                f"for your GPU.",
+                f"framework={registration.name!r} needs {registration.requires}{also and f' and{also}'}, which is not "
+                f"importable: {error}. Install it with `pip install '{registration.requires}'{also}`, or as the "
+                f"framework's own instructions say for your GPU.",
                 name=error.name,
             ) from error
         raise _load_error(registration, error) from error

@@ -41,7 +41,7 @@ app = typer.Typer(
 
 def run() -> int:
     """Run the command line; give the exit code."""
-    from ampx.errors import AmpxError, InvalidOptionError, UnknownFrameworkError
+    from ampx.errors import AmpxError, FrameworkNotInstalledError, InvalidOptionError, UnknownFrameworkError
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -50,7 +50,9 @@ def run() -> int:
         return _run()
     except AmpxError as error:
         typer.secho(f"ampx: {error}", fg="red", err=True)
-        return 2 if isinstance(error, (UnknownFrameworkError, InvalidOptionError)) else 1
+        # One that `ampx demo` looked for by itself and did not find has no name.
+        absent = isinstance(error, FrameworkNotInstalledError) and error.name is not None
+        return 2 if absent or isinstance(error, (InvalidOptionError, UnknownFrameworkError)) else 1
 
 
 def _run() -> int:

@@ -225,6 +225,12 @@ def _running(trial: Trial) -> str:
     return shlex.join(("ampx", "run", "--dtype", trial.settings.dtype, *module, program.name, *program.arguments))
 
 
+def _refusal(output: str) -> str:
+    """Return why `ampx run` refused the script, as a child writes it last; empty where the script ended so itself."""
+    _, _, refusal = f"\n{output}".rpartition("\nampx: ")
+    return refusal
+
+
 def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     """Run a script as asked, in a process of its own.
 
@@ -254,14 +260,13 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
             done = subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, **streams)
         text = noise.read_text(encoding="utf-8", errors="replace").strip()
         if done.returncode or not answer.exists():
-            last = text[-2000:]
-            if done.returncode == REFUSED and "\nampx: " in last:
-                last = last[last.rindex("\nampx: ") + 1 :]
+            if done.returncode == REFUSED and (refusal := _refusal(text)):
+                raise TrialError(f"{trial.program.name} in {trial.settings.dtype} was refused: {refusal}")
             raise TrialError(
                 f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "
                 f"script that trains to its end and reads nothing from the standard input. Its own "
                 f"options follow its name. Mend what this shows: `{_running(trial)}`."
-                + (f" Its last words:\n{last}" if last else "")
+                + (f" Its last words:\n{text[-2000:]}" if text else "")
             )
         outcome = _read_outcome(answer.read_text(encoding="utf-8"))
     if outcome.steps == 0 and outcome.raised is None:

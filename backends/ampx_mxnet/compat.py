@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import importlib.util
 import warnings
 from typing import Any, Final
 
@@ -23,8 +24,11 @@ def restore_names() -> None:
 
     Raises:
         BackendLoadError: NumPy is 2.0 or newer.
+        ModuleNotFoundError: So it is, and there is no MXNet: an older NumPy would not help.
     """
     if int(np.__version__.partition(".")[0]) >= 2:
+        if importlib.util.find_spec("mxnet") is None:
+            raise ModuleNotFoundError("No module named 'mxnet'", name="mxnet")
         raise BackendLoadError(
             f"MXNet 1.9.1 does not work with numpy {np.__version__}; accepted: numpy older than 2, in an environment "
             f"of its own. Install it with `pip install 'numpy<2'`."

@@ -250,6 +250,13 @@ def test_an_absent_framework_is_said_to_be_absent(error):
     assert caught.value.name == "goneware"
 
 
+def test_what_a_backend_needs_beside_its_framework_is_said_to_be_absent():
+    error = ModuleNotFoundError("No module named 'waresolver'", name="waresolver")
+    needing = plugin("goneware", raising(error), ("goneware", "waresolver"))
+    with pytest.raises(ampx.FrameworkNotInstalledError, match=r"pip install 'goneware>=2' waresolver`"):
+        Registry([Dist("goneware", lambda: needing)]).load("goneware")
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -90,7 +90,7 @@ def test_a_script_that_fails_is_an_error_with_its_last_words(trial):
 
 def test_a_script_that_is_not_there_is_an_error_of_one_line():
     trial = Trial(Program("trian.py"), RunSettings("float32"))
-    with pytest.raises(ampx.TrialError, match=r"ampx: the script 'trian.py' cannot be read: No such file") as raised:
+    with pytest.raises(ampx.TrialError, match=r"refused: the script 'trian.py' cannot be read: No such file") as raised:
         run_trial(trial)
     assert "Traceback" not in str(raised.value)
 
