@@ -174,6 +174,8 @@ class Recorder:
     def __init__(self, sampled_steps: int = SAMPLED_STEPS) -> None:
         # What was wrapped, by the position of its loss scale in `amp.state_dict()`.
         self.optimizers: dict[int, OptimizerRecord] = {}
+        # The class and the script's line of each optimizer, by the same position: several share a loss scale.
+        self.made: dict[int, list[tuple[str, str]]] = {}
         self.seconds: dict[str, float] = {}  # time on the host by phase
         # How often an operation ran in a dtype while sampling: `(name, dtype)`.
         self.ops: Counter[tuple[str, str]] = Counter()
@@ -231,6 +233,7 @@ class Recorder:
         if group is None:
             group = len(self.optimizers)
         record = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale, place))
+        self.made.setdefault(group, []).append((kind, place))
         if kind not in record.kind.split(", "):
             record.kind += f", {kind}"
         if self._mark is None:

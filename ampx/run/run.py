@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast, runtime_checkable
 
 from ampx.backend import Backend
@@ -346,9 +347,30 @@ class Run:
         return (
             self.init_call(),
             *(("ampx.prepare(model)  # the model whose modules are named",) if named else ()),
-            "optimizer = ampx.wrap_optimizer(optimizer)",
-            "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
+            *self.optimizer_lines(),
         )
+
+    def optimizer_lines(self, *between: str) -> tuple[str, ...]:
+        """Return the lines of code that wrap the script's optimizers by hand, and scale the loss for them.
+
+        Args:
+            *between: What stands before the line that scales the loss.
+        """
+        # Once for each line that makes optimizers: that is where somebody writes it.
+        groups = list(dict.fromkeys(map(tuple, self.recorder.made.values())))
+        count = sum(map(len, groups))
+        if count < 2:
+            scale = "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()"
+            return ("optimizer = ampx.wrap_optimizer(optimizer)", *between, scale)
+        names = [f"optimizer_{number}" for number in range(1, count + 1)]
+        wraps, waiting = [], iter(names)
+        for group in groups:
+            listed = ", ".join(next(waiting) for _ in group)
+            passed = listed if len(group) == 1 else f"[{listed}]"  # one loss scale for all
+            made = ", ".join(f"{kind} of {PurePath(place).name}" if place else kind for kind, place in group)
+            wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {made}")
+        scale = f"with ampx.scale_loss(loss, [{', '.join(names)}]) as scaled: scaled.backward()"
+        return (*wraps, *between, f"{scale}  # of these, those that the loss trains")
 
 
 def _kind_of(wrapped: Any) -> str:

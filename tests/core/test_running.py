@@ -113,6 +113,23 @@ def test_an_automated_loop_is_explained_by_lines_of_code(toy):
     assert run.explain()[0] == "amp = ampx.init('toy', dtype='float16', level='O1')"
 
 
+def test_lines_by_hand_wrap_every_optimizer(toy):
+    run = Run("toy", RunSettings("float16"))
+    run.session()
+    run.recorder.add_optimizer("Adam", 8.0, place="/there/train.py:4")
+    run.recorder.add_optimizer("SGD", 8.0, place="/there/train.py:5")
+    run.recorder.add_optimizer("SGD", 8.0, place="/there/train.py:5")  # the same line in a loop
+    run.recorder.add_optimizer("Adam", 8.0, group=3)
+    run.recorder.add_optimizer("Adam", 8.0, group=3)  # shares the loss scale
+    assert run.explain()[1:] == (
+        "optimizer_1 = ampx.wrap_optimizer(optimizer_1)  # Adam of train.py:4",
+        "optimizer_2 = ampx.wrap_optimizer(optimizer_2)  # SGD of train.py:5",
+        "optimizer_3, optimizer_4 = ampx.wrap_optimizer([optimizer_3, optimizer_4])  # Adam, Adam",
+        "with ampx.scale_loss(loss, [optimizer_1, optimizer_2, optimizer_3, optimizer_4]) as scaled: scaled.backward()"
+        "  # of these, those that the loss trains",
+    )
+
+
 def test_lines_by_hand_deny_what_the_run_denied(toy):
     run = Run("toy", RunSettings("float16", deny=("product",), loss_scale=8.0))
     run.session()

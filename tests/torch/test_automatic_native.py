@@ -239,6 +239,25 @@ def test_the_lines_by_hand_start_the_session_that_ran(low, scaler, asked, expect
     ampx.shutdown()
 
 
+def test_the_lines_by_hand_wrap_every_optimizer_of_a_scaler():
+    run = run_of(replace_native=True)
+    with automated(run):
+        weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([weights[0]], lr=0.25), torch.optim.Adam([weights[1]])]
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = sum(weights).sum()
+            scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    wraps = [line.partition("  # ") for line in run.explain() if "wrap_optimizer(" in line]
+    assert [made.partition(" of ")[0] for _, _, made in wraps] == ["SGD", "Adam"]
+    assert wraps[0][0] == "optimizer_1 = ampx.wrap_optimizer(optimizer_1)"
+    assert any("scale_loss(loss, [optimizer_1, optimizer_2])" in line for line in run.explain())
+
+
 def test_no_lines_by_hand_where_nothing_was_cast():
     run = run_of(replace_native=True)
     with automated(run):

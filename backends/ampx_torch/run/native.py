@@ -129,9 +129,7 @@ class Native:
             scale = ", loss_scale='dynamic'"
         self._run.lines = (
             f"amp = ampx.init('torch', dtype={amp.effective.dtype!r}, process_wide=False{scale})",
-            "optimizer = ampx.wrap_optimizer(optimizer)",
-            "with amp.autocast(): loss = …  # where torch.autocast is",
-            "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()",
+            *self._run.optimizer_lines("with amp.autocast(): loss = …  # where torch.autocast is"),
             *(("optimizer.step()  # for scaler.unscale_, scaler.step and scaler.update",) if self.config else ()),
         )
 
