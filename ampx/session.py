@@ -644,6 +644,12 @@ class Amp:
 
     def _check_raw(self, opt: Any, before: Sequence[Any]) -> None:
         twice = isinstance(opt, WrappedOptimizer) or any(opt is other for other in before)
+        if isinstance(opt, WrappedOptimizer) and all(opt.ampx_group is not group for group, _ in self._groups):
+            raise AlreadyWrappedError(
+                f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already, and not by this "
+                f"session: ampx.init was called again, or it is a copy; its gradients would be unscaled twice. Wrap "
+                f"the raw optimizer anew, the one that was passed to wrap_optimizer then."
+            )
         if twice or self._is_remembered(opt):
             raise AlreadyWrappedError(
                 f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "

@@ -245,6 +245,15 @@ def test_wrapping_twice_is_refused(alpha, make_trainer):
     assert ampx.wrap_optimizer(fresh).optimizer is fresh
 
 
+def test_a_wrapper_of_a_former_session_is_refused_and_its_raw_optimizer_can_be_wrapped_anew(alpha, make_trainer):
+    ampx.init("alpha")
+    trainer = make_trainer(alpha)
+    ampx.init("alpha")
+    with pytest.raises(ampx.AlreadyWrappedError, match=r"init was called again.*Wrap the raw optimizer anew"):
+        ampx.wrap_optimizer(trainer.opt)
+    assert ampx.wrap_optimizer(trainer.raw).optimizer is trainer.raw
+
+
 @pytest.mark.parametrize(
     "options",
     [
