@@ -509,10 +509,21 @@ def first_wrong(readings: Sequence[Reading], exact: Mapping[Key, Reading], dtype
 
 def _is_wrong(entry: Reading, other: Reading | None, dtype: str, position: int) -> bool:
     """Return whether a finite value is off by more than rounding could explain."""
-    if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
-        return False
-    error = relative_error(entry.sample, other.sample)
+    error = _error(entry, other)
     return math.isfinite(error) and error > max(WRONG, bound(dtype, position))
+
+
+def _module_ended(readings: Sequence[Reading], position: int) -> Sequence[Reading]:
+    """Return the value of the module whose last operation this is, if it is."""
+    after = readings[position + 1 : position + 2]
+    return [entry for entry in after if not entry.operation and entry.module == readings[position].module]
+
+
+def _error(entry: Reading, other: Reading | None) -> float:
+    """Return the relative error of a value; 0 where there is nothing to compare it with."""
+    if other is None or entry.sample is None or other.sample is None or entry.sample.shape != other.sample.shape:
+        return 0.0
+    return relative_error(entry.sample, other.sample)
 
 
 def in_one_line(error: BaseException) -> str:
@@ -671,15 +682,30 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
             f"between 0 and {form.smallest:.2g}"
         )
         result.append(Risk("constant", constants, text))
-    for kind, does in (("loss", "loss"), ("normalization", "norm")):
-        where = _modules(
-            entry
-            for entry in low.readings
-            if entry.direction == "forward" and entry.dtype == dtype and family(entry.operation) == does
+    losses = _modules(
+        entry
+        for entry in low.readings
+        if entry.direction == "forward" and entry.dtype == dtype and family(entry.operation) == "loss"
+    )
+    if losses:
+        text = f"a loss is computed in {dtype} in {_listed(losses)}: small differences are lost"
+        result.append(Risk("loss", losses, text))
+    # Frameworks take the statistics in float32 where the values are low: only what came out tells whether that helped.
+    exact = {_key(entry): entry for entry in reference.readings}
+    norms = _modules(
+        entry
+        for position, entry in enumerate(low.readings)
+        if entry.direction == "forward" and entry.dtype == dtype and family(entry.operation) == "norm"
+        # An operation may return statistics, too; the module that ends with it has what is normalized alone.
+        if max(_error(value, exact.get(_key(value))) for value in (entry, *_module_ended(low.readings, position)))
+        > bound(dtype, position)
+    )
+    if norms:
+        text = (
+            f"a normalization in {dtype} in {_listed(norms)} is off by more than rounding explains: what it enlarges "
+            f"are differences that {dtype} has lost"
         )
-        if where:
-            text = f"a {kind} is computed in {dtype} in {_listed(where)}: small differences are lost"
-            result.append(Risk(kind, where, text))  # type: ignore[arg-type]
+        result.append(Risk("normalization", norms, text))
     shares = {} if scale is None else flushed_gradients(low, reference)
     flushed = [name for name, share in shares.items() if share >= FLUSHED]
     if flushed:

@@ -29,8 +29,8 @@ _FAMILIES: Final[dict[Family, str]] = {
     "scaleddotproductattention scaleddotproductflashattentionforcpu deconvolution inner tensordot addmv mv "
     "mkldnnlinear",
     "norm": "layernorm nativelayernorm batchnorm nativebatchnorm cudnnbatchnorm groupnorm nativegroupnorm instancenorm "
-    "rmsnorm fusedrmsnorm fusedbatchnorm nativebatchnormlegit softmax logsoftmax l2normalize l2normalization "
-    "normalize batchnormex syncbatchnorm lrn",
+    "rmsnorm fusedrmsnorm fusedbatchnorm nativebatchnormlegit l2normalize l2normalization normalize batchnormex "
+    "syncbatchnorm lrn",
     "root": "sqrt cbrt norm linalgvectornorm linalgnorm vectornorm pnorm euclideannorm",
     "sum": "sum mean cumsum nansum var varmean std stdmean prod cumprod windowsum segmentsum "
     "avgpool2d adaptiveavgpool2d avgpool squaresum",
