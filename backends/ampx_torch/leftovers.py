@@ -82,9 +82,10 @@ class Leftovers:
             if factor is None:
                 if any_nonzero(gradient):
                     raise ProtocolError(
-                        "gradients hang on the parameters that a skipped step left, or that carry more than one loss "
-                        "scale because a loss was scaled for other optimizers; accepted: cleared gradients, or "
-                        "scale_loss with all the optimizers whose gradients a backward makes. Call opt.zero_grad()."
+                        "gradients hang on the parameters that a skipped step left, that were there before "
+                        "add_param_group, or that carry more than one loss scale because a loss was scaled for other "
+                        "optimizers; accepted: cleared gradients, or scale_loss with all the optimizers whose "
+                        "gradients a backward makes. Call opt.zero_grad()."
                     )
             elif not _same(factor, scale):
                 for other, gradients in kinds:

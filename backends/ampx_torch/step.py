@@ -126,6 +126,12 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         # By type: asking an abstract class takes longer, and every step asks several times.
         return type(self.ampx_member.group.ledger) is not HostLedger
 
+    @property
+    def _scales(self) -> bool:
+        """Whether a loss scale may be other than 1."""
+        config = self.ampx_member.group.config
+        return self.ampx_enabled and (config.dynamic or config.init_scale != 1.0)
+
     # -- the step ------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -586,9 +592,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def ampx_watch(self, scale: Any) -> tuple[int, list[Sight]] | None:
         """Look at the gradients before the body of other optimizers."""
         member = self.ampx_member
-        config = member.group.config
-        unscaled = scale == 1.0 if type(scale) is float else False
-        if not member.group.enabled or (unscaled and not config.dynamic and config.init_scale == 1.0):
+        if not member.group.enabled or (type(scale) is float and scale == 1.0 and not self._scales):
             return None
         # What a body of this one does, or another thread, is no other optimizer's doing.
         if member.stage in ("inside", "interrupted") or self._thread not in (None, get_ident()):
@@ -681,7 +685,11 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             self.ampx_member.group.ledger = HOST_LEDGER
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the raw optimizer; one of float16 parameters is refused."""
+        """Add a parameter group to the raw optimizer; one of float16 parameters is refused.
+
+        Gradients that it brings along are taken for scaled where a step has to unscale all; at any other time nobody
+        can tell, so that the next step or `scale_loss` asks for `zero_grad`.
+        """
         self.optimizer.add_param_group(param_group)
         self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         try:
@@ -690,6 +698,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         except LowPrecisionParametersError:
             self.param_groups.pop()
             raise
+        if self.ampx_member.stage in ("idle", "unscaled") and self._scales:
+            self.leftovers.note(self.param_groups[-1]["params"], None)
 
     def __repr__(self) -> str:
         return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"

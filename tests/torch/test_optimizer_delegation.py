@@ -191,6 +191,41 @@ def test_a_parameter_group_added_later_is_unscaled_checked_and_updated(through, 
     assert second.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("when", ["idle", "scaled", "unscaled"])
+def test_gradients_that_a_parameter_group_brings_along_are_not_stepped_scaled(when, amp, backward):
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([first], lr=1.0))
+    backward((first + second).sum(), opt)
+    if when == "idle":
+        opt.step()
+        opt.zero_grad()  # clears nothing of the second one's
+    elif when == "unscaled":
+        ampx.unscale(opt)
+    opt.add_param_group({"params": [second], "lr": 0.5})
+    if when == "scaled":
+        opt.step()
+        assert second.tolist() == [0.5, 0.5]
+        return
+    with pytest.raises(ampx.ProtocolError, match=r"before add_param_group.*zero_grad"):
+        opt.step() if when == "unscaled" else backward((first + second).sum(), opt)
+    assert second.tolist() == [1.0, 1.0]
+    opt.zero_grad()
+    backward((first + second).sum(), opt)
+    opt.step()
+    assert second.tolist() == [0.5, 0.5]
+
+
+def test_a_parameter_group_brings_gradients_along_where_losses_are_not_scaled(backward):
+    ampx.init("torch", dtype="bfloat16", process_wide=False)
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([first], lr=1.0))
+    backward((first + second).sum(), opt)
+    ampx.unscale(opt)
+    opt.add_param_group({"params": [second]})
+    opt.step()
+    assert second.tolist() == [0.0, 0.0]
+
+
 def test_a_parameter_swapped_for_another_of_the_same_kind_is_unscaled_too(amp, backward):
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     raw = torch.optim.SGD([first], lr=1.0)
