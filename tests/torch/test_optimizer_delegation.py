@@ -191,6 +191,16 @@ def test_a_parameter_group_added_later_is_unscaled_checked_and_updated(through, 
     assert second.tolist() == [0.5, 0.5]
 
 
+def test_a_shallow_copy_is_refused_and_leaves_the_optimizer_as_it_was(amp, backward):
+    parameter = nn.Parameter(torch.ones(1))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=1.0))
+    with pytest.raises(ampx.AlreadyWrappedError, match=r"Use the object.*deepcopy"):
+        copy.copy(opt)
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.item() == 0.0
+
+
 @pytest.mark.parametrize("when", ["idle", "scaled", "unscaled"])
 def test_gradients_that_a_parameter_group_brings_along_are_not_stepped_scaled(when, amp, backward):
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
