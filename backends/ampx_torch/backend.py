@@ -86,7 +86,8 @@ class TorchBackend(ampx.Backend):
             value = loss.item()
             nan = value != value
         # Only a message would need the name of a floating dtype, and spelling it takes as long as all of the above.
-        return LossInfo(elements, "floating" if floating else str(loss.dtype), floating, loss.requires_grad, nan)
+        attached = loss.requires_grad and torch.is_grad_enabled()  # what multiplies it would be detached
+        return LossInfo(elements, "floating" if floating else str(loss.dtype), floating, attached, nan)
 
     def scale(self, loss: Any, scale: Any) -> Any:
         """Return the loss in float32 times the scale.
@@ -141,4 +142,5 @@ class TorchBackend(ampx.Backend):
 @functools.lru_cache(maxsize=32)
 def _scalar(scale: float) -> torch.Tensor:
     """Return a number as a tensor on the host, which torch multiplies by on any device; a Python float costs more."""
-    return torch.tensor(scale, dtype=torch.float32, device="cpu")
+    with torch.inference_mode(False):  # kept for later backwards, which could not save an inference tensor
+        return torch.tensor(scale, dtype=torch.float32, device="cpu")

@@ -102,7 +102,9 @@ class GradientSet:
             if flag is None:
                 flag = None if fresh else self._flags.get(device)
                 if flag is None:
-                    flag = torch.zeros((), dtype=torch.float32, device=device)
+                    # Kept for later steps, which could not reset a tensor that was made in inference mode.
+                    with torch.inference_mode(False):
+                        flag = torch.zeros((), dtype=torch.float32, device=device)
                     if not fresh:
                         self._flags[device] = flag
                 flags[device] = flag

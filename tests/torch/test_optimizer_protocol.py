@@ -433,3 +433,46 @@ def test_while_gradients_of_the_first_step_accumulate_one_graph_is_kept_alive(am
 
     losses = [accumulate() for _ in range(3)]
     assert [loss() is None for loss in losses[:-1]] == [True, True]
+
+
+KINDS = {
+    "host": ({}, {}),
+    "clipped": ({}, {"max_grad_norm": 1e9}),
+    "device": ({"fused": True}, {"device_scale": True}),
+    "device, as specified": ({"fused": True}, {"device_scale": True, "loss_scale": ampx.LossScale(hysteresis=2)}),
+}
+
+
+@pytest.mark.parametrize("call", ["unscale", "step"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_in_inference_mode_leave_nothing_that_a_later_step_cannot_use(kind, call, amp, backward):
+    raw, wrapped = KINDS[kind]
+    parameter = nn.Parameter(torch.ones(2))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=0.25, **raw), **wrapped)
+    backward(parameter.sum(), opt)
+    with torch.inference_mode():
+        ampx.unscale(opt)
+        if call == "step":
+            opt.step()
+    if call == "unscale":
+        opt.step()
+    for factor, value in ((INF, 0.75), (1.0, 0.5), (INF, 0.5)):
+        opt.zero_grad()
+        backward(parameter.sum() * factor, opt)
+        opt.step()
+        assert opt.last_step.applied == (factor == 1.0)
+        assert parameter.tolist() == [value, value]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_loss_that_is_scaled_with_gradients_off_is_refused_and_training_goes_on(mode, amp, backward):
+    parameter = nn.Parameter(torch.ones(1))
+    opt = ampx.wrap_optimizer(torch.optim.SGD([parameter], lr=1.0), loss_scale=1234.0)  # a scale that is not cached
+    loss = parameter.sum()
+    with mode(), pytest.raises(ampx.DetachedLossError, match="no_grad"), ampx.scale_loss(loss, opt):
+        pass
+    with mode():
+        amp.backend.scale(loss, 1234.0)
+    backward(parameter.sum(), opt)
+    opt.step()
+    assert parameter.item() == 0.0

@@ -106,12 +106,13 @@ class DeviceLedger(TensorLedger):
                 self._exact.add(loss_id)
             # torch's kernel grows at equality; one short of the interval is what "at or beyond" means there.
             tracker = min(host.growth_tracker, group.config.growth_interval - 1)
-            state = self._states[loss_id] = LossScaleState(
-                torch.full((), host.scale, dtype=torch.float32, device=self.device),
-                torch.full((), tracker, dtype=torch.int32, device=self.device),
-                torch.full((), host.hysteresis_tracker, dtype=torch.int32, device=self.device),
-                torch.full((), host.consecutive_skips, dtype=torch.int32, device=self.device),
-            )
+            with torch.inference_mode(False):  # backward could not save a scale that was made in inference mode
+                state = self._states[loss_id] = LossScaleState(
+                    torch.full((), host.scale, dtype=torch.float32, device=self.device),
+                    torch.full((), tracker, dtype=torch.int32, device=self.device),
+                    torch.full((), host.hysteresis_tracker, dtype=torch.int32, device=self.device),
+                    torch.full((), host.consecutive_skips, dtype=torch.int32, device=self.device),
+                )
         return state
 
     def _send(self) -> None:
@@ -145,7 +146,8 @@ def _move(config: LossScale, state: LossScaleState, flag: torch.Tensor, exact: b
     if not config.dynamic:
         return state
     if exact:
-        return next_state(config, state, flag == 0, torch.where)
+        with torch.inference_mode(False):
+            return next_state(config, state, flag == 0, torch.where)
     torch._amp_update_scale_(
         state.scale,
         state.growth_tracker,
