@@ -133,6 +133,10 @@ class Harness(abc.ABC):
         """Add gradients that are values."""
         return [x + y for x, y in zip(a, b, strict=True)]
 
+    def recorded(self, compute: Callable[[], Any]) -> Any:
+        """Compute something that a gradient can flow from; frameworks that record only when told to need more."""
+        return compute()
+
     def nan_loss(self, parameters: list[Any]) -> Any:
         """Compute a loss that is NaN and attached."""
         return self.loss(parameters, [[1.0] * len(self.numbers(parameter)) for parameter in parameters]) * math.nan

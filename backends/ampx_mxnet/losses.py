@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from typing import Any, Final
 
 import numpy as np
 
 from ampx.backend import LossInfo
-from ampx.errors import LossDtypeError
+from ampx.errors import DetachedLossError, LossDtypeError
 
 from .compat import mx
 from .dtypes import FLOATING, cast_tensor, name_of
 
+_LIBRARY: Final = mx.base._LIB
 _new_empty_handle = mx.ndarray.ndarray._new_empty_handle
 
 
@@ -28,8 +30,23 @@ def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
     dtype = name_of(loss.dtype)  # MXNet asks its library each time
     floating = dtype in FLOATING
     nan = bool(np.isnan(cast_tensor(loss, "float32").asnumpy()).any()) if check_nan and floating else None
-    # MXNet does not tell whether a loss was recorded; its backward raises where it was not.
+    if floating and not _is_recorded(loss):
+        raise DetachedLossError(
+            "scale_loss got a loss that was not recorded, so that no gradient can flow from it (it was computed "
+            "outside of autograd.record(), or is detached, or its backward has run already); accepted: a loss computed "
+            "from the parameters inside `with autograd.record():`. Remove detach() or autograd.pause() around it, or "
+            "compute it there."
+        )
     return LossInfo(int(loss.size), dtype, floating, True, nan)
+
+
+def _is_recorded(loss: Any) -> bool:
+    """Return whether an array is part of a recorded graph, which MXNet tells by whether it has a symbol for it."""
+    symbol = ctypes.c_void_p()
+    if _LIBRARY.MXAutogradGetSymbol(loss.handle, ctypes.byref(symbol)):
+        return False
+    _LIBRARY.MXSymbolFree(symbol)
+    return True
 
 
 def scale_loss(loss: Any, scale: float) -> Any:

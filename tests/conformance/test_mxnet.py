@@ -43,7 +43,6 @@ class Times(mx.gluon.nn.Dense):
 class MXNetHarness(Harness):
     framework, plugin, device, dtype = "mxnet", "ampx_mxnet", "cpu", "bfloat16"
     guards_raw_steps = True
-    detaches = False  # MXNet tells only in backward, which raises
 
     def tensor(self, values, dtype):
         if dtype == "bfloat16":
@@ -83,9 +82,12 @@ class MXNetHarness(Harness):
                 for p, slopes in pairs
             )
 
-    def nan_loss(self, parameters):
+    def recorded(self, compute):
         with mx.autograd.record():
-            return super().nan_loss(parameters)
+            return compute()
+
+    def nan_loss(self, parameters):
+        return self.recorded(lambda: super(MXNetHarness, self).nan_loss(parameters))
 
     def wide_loss(self, parameters):
         with mx.autograd.record():

@@ -1,5 +1,6 @@
 """The wrapped trainer: a gluon trainer to everybody, with the loss scale its own."""
 
+import contextlib
 import copy
 import math
 import pickle
@@ -80,6 +81,53 @@ def test_scale_loss_may_stand_inside_and_outside_of_record(amp, dense, inside, h
             scaled.backward()
     assert not autograd.is_recording()
     opt.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.0]]
+
+
+def _recorded(net, compute):
+    with autograd.record():
+        return compute(net(mx.nd.array([[1.0, 2.0]])).sum())
+
+
+def _after_backward(net):
+    loss = _recorded(net, lambda loss: loss)
+    loss.backward()
+    return loss
+
+
+UNRECORDED = {
+    "outside": lambda net: net(mx.nd.array([[1.0, 2.0]])).sum(),
+    "detached": lambda net: _recorded(net, lambda loss: loss.detach()),
+    "paused": lambda net: _recorded(net, lambda loss: _paused(lambda: loss * 2)),
+    "cast outside": lambda net: _recorded(net, lambda loss: loss).astype("float16"),
+    "a NumPy array": lambda net: _recorded(net, lambda loss: loss).as_np_ndarray() * 2,
+    "backward has run": _after_backward,
+}
+
+
+def _paused(compute):
+    with autograd.pause():
+        return compute()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("hybridize", [False, True])
+@pytest.mark.parametrize("case", UNRECORDED)
+def test_a_loss_that_was_not_recorded_is_refused_and_training_goes_on(amp, dense, case, hybridize, inside):
+    net = dense()
+    net.hybridize(hybridize)
+    opt = amp.wrap_optimizer(gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}))
+    loss = UNRECORDED[case](net)
+    for losses in (loss, [_recorded(net, lambda loss: loss), loss]):
+        with (
+            autograd.record() if inside else contextlib.nullcontext(),
+            pytest.raises(ampx.DetachedLossError, match=r"not recorded.*Remove detach\(\)"),
+        ):
+            amp.scale_loss(losses, opt).__enter__()
+    with amp.scale_loss(_recorded(net, lambda loss: loss), opt) as scaled:
+        scaled.backward()
+    opt.step(1)
+    assert opt.last_step.applied
     assert net.weight.data().asnumpy().tolist() == [[0.5, 0.0]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import ampx
+from ampx.policy import Dtype
 from ampx.testing.base import KitTests, requires
 from ampx.testing.bench import FINITE, OVERFLOW, START, multi_backward
 
@@ -67,9 +68,8 @@ class NumericsTests(KitTests):
         """A loss in the compute dtype is not multiplied there, where it would become inf."""
         amp = self.start(ampx.LossScale(init_scale=2.0**24))
         bench = self.bench(amp)
-        loss = self.backend.cast(
-            bench.loss(), "float16" if "float16" in self.backend.capabilities.dtypes else "bfloat16"
-        )
+        dtype: Dtype = "float16" if "float16" in self.backend.capabilities.dtypes else "bfloat16"
+        loss = self.subject.recorded(lambda: self.backend.cast(bench.loss(), dtype))
         value = self.subject.numbers(loss)[0]
         assert abs(value) * 2.0**24 > 65504, "the harness's loss is too small for this test"
         with amp.scale_loss(loss, bench.opt) as scaled:
