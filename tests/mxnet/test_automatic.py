@@ -106,6 +106,42 @@ def test_who_looks_on_reads_true_losses_and_the_blocks_of_a_hybridized_step(dtyp
     assert seen == [*((name, "forward") for name in names), *((name, "backward") for name in ("", "1", "0", "0.act"))]
 
 
+@pytest.mark.bfloat16
+def test_what_ran_is_that_of_the_run_where_shapes_were_told_before():
+    """MXNet keeps the graph by which it inferred the shapes; a block that is not hybridized does not compute by it."""
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(1))
+    net.initialize()
+    batch = mx.nd.ones((2, 3))
+    net(batch)
+    run = Run("mxnet", RunSettings(dtype="bfloat16", device="cpu"))
+    with automate(run):
+        trainer = gluon.Trainer(net.collect_params(), "sgd")
+        with autograd.record():
+            loss = net(batch).mean()
+        loss.backward()
+        trainer.step(1)
+    assert dict(run.recorder.ops) == {("Dense", "bfloat16"): 1}
+    assert run.recorder.notes == []
+
+
+@pytest.mark.bfloat16
+def test_a_run_in_which_nothing_was_cast_says_so():
+    """MXNet casts no graph that was imported."""
+    data = mx.sym.var("data", dtype="float32")
+    block = gluon.SymbolBlock(mx.sym.FullyConnected(data, num_hidden=1, no_bias=True, name="fc"), data)
+    block.initialize(mx.init.One())
+    run = Run("mxnet", RunSettings(dtype="bfloat16", device="cpu"))
+    with automate(run):
+        trainer = gluon.Trainer(block.collect_params(), "sgd")
+        with autograd.record():
+            loss = block(mx.nd.ones((1, 2))).mean()
+        loss.backward()
+        trainer.step(1)
+    (note,) = run.recorder.notes
+    assert "no operation of the first steps computed in bfloat16" in note
+
+
 # -- scripts -----------------------------------------------------------------------------------------------------
 
 

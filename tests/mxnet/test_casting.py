@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 
 import ampx
@@ -90,6 +91,31 @@ def test_a_graph_is_traced_once(dense):
     graph = net._cached_op
     net(mx.nd.ones((1, 2)))
     assert net._cached_op is graph
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("layer", ["dense", "convolution"])
+def test_numpy_reads_the_numbers_of_bfloat16_while_casting_is_on(layer):
+    net = mx.gluon.nn.Dense(3) if layer == "dense" else mx.gluon.nn.Conv2D(2, 3)
+    net.initialize(mx.init.Xavier())
+    amp = ampx.init("mxnet", dtype="bfloat16")
+    with mx.autograd.record():
+        output = net(mx.nd.random.normal(shape=(2, 4) if layer == "dense" else (1, 1, 5, 5)))
+        read = output.asnumpy()
+    assert read.dtype == np.float32
+    metric = mx.metric.MAE()
+    metric.update(mx.nd.zeros(output.shape), output)
+    assert output[0].max().asscalar() == read[0].max()
+    assert str(output).split("<")[0].split() == str(mx.nd.array(read)).split("<")[0].split()
+    amp.shutdown()
+    bits = output.astype("float32").asnumpy() if layer == "convolution" else _numbers(output)
+    np.testing.assert_array_equal(read, bits)
+    assert metric.get()[1] == pytest.approx(abs(bits).mean())
+
+
+def _numbers(array):
+    """Read an array in bfloat16 as plain MXNet gives it to NumPy: its bits are the upper half of float32's."""
+    return (array.asnumpy()["bfloat16"].astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.bfloat16

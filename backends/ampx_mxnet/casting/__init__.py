@@ -24,7 +24,7 @@ from ampx_mxnet import accumulation
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
-from . import hybrid, oplists, switch
+from . import hybrid, oplists, reading, switch
 from .rules import modules_ruled
 
 _amp = amp.amp
@@ -147,6 +147,7 @@ def _install(plan: CastPlan) -> None:
         installed.rules.enter_context(modules_ruled(plan))
         hybrid.follow()
         accumulation.follow()
+        reading.follow()
         installed.replaced = _replace(before, set(_amp.list_loss_output_functions(DTYPES[plan.dtype])))
         installed.whole = True
     except BaseException:
@@ -178,6 +179,7 @@ def _uninstall(installed: _Installed) -> None:
     installed.rules.close()
     hybrid.unfollow()
     accumulation.unfollow()
+    reading.unfollow()
     for module, name, original, ours in installed.replaced:
         # Unless somebody replaced it once more, and owns it.
         if ours is None or vars(module).get(name) is ours:

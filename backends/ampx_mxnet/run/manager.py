@@ -68,9 +68,19 @@ class TrainerManager(Manager[Managed]):
 
     def end(self) -> None:
         """End the session: that of the run, or the script's own, which nothing outside of the run can go on with."""
+        self._note_uncast()
         self.run.close()
         if self.stood_down and self.run.amp is not None:
             self.run.amp.shutdown()
+
+    def _note_uncast(self) -> None:
+        """Say it where nothing that was looked at computed in the session's dtype."""
+        plan, operations = self.run.amp and self.run.amp.casting, self.run.recorder.ops
+        if plan and operations and not self.stood_down and all(dtype != plan.dtype for _, dtype in operations):
+            self.run.recorder.note(
+                f"no operation of the first steps computed in {plan.dtype}: MXNet casts those of its op lists, no "
+                f"mx.np operators, and no SymbolBlock that was imported"
+            )
 
     def reveal(self, owns: Any) -> None:
         """Make the scaled gradients true of every trainer that this says yes to, because the script looks at one."""

@@ -29,7 +29,8 @@ def blocks_watched(manager: TrainerManager) -> Iterator[None]:
         result = true(self, *args)
         if manager.run.amp is None or not recorder.sampling or not isinstance(result, mx.nd.NDArray):
             return result
-        if getattr(self, "_cached_graph", ()):
+        # A block that is not hybridized has a graph, too, where that told the shapes of its parameters.
+        if getattr(self, "_active", False) and self._cached_graph:
             graph = graphs.get(self)
             if graph is None or graph[0] is not self._cached_op:
                 graph = graphs[self] = self._cached_op, list(_operators(self._cached_graph[1]))
