@@ -367,8 +367,8 @@ class Run:
         for group in groups:
             listed = ", ".join(next(waiting) for _ in group)
             passed = listed if len(group) == 1 else f"[{listed}]"  # one loss scale for all
-            made = ", ".join(f"{kind} of {PurePath(place).name}" if place else kind for kind, place in group)
-            wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {made}")
+            origin = ", ".join(f"{kind} of {PurePath(place).name}" if place else kind for kind, place in group)
+            wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {origin}")
         scale = f"with ampx.scale_loss(loss, [{', '.join(names)}]) as scaled: scaled.backward()"
         return (*wraps, *between, f"{scale}  # of these, those that the loss trains")
 

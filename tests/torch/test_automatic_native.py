@@ -253,7 +253,7 @@ def test_the_lines_by_hand_wrap_every_optimizer_of_a_scaler():
                 scaler.step(optimizer)
             scaler.update()
     wraps = [line.partition("  # ") for line in run.explain() if "wrap_optimizer(" in line]
-    assert [made.partition(" of ")[0] for _, _, made in wraps] == ["SGD", "Adam"]
+    assert [origin.partition(" of ")[0] for _, _, origin in wraps] == ["SGD", "Adam"]
     assert wraps[0][0] == "optimizer_1 = ampx.wrap_optimizer(optimizer_1)"
     assert any("scale_loss(loss, [optimizer_1, optimizer_2])" in line for line in run.explain())
 
