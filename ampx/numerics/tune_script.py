@@ -24,7 +24,7 @@ from .compare import bound, module_errors, relative_error, unscaled
 from .operations import failing
 from .timing import busy
 from .trial import Outcome, Trial, run_trial
-from .tune import DISABLED, Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, slow_modules
+from .tune import DISABLED, Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, not_faster, slow_modules
 from .watching import MODULE, module_patterns
 
 SCHEMA: Final = "ampx.tune/1"
@@ -75,11 +75,16 @@ class _Search:
         self.watched = tuple(sorted({1, (1 + last) // 2, last}))  # for the map; the first step decides
         self.reference = self.run(replace(trial, settings=settings, watched=self.watched, watching=self.watching))
         readings = self.reference.readings.get(1, ())
+        # Without names, losses alone decide; the operations tell how many roundings a loss has behind it.
+        self.unnamed = not readings
+        if self.unnamed:
+            readings = () if for_inference or simulated else self._operations(settings)
+            self.reference = replace(self.reference, readings={1: readings})
         if not readings:
             raise TrialError(_nothing_watched(trial, self.reference))
         values = [entry for entry in readings if not entry.operation and entry.direction == "forward"]
         self.modules = tuple(dict.fromkeys(entry.module for entry in values))
-        self.output = values[-1].module
+        self.output = values[-1].module if values else ""
         self.tolerance = tolerance
         self.scale = 1.0
 
@@ -91,6 +96,14 @@ class _Search:
         what += f" with {kept} in float32" if kept > 0 else ""
         self.progress(f"{trial.program.name}: run {self.runs}, {what}{', watched' if trial.watched else ', timed'} …")
         return self.run_trial(trial)
+
+    def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
+        """Return what the operations of the first step compute in float32."""
+        if not self.reference.watches:
+            return ()
+        watching = Watching(self.watching.dtype, operations=True)
+        trial = replace(self.trial, settings=settings, steps=1, watched=(1,), watching=watching)
+        return self.run(trial).readings.get(1, ())
 
     def settle(self, dtype: str) -> None:
         """Fix the dtype, and with it the loss scale and the tolerance."""
@@ -198,23 +211,26 @@ class _Search:
 
 def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
     """Say why a first step has no readings."""
-    script, framework = trial.program.name, outcome.run["framework"]
+    script = trial.program.name
     if not outcome.watches:
         return (
             f"no module of {script} could be watched in its first step; accepted: a framework whose backend watches. "
             f"`ampx backends` shows which does."
         )
-    how = "Make the parts of the model modules of the framework"
-    if framework == "jax":
-        how = (
+    return (
+        f"no named module computed anything in the first step of {script}, and tune chooses among modules by their "
+        f"names; accepted: a model of named modules, called in what is differentiated. {_how_to_name(outcome)}. "
+        f"`ampx compare` and `ampx diagnose` need no names. {' '.join(outcome.run['notes'])}".rstrip()
+    )
+
+
+def _how_to_name(outcome: Outcome) -> str:
+    if outcome.run["framework"] == "jax":
+        return (
             "Write `with jax.named_scope('encoder'):` around the parts of the model, or make them modules of flax or "
             "layers of equinox.nn, which have names"
         )
-    return (
-        f"no named module computed anything in the first step of {script}, and tune chooses among modules by their "
-        f"names; accepted: a model of named modules, called in what is differentiated. {how}. `ampx compare` and "
-        f"`ampx diagnose` need no names. {' '.join(outcome.run['notes'])}".rstrip()
-    )
+    return "Make the parts of the model modules of the framework"
 
 
 def _gradients(readings: Iterable[Reading]) -> dict[tuple[str, int], Any]:
@@ -283,6 +299,11 @@ def tune_script(
     if operations is None:
         which = "but with the whole model in float32" if whole else "whichever modules are kept in it"
         what = "the output is" if for_inference else "losses are"
+        if search.unnamed:
+            raise TrialError(
+                f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's, and no list of operations "
+                f"cures that: {_nothing_watched(trial, search.reference)}"
+            )
         reason = f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's {which}"
         policy = _float32(search, reason, agrees=False)
         return policy, _report(trial, search, policy, first)
@@ -297,7 +318,8 @@ def tune_script(
         if pattern
     ]
     denied += [Choice(name, f"not finite in {search.dtype}, outside of modules") for name in sorted(operations)]
-    what = "the output agrees" if for_inference else f"losses of {steps} steps and the first gradients agree"
+    what = f"losses of {steps} steps {'agree' if search.unnamed else 'and the first gradients agree'}"
+    what = "the output agrees" if for_inference else what
     policy = TunedPolicy(
         framework=str(first.run["framework"]),
         device=str(first.run["device"]),
@@ -321,6 +343,11 @@ def tune_script(
     policy = replace(policy, replays=search.runs)
     report = _report(trial, search, policy, first)
     report["notes"] += disturbance
+    if search.unnamed:
+        report["notes"].append(
+            f"No part of {program.name} has a name: losses alone were compared, and no part was tried in float32 by "
+            f"itself. {_how_to_name(search.reference)}."
+        )
     return policy, report
 
 
@@ -381,11 +408,9 @@ def _for_speed(
         if _is_clear(seconds):
             break
     choice = fastest(seconds)
-    speeds = {name: float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[name]))) for name in choices}
-    ratio = speeds.pop(choice)
     if choice == _FLOAT32:
-        reason = f"{policy.dtype} agrees, and runs at {max(speeds.values()):.2f} times the speed of float32 here"
-        return _float32(search, reason, speed=1.0)
+        return _float32(search, not_faster(policy.dtype, seconds), speed=1.0)
+    ratio = float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[choice])))
     return policy.timed(ratio, slow if choice == "tuned" else {})
 
 
@@ -441,8 +466,11 @@ def _map(search: _Search, low: Outcome) -> dict[str, Any] | None:
 def _counted(policy: TunedPolicy) -> str:
     modules = len(module_patterns(choice.entry for choice in policy.deny))
     operations = len(policy.deny) - modules
-    shown = f"{modules} of {len(policy.modules)} modules"
-    return shown if not operations else f"{shown} and {operations} operation{'s' if operations > 1 else ''}"
+    shown = f"{modules} of {len(policy.modules)} modules" if policy.modules else "nothing"
+    if not operations:
+        return shown
+    counted = f"{operations} operation{'s' if operations > 1 else ''}"
+    return f"{shown} and {counted}" if policy.modules else counted
 
 
 def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import ampx
 from ampx.backend import Reading, Stats
 from ampx.numerics import tune as tuning
 from ampx.numerics.compare import ModuleError
-from ampx.numerics.tune import by_error, fastest, kept_in_float32, minimal, slow_modules
+from ampx.numerics.tune import by_error, fastest, kept_in_float32, minimal, not_faster, slow_modules
 from toy.framework import Dense, Module, Tensor, casting_state, product, total
 from toy.implicit import ImplicitToy
 
@@ -222,7 +222,7 @@ def test_low_precision_that_does_not_pay_is_left_out(monkeypatch):
     policy = ampx.tune(step, layers(2, ()), **arguments)
     assert (policy.dtype, policy.level, policy.speed, policy.enabled) == ("float32", "O0", 1.0, False)
     assert "enabled = false  # nothing is left but to check gradients" in policy.file.text()
-    assert "0.67 times its speed" in policy.reasons["dtype"]
+    assert "0.67 times the speed" in policy.reasons["dtype"]
     monkeypatch.setattr(tuning, "measured", timed({"safe": 1.0, "float32": 1.2, "tuned": 0.8}))
     policy = ampx.tune(step, layers(2, ()), **arguments)
     assert [(choice.entry, choice.reason) for choice in policy.deny] == [
@@ -296,6 +296,14 @@ def test_the_fastest_of_runs_in_turns_is_that_is_ahead_beyond_the_spread():
     assert fastest({"a": [1.0, 2.0, 4.0], "b": [0.99, 1.99, 3.99]}) == "a"
     assert fastest({"a": [1.0, 1.0, 1.0, 1.0], "b": [0.9, 0.9, 1.1, 1.1]}) == "a"  # half of the rounds say otherwise
     assert fastest({"a": [1.0, 1.0, 1.0, 1.0], "b": [0.9, 0.9, 0.9, 1.1]}) == "b"
+
+
+def test_a_dtype_that_was_faster_by_chance_is_said_to_be_within_the_spread():
+    assert not_faster("bfloat16", {"float32": [1.0, 1.0], "safe": [2.0, 2.0]}).endswith(
+        "at 0.50 times the speed of float32 here"
+    )
+    reason = not_faster("bfloat16", {"float32": [1.0, 2.0, 3.0], "safe": [2.0, 1.0, 2.0], "tuned": [4.0, 4.0, 4.0]})
+    assert "1.50 times the speed of float32 here, which is not beyond the spread (0.50 to 2.00)" in reason
 
 
 def test_the_module_that_adds_most_to_the_error_is_asked_first_and_blocks_come_last():

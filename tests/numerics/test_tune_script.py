@@ -11,6 +11,7 @@ import pytest
 
 import ampx
 from ampx.backend import Reading, Stats
+from ampx.numerics.compare import bound
 from ampx.numerics.trial import Outcome
 from ampx.numerics.tune import Choice, TunedPolicy
 from ampx.numerics.tune_script import check_options, exclusions, tune_script
@@ -100,6 +101,34 @@ class Unnamed(Pretended):
 def test_a_script_without_modules_is_refused_with_how_to_name_them(framework, watches, message):
     with pytest.raises(ampx.TrialError, match=message):
         tuned(Unnamed(framework, watches))
+
+
+class Operating(Unnamed):
+    """Stands for a script in which nothing but operations has a name."""
+
+    def __init__(self, sensitive=()):
+        super().__init__("jax", True)
+        self.sensitive = sensitive
+
+    def __call__(self, trial):
+        outcome = super().__call__(trial)
+        if not trial.watching.operations:
+            return outcome
+        reading = Reading("", "", "dot_general", "forward", 0, "bfloat16", Stats(4), Stats(4), None, "")
+        return replace(outcome, readings={1: (reading,) * 3})
+
+
+def test_where_no_module_has_a_name_losses_decide_behind_as_many_roundings_as_there_are_operations():
+    policy, result = tuned(Operating(), tolerance=None)
+    assert (policy.dtype, policy.deny, policy.modules) == ("bfloat16", (), ())
+    assert policy.tolerance == bound("bfloat16", 3)
+    assert result["verdict"].startswith("bfloat16, with nothing in float32: losses of 2 steps agree with float32's")
+    assert "jax.named_scope" in result["notes"][-1]
+
+
+def test_what_no_operation_cures_needs_names():
+    with pytest.raises(ampx.TrialError, match=r"in bfloat16 losses are not within 0\.01.*no named module.*named_scope"):
+        tuned(Operating(("nobody",)))
 
 
 class OutsideOfModules(Pretended):
