@@ -7,16 +7,41 @@ import functools
 import paddle
 
 from ampx.backend import Device, choose_device
+from ampx.errors import UnsupportedDeviceError
 from ampx.policy import Dtype
 
 from . import casting
 
 
 def describe(name: str) -> Device:
-    """Describe a device: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"` for the best present."""
-    count = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    """Describe a device: `"gpu"`, `"cpu"`, with an index if wanted (`"gpu:1"`), or `"auto"`.
+
+    That is the best one present, or the CPU where eager Paddle was told to compute there.
+
+    Raises:
+        UnsupportedDeviceError: There is no such device, or eager Paddle was told to compute on the CPU.
+    """
+    count = _gpus()
+    on_cpu = bool(count) and paddle.in_dynamic_mode() and paddle.get_device() == "cpu"
     index = choose_device(name, "paddle", "gpu", count)
-    return _describe_cpu() if index is None else _describe_gpu(max(index, 0))
+    if index is None or (name == "auto" and on_cpu):
+        return _describe_cpu()
+    if on_cpu:
+        raise UnsupportedDeviceError(
+            f"device={name!r} was asked for while paddle computes on 'cpu', where auto_cast casts nothing; accepted: "
+            f"'auto', 'cpu', or another device once paddle computes there. Call paddle.set_device({name!r}) before."
+        )
+    return _describe_gpu(max(index, 0))
+
+
+def best() -> Device:
+    """Describe the best device present, wherever Paddle computes now."""
+    return _describe_gpu(0) if _gpus() else _describe_cpu()
+
+
+def _gpus() -> int:
+    count: int = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
+    return count
 
 
 def _describe_cpu() -> Device:
@@ -32,9 +57,13 @@ def _describe_cpu() -> Device:
             details={"version": paddle.__version__},
         )
     # Eager Paddle skips every cast of a tensor on the CPU, and has no low-precision kernels there.
+    reason = "eager Paddle computes float32 on the CPU whatever auto_cast says; loss scaling works all the same"
+    present = paddle.get_device()
+    if present != "cpu":
+        reason += f". It computes on {present!r} now: paddle.set_device('cpu') changes that"
     return Device(
         name="cpu",
-        reason="eager Paddle computes float32 on the CPU whatever auto_cast says; loss scaling works all the same",
+        reason=reason,
         details={"version": paddle.__version__},
     )
 

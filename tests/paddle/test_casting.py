@@ -70,6 +70,28 @@ def test_devices_that_are_not_there_are_refused():
 
 @gpu
 @needs_gpu
+def test_a_gpu_is_refused_while_paddle_was_told_to_compute_on_the_cpu():
+    """There auto_cast casts nothing, and says it in Paddle's words."""
+    before = paddle.get_device()
+    paddle.set_device("cpu")
+    try:
+        for level in ("O0", "O1"):
+            with pytest.raises(ampx.UnsupportedDeviceError, match=r"computes on 'cpu'.*set_device\('gpu:0'\)"):
+                ampx.init("paddle", device="gpu:0", level=level)
+        with pytest.warns(ampx.PrecisionWarning, match="off on cpu: eager Paddle computes float32"):
+            assert ampx.init("paddle").effective.device == "cpu"
+        paddle.set_device("gpu")
+        with pytest.warns(ampx.PrecisionWarning, match=r"computes on 'gpu:0' now: paddle\.set_device\('cpu'\)"):
+            ampx.init("paddle", device="cpu")
+        assert ampx.init("paddle").effective.device == "gpu"
+        model = paddle.nn.Linear(2, 2)
+        assert model(paddle.ones([1, 2])).dtype == paddle.float16
+    finally:
+        paddle.set_device(before)
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_o1_casts_products_and_trains(dtype):
     paddle.set_device("gpu")
