@@ -109,6 +109,7 @@ class Device:
         preferred: What `dtype="auto"` picks, or None for no mixed precision.
         reason: Why, in one sentence for `amp.effective` and `ampx doctor`.
         details: Further facts for `ampx doctor`.
+        simulated: What `force` rounds to on this device, beyond `Capabilities.simulates`.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Device:
     preferred: Dtype | None = None
     reason: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
+    simulated: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

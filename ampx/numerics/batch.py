@@ -83,6 +83,10 @@ class Batch:
         self.replays = 0
         self.read_before_error: tuple[Reading, ...] = ()  # in the last run that raised
 
+    @property
+    def _simulated(self) -> frozenset[str]:
+        return self.backend.capabilities.simulates | self.device.simulated
+
     def dtype(self, wanted: object = None) -> str:
         """Return the dtype that is meant: the one asked for, the session's, or what the device prefers.
 
@@ -99,7 +103,7 @@ class Batch:
         if choice is None:
             raise UnsupportedDtypeError(
                 f"no dtype was given, and {self.device.name} computes none but float32 ({self.device.reason}); "
-                f"accepted: {', '.join(sorted(self.backend.capabilities.simulates)) or 'float32 only'}. Name one by "
+                f"accepted: {', '.join(sorted(self._simulated)) or 'float32 only'}. Name one by "
                 f"dtype=… to have it simulated, or use another device."
             )
         return choice
@@ -128,14 +132,13 @@ class Batch:
             return FLOAT32
         allowed, denied = listed("allow", allow), listed("deny", deny)
         forced = module_dtypes(CastPlan(self.device.name, cast(Dtype, dtype), "O1", allowed, denied))
-        can = self.backend.capabilities
         computed = self.device.native | self.device.emulated
         if simulate or dtype not in computed:
-            if dtype not in can.simulates:
+            if dtype not in self._simulated:
                 raise UnsupportedDtypeError(
                     f"dtype={dtype!r} is neither computed nor simulated by backend {self.backend.name!r} on "
-                    f"{self.device.name!r}; accepted: {', '.join(sorted(computed | can.simulates)) or 'none'}. Choose "
-                    f"one of these."
+                    f"{self.device.name!r} ({self.device.reason}); accepted: "
+                    f"{', '.join(sorted(computed | self._simulated)) or 'none'}. Choose one of these."
                 )
             return Casting(dtype, None, {"*": dtype, **forced}, simulated=True)
         operations = [[entry for entry in entries if not is_module(entry)] for entries in (allowed, denied)]

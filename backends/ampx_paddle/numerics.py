@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .backend import PaddleBackend
 
 # What this machine's best device does not compute in.
-SIMULATED: Final = frozenset(("float16", "bfloat16", "float8_e4m3", "float8_e5m2")) - devices.best().native
+SIMULATED: Final = devices.SIMULATED - devices.best().native
 # What Paddle rounds by casts: its casts to the others do not round as the dtypes are defined.
 _CAST: Final = ("float16", "bfloat16")
 # Operators of tensors that are methods written in C; what they compute, as Paddle calls it.

@@ -341,6 +341,19 @@ def test_a_planted_fault_is_named_on_a_gpu(name, gpu):
     assert actual == FAULTS[name][1:], text
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="there is no GPU for paddle")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_cpu_simulates_where_paddle_was_told_to_compute_there_and_is_refused_elsewhere(gpu, dtype):
+    model, step = FAULTS["a middle layer"][0]()
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"computes on 'gpu:0' now: paddle\.set_device\('cpu'\)"):
+        ampx.diagnose(step, model, framework="paddle", dtype=dtype, device="cpu")
+    paddle.set_device("cpu")
+    model, step = FAULTS["a middle layer"][0]()
+    expected = {"float16": "overflow", "bfloat16": "healthy"}
+    assert ampx.diagnose(step, model, framework="paddle", dtype=dtype, device="cpu").kind == expected[dtype]
+
+
 class Attention(nn.Layer):
     """Attention behind a mask of -inf, which is meant."""
 
