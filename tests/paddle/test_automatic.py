@@ -479,6 +479,16 @@ def test_mixed_precision_of_the_scripts_own_is_refused(run, use):
     assert run.refusal is not None
 
 
+@pytest.mark.parametrize("use", [own_casting, own_scaler])
+def test_why_it_is_not_carried_out_is_said_where_that_was_asked_for(use):
+    run = Run("paddle", RunSettings(level="O0", device="cpu", replace_native=True))
+    with (
+        automate(run),
+        pytest.raises(ampx.RunRefusedError, match=r"--replace-native would .* Paddle's is not right: .*GradScaler\.$"),
+    ):
+        use()
+
+
 def test_casting_that_is_switched_off_is_the_scripts_own_business(run):
     with automate(run), paddle.amp.auto_cast(enable=False):
         simple()

@@ -16,6 +16,12 @@ from .manager import PaddleManager
 
 OWN: Final = ("paddle", "ampx", "ampx_paddle", "contextlib")
 THROUGH: Final = ("ampx_paddle.run",)
+# Why Paddle's mixed precision is not carried out as PyTorch's is.
+_NOT_AS_IT_IS: Final = (
+    "--replace-native would leave its GradScaler what it is, as in PyTorch, where Paddle's is not right: it stops "
+    "scaling once an auto_cast of another dtype than float16 was entered, after a skipped step plain ones do nothing, "
+    "and its first overflow raises with NumPy 2.4"
+)
 # Where `paddle.Model` stands, which switches casting off around its network unless its own mixed precision is on.
 _HIGH_LEVEL: Final = "paddle.hapi.model"
 
@@ -42,9 +48,10 @@ def _refusing(manager: PaddleManager, place: Any, name: str) -> Any:
         enabled = kwargs.get("enable", switch[0] if switch else True)
         if enabled and not manager.stood_down and asked_by_script(OWN, THROUGH):
             shown = "paddle.amp.GradScaler" if name == "__init__" else f"{place.__name__}.{name}"
+            reason = f", and {_NOT_AS_IT_IS}" if manager.run.settings.replace_native else ""
             manager.run.refuse(
-                f"the script uses {shown} by itself; accepted: a script without mixed precision of its own. Turn it "
-                f"off in the script, or edit the script to use ampx"
+                f"the script uses {shown} by itself{reason}; accepted: a script without mixed precision of its own. "
+                f"Turn it off in the script, or edit the script to use ampx and ampx_paddle.scaler.GradScaler"
             )
         if name == "auto_cast" and not (enabled or manager.stood_down) and _asked_by_model():
             return nullcontext()
