@@ -5,14 +5,15 @@ Holds no scale and no stage: they are the protocol's. Knows no framework: the ba
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 from . import callers
-from .backend import Backend, CastPlan, GenericBackend, Unscaled
-from .errors import AmpxError, InvalidOptionError, NoGradientsWarning, NotWrappedError
+from .backend import Backend, CastPlan, GenericBackend, Unscaled, leaves
+from .errors import AmpxError, InvalidOptionError, NoGradientsWarning, NotWrappedError, ProtocolError
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
 from .scale_state import Scalar
@@ -125,6 +126,9 @@ class WrappedOptimizer(Handle):
         """Undo `ampx_before_backward` after a body that raised."""
 
 
+_living: weakref.WeakSet[GenericOptimizer] = weakref.WeakSet()  # some may share gradients
+
+
 class GenericOptimizer(WrappedOptimizer):
     """Delegate to a raw optimizer, stepping it only with true and finite gradients.
 
@@ -143,6 +147,11 @@ class GenericOptimizer(WrappedOptimizer):
         self._unscaled: Unscaled | None = None
         self._norm: Any = None
         self._brought: Scalar = None  # the scale that gradients which were there already were brought to
+        self._live()
+
+    def _live(self) -> None:
+        if self._implicit and self.ampx_member.group.enabled:
+            _living.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "optimizer" not in self.__dict__:
@@ -161,6 +170,7 @@ class GenericOptimizer(WrappedOptimizer):
         """Come back from a copy or a pickle."""
         self.__dict__.update(state)
         self.ampx_member.belong_to(self)
+        self._live()
 
     @property
     def _implicit(self) -> bool:
@@ -217,6 +227,7 @@ class GenericOptimizer(WrappedOptimizer):
         """Make gradients true that are not yet, and note it."""
         member = self.ampx_member
         factor = 1.0 if member.stage == "unscaled" else member.factor
+        self._check_divided_once(grads, factor)
         member.begin_change()
         try:
             unscaled = self._unscaled = self._backend.unscale(grads, factor)
@@ -225,6 +236,26 @@ class GenericOptimizer(WrappedOptimizer):
             raise
         member.note_unscaled()
         return unscaled
+
+    def _check_divided_once(self, grads: Any, scale: Scalar) -> None:
+        """Raise where another optimizer waits for its step with some of these gradients.
+
+        A backend's gradients are a tree to core, which can tell that both hold a leaf, and cannot have a part divided.
+        """
+        if len(_living) < 2 or self not in _living or scale == 1.0:
+            return
+        own = {id(leaf) for leaf in leaves(grads) if leaf is not None}
+        for other in list(_living):
+            waits = other.ampx_member.stage == "scaled" or other._brought is not None
+            if other.ampx_member is not self.ampx_member and waits and other._backend is self._backend:
+                theirs = self._backend.gradients(other.optimizer)
+                if any(id(leaf) in own for leaf in leaves(theirs)):
+                    raise ProtocolError(
+                        "two wrapped optimizers hold one parameter, and gradients of both carry a loss scale: this "
+                        "backend would divide the shared one once for each; accepted: one optimizer that waits for its "
+                        "step. Step and clear one before the other's scale_loss, or put all parameters into one "
+                        "optimizer."
+                    )
 
     def _look_again(self) -> None:
         """Test true gradients that hang on parameters once more: somebody may have written to them since."""
@@ -275,6 +306,7 @@ class GenericOptimizer(WrappedOptimizer):
     def ampx_before_backward(self, loss_id: int, scale: Scalar) -> None:
         """Bring gradients that are there before a window to its scale: the step before left them true."""
         if self._implicit and self.ampx_member.stage == "idle":
+            self._check_divided_once(self._backend.gradients(self.optimizer), scale)
             self._divide(1.0 / scale)
             self._brought = scale
 

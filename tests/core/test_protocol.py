@@ -8,6 +8,7 @@ import threading
 import warnings
 
 import pytest
+from shared_parameters import SCRIPTS, left_from_before, one_after_the_other
 
 import ampx
 
@@ -922,3 +923,69 @@ def test_explicit_gradients_are_given_to_step(make_framework, make_trainer):
         trainer.opt.step([16.0])
     with pytest.raises(ampx.ProtocolError, match="gradients as values"):
         ampx.unscale(trainer.opt)
+
+
+class Sharing:
+    """Two optimizers over a parameter of their own and one that they share; `amp` False for plain training."""
+
+    def __init__(self, framework, amp, scale=8.0):
+        self.framework, self.amp = framework, amp
+        self.params = [framework.Param(float(value)) for value in (1, 2, 3)]
+        first, second, shared = self.params
+        raws = [framework.Sgd(first, shared), framework.Sgd(shared, second)]
+        self.opts = [ampx.wrap_optimizer(raw, loss_scale=scale) for raw in raws] if amp else raws
+
+    def loss(self, number=1.0):
+        return self.framework.Loss(
+            *((param, number * slope) for param, slope in zip(self.params, (1, 4, 2), strict=True))
+        )
+
+    def backward(self, loss, *which):
+        if not self.amp:
+            loss.backward()
+            return
+        with ampx.scale_loss(loss, [self.opts[index] for index in which]) as scaled:
+            scaled.backward()
+
+    def unscale(self, index):
+        if self.amp:
+            ampx.unscale(self.opts[index])
+
+    def clip(self, index, norm):
+        if self.amp:
+            ampx.clip_grad_norm(self.opts[index], norm)
+        else:
+            self.framework.Backend.clip(None, self.opts[index].params, norm, None)
+
+    def step(self, index):
+        self.opts[index].step() if self.amp else self.opts[index].update()
+
+    def zero_grad(self, *which):
+        for index in which or range(2):
+            if self.amp:
+                self.opts[index].zero_grad()
+            else:
+                self.framework.Backend.zero_gradients(None, self.opts[index])
+
+
+# What a loss leaves on parameters of an optimizer that it was not scaled for, the user clears: see `watches_others`.
+CLEARED = [script for script in SCRIPTS if script is not left_from_before]
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("script", CLEARED, ids=lambda script: script.__name__)
+def test_a_gradient_that_two_optimizers_share_is_never_divided_twice(amp, alpha, script, scale):
+    """Every step sees what plain training sees, or is refused and leaves the weights as they are."""
+    plain, scaled = Sharing(alpha, amp=False), Sharing(alpha, amp=True, scale=scale)
+    expected = [param.value for param in plain.params]
+    if scale != 1.0 and script is not one_after_the_other:
+        with pytest.raises(ampx.ProtocolError, match="two wrapped optimizers hold one parameter"):
+            script(scaled)
+    else:
+        script(plain)
+        script(scaled)
+        expected = [param.value for param in plain.params]
+    assert [param.value for param in scaled.params] == pytest.approx(expected)
+    scaled.zero_grad()
+    one_after_the_other(scaled)
+    assert scaled.opts[0].last_step.applied
