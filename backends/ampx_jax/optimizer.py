@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from ampx.scale_state import next_state
 
 from . import masters, meter, prepare, state as states, varying
 from .accumulation import let_multi_steps_recover
-from .state import AmpState, Settings
+from .state import AmpState, DisabledState, Settings
 
 
 class Update:
@@ -29,8 +28,14 @@ class Update:
         self.inner = inner
         self.group = group  # as in `wrap`
 
-    def __call__(self, updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
-        """Turn scaled gradients into updates."""
+    def __call__(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """Turn scaled gradients into updates.
+
+        Raises:
+            NotWrappedError: The state is none of a wrapped transformation.
+            ProtocolError: It is of a disabled session and the transformation of another, or the other way round.
+        """
+        _check_state(state, self.group.enabled)
         return self._update(updates, state, params, **extra)
 
 
@@ -63,6 +68,7 @@ def wrap(
     inner = optax.with_extra_args_support(inner)
     enabled, position = group.enabled, group.index
     max_grad_norm, max_grad_value = options["max_grad_norm"], options["max_grad_value"]
+    clips = max_grad_norm is not None or max_grad_value is not None
     axes = options.get("axis_name")
     axes = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
     plan: CastPlan | None = options["plan"] if enabled else None
@@ -70,7 +76,7 @@ def wrap(
     compute = "float32" if plan is None else plan.dtype
     settings = Settings(group.config, enabled, compute=compute)
 
-    def init(params: Any) -> AmpState:
+    def init(params: Any) -> AmpState | DisabledState:
         if enabled and level not in ("O2", "O3"):
             _check_parameters(params)
         copies = masters.make(params, plan) if plan is not None and level == "O2" else None
@@ -83,19 +89,22 @@ def wrap(
                 "wrap_optimizer got a transformation with a part that is wrapped already; its gradients would be "
                 "unscaled twice. Use the object that the first call returned, or wrap only the whole."
             )
-        own = settings.naming(whole) if enabled else settings
+        if not enabled:
+            return states.make_disabled(first)
         # The branch that looks keeps values in memory that XLA would fuse away, in every step: where no update can be
         # lost it is left out, unless it is asked for.
-        metered = enabled and group.meter_every > 0 and (group.meter_asked or level == "O3")
-        return states.make(own, position, max_grad_norm is not None and enabled, metered, copies, first)
+        metered = group.meter_every > 0 and (group.meter_asked or level == "O3")
+        return states.make(settings.naming(whole), position, max_grad_norm is not None, metered, copies, first)
+
+    def update_disabled(
+        updates: Any, state: DisabledState, params: Any = None, **extra: Any
+    ) -> tuple[Any, DisabledState]:
+        if clips:
+            updates, _ = clip(updates, max_grad_norm, max_grad_value)
+        updates, after = inner.update(updates, state.inner, params, **extra)
+        return updates, states.make_disabled(after, stepped=True)
 
     def update(updates: Any, state: AmpState, params: Any = None, **extra: Any) -> tuple[Any, AmpState]:
-        clips = max_grad_norm is not None or max_grad_value is not None
-        if not enabled:
-            if clips:
-                updates, _ = clip(updates, max_grad_norm, max_grad_value)
-            updates, after = inner.update(updates, state.inner, params, **extra)
-            return updates, state._replace(inner=after, settings=dataclasses.replace(state.settings, stepped=True))
         last = state.numbers
         if not jax.tree.leaves(updates):
             nothing = last._replace(
@@ -158,7 +167,23 @@ def wrap(
         )
         return returned, AmpState(now.packed(), norm, numbers, state.settings, copies, after)
 
-    return optax.GradientTransformationExtraArgs(init, Update(update, inner, group))
+    return optax.GradientTransformationExtraArgs(init, Update(update if enabled else update_disabled, inner, group))
+
+
+def _check_state(state: Any, enabled: bool) -> None:
+    if not isinstance(state, (AmpState, DisabledState)):
+        raise ampx.NotWrappedError(
+            f"update of a wrapped optimizer got {type(state).__name__} as its state; accepted: what its init or its "
+            f"last update returned. Call opt_state = tx.init(params), and load checkpoints into that."
+        )
+    if state.settings.enabled is not enabled:
+        sessions = ("an enabled session", "a disabled one")
+        wrapper, maker = sessions if enabled else sessions[::-1]
+        raise ampx.ProtocolError(
+            f"update of an optimizer that {wrapper} wrapped got a state that {maker} made: losses and gradients would "
+            f"not be scaled alike; accepted: what its own init or update returned. Call opt_state = tx.init(params), "
+            f"and put the other's `inner` there."
+        )
 
 
 def _where(condition: Any, if_true: Any, if_false: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from ampx.scale_state import LossScale, LossScaleState
 from ampx.session import new_group
 
 from . import meter
+from .casting import is_array
 
 jax.tree_util.register_dataclass(
     ampx.StepResult, data_fields=[field.name for field in fields(ampx.StepResult)], meta_fields=[]
@@ -37,12 +38,10 @@ class Settings:
     """
 
     config: LossScale
-    enabled: bool  # False: the transformation is transparent
+    enabled: bool  # False: the transformation is transparent; see `DisabledState`
     # Their names, by the keys of their tree, elements, and the dtypes in which they are updated.
     parameters: tuple[tuple[str, int, str], ...] = ()
     compute: str = "float32"  # the compute dtype
-    # Where a disabled session wrapped: an update has been. It is no part of the comparison: JAX compiles nothing anew.
-    stepped: bool = False
 
     def __eq__(self, other: object) -> bool:
         """Return whether they are the same, but that parameters may be unknown."""
@@ -154,8 +153,8 @@ class AmpState(NamedTuple):
     Every array of a state costs each call of a compiled step some microseconds, so the small ones are one.
 
     Attributes:
-        packed: `Numbers` as one int32 array; None where a disabled session wrapped, whose compiled steps are those of
-            the transformation alone.
+        packed: `Numbers` as one int32 array; None where the checkpoint of a disabled session was restored, until the
+            next step.
         grad_norm: float32, L2 norm of the last step's true gradients; None where nothing clips by norm.
         meter: int32, what `ampx_jax.meter` counted; None where it never looks.
         settings: Configuration; no array.
@@ -173,10 +172,21 @@ class AmpState(NamedTuple):
 
     @property
     def numbers(self) -> Numbers:
-        """What is packed: of an array on the host NumPy's, else JAX's; without one, what there is before a step."""
-        if self.packed is None:  # of a disabled session, or restored from one's checkpoint
+        """What is packed: of an array on the host NumPy's, else JAX's; without one, what there is before a step.
+
+        Raises:
+            InvalidStateError: Something else is there.
+        """
+        if self.packed is None:
             return _first(self.settings, 0)
-        (packed,) = jax.tree.leaves(self.packed)  # flax nnx holds it in a variable
+        leaves = jax.tree.leaves(self.packed)  # flax nnx holds it in a variable
+        packed = leaves[0] if len(leaves) == 1 else self.packed
+        if not _is_packed(packed):
+            held = f"{packed.dtype} of shape {packed.shape}" if is_array(packed) else type(packed).__name__
+            raise ampx.InvalidStateError(
+                f"the optimizer state holds {held} where its loss scale and counts are; accepted: one int32 array, as "
+                f"init of a wrapped optimizer makes it. Leave it as it is where you cast or replace parts of a state."
+            )
         numpy = isinstance(packed, np.ndarray)
         values = []
         for place, name in enumerate(_SCALARS):
@@ -187,17 +197,85 @@ class AmpState(NamedTuple):
         return Numbers._make([*values, packed[..., len(values) :]])
 
 
+class NotStepped(tuple[()]):
+    """Says that there was no update; compared as the empty tuple that it is, without a call in Python."""
+
+    __slots__ = ()
+
+
+class Stepped(NotStepped):
+    """Says that there was an update; equal to the other, so that JAX compiles nothing anew after the first one."""
+
+    __slots__ = ()
+
+
+class DisabledState(tuple[tuple[Any, ...], NotStepped]):
+    """The state of a transformation that a disabled session wrapped: an `AmpState` that has nothing but `inner`.
+
+    Each call of a compiled step takes states apart, compares their structures, and puts new ones together. This is what
+    JAX asks for then, a pair: the children, in the order of `AmpState`, and what else there is. So all but the putting
+    together is done without Python, and settings are not compared.
+    """
+
+    __slots__ = ()
+    packed: ClassVar[None] = None
+    grad_norm: ClassVar[None] = None
+    meter: ClassVar[None] = None
+    settings: ClassVar[Settings] = Settings(LossScale(init_scale=1.0, dynamic=False), enabled=False)
+    masters: ClassVar[None] = None
+
+    def __repr__(self) -> str:
+        return f"DisabledState(inner={self.inner!r}, stepped={self.stepped})"
+
+    @property
+    def inner(self) -> Any:
+        """The state of the transformation that was wrapped."""
+        return self[0][-1]
+
+    @property
+    def stepped(self) -> bool:
+        """Whether there was an update."""
+        return isinstance(self[1], Stepped)
+
+    @property
+    def numbers(self) -> Numbers:
+        """What there is before a step."""
+        return _first(self.settings, 0)
+
+
+def _flatten_with_keys(state: DisabledState) -> tuple[Any, NotStepped]:
+    children, stepped = state
+    keys = map(jax.tree_util.GetAttrKey, AmpState._fields)
+    return list(zip(keys, children, strict=True)), stepped
+
+
+jax.tree_util.register_pytree_with_keys(
+    DisabledState, _flatten_with_keys, lambda stepped, children: DisabledState((children, stepped)), tuple
+)
+
+
+def _is_packed(leaf: Any) -> bool:
+    return is_array(leaf) and leaf.dtype == jnp.int32 and leaf.ndim > 0 and leaf.shape[-1] >= len(_SCALARS)
+
+
 def make(settings: Settings, group: int, norm: bool, metered: bool, masters: Any, inner: Any) -> AmpState:
     """Return the state before the first step; every array has a buffer of its own, so that all can be donated."""
     _register_with_flax()
     return AmpState(
-        packed=_first(settings, group).packed() if settings.enabled else None,
+        packed=_first(settings, group).packed(),
         grad_norm=jnp.zeros((), jnp.float32) if norm else None,
         meter=meter.empty(len(settings.parameters)) if metered else None,
         settings=settings,
         masters=masters,
         inner=inner,
     )
+
+
+def make_disabled(inner: Any, stepped: bool = False) -> DisabledState:
+    """Return the state of a transformation that a disabled session wrapped."""
+    _register_with_flax()
+    children = (*(None for _ in AmpState._fields[:-1]), inner)
+    return DisabledState((children, Stepped() if stepped else NotStepped()))
 
 
 def _first(settings: Settings, group: int) -> Numbers:
@@ -230,10 +308,10 @@ def as_arrays(state: LossScaleState) -> dict[str, Any]:
 
 
 def _is_own(node: Any) -> bool:
-    return isinstance(node, AmpState)
+    return isinstance(node, (AmpState, DisabledState))
 
 
-def find_all(tree: Any) -> list[AmpState]:
+def find_all(tree: Any) -> list[AmpState | DisabledState]:
     """List the states of wrapped transformations inside anything that JAX takes for a tree."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_own) if _is_own(leaf)]
 
@@ -341,18 +419,21 @@ class StateHandle(Handle):
                 f"accepted: one. Wrap the whole transformation once, for instance "
                 f"wrap_optimizer(optax.partition(...))."
             )
-        self._tree, self._call, self._settings = tree, call, states[0].settings
-        self.masters = states[0].masters
-        if self._settings.enabled:
+        (state,) = states
+        self._tree, self._call, self._settings = tree, call, state.settings
+        self.masters = state.masters
+        self._stepped = isinstance(state, DisabledState) and state.stepped
+        self._traced = False
+        if isinstance(state, AmpState):
             _check_surroundings(tree)
-        # Each a plain array, also where flax nnx holds it in a variable.
-        counted = {
-            name: jax.tree.leaves(value)[0]
-            for name, value in states[0]._asdict().items()
-            if name in ("packed", "grad_norm", "meter") and value is not None
-        }
-        self._traced = any(isinstance(leaf, jax.core.Tracer) for leaf in counted.values())
-        state = states[0]._replace(**(counted if self._traced else jax.device_get(counted)))
+            # Each a plain array, also where flax nnx holds it in a variable.
+            counted = {
+                name: jax.tree.leaves(value)[0]
+                for name, value in state._asdict().items()
+                if name in ("packed", "grad_norm", "meter") and value is not None
+            }
+            self._traced = any(isinstance(leaf, jax.core.Tracer) for leaf in counted.values())
+            state = state._replace(**(counted if self._traced else jax.device_get(counted)))
         self._numbers = state.numbers if self._traced else jax.tree.map(_number, state.numbers)
         self._grad_norm = state.grad_norm if self._traced else jax.tree.map(_number, state.grad_norm)
         self._meter = state.meter
@@ -372,7 +453,7 @@ class StateHandle(Handle):
     def last_step(self) -> ampx.StepResult | None:
         """What the last step did; where it is traced, arrays, and before the first step `scale` is 0."""
         if not self._settings.enabled:
-            return ampx.events.UNCHECKED if self._settings.stepped else None
+            return ampx.events.UNCHECKED if self._stepped else None
         numbers = self._numbers
         if not self._traced and isinstance(numbers.step_scale, float) and numbers.step_scale == 0.0:
             return None
@@ -477,7 +558,7 @@ class StateHandle(Handle):
             return jax.device_put(packed, old.sharding) if on_device else jnp.asarray(packed)
 
         def replace(node: Any) -> Any:
-            if not _is_own(node):
+            if not isinstance(node, AmpState):
                 return node
             settings = dataclasses.replace(node.settings, config=config)
             return node._replace(packed=jax.tree.map(place, node.packed), settings=settings)
@@ -491,9 +572,22 @@ def _number(leaf: Any) -> Any:
 
 
 def _register_with_flax() -> None:
-    """Register with flax, where it is used, that the settings are no data: checkpoints hold the arrays."""
+    """Register with flax, where it is used, that the settings are no data: checkpoints hold the arrays.
+
+    Those of disabled sessions are like those of others, without the arrays that they lack.
+    """
     serialization = sys.modules.get("flax.serialization")
-    if serialization is not None:
-        serialization.register_serialization_state(
-            Settings, lambda settings: {}, lambda settings, state: settings, override=True
-        )
+    if serialization is None:
+        return
+
+    def save(state: DisabledState) -> Any:
+        return serialization.to_state_dict(AmpState(None, None, None, state.settings, None, state.inner))
+
+    def restore(state: DisabledState, saved: Any) -> DisabledState:
+        inner = serialization.from_state_dict(state.inner, saved["inner"], name="inner")
+        return make_disabled(inner, state.stepped)
+
+    serialization.register_serialization_state(
+        Settings, lambda settings: {}, lambda settings, state: settings, override=True
+    )
+    serialization.register_serialization_state(DisabledState, save, restore, override=True)

@@ -1,5 +1,6 @@
 """A disabled session compiles what the script compiles without ampx."""
 
+import pickle
 import re
 
 import jax
@@ -94,3 +95,66 @@ def test_checkpoints_go_from_disabled_to_enabled_sessions_and_back(session):
         assert amp.state_dict(state) == amp.state_dict(after)
         for leaf, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
             assert leaf.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_checkpoints_of_orbax_go_from_disabled_to_enabled_sessions_and_back(session, saving, tmp_path):
+    """It restores by names of fields, too, and refuses a structure with other names."""
+    checkpoints = pytest.importorskip("orbax.checkpoint")
+    gradients = jax.tree.map(jnp.ones_like, PARAMS)
+
+    def begin(enabled):
+        options = {} if enabled else {"enabled": False}
+        amp = ampx.init("jax", dtype="float16", device="cpu", **options)
+        tx = ampx.wrap_optimizer(optax.adam(0.1))
+        return amp, tx, tx.init(PARAMS)
+
+    with checkpoints.StandardCheckpointer() as checkpointer:
+        amp, tx, state = begin(saving)
+        ampx.loss_scale(state)
+        _, state = tx.update(gradients, state, PARAMS)
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        amp, tx, state = begin(not saving)
+        state = checkpointer.restore(tmp_path / "state", state)
+    assert state.inner[0].count == 1
+    assert ampx.loss_scale(state) == (1.0 if saving else 65536.0)
+    _, state = tx.update(gradients, state, PARAMS)
+    assert state.inner[0].count == 2
+    assert amp.last_step(state).applied
+
+
+def test_a_state_of_the_other_kind_is_refused(session):
+    """An enabled session's `update` would divide what nobody multiplied, a disabled one's would not divide."""
+    wrapped = {True: ampx.wrap_optimizer(optax.sgd(0.1))}
+    with ampx.init("jax", enabled=False):
+        wrapped[False] = ampx.wrap_optimizer(optax.sgd(0.1))
+    for enabled, tx in wrapped.items():
+        with pytest.raises(ampx.ProtocolError, match="disabled"):
+            jax.jit(tx.update)(PARAMS, wrapped[not enabled].init(PARAMS), PARAMS)
+
+
+def test_the_tools_for_trees_and_files_keep_the_state():
+    with ampx.init("jax", enabled=False) as amp:
+        tx = ampx.wrap_optimizer(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+        first = tx.init(PARAMS)
+        _, state = tx.update(PARAMS, first, PARAMS)
+        for kept in (
+            jax.tree.map(lambda leaf: leaf, state),
+            jax.tree_util.tree_map_with_path(lambda path, leaf: leaf, state),
+            pickle.loads(pickle.dumps(state)),
+            optax.tree_utils.tree_set(state, learning_rate=jnp.float32(0.5)),
+            jax.jit(lambda state: state)(state),
+        ):
+            assert amp.last_step(kept) == ampx.StepResult(True, None, 1.0, 1.0, 0)
+            assert jax.tree.structure(kept) == jax.tree.structure(state)
+        assert amp.last_step(jax.tree.map(lambda leaf: leaf, first)) is None
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        assert all(path.startswith(".inner") for path in paths)
+
+
+def test_no_loss_scale_is_in_force():
+    """Gradients that a script multiplies by it are those that nothing divides again."""
+    with ampx.init("jax", enabled=False):
+        tx = ampx.wrap_optimizer(optax.sgd(0.1), loss_scale=1024.0)
+        assert ampx.loss_scale(tx.init(PARAMS)) == 1.0

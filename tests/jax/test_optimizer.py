@@ -509,6 +509,26 @@ def test_flax_train_state_applies_gradients(session):
     assert ampx.last_step(step(again, slopes(1))).next_scale == 16384.0
 
 
+def test_what_is_no_state_of_a_wrapped_optimizer_is_refused(session):
+    """What a raw optimizer made, or what a checkpoint gave that was restored without a state to restore into."""
+    tx = ampx.wrap_optimizer(optax.sgd(0.1))
+    params = jnp.asarray(START)
+    for other in (optax.sgd(0.1).init(params), {"packed": jnp.zeros(3), "inner": ()}, None):
+        with pytest.raises(ampx.NotWrappedError, match=type(other).__name__):
+            jax.jit(lambda grads, other=other: tx.update(grads, other, params))(params)
+
+
+@pytest.mark.parametrize("cast", [lambda leaf: leaf.astype(jnp.bfloat16), lambda leaf: leaf[..., :3], lambda leaf: "a"])
+def test_a_state_whose_counts_are_no_counts_any_more_is_refused(session, cast):
+    """A whole state cast to low precision, one whose arrays were cut, and one with something else in their places."""
+    tx = ampx.wrap_optimizer(optax.sgd(0.1))
+    state = jax.tree.map(cast, tx.init(jnp.asarray(START)))
+    with pytest.raises(ampx.InvalidStateError, match="int32"):
+        tx.update(jnp.asarray(START), state, jnp.asarray(START))
+    with pytest.raises(ampx.InvalidStateError, match="int32"):
+        ampx.last_step(state)
+
+
 def test_states_survive_pickle(session):
     tx = ampx.wrap_optimizer(optax.adam(0.1))
     _, state = train_step(tx, jnp.asarray(START), tx.init(jnp.asarray(START)), slopes(1))
