@@ -35,6 +35,7 @@ class TensorFlowBackend(ampx.Backend):
         promotes=True,
         clipping=True,
         master_weights=True,
+        per_loss_scales=True,
         sparse=True,
         vector_losses=True,
         sees_backward=True,

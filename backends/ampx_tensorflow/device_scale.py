@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +17,7 @@ from ampx.events import StepResult
 from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state, round_to_float32
 
-from . import history, retracing
+from . import history, losses_by_id, retracing
 from .contexts import Contexts, on_host
 from .meter import TracedMeter
 from .replicas import several
@@ -30,8 +32,21 @@ class Slots(NamedTuple):
     last: Any
 
 
+class LossVariables(NamedTuple):
+    """The scale of one loss of another id than 0, which nothing tracks or saves: `amp.state_dict()` does."""
+
+    scale: Any
+    counters: Any  # a vector: growth_tracker, hysteresis_tracker, consecutive_skips
+
+
 class VariableLedger(Ledger):
-    """Keeps one group's scale in variables."""
+    """Keeps one group's scale in variables, and those of losses of other ids than 0 from their first use on.
+
+    Attributes:
+        others: The variables of those losses, by id.
+        by_loss: What traces did with several losses; None while all losses are of id 0.
+        foreign: Members, of any place, whose waiting gradients carry the scale of a loss of another id than 0.
+    """
 
     def __init__(self, group: ScaleGroup, scale: Any, counters: Any) -> None:
         """Take the scale, and a vector: growth_tracker, hysteresis_tracker, consecutive_skips, counted steps."""
@@ -41,6 +56,9 @@ class VariableLedger(Ledger):
         self.given: Any = None  # what `factor` gave last
         self.slots: list[Slots] = []
         self.meters: list[TracedMeter] = []
+        self.others: dict[int, LossVariables] = {}
+        self.by_loss: history.LossHistory | None = None
+        self.foreign: weakref.WeakSet[Member] = weakref.WeakSet()
         self.contexts = Contexts(group)
         self._following = threading.Lock()
         self._moved = False
@@ -60,12 +78,35 @@ class VariableLedger(Ledger):
             self.given = tf.constant(1.0)
             return self.given
         retracing.depend()
+        if loss_id:
+            self.given = tf.convert_to_tensor(self._other(loss_id).scale)
+            return self.given
         self.given = tf.convert_to_tensor(self.scale)
         # On the host each optimizer of a list knows its own, and what another function scaled for it cannot be stepped.
-        if self._pinned and not (len(self.slots) > 1 and on_host()):
+        foreign = bool(self.foreign) and any(member in self.foreign for member in group.members)
+        if self._pinned and not foreign and not (len(self.slots) > 1 and on_host()):
             waiting = tf.reduce_max(tf.stack([tf.convert_to_tensor(slots.pending) for slots in self.slots]))
             self.given = tf.where(waiting > 0, waiting, self.given)
         return self.given
+
+    def _other(self, loss_id: int) -> LossVariables:
+        """Return the variables of a loss, which its first use makes."""
+        if loss_id not in self.others:
+            # In a thread of its own: a function that is being traced would take the variables for its own, and may make
+            # some in its first trace only.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self._make_other, loss_id, self.contexts.host.state_of(loss_id)).result()
+            _configurations.changed += 1  # traces that step have to move this one, too
+        return self.others[loss_id]
+
+    def _make_other(self, loss_id: int, state: LossScaleState) -> None:
+        trackers = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips]
+        self.others[loss_id] = LossVariables(
+            tf.Variable(float(state.scale), trainable=False, dtype=tf.float32),
+            tf.Variable(trackers, trainable=False, dtype=tf.int64),
+        )
+        if self.by_loss is None:
+            self.by_loss = history.LossHistory()
 
     def pin(self) -> None:
         """Note that waiting gradients may carry another scale than the current one from now on."""
@@ -86,23 +127,27 @@ class VariableLedger(Ledger):
     def _settle_on_host(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         self.resolve(group)
         for outcome in window:
-            outcome.finite = {0: bool(outcome.finite[0])}
+            outcome.finite = {loss_id: bool(finite) for loss_id, finite in outcome.finite.items()}
             outcome.scale = float(outcome.scale)
         try:
             group.advance(window)
         finally:  # a listener may raise; the step is counted all the same
-            self._write(group.states[0], group.steps)
+            self._write(group)
 
     def _settle_in_trace(self, group: ScaleGroup, window: Sequence[Outcome]) -> None:
         retracing.depend()
         if self._moved:
             return
+        if self.by_loss is not None:
+            self._move_losses(group, losses_by_id.merged([outcome.finite for outcome in window]))
+            return
         flags = [outcome.finite[0] for outcome in window]
         self._move(group, flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags)))
 
     def moves_alone(self, group: ScaleGroup) -> bool:
-        """Return whether one optimizer's step in a trace moves the scale, on one device."""
-        return len(group.members) == 1 and not tf.executing_eagerly() and not several()
+        """Return whether one optimizer's step in a trace moves its only scale, on one device."""
+        alone = len(group.members) == 1 and self.by_loss is None
+        return alone and not tf.executing_eagerly() and not several()
 
     def next_step(self) -> Any:
         """Return, in a trace, the number of the step that is being made, from 1 on."""
@@ -128,9 +173,32 @@ class VariableLedger(Ledger):
         self.counters.assign(tf.stack([*trackers, counters[3] + 1]))
         self.history.note(finite)
 
+    def _move_losses(self, group: ScaleGroup, finite: Mapping[int, Any]) -> None:
+        """Move the scales of the losses that had a part in a step."""
+        by_loss: Any = self.by_loss
+        after: dict[int, LossScaleState] = {}
+        for loss_id, flag in finite.items():
+            if not loss_id:
+                self._move(group, flag)
+                trackers = tf.unstack(tf.convert_to_tensor(self.counters))[:3]
+                after[0] = LossScaleState(tf.convert_to_tensor(self.scale), *trackers)
+                continue
+            other = self._other(loss_id)
+            state = LossScaleState(tf.convert_to_tensor(other.scale), *tf.unstack(tf.convert_to_tensor(other.counters)))
+            after[loss_id] = state = next_state(group.config, state, flag, where)
+            other.scale.assign(state.scale)
+            other.counters.assign(tf.stack([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips]))
+        if 0 not in finite:
+            self.counters.assign_add([0, 0, 0, 1])
+        by_loss.note(tf.convert_to_tensor(self.counters)[3], finite)
+        skips = tf.reduce_max(tf.stack([state.consecutive_skips for state in after.values()]))
+        by_loss.latest.assign(tf.stack([after[min(after)].scale, tf.cast(skips, tf.float32)]))
+
     def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
         norm = float("nan") if outcome.grad_norm is None else tf.cast(outcome.grad_norm, tf.float32)
-        finite, scale = tf.cast(outcome.finite[0], tf.float32), tf.cast(outcome.scale, tf.float32)
+        flags = [tf.cast(flag, tf.float32) for flag in outcome.finite.values()]
+        finite = flags[0] if len(flags) == 1 else tf.reduce_min(tf.stack(flags))
+        scale = tf.cast(outcome.scale, tf.float32)
         self.slots[group.members.index(outcome.member)].last.assign(tf.stack([scale, finite, norm]))
 
     def resolve(self, group: ScaleGroup) -> None:
@@ -142,7 +210,9 @@ class VariableLedger(Ledger):
             growth, hysteresis, skips, steps = self.counters.numpy().tolist()
             state = LossScaleState(float(self.scale.numpy()), growth, hysteresis, skips)
             missed = self.history.read()
-            if missed.steps or state != group.states[0] or steps != group.steps:
+            if self.by_loss is not None:
+                self._follow_losses(group, missed, {0: state, **self._read_others()}, steps)
+            elif missed.steps or state != group.states[0] or steps != group.steps:
                 self._follow(group, missed, state, steps)
             if missed.steps:
                 for meter in self.meters:
@@ -157,7 +227,30 @@ class VariableLedger(Ledger):
             group.steps, group.states[0] = steps, state
             for member, slots in zip(group.members, self.slots, strict=True):
                 if missed.steps:
-                    _take_over(member, slots, state)
+                    _take_over(member, slots, state.scale, state.consecutive_skips)
+
+    def _read_others(self) -> dict[int, LossScaleState]:
+        return {
+            loss_id: LossScaleState(float(other.scale.numpy()), *other.counters.numpy().tolist())
+            for loss_id, other in self.others.items()
+        }
+
+    def _follow_losses(
+        self, group: ScaleGroup, missed: history.Missed, states: dict[int, LossScaleState], steps: int
+    ) -> None:
+        by_loss: Any = self.by_loss
+        rows, lost = by_loss.read()
+        try:
+            follow_losses(group, missed, rows, lost, states, steps)
+        finally:
+            group.steps = steps
+            # A loss that never had a part in a step has no state.
+            took_part = {0, *group.states, *(key for finite in rows.values() for key in finite)}
+            group.states.update({key: state for key, state in states.items() if key in took_part})
+            if missed.steps or rows or lost:
+                next_scale, skips = by_loss.latest.numpy().tolist()
+                for member, slots in zip(group.members, self.slots, strict=True):
+                    _take_over(member, slots, next_scale, int(skips))
 
     def pace(self, group: ScaleGroup) -> None:
         """Look as often as somebody wants to hear. Sync: one; two more if traces made steps."""
@@ -165,7 +258,7 @@ class VariableLedger(Ledger):
 
     def look(self, group: ScaleGroup) -> None:
         """Follow traces, if they made steps, and send the events. Sync: one; two more if they did."""
-        if on_host() and self.history.grew():
+        if on_host() and (self.history.grew() or (self.by_loss is not None and self.by_loss.grew())):
             group.resolve()
 
     def read(self, outcome: Outcome) -> dict[int, bool]:
@@ -180,19 +273,25 @@ class VariableLedger(Ledger):
         _configurations.changed += 1
         if any(float(slots.pending.numpy()) > 0 for slots in self.slots):
             self.pin()
-        self._write(group.states[0], group.steps)
+        self._write(group)
 
-    def _write(self, state: LossScaleState, steps: int) -> None:
+    def _write(self, group: ScaleGroup) -> None:
+        state = group.states[0]
         self.scale.assign(round_to_float32(state.scale))
-        self.counters.assign([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, steps])
+        self.counters.assign([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, group.steps])
+        for loss_id, other in self.others.items():
+            state = group.state_of(loss_id)
+            other.scale.assign(round_to_float32(state.scale))
+            other.counters.assign([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips])
 
     def result(self, position: int, measured: bool) -> StepResult:
         """Return, in a trace, what the last step did, as tensors; the norm where it is measured."""
         scale, finite, norm = tf.unstack(tf.convert_to_tensor(self.slots[position].last))
-        skips = tf.convert_to_tensor(self.counters)[2]
-        return StepResult(
-            finite > 0, finite > 0, scale, tf.convert_to_tensor(self.scale), skips, norm if measured else None
-        )
+        next_scale, skips = tf.convert_to_tensor(self.scale), tf.convert_to_tensor(self.counters)[2]
+        if self.by_loss is not None:
+            next_scale, skips = tf.unstack(tf.convert_to_tensor(self.by_loss.latest))
+            skips = tf.cast(skips, tf.int64)
+        return StepResult(finite > 0, finite > 0, scale, next_scale, skips, norm if measured else None)
 
 
 def is_one(config: LossScale) -> bool:
@@ -247,6 +346,50 @@ def follow(group: ScaleGroup, missed: history.Missed, state: LossScaleState) -> 
                 group.advance([Outcome(group.members[0], {0: False}, group.states[0].scale)])
 
 
+def follow_losses(
+    group: ScaleGroup,
+    missed: history.Missed,
+    rows: Mapping[int, Mapping[int, bool]],
+    lost: int,
+    states: Mapping[int, LossScaleState],
+    steps: int,
+) -> None:
+    """Repeat on the host the steps that traces made with several losses, one by one.
+
+    Args:
+        group: What the host knows.
+        missed: The steps that loss id 0 had a part in.
+        rows: By number of the step, what was found by loss id, of steps with other ids.
+        lost: How many of those steps are not known.
+        states: The variables' states by loss id: where they are others, somebody wrote them, and no events are due.
+        steps: How many steps were counted.
+    """
+    if missed.lost or lost:
+        warnings.warn(
+            f"{steps - group.steps} steps came in one call of a function, of which {missed.lost + lost} are not known "
+            f"one by one: none of these steps sends events. Call the function for fewer steps at a time.",
+            AmpxWarning,
+            stacklevel=2,
+        )
+        return
+    first = [not bad for bad, count in _runs(missed) for _ in range(count)]
+    verdicts = []
+    for step in range(group.steps + 1, steps + 1):
+        finite = dict(rows.get(step, {}))
+        if 0 in finite or not finite:
+            if not first:  # the counter of steps was written
+                return
+            finite[0] = first.pop(0)
+        verdicts.append(finite)
+    replayed = dict(group.states)
+    for finite in verdicts:
+        for loss_id, flag in finite.items():
+            replayed[loss_id] = next_state(group.config, replayed.get(loss_id) or group.config.initial_state(), flag)
+    if not first and all(replayed.get(key, state) == state for key, state in states.items()):
+        for finite in verdicts:
+            group.advance([Outcome(group.members[0], finite, group.states[0].scale)])
+
+
 def _runs(missed: history.Missed) -> Iterator[tuple[bool, int]]:
     """Return the steps in order: whether they overflowed, and how many in a row."""
     done = 0
@@ -291,9 +434,9 @@ def _after(config: LossScale, state: LossScaleState, count: int) -> LossScaleSta
     return LossScaleState(state.scale, state.growth_tracker + count, config.hysteresis, 0)
 
 
-def _take_over(member: Member, slots: Slots, state: LossScaleState) -> None:
+def _take_over(member: Member, slots: Slots, next_scale: float, skips: int) -> None:
     scale, finite, norm = slots.last.numpy().tolist()
     if scale > 0:
         fine = finite > 0
         norm_or_none = norm if fine and norm == norm else None
-        member.note_result(StepResult(fine, fine, scale, state.scale, state.consecutive_skips, norm_or_none))
+        member.note_result(StepResult(fine, fine, scale, next_scale, skips, norm_or_none))

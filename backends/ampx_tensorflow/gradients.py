@@ -28,12 +28,12 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
             return tf.cast(tf.raw_ops.Div(x=tf.cast(values, tf.float32), y=scale), values.dtype)
         return tf.raw_ops.Div(x=values, y=tf.cast(scale, values.dtype))
 
-    return _each(divide, grads)
+    return each(divide, grads)
 
 
 def widen(grads: Sequence[Any]) -> list[Any]:
     """Return low-precision gradients in float32, in which they can be divided without flushing to zero."""
-    return _each(lambda values: tf.cast(values, tf.float32) if values.dtype in LOW else values, grads)
+    return each(lambda values: tf.cast(values, tf.float32) if values.dtype in LOW else values, grads)
 
 
 def name(variable: Any) -> str:
@@ -97,7 +97,7 @@ def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) 
     """
     merged = [_merge(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
     if max_value is not None:
-        merged = _each(lambda values: tf.clip_by_value(values, -max_value, max_value), merged)
+        merged = each(lambda values: tf.clip_by_value(values, -max_value, max_value), merged)
     if max_norm is None:
         return merged, None
     floating = _floating(merged)
@@ -113,7 +113,7 @@ def clip(grads: Sequence[Any], max_norm: float | None, max_value: float | None) 
     # Squares of large elements overflow, though every element is finite; other steps read nothing twice.
     clipped, norm = tf.cond(tf.math.is_finite(norm), shrink, lambda: _shrink_large(floating, parts, max_norm))
     remaining = iter(clipped)
-    return _each(lambda _: next(remaining), merged), norm
+    return each(lambda _: next(remaining), merged), norm
 
 
 def _magnitudes(floating: Sequence[Any]) -> list[Any]:
@@ -157,8 +157,8 @@ def _floating(grads: Sequence[Any]) -> list[Any]:
     return [values for values in every if values.dtype.is_floating or values.dtype.is_complex]
 
 
-def _each(function: Callable[[Any], Any], grads: Sequence[Any]) -> list[Any]:
-    """Apply a function to the floating values of each gradient."""
+def each(function: Callable[[Any], Any], grads: Sequence[Any]) -> list[Any]:
+    """Apply a function to the floating values of each gradient; None stays."""
     changed = []
     for grad in grads:
         sparse = isinstance(grad, tf.IndexedSlices)

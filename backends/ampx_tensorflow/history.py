@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
@@ -115,6 +115,52 @@ class History:
             if first < end:
                 stretches.append((first - before, end - first))
         return Missed(steps - before, stretches, lost)
+
+
+class LossHistory:
+    """The log of steps that traces made with losses of several ids: what each found. No checkpoint saves it.
+
+    Attributes:
+        latest: Float vector, of the last step: the next loss scale of the lowest loss id, and the most skipped steps
+            in a row of any.
+    """
+
+    def __init__(self) -> None:
+        """Make the variables."""
+        self.latest = tf.Variable([0.0, 0.0], trainable=False)
+        self._count = tf.Variable(0, trainable=False, dtype=tf.int64)  # entries so far
+        # Written in a ring: number of the step, loss id, and whether its gradients were finite.
+        self._entries = tf.Variable(tf.zeros([STRETCHES, 3], tf.int64), trainable=False)
+        self._seen = 0
+
+    def note(self, step: Any, finite: Mapping[int, Any]) -> None:
+        """Note a step in a trace, by its number and what it found by loss id; those of id 0 alone are in `History`."""
+        if set(finite) == {0}:
+            return
+        count, entries = tf.convert_to_tensor(self._count), tf.convert_to_tensor(self._entries)
+        for loss_id, flag in finite.items():
+            change = tf.equal(tf.range(STRETCHES, dtype=tf.int64), count % STRETCHES)
+            entry = tf.stack([step, tf.constant(loss_id, tf.int64), tf.cast(flag, tf.int64)])
+            entries = tf.where(change[:, None], entry, entries)
+            count += 1
+        self._entries.assign(entries)
+        self._count.assign(count)
+
+    def grew(self) -> bool:
+        """Return whether traces made steps since `read`. Sync: one."""
+        return int(self._count.numpy()) != self._seen
+
+    def read(self) -> tuple[dict[int, dict[int, bool]], int]:
+        """Return the steps since the last call, by number, and how many entries were overwritten. Sync: one or two."""
+        count, before = int(self._count.numpy()), self._seen
+        self._seen = count
+        steps: dict[int, dict[int, bool]] = {}
+        if count != before:
+            ring = self._entries.numpy()
+            for entry in range(max(before, count - STRETCHES), count):
+                step, loss_id, finite = ring[entry % STRETCHES].tolist()
+                steps.setdefault(step, {})[loss_id] = bool(finite)
+        return steps, max(count - STRETCHES - before, 0)
 
 
 class _Looks:

@@ -196,6 +196,12 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
     def _updated(self, variables: Any) -> Sequence[Any]:
         return list(map(masters.owner, self.inner_optimizer._trainable_variables)) if variables is None else variables
 
+    def ampx_owns(self, variable: Any) -> bool | None:
+        """Return whether the optimizer updates a variable; None where it was not built yet."""
+        if not self.inner_optimizer.built:
+            return None
+        return id(_plain(variable)) in {id(_plain(owned)) for owned in self._updated(None)}
+
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as if it had never been wrapped."""
         guard.leave(self.inner_optimizer)
@@ -245,6 +251,10 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
                 config.pop("dynamic", True), config.pop("initial_scale", None), config.pop("dynamic_growth_steps", None)
             )
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **config)
+
+
+def _plain(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read_configuration(dynamic: bool, initial_scale: float | None, growth_steps: int | None) -> LossScale:

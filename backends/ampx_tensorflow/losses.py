@@ -8,7 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from ampx.backend import LossInfo
-from ampx.errors import LossDtypeError
+from ampx.errors import LossDtypeError, ProtocolError
+
+from . import losses_by_id
 
 
 def inspect_loss(loss: Any, check_nan: bool | None) -> LossInfo:
@@ -36,6 +38,9 @@ class ScaledGradient:
         """Take the loss as it was, on the tape, and the scale as a float32 scalar tensor."""
         self.loss = loss
         self.scale = scale
+        # Of optimizers whose gradients carry the scale of another loss.
+        self._bringers = losses_by_id.attached(scale)
+        self._brings = any(bringer.changes for bringer in self._bringers)
         self._traced = not tf.executing_eagerly()
         # In a trace the product alone consumes this tensor, until its derivative does, too.
         self._factor = tf.identity(scale) if self._traced else scale
@@ -51,16 +56,19 @@ class ScaledGradient:
                 "tape and call tape.gradient(scaled, variables)."
             )
         self._taken = True
-        return tape.gradient(
+        grads = tape.gradient(
             self.loss,
             variables,
             output_gradients=tf.fill(tf.shape(self.loss), tf.cast(self.scale, self.loss.dtype)),
             **options,
         )
+        return losses_by_id.bring(self._bringers, grads, variables, self.scale) if self._brings else grads
 
     def product(self) -> Any:
         """Return the loss in float32 times the scale."""
         loss = tf.cast(self.loss, tf.float32)
+        if self._brings:
+            return _opaque(loss, self._factor)
         if self._traced or not self._watched:
             return loss * self._factor
 
@@ -76,9 +84,25 @@ class ScaledGradient:
 
     def was_taken(self) -> bool | None:
         """Return whether something differentiated the product; None where nobody watched."""
-        if self._taken or not (self._traced or self._watched):
-            return self._taken or None
+        if self._taken or self._brings:
+            return self._taken
+        if not (self._traced or self._watched):
+            return None
         return self._traced and len(self._factor.consumers()) > 1
+
+
+@tf.custom_gradient
+def _opaque(loss: Any, scale: Any) -> Any:
+    """Return a product whose derivative nobody may take: its gradients would carry another scale than the step's."""
+
+    def derivative(upstream: Any) -> Any:
+        raise ProtocolError(
+            "tape.gradient got a scaled loss of another loss_id than the first of this step, whose gradients carry "
+            "another loss scale; accepted: scaled.gradient(tape, variables), which brings them to the first one's. "
+            "Call that for each of these losses, and add up what it returns."
+        )
+
+    return loss * scale, derivative
 
 
 def watch_derivative(scale: Any) -> None:

@@ -172,7 +172,10 @@ class InsideTheTape(TensorFlowHarness):
 
     def backward(self, scaled, parameters):
         with self.tape.stop_recording():
-            return self.tape.gradient(scaled, parameters)
+            try:
+                return self.tape.gradient(scaled, parameters)
+            except ampx.ProtocolError:  # a loss of another id than the first of its step
+                return scaled.gradient(self.tape, parameters)
 
 
 @pytest.fixture(autouse=True)

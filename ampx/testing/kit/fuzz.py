@@ -476,8 +476,9 @@ class Training(RuleBasedStateMachine):
         if _has_large(wish):
             # Several losses may be added scaled or true; that comes to the same only far from the largest number.
             factors = {factor, *reference.carried.values()}
-            alike = not set(reference.carried) - {loss_id} or all(
-                factor and not 1 < factor < 2.0**30 for factor in factors
+            # Where gradients are values, only their sum is seen, which carries one scale.
+            alike = not set(reference.carried) - {loss_id} or (
+                self.implicit and all(factor and not 1 < factor < 2.0**30 for factor in factors)
             )
             return wish if alike and not plain and reference.is_small else _triple(0.25)
         # Zeros that nobody scaled say nothing: they may be taken for no gradients.

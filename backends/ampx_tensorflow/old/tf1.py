@@ -185,7 +185,13 @@ class GraphOptimizer(WrappedOptimizer, _v1.mixed_precision.MixedPrecisionLossSca
             self.zero_grad()
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
-        """Forget gradients that were computed in a body which raised."""
+        """Forget gradients that were computed in a body which raised.
+
+        Raises:
+            UnsupportedByBackendError: The loss has another id than 0.
+        """
+        if loss_id:
+            self._backend.refuse(f"loss_id={loss_id} for an optimizer of tf.compat.v1.train")
         self._computed = False
 
     def ampx_after_backward(self, loss_id: int) -> None:

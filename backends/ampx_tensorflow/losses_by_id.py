@@ -1,0 +1,178 @@
+"""Several losses with loss scales of their own on one optimizer.
+
+Gradients are values here, and the step gets the sum of all, which carries one loss scale: that of the first loss of the
+step. So `scaled.gradient` brings the gradients of every other loss to it, and keeps whether they were finite until the
+step; those that were not come as zeros, so that the sum tells about the first loss alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import tensorflow as tf
+
+from ampx.errors import ProtocolError, UnsupportedByBackendError
+
+from . import gradients
+from .contexts import on_host
+
+if TYPE_CHECKING:
+    from .step import LedgerOptimizer
+
+
+class LossMixer:
+    """What the losses of a step found, for one optimizer in one place: the host, or a trace."""
+
+    def __init__(self, first: int | None) -> None:
+        """Begin in a step whose first loss had this id; None before its first."""
+        self.first = first
+        self.steps = 0  # how many were closed
+        self.others: dict[int, _Other] = {}  # what is known of the losses after the first, by id
+        self._kept = dict(self.others)
+
+    def begin(self, loss_id: int) -> None:
+        """Note that a body begins."""
+        self._kept = dict(self.others)
+        if self.first not in (None, loss_id):
+            self.others.setdefault(loss_id, _Other())
+
+    def abandon(self) -> None:
+        """Forget what the body found, because it raised."""
+        self.others = self._kept
+
+    def note(self, loss_id: int, scale: Any, finite: Any, rows: Sequence[tuple[Any, int]]) -> None:
+        """Note what the gradients of another loss than the first were; `rows` as `gradients.nonfinite` lists them."""
+        before = self.others[loss_id]
+        both = finite if before.finite is None else tf.logical_and(before.finite, finite)
+        self.others[loss_id] = _Other(scale, both, (*before.rows, *rows))
+
+    def finite(self) -> dict[int, Any]:
+        """Return by id whether the gradients of the other losses are finite, of those that were differentiated."""
+        return {loss_id: other.finite for loss_id, other in self.others.items() if other.finite is not None}
+
+    def reset(self) -> None:
+        """Begin the next step."""
+        self.first, self.steps, self.others = None, self.steps + 1, {}
+
+
+class _Other(NamedTuple):
+    scale: Any = None  # the loss scale that its gradients carried
+    finite: Any = None  # whether they are finite; None while there are none
+    rows: tuple[tuple[Any, int], ...] = ()  # on the host: variables, and how many elements of their gradients are not
+
+
+class Bringer:
+    """Brings the gradients of one scaled loss to the loss scale that an optimizer's gradients carry."""
+
+    def __init__(self, optimizer: LedgerOptimizer, mixer: LossMixer, loss_id: int) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._mixer = mixer
+        self._step = mixer.steps
+        self._loss_id = loss_id
+        # The first loss of a step brings its scale with it.
+        self.changes = mixer.first not in (None, loss_id)
+
+    @property
+    def optimizer(self) -> LedgerOptimizer | None:
+        """Whose gradients these are; None once it is gone."""
+        return self._optimizer()
+
+    def owns(self, variable: Any) -> bool | None:
+        """Return whether the optimizer updates a variable; None where that is not known."""
+        return False if self.optimizer is None else self.optimizer.ampx_owns(variable)
+
+    def bring(self, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> Sequence[Any]:
+        """Return gradients that carry the optimizer's scale and not this one; zeros where one is not finite.
+
+        Raises:
+            ProtocolError: The step came since the loss was scaled.
+            UnsupportedByBackendError: Gradients are float16, which cannot be brought to another scale exactly.
+        """
+        if not self.changes:
+            return grads
+        optimizer, mixer = self.optimizer, self._mixer
+        if optimizer is None or mixer.steps != self._step:
+            raise ProtocolError(
+                f"scaled.gradient was called for a loss of loss_id={self._loss_id} after the step that it was scaled "
+                f"for (or after zero_grad); accepted: before it. Call scale_loss again."
+            )
+        if any(gradient is not None and gradient.dtype == tf.float16 for gradient in grads):
+            raise UnsupportedByBackendError(
+                f"scaled.gradient got float16 variables for a loss of loss_id={self._loss_id}, whose gradients would "
+                f"lose digits when they are brought to the loss scale of the step's first loss; accepted: float32 or "
+                f"bfloat16 variables. Leave loss_id out, or use level='O1'."
+            )
+        true = gradients.unscale(grads, scale)
+        finite = gradients.finite(true)
+        rows = gradients.nonfinite(true, variables) if on_host() and not bool(finite) else ()
+        mixer.note(self._loss_id, scale, finite, rows)
+        # Not multiplied: see `gradients.unscale`.
+        brought = gradients.unscale(true, 1.0 / optimizer.ampx_carried())
+        return gradients.each(lambda values: tf.where(finite, values, tf.zeros_like(values)), brought)
+
+
+_ATTRIBUTE: Final = "ampx_bringers"  # of the tensor of a loss scale
+
+
+def attach(scale: Any, bringer: Bringer) -> None:
+    """Have the gradients of losses that are multiplied by a scale's tensor brought to another."""
+    others = [other for other in attached(scale) if other.optimizer is not bringer.optimizer]
+    setattr(scale, _ATTRIBUTE, [*others, bringer])
+
+
+def attached(scale: Any) -> list[Bringer]:
+    """List what was attached to a scale's tensor."""
+    bringers: list[Bringer] = getattr(scale, _ATTRIBUTE, [])
+    return bringers
+
+
+def bring(bringers: Sequence[Bringer], result: Any, variables: Any, scale: Any) -> Any:
+    """Bring gradients to the scales that those of their optimizers carry.
+
+    Args:
+        bringers: One for each optimizer that the loss was scaled for.
+        result: The gradients, in the structure of the variables.
+        variables: What they are gradients of.
+        scale: The loss scale that they carry.
+
+    Raises:
+        ProtocolError: The loss was scaled for several optimizers, and nobody knows which one updates a variable.
+    """
+    grads, flat = tf.nest.flatten(result), tf.nest.flatten(variables)
+    owners = [_owner(bringers, variable) for variable in flat]
+    for bringer in bringers:
+        places = [place for place, owner in enumerate(owners) if owner is bringer]
+        if places:
+            mine = [grads[place] for place in places]
+            brought = bringer.bring(mine, [flat[place] for place in places], scale)
+            for place, gradient in zip(places, brought, strict=True):
+                grads[place] = gradient
+    return tf.nest.pack_sequence_as(result, grads)
+
+
+def _owner(bringers: Sequence[Bringer], variable: Any) -> Bringer | None:
+    unknown = []
+    for bringer in bringers:
+        owns = bringer.owns(variable)
+        if owns:
+            return bringer
+        if owns is None:
+            unknown.append(bringer)
+    if len(unknown) > 1:
+        raise ProtocolError(
+            f"scaled.gradient got the variable {gradients.name(variable)} and a loss that was scaled for "
+            f"{len(bringers)} optimizers, of which {len(unknown)} do not know yet what they update; accepted: built "
+            f"optimizers. Call optimizer.build(variables) for each before the first step."
+        )
+    return unknown[0] if unknown else None
+
+
+def merged(outcomes: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+    """Return by loss id whether all optimizers that used it found finite gradients."""
+    finite: dict[int, Any] = {}
+    for outcome in outcomes:
+        for loss_id, flag in outcome.items():
+            finite[loss_id] = tf.logical_and(finite[loss_id], flag) if loss_id in finite else flag
+    return finite
