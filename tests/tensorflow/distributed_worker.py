@@ -214,6 +214,25 @@ def metered(strategy):
     return ["not refused", float(variable.numpy())]
 
 
+def another_loss(strategy):
+    """Scale a loss of another id than 0, for whose scale replicas make no variables."""
+    import keras
+
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+        opt = ampx.wrap_optimizer(keras.optimizers.SGD(1.0))
+
+    def replica_step():
+        with ampx.scale_loss(variable * 1.0, opt, loss_id=1):
+            pass
+
+    try:
+        tf.function(strategy.run)(replica_step)
+    except ampx.UnsupportedByBackendError as error:
+        return str(error)
+    return "not refused"
+
+
 def plain_fit(strategy):
     """Whether Keras itself can fit here, with nothing of ampx."""
     import keras
@@ -294,6 +313,7 @@ def main():
     keep("clip", clip_and_embed(strategy))
     if kind == "mirrored":
         keep("metered", metered(strategy))
+        keep("another loss", another_loss(strategy))
     if kind == "workers":
         keep("plain fit", plain_fit(strategy))
     for dtype in ("float16", "bfloat16"):

@@ -156,6 +156,11 @@ def test_a_meter_that_was_asked_for_is_refused_on_several_replicas(mirrored):
     assert weight == 1.0
 
 
+def test_losses_with_scales_of_their_own_are_refused_on_several_replicas(mirrored):
+    (message,) = mirrored("another loss")
+    assert "loss_id=1 on several replicas" in message
+
+
 LEVELS = [(strategy, dtype, level) for strategy in ("mirrored", "workers") for dtype, level in COMBINATIONS[1:]]
 # TensorFlow cannot send bfloat16 variables to other workers.
 REFUSED = [("workers", "bfloat16", "O2"), ("workers", "bfloat16", "O3")]
