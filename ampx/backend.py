@@ -131,6 +131,7 @@ class CastPlan:
         level: The opt level.
         allow: What to compute in `dtype` beyond the framework's own list.
         deny: What to compute in float32.
+        scales: Whether the session scales losses, unless a wrapped optimizer has it otherwise.
     """
 
     device: str
@@ -138,6 +139,7 @@ class CastPlan:
     level: OptLevel = "O1"
     allow: tuple[Any, ...] = ()
     deny: tuple[Any, ...] = ()
+    scales: bool = False
 
 
 class LossInfo(NamedTuple):

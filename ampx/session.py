@@ -746,9 +746,11 @@ def init(
     target = backend.device(device)
     chosen, reason = _choose_dtype(backend, target, wanted, found_level, on_unsupported, enabled)
     casts = chosen not in (None, "float32") and found_level.name != "O0" and enabled
+    scale = scale or _default_scale(chosen if casts else None, found_level)
     plan = None
     if casts and chosen is not None:
-        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied))
+        scales = scale.dynamic or scale.init_scale != 1.0
+        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied, scales))
     elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
         assumed: OptLevel = "O1" if found_level.name == "O0" else found_level.name
         backend.check_plan(CastPlan(target.name, "float16", assumed, allowed, denied))
@@ -758,7 +760,7 @@ def init(
         dtype=chosen if casts else None,
         level=found_level.name,
         policy=found_level.policy(chosen if casts and chosen is not None else "float32"),
-        loss_scale=scale or _default_scale(chosen if casts else None, found_level),
+        loss_scale=scale,
         native=chosen in target.native,
         # Where only functions are cast that the script names, their operations are cast at every level.
         process_wide=process_wide and (found_level.casts_ops or backend.capabilities.autocast == "explicit"),

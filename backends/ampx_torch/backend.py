@@ -15,7 +15,9 @@ from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 
-from . import casting, debug, devices, inference, numerics, prepare
+from . import casting, debug, devices, inference, numerics, prepare, raw_steps
+from .reach import leaves_of
+from .step import owned
 from .trees import LOW
 from .wrapping import make_wrapper
 
@@ -109,6 +111,9 @@ class TorchBackend(ampx.Backend):
         return loss * scale
 
     def watch_backward(self, loss: Any, scaled: Any) -> Callable[[], bool | None]:
+        if raw_steps.follows():
+            known = owned()
+            raw_steps.follow(leaf for key, leaf in leaves_of([loss])[0].items() if key not in known)
         loss.retain_grad()
         scaled.retain_grad()
 

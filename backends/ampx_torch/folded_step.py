@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ampx.scale_state import FLOAT32_MAX
 
@@ -40,8 +39,8 @@ def accepts(optimizer: torch.optim.Optimizer, gradients: Sequence[list[torch.Ten
     # A step that is not torch's own may look at the gradients before it calls the kernel.
     if not type(optimizer).step.__module__.startswith("torch.optim."):
         return False
-    # The one hook is our guard; others would see gradients that still carry the scale.
-    if len(optimizer._optimizer_step_pre_hooks) != 1 or _global_optimizer_pre_hooks:
+    # The one hook is our guard; others (and those of the process) would see gradients that still carry the scale.
+    if len(optimizer._optimizer_step_pre_hooks) != 1:
         return False
     own_step = vars(optimizer).get("step")  # a scheduler counts steps in this way
     if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ampx.errors import AlreadyWrappedError, LowPrecisionParametersError, ProtocolError, RawStepError
 from ampx.events import UNCHECKED
@@ -21,7 +20,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, HostLedger, Member
 from ampx.saved_state import refuse_session_state
 
-from . import casting, folded_step, fused
+from . import casting, folded_step, fused, raw_steps
 from .closures import evaluates_once, step_with_closure
 from .debug import nonfinite_parameters
 from .delegation import DelegatingOptimizer
@@ -56,6 +55,11 @@ _NOT_COPIED: Final = frozenset(
 )
 
 _living: WeakSet[AmpOptimizer] = WeakSet()  # some may share parameters
+
+
+def owned() -> set[int]:
+    """Return the ids of the leaves that wrapped optimizers train."""
+    return {id(leaf) for optimizer in list(_living) for leaf in optimizer.leaves()}
 
 
 class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
@@ -114,11 +118,15 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._entered, self._entering, self._thread = 0, cast("Any", 1.0), cast("int | None", None)
         self._incomplete = isinstance(self.optimizer, torch.optim.SGD)  # fused: some have no momentum yet
         self._undo_fused = None
+        refusal = vars(self.optimizer).pop("ampx_refusal", None)  # of prepare, until there is a wrapper
+        if refusal is not None:
+            refusal.remove()
         self._guard = StepGuard(self.ampx_member)
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
         _living.add(self)
+        raw_steps.note_wrapped(self.optimizer)
 
     @property
     def on_device(self) -> bool:
@@ -359,7 +367,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             return None
         if self._max_value is not None or self.process_group is not None:
             return None
-        if not folded_step.accepts(self.optimizer, gradients) or self._sharers():
+        if raw_steps.other_hooks() or not folded_step.accepts(self.optimizer, gradients) or self._sharers():
             return None
         loss_id, scale = next(iter(member.factors.items()))
         if not self.on_device:
@@ -388,7 +396,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         raw, guard, member = self.optimizer, self._guard, self.ampx_member
         guard.open = True
         try:
-            others = len(raw._optimizer_step_pre_hooks) != 1 or _global_optimizer_pre_hooks
+            others = len(raw._optimizer_step_pre_hooks) != 1 or raw_steps.other_hooks()
             # torch wraps every class's step to run hooks, unless the class says that it does so itself
             if others and not args and hasattr(type(raw).step, "__wrapped__"):
                 if member.stage == "interrupted":
@@ -524,6 +532,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def ampx_unwrap(self) -> None:
         """Leave the raw optimizer as it was."""
+        raw_steps.note_wrapped(self.optimizer, False)
         self._guard_handle.remove()
         if self._undo_fused is not None:
             self._undo_fused()
@@ -565,6 +574,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Put gradients of other losses aside, and have those that are left from before carry the scale."""
         if self._must_be_prepared:
             self._check_prepared()
+        if raw_steps.followed:
+            raw_steps.begin_body()
         if self.masters is not None:
             self.masters.begin()
         self._entered += 1
@@ -580,11 +591,15 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def ampx_after_backward(self, loss_id: int) -> None:
         """Add the gradients that were put aside."""
+        if raw_steps.followed:
+            raw_steps.end_body(self._entering)
         if self.mixer.loss_id is not None:
             self.mixer.after(self)
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Bring back what was put aside; what the backward left carries its scale."""
+        if raw_steps.followed:
+            raw_steps.end_body(self._entering)
         self.mixer.abandon(self)
         if not self.ampx_member.factors:
             self.leftovers.note(self.leaves(), self._entering)

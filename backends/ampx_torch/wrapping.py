@@ -13,7 +13,7 @@ from ampx.errors import InvalidOptionError, PrecisionWarning
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member
 
-from . import casting, fused as fusing
+from . import casting, fused as fusing, raw_steps
 from .device_scale import DeviceLedger, TensorLedger
 from .device_scale.capture import CapturableLedger
 from .gradients import refuse_half
@@ -45,6 +45,10 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
                     "on a device. Leave these out, or wrap them one by one."
                 )
             group.ledger = HOST_LEDGER
+    session = options.get("session")
+    if group.enabled and session is not None and (group.config.dynamic or group.config.init_scale != 1.0):
+        raw_steps.watch(session)
+        session.at_shutdown(lambda: raw_steps.end(session))
     return AmpOptimizer(optimizer, member, options)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, ProtocolError, UnsupportedByBackendError, UnsupportedOpError
+from ampx.errors import InvalidOptionError, ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
 from ampx_torch.casting import module_rules
 from ampx_torch.casting.oplists import TorchPlan
 from ampx_torch.trees import DTYPES, LOW
@@ -80,6 +80,8 @@ def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module
         for wrapper, weights in zip(optimizers, masters.give(raws, copies), strict=True):
             if hasattr(wrapper, "ampx_member"):  # wrapped before: its parameters are others now
                 wrapper.masters = weights
+            else:
+                wrapper.ampx_refusal = wrapper.register_step_pre_hook(_refuse_unwrapped)
         _guard_checkpoints(models, exempt, copies)
     else:
         for raw in raws:
@@ -98,6 +100,17 @@ def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module
         model.register_forward_pre_hook(low_precision_models.CastArguments(dtype), prepend=True, with_kwargs=True)
         model.register_forward_hook(low_precision_models.CastOutputs(torch.float32, only=LOW))
         vars(model)[_MARK] = mark
+
+
+def _refuse_unwrapped(raw: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise where gradients wait that only a wrapper hands to the master weights: nothing would be trained."""
+    weights = masters.of(raw)
+    if weights is not None and any(own.grad is not None for own in weights.model_parameters()):
+        raise RawStepError(
+            f"the raw {type(raw).__name__}, which ampx.prepare gave float32 master weights, was stepped before it was "
+            f"wrapped; it would change nothing, for the gradients are the model's. Call opt = ampx.wrap_optimizer(opt) "
+            f"after prepare, and step that."
+        )
 
 
 def _check(models: list[nn.Module], optimizers: list[Any], raws: list[Any], plan: CastPlan) -> None:

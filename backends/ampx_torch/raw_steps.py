@@ -1,0 +1,165 @@
+"""Steps of optimizers that nobody wrapped, while a session scales losses: what is certainly a mistake is said.
+
+They are seen by one step hook of the process, which is there only as long as such a session is. An optimizer of a model
+that computes in float32 is none of its business, and is looked at in its first steps only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ampx import callers
+from ampx.errors import PrecisionWarning, RawStepError
+
+from .leftovers import Leftovers, Sight, look
+
+_WRAPPED: Final = "ampx_wrapped"  # on a raw optimizer
+# So many steps of an optimizer are looked at, each at so many elements of its gradients.
+_STEPS: Final = 10
+_ELEMENTS: Final = 4096
+# Bodies of `scale_loss` in which the leaves of the first one are looked at.
+_BODIES: Final = 16
+# All numbers of float16 are multiples of the first number, and so are sums of them. Numbers below the second one that
+# float32 has, or that were divided by a loss scale, mostly are not.
+_SPACING: Final = 2.0**-24
+_TINY: Final = 2.0**-14
+_ENOUGH: Final = 16
+
+
+class _Watch:
+    """What is known of optimizers that are not wrapped, and of gradients that carry a loss scale."""
+
+    def __init__(self) -> None:
+        self.users: set[int] = set()
+        self.handle: RemovableHandle | None = None
+        self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.bodies = 0
+        self.before: list[Sight] = []
+        self.leftovers = Leftovers()
+
+    def stop(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle, self.before, self.leftovers = None, [], Leftovers()
+        followed.clear()
+
+
+# The leaves that `begin_body` looks at. Empty nearly always: every step asks, and would wait for a call.
+followed: Final[list[weakref.ref[torch.Tensor]]] = []
+_watch = _Watch()
+
+
+def watch(user: object) -> None:
+    """Look at steps until `end` was called for every user."""
+    _watch.users.add(id(user))
+    if _watch.handle is None:
+        _watch.handle = register_optimizer_step_pre_hook(_check)
+
+
+def end(user: object) -> None:
+    """Look no more for this user."""
+    _watch.users.discard(id(user))
+    if not _watch.users:
+        _watch.stop()
+
+
+def note_wrapped(optimizer: torch.optim.Optimizer, wrapped: bool = True) -> None:
+    """Note whether a raw optimizer has a wrapper, whose guard looks after it; copies of it have none."""
+    if wrapped:
+        vars(optimizer)[_WRAPPED] = True
+    else:
+        vars(optimizer).pop(_WRAPPED, None)
+
+
+def other_hooks() -> bool:
+    """Return whether the process has step hooks that are not ours."""
+    return len(_global_optimizer_pre_hooks) > (_watch.handle is not None)
+
+
+# -- gradients that carry a loss scale -------------------------------------------------------------
+
+
+def follows() -> bool:
+    """Return whether a first body's leaves are wanted."""
+    return _watch.handle is not None
+
+
+def follow(leaves: Iterable[torch.Tensor]) -> None:
+    """Look at leaves of a scaled loss that no wrapped optimizer trains, in this `scale_loss` and the next ones."""
+    leaves = list(leaves)
+    followed[:] = map(weakref.ref, leaves)
+    _watch.bodies = _BODIES
+    _watch.before = look(leaves)
+
+
+def begin_body() -> None:
+    """Look at the gradients of the leaves that are followed, before a body."""
+    _watch.before = look([leaf for reference in followed if (leaf := reference()) is not None])
+
+
+def end_body(scale: Any) -> None:
+    """Note the gradients to which a body has written that had this loss scale."""
+    if _watch.before:
+        _watch.leftovers.note_foreign(_watch.before, 1.0, scale)
+        _watch.before = []
+        _watch.bodies -= 1
+        if _watch.bodies <= 0:
+            followed.clear()
+
+
+# -- the hook --------------------------------------------------------------------------------------
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise where gradients carry a loss scale; warn where they came from float16 without one."""
+    if _WRAPPED in optimizer.__dict__ or torch.compiler.is_compiling():
+        return
+    steps = _watch.steps.get(optimizer, 0)
+    if steps >= _STEPS and not _watch.leftovers.notes:
+        return
+    pairs = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    name = type(optimizer).__name__
+    if any(_watch.leftovers.factor_of(p, gradient, gradient._version, 1.0) != 1.0 for p, gradient in pairs):
+        raise RawStepError(
+            f"{name}, which wrap_optimizer was never given, was stepped on gradients of a scaled loss; they would be "
+            f"applied times the loss scale. Call opt = ampx.wrap_optimizer(opt) on it, too, and name all optimizers "
+            f"that a loss trains: ampx.scale_loss(loss, [opt, other])."
+        )
+    if not pairs or steps >= _STEPS:
+        return
+    _watch.steps[optimizer] = steps + 1
+    if _from_float16([gradient for _, gradient in pairs]):
+        _watch.steps[optimizer] = _STEPS
+        callers.warn(
+            f"{name}, which wrap_optimizer was never given, was stepped on gradients that were computed in float16 "
+            f"without a loss scale: those below {_SPACING:.1g} are zero. Call opt = ampx.wrap_optimizer(opt), and "
+            f"backward inside `with ampx.scale_loss(loss, opt) as scaled:`; or compute what it trains in float32, "
+            f"inside `with ampx.autocast(enabled=False):`.",
+            PrecisionWarning,
+        )
+
+
+def _from_float16(gradients: list[torch.Tensor]) -> bool:
+    """Return whether gradients of some matrix have the spacing of float16, which no other dtype's have by chance.
+
+    Sync: one; none while a CUDA graph is captured, of which it tells nothing.
+    """
+    votes: list[torch.Tensor] = []
+    for gradient in gradients:
+        if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if gradient.dim() < 2 or gradient.dtype is not torch.float32 or type(gradient) is not torch.Tensor:
+            continue
+        if gradient.layout is not torch.strided or not gradient.is_contiguous():
+            continue
+        values = gradient.detach().view(-1)[:_ELEMENTS]
+        tiny = (values != 0) & (values.abs() < _TINY)
+        spaced = (values / _SPACING).frac() == 0
+        votes.append((tiny.sum() >= _ENOUGH) & (spaced | ~tiny).all())
+    return bool(torch.stack([vote.to(votes[0].device) for vote in votes]).any()) if votes else False
