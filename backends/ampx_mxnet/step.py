@@ -50,6 +50,7 @@ _NOTHING_PENDING: Final = {
 }
 # In a file of states, the optimizer's attribute that holds the loss scale; plain MXNet takes it along.
 _SAVED: Final = "ampx_loss_scale"
+_living: Final[weakref.WeakSet[AmpTrainer]] = weakref.WeakSet()  # some may share parameters
 
 
 # Gluon's class comes first: a gluon trainer can then become one of these in place.
@@ -119,6 +120,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._hook = OverflowHook(self.ampx_member, weakref.WeakMethod(self._drop))
         if self.ampx_member.group.enabled:
             self._hook.watch(self.trainer)
+            _living.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "trainer" not in self.__dict__:
@@ -211,6 +213,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if not fresh:
             self._close_empty()
             return
+        self._check_divided_once()
         self._start_store()
         self._accumulation.reset()
         # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
@@ -334,6 +337,23 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._forget_pending()
         self.ampx_member.end_clear()
 
+    def _check_divided_once(self) -> None:
+        """Raise where another trainer has made true gradients that this one would divide by their scale again."""
+        if len(_living) < 2 or self.ampx_member.stage != "scaled" or self.ampx_member.factor == 1:
+            return
+        own = set(map(id, self.trainer._params))
+        for other in list(_living):
+            if other is self or other.ampx_member.stage != "unscaled":
+                continue
+            shared = [parameter for parameter in gradients.parameters(other.trainer) if id(parameter) in own]
+            if any(data._fresh_grad for parameter in shared for data in parameter._data):
+                names = ", ".join(parameter.name for parameter in shared[:5])
+                raise ProtocolError(
+                    f"another trainer holds parameters of this one ({names}), and its unscale or clip_grad_norm made "
+                    f"their gradients true, which would be divided again; accepted: after its step, which uses them "
+                    f"up. Step that trainer first."
+                )
+
     # -- true gradients ------------------------------------------------------------------------------
 
     def ampx_unscale(self) -> None:
@@ -346,6 +366,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         member.check_step()
         self._accumulation.reset()
         if gradients.any_fresh(self.trainer):
+            self._check_divided_once()
             if not self._reduced:
                 self.allreduce_grads()
             member.begin_change()
