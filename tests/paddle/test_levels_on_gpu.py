@@ -96,6 +96,40 @@ def test_products_are_low_and_norms_and_losses_are_not(level, dtype):
     assert (str(outputs.dtype)[7:], loss.dtype) == (dtype, paddle.float32)
 
 
+ONE_OPERATOR = {
+    "cross_entropy": lambda x, y: nn.functional.cross_entropy(x, y, soft_label=True),
+    "smooth_l1_loss": nn.functional.smooth_l1_loss,
+    "binary_cross_entropy_with_logits": nn.functional.binary_cross_entropy_with_logits,
+    "binary_cross_entropy": nn.functional.binary_cross_entropy,
+    "kl_div": nn.functional.kl_div,
+}
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+@pytest.mark.parametrize("name", ONE_OPERATOR)
+def test_losses_of_one_operator_are_float32_with_the_value_of_float32(name, level, dtype):
+    inputs, labels = (paddle.rand([4, 3]).astype(dtype) for _ in range(2))
+    expected = ONE_OPERATOR[name](inputs.astype("float32"), labels.astype("float32"))
+    amp = ampx.init("paddle", level=level, dtype=dtype)
+    with amp.autocast():
+        loss = ONE_OPERATOR[name](inputs, labels)
+    assert loss.dtype == paddle.float32
+    assert (loss.numpy() == expected.numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_norm_is_float32_at_o1_unless_allowed(dtype):
+    """A square of a float16 beyond 256 overflows, where Paddle's list has a name that no operator has."""
+    values = paddle.full([4], 2.0**10).astype(dtype)
+    for allow, expected in (([], "float32"), (["p_norm"], dtype)):
+        amp = ampx.init("paddle", dtype=dtype, allow=allow)
+        with amp.autocast():
+            norm = paddle.linalg.norm(values)
+        assert str(norm.dtype).removeprefix("paddle.") == expected
+        if not allow:
+            assert float(norm) == 2.0**11
+
+
 @pytest.mark.parametrize(("level", "dtype"), LEVELS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_leaves_every_bit(level, dtype, optimizer):
