@@ -16,6 +16,7 @@ from ampx.session import new_group
 
 from . import casting, guard, history, masters, oplists, replicas
 from .device_scale import VariableLedger
+from .losses import is_computed
 from .step import LedgerOptimizer
 
 # The first loss scale of Keras's LossScaleOptimizer, and of TensorFlow's function that rewrites graphs.
@@ -94,9 +95,9 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
-        """Scale a loss inside the tape, as Keras does in `fit`: `ampx.scale_loss` without its checks.
+        """Scale a loss inside the tape, as Keras does in `fit`, and users do who override `train_step`.
 
-        Gradients that are computed by hand may follow it.
+        Gradients that are computed by hand may follow, where the loss is a constant or argument.
 
         Args:
             loss: Floating scalar tensor of any dtype.
@@ -106,8 +107,9 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
 
         Raises:
             NestedScaleError: A `scale_loss` body for this optimizer is running.
+            AlreadyScaledError: The loss is scaled already.
         """
-        return self._scaled(loss)
+        return self._scaled(loss, watched=is_computed(loss))
 
     # -- stepping -------------------------------------------------------------------------------------
 

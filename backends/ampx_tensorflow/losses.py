@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 from ampx.backend import LossInfo
-from ampx.errors import LossDtypeError, ProtocolError
+from ampx.errors import AlreadyScaledError, LossDtypeError, ProtocolError
 
 from . import losses_by_id
 
@@ -103,6 +104,28 @@ def _opaque(loss: Any, scale: Any) -> Any:
         )
 
     return loss * scale, derivative
+
+
+def check_not_scaled(loss: Any, call: str) -> None:
+    """Raise for a loss that came out of `scale_loss`."""
+    if isinstance(getattr(loss, "gradient", None), ScaledGradient):
+        raise AlreadyScaledError(
+            f"{call} got a loss that is scaled already; its gradients would be scaled twice. Pass the loss that your "
+            f"loss function returned."
+        )
+
+
+def is_computed(loss: Any) -> bool:
+    """Return whether a loss may be differentiated: a tape records it, or the function that is traced computed it.
+
+    Other losses stand for gradients that are computed by hand. Outside of functions nothing says so of a loss whose
+    tape has ended.
+    """
+    if not tf.is_tensor(loss):
+        return False
+    if tf.executing_eagerly():
+        return bool(record.should_record_backprop([loss]))
+    return loss.op.type not in ("Const", "Placeholder")
 
 
 def watch_derivative(scale: Any) -> None:

@@ -19,7 +19,7 @@ from ampx.protocol import Member, refuse_values
 from . import casting, gradients, losses_by_id, masters, meter, oplists, replicas
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger, is_one
-from .losses import scale_loss, watch_backward, watch_derivative
+from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
 
 _SEVERAL_FUNCTIONS: Final = (
     "losses of several loss_ids of one step are scaled or stepped in several functions (here: {}), and only the one "
@@ -384,6 +384,7 @@ class LedgerOptimizer(WrappedOptimizer):
             loss: Floating tensor.
             watched: A step is refused where nothing differentiates the scaled loss.
         """
+        check_not_scaled(loss, "the optimizer")
         member = self.ampx_member
         if not member.group.enabled:
             return loss

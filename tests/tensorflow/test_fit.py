@@ -47,6 +47,68 @@ def test_fit_equals_plain_fit_where_only_the_scale_is_active(amp, options):
     assert (int(opt.iterations), opt.loss_scale) == (8, 2.0**18)
 
 
+class OwnStep(keras.Sequential):
+    """A user's `train_step` with the method of Keras's optimizers; `way` says what it differentiates."""
+
+    way = "scaled"
+
+    def train_step(self, data):
+        x, y = data
+        scale = self.optimizer.scale_loss
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            if self.way == "scaled twice":
+                with ampx.scale_loss(loss, self.optimizer) as loss:
+                    pass
+            scaled = loss if self.way == "scaled outside" else scale(loss)
+        if self.way == "scaled outside":
+            scale(loss)
+        gradients = tape.gradient(scaled if self.way == "scaled" else loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def own_step(opt, way, options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1, dtype="float32")]
+    model = OwnStep([keras.Input((3,)), *layers])
+    model.way = way
+    model.compile(opt, "mse", **options)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=["function", "eager"])
+def test_a_train_step_that_calls_scale_loss_of_keras_equals_plain_fit(amp, options):
+    model, plain = (
+        own_step(amp.wrap_optimizer(keras.optimizers.SGD(0.1)), "scaled", options),
+        make(keras.optimizers.SGD(0.1), **options),
+    )
+    for network in (model, plain):
+        network.fit(X, Y, batch_size=4, verbose=0, shuffle=False)
+    for a, b in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("the loss itself", {}),
+        ("the loss itself", {"run_eagerly": True}),
+        ("scaled outside", {}),
+        ("scaled twice", {}),
+        ("scaled twice", {"run_eagerly": True}),
+    ],
+)
+def test_a_train_step_that_scales_the_loss_wrongly_is_refused(amp, way, options):
+    """Without that its updates are 65,536 times too small or too large, and nothing says so."""
+    model = own_step(amp.wrap_optimizer(keras.optimizers.SGD(0.1)), way, options)
+    before = model.get_weights()
+    with pytest.raises(ampx.AlreadyScaledError if way == "scaled twice" else ampx.NotScaledError):
+        model.fit(X, Y, batch_size=4, verbose=0)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_fit_skips_overflows_and_goes_on(amp, options):
     """Two of four batches hold inf: two steps are skipped, the weights stay finite, the scale is halved twice."""
