@@ -116,7 +116,8 @@ class Automation:
             group = new_group("jax", amp.effective.loss_scale, amp.enabled)
             self.member = group.add_member()
             with jax.ensure_compile_time_eval():  # the script may compile `init`, whose trace ends
-                self.outcomes = outcomes.Outcomes(group.config, self.stepped, self.lost, self.observed)
+                config = group.config if self.scales else None  # else the scale is 1 and stays so
+                self.outcomes = outcomes.Outcomes(config, self.stepped, self.lost, self.observed)
             self.run.lines = _lines(self.run.init_call(), self.scales)
         low = sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(params) if masters.is_low(leaf)})
         if low:

@@ -60,7 +60,7 @@ class Outcomes:
         """Start with the scale that `config` gives, or none.
 
         Args:
-            config: Of the loss scale.
+            config: Of the loss scale; None where nothing reads one, so that compiled functions have no input for it.
             tell: Takes the outcomes in order.
             tell_loss: Takes the losses that were taken, each before what came of its step.
             at_once: The host looks after every call, and losses come in order with what callbacks tell.
