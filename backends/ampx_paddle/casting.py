@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import paddle
@@ -62,7 +63,7 @@ def check_plan(plan: CastPlan) -> CastPlan:
             f"deny got '*' at level={plan.level!r}, where parameters are low precision; accepted: '*' at O1. Use "
             f"level='O1', or name the operators."
         )
-    return CastPlan(plan.device, plan.dtype, plan.level, allow, (*deny, EVERYTHING_ELSE) if rest else deny)
+    return replace(plan, allow=allow, deny=(*deny, EVERYTHING_ELSE) if rest else deny)
 
 
 def _public_name(function: Any) -> str | None:
@@ -148,9 +149,7 @@ class _Rules:
     def __init__(self, plan: CastPlan) -> None:
         self._names = Names(None, named)
         self._dtypes = module_dtypes(plan)
-        self._inner = CastPlan(
-            plan.device, plan.dtype, plan.level, *map(tuple, map(_operators, (plan.allow, plan.deny)))
-        )
+        self._inner = replace(plan, allow=tuple(_operators(plan.allow)), deny=tuple(_operators(plan.deny)))
         self._thread = threading.local()
 
     def call(self, layer: Any, forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ampx.backend import CastPlan
@@ -53,7 +53,7 @@ def check_plan(plan: CastPlan) -> CastPlan:
     allow = tuple(_operator(entry, operators) for entry in plan.allow if not isinstance(entry, NativeLists))
     deny = tuple(_operator(entry, operators) for entry in plan.deny)
     _check_disjoint("allow and deny", allow, deny)
-    return CastPlan(plan.device, plan.dtype, plan.level, (*allow, *native), deny)
+    return replace(plan, allow=(*allow, *native), deny=deny)
 
 
 def _check_disjoint(which: str, first: Iterable[str], second: Iterable[str]) -> None:
