@@ -17,7 +17,6 @@ from ampx.run import Run
 
 from . import casting, debug, devices, inference, numerics, prepare, raw_steps
 from .reach import leaves_of
-from .step import owned
 from .trees import LOW
 from .wrapping import make_wrapper
 
@@ -112,8 +111,7 @@ class TorchBackend(ampx.Backend):
 
     def watch_backward(self, loss: Any, scaled: Any) -> Callable[[], bool | None]:
         if raw_steps.follows():
-            known = owned()
-            raw_steps.follow(leaf for key, leaf in leaves_of([loss])[0].items() if key not in known)
+            raw_steps.follow(leaves_of([loss])[0].values())
         loss.retain_grad()
         scaled.retain_grad()
 

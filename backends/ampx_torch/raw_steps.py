@@ -23,8 +23,8 @@ _WRAPPED: Final = "ampx_wrapped"  # on a raw optimizer
 # So many steps of an optimizer are looked at, each at so many elements of its gradients.
 _STEPS: Final = 10
 _ELEMENTS: Final = 4096
-# Bodies of `scale_loss` in which the leaves of the first one are looked at.
-_BODIES: Final = 16
+# Bodies of `scale_loss` in which leaves are looked at, once they are known.
+_BODIES: Final = 100
 # All numbers of float16 are multiples of the first number, and so are sums of them. Numbers below the second one that
 # float32 has, or that were divided by a loss scale, mostly are not.
 _SPACING: Final = 2.0**-24
@@ -52,6 +52,7 @@ class _Watch:
 
 # The leaves that `begin_body` looks at. Empty nearly always: every step asks, and would wait for a call.
 followed: Final[list[weakref.ref[torch.Tensor]]] = []
+living: Final[weakref.WeakSet[Any]] = weakref.WeakSet()  # the wrapped optimizers, some of which may share parameters
 _watch = _Watch()
 
 
@@ -91,11 +92,17 @@ def follows() -> bool:
 
 
 def follow(leaves: Iterable[torch.Tensor]) -> None:
-    """Look at leaves of a scaled loss that no wrapped optimizer trains, in this `scale_loss` and the next ones."""
-    leaves = list(leaves)
-    followed[:] = map(weakref.ref, leaves)
+    """Look at leaves that no wrapped optimizer trains, in the next bodies of `scale_loss`, and that which runs."""
+    others = _owned().union(id(reference()) for reference in followed)
+    leaves = [leaf for leaf in leaves if id(leaf) not in others]
+    followed.extend(map(weakref.ref, leaves))
     _watch.bodies = _BODIES
-    _watch.before = look(leaves)
+    _watch.before += look(leaves)
+
+
+def _owned() -> set[int]:
+    """Return the ids of the leaves that wrapped optimizers train."""
+    return {id(leaf) for optimizer in list(living) for leaf in optimizer.leaves()}
 
 
 def begin_body() -> None:
@@ -123,7 +130,9 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     steps = _watch.steps.get(optimizer, 0)
     if steps >= _STEPS and not _watch.leftovers.notes:
         return
-    pairs = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    owned = _owned()  # by an optimizer that this one is a part of
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
+    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
     name = type(optimizer).__name__
     if any(_watch.leftovers.factor_of(p, gradient, gradient._version, 1.0) != 1.0 for p, gradient in pairs):
         raise RawStepError(
@@ -134,6 +143,9 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not pairs or steps >= _STEPS:
         return
     _watch.steps[optimizer] = steps + 1
+    if steps == 0:
+        follow(parameters)
+        _watch.before = []  # no body runs
     if _from_float16([gradient for _, gradient in pairs]):
         _watch.steps[optimizer] = _STEPS
         callers.warn(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
-from weakref import WeakSet
 
 import torch
 
@@ -53,13 +52,6 @@ _NOT_COPIED: Final = frozenset(
         ),
     ]
 )
-
-_living: WeakSet[AmpOptimizer] = WeakSet()  # some may share parameters
-
-
-def owned() -> set[int]:
-    """Return the ids of the leaves that wrapped optimizers train."""
-    return {id(leaf) for optimizer in list(_living) for leaf in optimizer.leaves()}
 
 
 class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
@@ -125,7 +117,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self._guard_handle = self.optimizer.register_step_pre_hook(self._guard)
         self.ampx_member.belong_to(self)
         self.ampx_member.mixes = False
-        _living.add(self)
+        raw_steps.living.add(self)
         raw_steps.note_wrapped(self.optimizer)
 
     @property
@@ -253,9 +245,9 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     def _sharers(self) -> list[tuple[AmpOptimizer, list[torch.nn.Parameter]]]:
         """List other optimizers that take gradients of this one for scaled, and the parameters in question."""
         sharers: list[tuple[AmpOptimizer, list[torch.nn.Parameter]]] = []
-        if len(_living) < 2:
+        if len(raw_steps.living) < 2:
             return sharers
-        for other in list(_living):
+        for other in list(raw_steps.living):
             if other is not self and (other.ampx_member.stage == "scaled" or other.leftovers.notes):
                 shared = self.gradients.identities() & other.gradients.identities()
                 if shared:

@@ -86,6 +86,49 @@ def test_an_optimizer_that_is_forgotten_in_a_scaled_loss_is_refused(init, backwa
     assert all(torch.equal(*pair) for pair in zip(models[1].parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("every", [1, 5])
+def test_one_that_joins_later_is_refused_at_its_second_step(float16, backward, every):
+    models = network(), network()
+    opt, raw = (torch.optim.SGD(model.parameters(), lr=1e-12) for model in models)
+    opt = ampx.wrap_optimizer(opt, loss_scale=64.0)  # which nothing overflows at
+    for _ in range(5):
+        backward(loss_of(models[0]), opt)
+        opt.step()
+        opt.zero_grad()
+    for refused in (False, True):
+        for _ in range(every):
+            backward(loss_of(*models), opt)
+            opt.step()
+            opt.zero_grad()
+        if refused:
+            with pytest.raises(ampx.RawStepError):
+                raw.step()
+        else:
+            raw.step()
+        raw.zero_grad()
+
+
+class Holding(torch.optim.Optimizer):
+    """Leaves its step to an optimizer of its own, as Lookahead and SAM do."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {})
+        self.inner = sgd(model)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def train_with_an_optimizer_inside(model):
+    for scale in (1.0, "dynamic"):
+        opt = ampx.wrap_optimizer(Holding(model), loss_scale=scale)
+        for _ in range(3):
+            with ampx.scale_loss(loss_of(model), opt) as scaled:
+                scaled.backward()
+            opt.step()
+            opt.zero_grad()
+
+
 def train_in_float32(model):
     raw = sgd(model)
     for _ in range(3):
@@ -119,7 +162,9 @@ def train_after_clearing(model):
             opt.zero_grad()
 
 
-@pytest.mark.parametrize("train", [train_in_float32, train_with_a_scaler, train_after_clearing])
+@pytest.mark.parametrize(
+    "train", [train_in_float32, train_with_a_scaler, train_after_clearing, train_with_an_optimizer_inside]
+)
 def test_legitimate_steps_of_a_raw_optimizer_are_left_alone(float16, recwarn, train):
     model = network()
     before = model[0].weight.detach().clone()
