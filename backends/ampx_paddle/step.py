@@ -299,6 +299,15 @@ class AmpOptimizer(GenericOptimizer, DelegatingOptimizer):
         self._forget_losses()
         self.ampx_member.end_clear()
 
+    def note_rescaled(self, factor: float) -> None:
+        """Note that pending gradients were brought to another scale."""
+        self._writes.note_rescaled(factor)
+        self.ampx_member.note_scaled(factor)
+
+    def are_unknown(self) -> bool:
+        """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
+        return self.ampx_member.stage == "idle" and self._writes.are_unknown(collect(self.optimizer))
+
     def _forget_losses(self) -> None:
         self._mixer.reset()
         self.ampx_member.mixes = False

@@ -180,6 +180,15 @@ class Writes:
         _attribute()
         return not self._carried <= {1.0, UNKNOWN}
 
+    def are_unknown(self, owners: list[Any]) -> bool:
+        """Return whether a skipped step left gradients. Sync: one a gradient, where it did."""
+        _attribute()
+        return UNKNOWN in self._carried and any_nonzero(owners)
+
+    def note_rescaled(self, scale: float) -> None:
+        """Note that somebody brought the gradients, those that were left included, to this scale."""
+        self._carried = {scale} if self._carried else set()
+
     def note_mixed(self) -> None:
         """Note that another optimizer, which shares some of these gradients, divided those."""
         self._carried = {UNKNOWN}

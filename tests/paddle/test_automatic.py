@@ -454,6 +454,65 @@ def losses_of_hapi(count):
         yield float(model.train_batch([x], [paddle.ones([5, 1])])[0])
 
 
+def skipping(run, overflows, step):
+    """Step, but where a step of plain float32 stands for one that ampx skips."""
+    if run.amp is not None or not overflows:
+        step()
+
+
+@pytest.mark.parametrize("overflows_at", [None, 0, 2])
+def test_gradients_of_a_skipped_step_may_be_cleared_before_the_next_backward_of_their_optimizer(run, overflows_at):
+    """As in adversarial training: the other network's loss reaches them before."""
+
+    def train():
+        first, second = network(), paddle.nn.Linear(1, 1)
+        pair = [paddle.optimizer.Momentum(0.1, 0.5, parameters=net.parameters()) for net in (first, second)]
+        for position, inputs in enumerate(batches(5)):
+            overflows = position == overflows_at
+            outputs = first(inputs)
+            loss = second(outputs.detach()).square().mean()
+            pair[1].clear_grad()
+            (loss * float("inf") if overflows else loss).backward()
+            skipping(run, overflows, pair[1].step)
+            pair[0].clear_grad()
+            second(outputs).mean().backward()
+            pair[0].step()
+        return weights(first), weights(second)
+
+    plain, automated = both_ways(run, train)
+    assert automated == plain
+
+
+def test_gradients_that_are_left_stay_true_while_the_scale_of_another_optimizer_moves(run):
+    def train():
+        first, second = network(), network()
+        pair = [paddle.optimizer.SGD(0.1, parameters=net.parameters()) for net in (first, second)]
+        first(next(batches(1))).mean().backward()
+        pair[0].step()  # its gradients are left, and cleared by nobody
+        for position, inputs in enumerate(batches(6)):
+            loss = second(inputs).square().mean()
+            (loss * float("inf") if position in (1, 2) else loss).backward()
+            skipping(run, position in (1, 2), pair[1].step)
+            pair[1].clear_grad()
+        return weights(first), weights(second), [parameter.grad.tolist() for parameter in first.parameters()]
+
+    plain, automated = both_ways(run, train)
+    assert automated == plain
+
+
+def test_gradients_of_a_skipped_step_that_are_stepped_with_uncleared_are_refused(scaling):
+    first, second = network(), paddle.nn.Linear(1, 1)
+    pair = [paddle.optimizer.SGD(0.1, parameters=net.parameters()) for net in (first, second)]
+    (inputs,) = batches(1)
+    (second(first(inputs).detach()).mean() * float("inf")).backward()
+    pair[1].step()
+    before = weights(second)
+    second(first(inputs)).mean().backward()
+    with pytest.raises(ampx.RunRefusedError, match="clear_grad"):
+        pair[1].step()
+    assert weights(second) == before
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

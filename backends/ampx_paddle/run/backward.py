@@ -54,12 +54,14 @@ def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> No
         if not manager.scales:
             true(losses)
         else:
-            factor = _bring_together(manager, optimizers)
+            # Of an optimizer whose step was skipped the script may clear the gradients later, before its own backward.
+            known = [managed for managed in optimizers if not managed.wrapped.are_unknown()] or optimizers
+            factor = _bring_together(manager, known)
             manager.multiplied = True
-            with _entered(manager, optimizers, factor), casting.off():
+            with _entered(manager, known, factor), casting.off():
                 scaled = [scale_loss(loss, factor) for loss in listed]
                 true(scaled if several else scaled[0])
-            for managed in optimizers:
+            for managed in known:
                 if collect(managed.raw):
                     managed.wrapped.ampx_member.note_scaled(factor)
         for managed in optimizers:

@@ -194,6 +194,8 @@ class PaddleManager(Manager[PaddleManaged]):
                 gradient.scale_(factor / carried)
         if member.stage == "unscaled":
             managed.wrapped.drop_pending()
+        elif carried != factor:
+            managed.wrapped.note_rescaled(factor)
 
 
 @contextmanager
