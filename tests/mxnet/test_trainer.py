@@ -644,12 +644,12 @@ def test_a_gradient_that_another_trainer_made_true_is_not_divided_again(amp, wei
     """It is refused; after that trainer's step the gradient is used up, as in plain MXNet."""
     own, others, shared = (weights(0.0, name=name, grad_req=grad_req) for name in "abs")
     raws = [gluon.Trainer(pair, "sgd", {"learning_rate": 1.0}) for pair in ([own, shared], [shared, others])]
-    one, another = (amp.wrap_optimizer(raw) for raw in raws)
-    backward(lambda: own.data() * 1 + others.data() * 2 + shared.data() * 4, [one, another])
-    ampx.unscale(one) if first == "unscale" else ampx.clip_grad_norm(one, 100.0)
+    first_trainer, another = (amp.wrap_optimizer(raw) for raw in raws)
+    backward(lambda: own.data() * 1 + others.data() * 2 + shared.data() * 4, [first_trainer, another])
+    ampx.unscale(first_trainer) if first == "unscale" else ampx.clip_grad_norm(first_trainer, 100.0)
     with pytest.raises(ampx.ProtocolError, match="another trainer holds parameters of this one"):
         another.step(1) if then == "step" else ampx.unscale(another)
     assert [parameter.data().asscalar() for parameter in (own, others, shared)] == [0.0, 0.0, 0.0]
-    one.step(1)
+    first_trainer.step(1)
     another.step(1, ignore_stale_grad=True)
     assert [parameter.data().asscalar() for parameter in (own, others, shared)] == [-1.0, -2.0, -4.0]

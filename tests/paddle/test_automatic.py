@@ -513,6 +513,26 @@ def test_gradients_of_a_skipped_step_that_are_stepped_with_uncleared_are_refused
     assert weights(second) == before
 
 
+def test_the_script_reads_numbers_of_bfloat16_and_files_keep_it(run, tmp_path):
+    """Plain Paddle hands NumPy the bits, as integers."""
+    low = paddle.to_tensor([[1.5, -2.0]]).astype("bfloat16")
+    low.stop_gradient = False
+    assert low.numpy().dtype == np.uint16
+    with automate(run):
+        for numbers in (
+            low.numpy(),
+            np.asarray(low),
+            np.array(low, "float64"),
+            low.tolist(),
+            (low * 1).detach().numpy(),
+        ):
+            assert np.array(numbers).tolist() == [[1.5, -2.0]]
+        paddle.save({"low": low}, str(tmp_path / "file"))
+        loaded = paddle.load(str(tmp_path / "file"))["low"]
+        assert (loaded.dtype, loaded.tolist()) == (paddle.bfloat16, [[1.5, -2.0]])
+    assert low.numpy().dtype == np.uint16
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 

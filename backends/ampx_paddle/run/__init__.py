@@ -5,6 +5,7 @@ The script is not ours to edit: Paddle is patched, and every patch ends with the
 - `manager`: the constructors of optimizers, so that every optimizer of the script gets a loss scale;
 - `backward`: the two functions that run backward, so that the loss is scaled;
 - `gradients`: `Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
+- `numbers`: the ways from a tensor to NumPy, so that the script reads numbers of bfloat16 and no bits;
 - `native`: Paddle's own `auto_cast`, `GradScaler` and `decorate`, which are refused;
 - `static`: programs of static graphs, which are cast and scaled by `minimize`; and `import paddle.fluid`.
 """
@@ -20,6 +21,7 @@ from .backward import backward_scaled
 from .gradients import gradients_true
 from .manager import PaddleManager, optimizers_managed
 from .native import native_refused
+from .numbers import numbers_read
 from .static import programs_watched
 
 
@@ -27,6 +29,6 @@ from .static import programs_watched
 def automate(run: Run) -> Iterator[None]:
     """Patch Paddle for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
-    patches = (optimizers_managed, backward_scaled, gradients_true, native_refused, programs_watched)
+    patches = (optimizers_managed, backward_scaled, gradients_true, numbers_read, native_refused, programs_watched)
     with PaddleManager(run).region(*patches):
         yield

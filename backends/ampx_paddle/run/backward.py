@@ -55,13 +55,13 @@ def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> No
             true(losses)
         else:
             # Of an optimizer whose step was skipped the script may clear the gradients later, before its own backward.
-            known = [managed for managed in optimizers if not managed.wrapped.are_unknown()] or optimizers
-            factor = _bring_together(manager, known)
+            ready = [managed for managed in optimizers if not managed.wrapped.are_unknown()] or optimizers
+            factor = _bring_together(manager, ready)
             manager.multiplied = True
-            with _entered(manager, known, factor), casting.off():
+            with _entered(manager, ready, factor), casting.off():
                 scaled = [scale_loss(loss, factor) for loss in listed]
                 true(scaled if several else scaled[0])
-            for managed in known:
+            for managed in ready:
                 if collect(managed.raw):
                     managed.wrapped.ampx_member.note_scaled(factor)
         for managed in optimizers:
