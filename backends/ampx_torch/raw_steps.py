@@ -132,7 +132,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     owned = _owned()  # by an optimizer that this one is a part of
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
-    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+    # Tensors of inference mode, which no backward makes, do not count how often they are written.
+    pairs = [(p, p.grad) for p in parameters if p.grad is not None and not p.grad.is_inference()]
     name = type(optimizer).__name__
     if any(_watch.leftovers.factor_of(p, gradient, gradient._version, 1.0) != 1.0 for p, gradient in pairs):
         raise RawStepError(

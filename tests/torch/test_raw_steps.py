@@ -129,6 +129,14 @@ def train_with_an_optimizer_inside(model):
             opt.zero_grad()
 
 
+def train_on_gradients_of_inference_mode(model):
+    with torch.inference_mode():
+        gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    sgd(model).step()
+
+
 def train_in_float32(model):
     raw = sgd(model)
     for _ in range(3):
@@ -163,7 +171,14 @@ def train_after_clearing(model):
 
 
 @pytest.mark.parametrize(
-    "train", [train_in_float32, train_with_a_scaler, train_after_clearing, train_with_an_optimizer_inside]
+    "train",
+    [
+        train_in_float32,
+        train_with_a_scaler,
+        train_after_clearing,
+        train_with_an_optimizer_inside,
+        train_on_gradients_of_inference_mode,
+    ],
 )
 def test_legitimate_steps_of_a_raw_optimizer_are_left_alone(float16, recwarn, train):
     model = network()
