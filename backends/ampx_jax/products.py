@@ -72,6 +72,8 @@ def _multiply_on_cpu(left: Any, right: Any, *, dtype: Any, result: Any, **params
     factors = to_dtype(left, dtype), to_dtype(right, dtype)
     if not in_order or (left.ndim - shared == 1 and right.ndim - shared > 1):
         factors = to_dtype(factors[0], jnp.float32), to_dtype(factors[1], jnp.float32)
+    else:  # or the compiler takes a transpose that makes the left factor into the product, which then fails so
+        factors = jax.lax.optimization_barrier(factors[0]), factors[1]
     return to_dtype(_DOT.bind(*factors, **params, preferred_element_type=jnp.dtype(jnp.float32)), result)
 
 

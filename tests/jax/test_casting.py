@@ -125,6 +125,23 @@ def test_bfloat16_products_of_every_layout_run_on_a_cpu(shapes):
     np.testing.assert_array_equal(jax.jit(ampx_jax.autocast(multiply))(left, right), exact)
 
 
+def test_a_transpose_that_makes_the_left_factor_is_no_part_of_a_bfloat16_product_on_a_cpu():
+    """XLA's CPU compiler takes it into the product otherwise, and what comes out fails when it runs."""
+    start()
+    random = np.random.default_rng(0)
+    # Small integers: all of this is exact in bfloat16, and the sums in float32.
+    first, last, inputs, targets = (
+        jnp.asarray(random.integers(-2, 3, size=shape), jnp.float32) for shape in ((32, 8), (1, 32), (64, 8), (64, 1))
+    )
+
+    def loss(first, last):
+        return jnp.sum(jax.vmap(lambda values: last @ jax.nn.relu(first @ values))(inputs) * targets)
+
+    gradients = jax.jit(jax.grad(ampx_jax.autocast(loss), (0, 1)))(first, last)
+    for gradient, exact in zip(gradients, jax.grad(loss, (0, 1))(first, last), strict=True):
+        np.testing.assert_array_equal(gradient, exact)
+
+
 def squares(f):
     return lambda *args: jnp.sum(f(*args) ** 2)
 
