@@ -506,6 +506,9 @@ class Training(RuleBasedStateMachine):
             reference.extra, trainee.doubtful = left, False
         elif self.values:
             reference.forget()
+        elif len(reference.carried) > 1:  # a wrapper that is not told takes it that each loss had its gradients
+            self.harness.zero_grad(trainee.bench.opt)
+            reference.forget()
         else:
             reference.drop([None, None])  # nobody told the wrapper
 
