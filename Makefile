@@ -1,7 +1,7 @@
 # Everything is set up on first use: tox in .venv-tox, one environment per task in .tox.
 PYTHON ?= python3
 # Those that take longest first.
-FRAMEWORK ?= torch,tensorflow,jax,paddle,core,mxnet,example
+FRAMEWORK ?= torch,tensorflow,jax,paddle,mxnet,core,example
 # Environments of `make test-all` alone.
 NIGHTLY ?= compiled-for-cuda,docs-test,trainers,watch
 VERSIONS ?= jax-lowest,paddle-lowest,tensorflow-lowest,torch-lowest,torch-newest
