@@ -306,6 +306,20 @@ def test_a_dtype_that_was_faster_by_chance_is_said_to_be_within_the_spread():
     assert "1.50 times the speed of float32 here, which is not beyond the spread (0.50 to 2.00)" in reason
 
 
+def test_rounds_that_differ_too_much_to_decide_are_followed_by_more(monkeypatch):
+    rounds = []
+
+    def measured(clocks, repeats):
+        rounds.append(repeats)
+        noisy = len(rounds) == 1  # the first rounds have float32 behind in half of them
+        seconds = [1.5, 1.5, 0.9, 0.9] if noisy else [1.5] * repeats
+        return {name: [1.0] * len(seconds) if name != "float32" else seconds for name in clocks}
+
+    monkeypatch.setattr(tuning, "measured", measured)
+    policy = ampx.tune(step, layers(2, ()), framework="toy", dtype="bfloat16", repeats=4)
+    assert (rounds, policy.dtype, policy.speed) == ([4, 12], "bfloat16", 1.5)
+
+
 def test_the_module_that_adds_most_to_the_error_is_asked_first_and_blocks_come_last():
     def error(name, value):
         return ModuleError(name, "Dense", "forward", 0, "float16", value, 0.1)
