@@ -682,11 +682,12 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
             f"between 0 and {form.smallest:.2g}"
         )
         result.append(Risk("constant", constants, text))
-    losses = _modules(
-        entry
-        for entry in low.readings
-        if entry.direction == "forward" and entry.dtype == dtype and family(entry.operation) == "loss"
-    )
+    low_forward = [
+        (position, entry)
+        for position, entry in enumerate(low.readings)
+        if entry.direction == "forward" and entry.dtype == dtype
+    ]
+    losses = _modules(entry for _, entry in low_forward if family(entry.operation) == "loss")
     if losses:
         text = f"a loss is computed in {dtype} in {_listed(losses)}: small differences are lost"
         result.append(Risk("loss", losses, text))
@@ -694,10 +695,10 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
     exact = {_key(entry): entry for entry in reference.readings}
     norms = _modules(
         entry
-        for position, entry in enumerate(low.readings)
-        if entry.direction == "forward" and entry.dtype == dtype and family(entry.operation) == "norm"
+        for position, entry in low_forward
+        if family(entry.operation) == "norm"
         # An operation may return statistics, too; the module that ends with it has what is normalized alone.
-        if max(_error(value, exact.get(_key(value))) for value in (entry, *_module_ended(low.readings, position)))
+        and max(_error(value, exact.get(_key(value))) for value in (entry, *_module_ended(low.readings, position)))
         > bound(dtype, position)
     )
     if norms:
