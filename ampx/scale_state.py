@@ -123,6 +123,11 @@ class LossScaleState:
     consecutive_skips: Scalar
 
 
+def is_one(config: LossScale) -> bool:
+    """Return whether a loss scale is 1 for ever, so that there is nothing to multiply or divide."""
+    return not config.dynamic and config.init_scale == 1.0
+
+
 def _choose(condition: Scalar, if_true: Scalar, if_false: Scalar) -> Scalar:
     return if_true if condition else if_false
 

@@ -43,7 +43,7 @@ from .plugins import default_registry
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
-from .scale_state import LossScale
+from .scale_state import LossScale, is_one
 from .scaling import LossT, ScaleLoss
 
 if TYPE_CHECKING:
@@ -749,8 +749,7 @@ def init(
     scale = scale or _default_scale(chosen if casts else None, found_level)
     plan = None
     if casts and chosen is not None:
-        scales = scale.dynamic or scale.init_scale != 1.0
-        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied, scales))
+        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied, not is_one(scale)))
     elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
         assumed: OptLevel = "O1" if found_level.name == "O0" else found_level.name
         backend.check_plan(CastPlan(target.name, "float16", assumed, allowed, denied))

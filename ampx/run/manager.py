@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, Generic, TypeVar, cast
 
 from ampx.errors import AmpxError
+from ampx.scale_state import is_one
 
 from .recorder import Recorder
 from .run import Run
@@ -107,7 +108,7 @@ class Manager(Generic[SomeManaged]):
     def scales(self) -> bool:
         """Whether losses are multiplied at all: with bfloat16 they are not, unless asked."""
         amp = self.run.amp
-        return amp is not None and (amp.effective.loss_scale.dynamic or amp.effective.loss_scale.init_scale != 1.0)
+        return amp is not None and not is_one(amp.effective.loss_scale)
 
     # -- optimizers --------------------------------------------------------------------------------
 

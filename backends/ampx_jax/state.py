@@ -16,7 +16,7 @@ import optax
 import ampx
 from ampx.numerics.meter import Meter, report
 from ampx.protocol import Handle, ScaleGroup, Standing, refuse_values
-from ampx.scale_state import LossScale, LossScaleState
+from ampx.scale_state import LossScale, LossScaleState, is_one
 from ampx.session import new_group
 
 from . import meter
@@ -55,7 +55,7 @@ class Settings:
 
     def is_scaled(self) -> bool:
         """Return whether losses are multiplied by something else than 1."""
-        return self.enabled and (self.config.dynamic or self.config.init_scale != 1.0)
+        return self.enabled and not is_one(self.config)
 
     def naming(self, parameters: Any) -> Settings:
         """Return these with the names, elements and dtypes of a tree of parameters."""

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ampx.errors import AmpxWarning
 from ampx.events import StepResult
 from ampx.protocol import Ledger, Member, Outcome, ScaleGroup
-from ampx.scale_state import LossScale, LossScaleState, next_state, round_to_float32
+from ampx.scale_state import LossScale, LossScaleState, is_one, next_state, round_to_float32
 
 from . import history, losses_by_id, retracing
 from .contexts import Contexts, on_host
@@ -292,11 +292,6 @@ class VariableLedger(Ledger):
             next_scale, skips = tf.unstack(tf.convert_to_tensor(self.by_loss.latest))
             skips = tf.cast(skips, tf.int64)
         return StepResult(finite > 0, finite > 0, scale, next_scale, skips, norm if measured else None)
-
-
-def is_one(config: LossScale) -> bool:
-    """Return whether a loss scale is 1 for ever, so that there is nothing to multiply or divide."""
-    return not config.dynamic and config.init_scale == 1.0
 
 
 class _Configurations:

@@ -15,10 +15,11 @@ from ampx.numerics.host_meter import HostMeter
 from ampx.numerics.meter import Meter
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import Member, refuse_values
+from ampx.scale_state import is_one
 
 from . import casting, gradients, losses_by_id, masters, meter, oplists, replicas
 from .contexts import on_host
-from .device_scale import Slots, VariableLedger, is_one
+from .device_scale import Slots, VariableLedger
 from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
 
 _SEVERAL_FUNCTIONS: Final = (

@@ -18,6 +18,7 @@ from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, HostLedger, Member
 from ampx.saved_state import refuse_session_state
+from ampx.scale_state import is_one
 
 from . import casting, folded_step, fused, raw_steps
 from .closures import evaluates_once, step_with_closure
@@ -129,8 +130,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
     @property
     def _scales(self) -> bool:
         """Whether a loss scale may be other than 1."""
-        config = self.ampx_member.group.config
-        return self.ampx_enabled and (config.dynamic or config.init_scale != 1.0)
+        return self.ampx_enabled and not is_one(self.ampx_member.group.config)
 
     # -- the step ------------------------------------------------------------------------------------
 

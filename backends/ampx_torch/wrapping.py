@@ -12,6 +12,7 @@ from ampx.backend import reject_unknown
 from ampx.errors import InvalidOptionError, PrecisionWarning
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, Member
+from ampx.scale_state import is_one
 
 from . import casting, fused as fusing, raw_steps
 from .device_scale import DeviceLedger, TensorLedger
@@ -46,7 +47,7 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
                 )
             group.ledger = HOST_LEDGER
     session = options.get("session")
-    if group.enabled and session is not None and (group.config.dynamic or group.config.init_scale != 1.0):
+    if group.enabled and session is not None and not is_one(group.config):
         raw_steps.watch(session)
         session.at_shutdown(lambda: raw_steps.end(session))
     return AmpOptimizer(optimizer, member, options)

@@ -32,6 +32,7 @@ from ampx.events import ScaleChanged, StepSkipped
 from ampx.numerics.trial import COMPILED
 from ampx.protocol import Member, ScaleGroup
 from ampx.run import Run
+from ampx.scale_state import is_one
 from ampx.session import Amp, new_group
 from ampx_jax import casting, devices, interpreter, masters, modules, numerics, optimizer, state as states
 from ampx_jax.taps import is_floating
@@ -105,7 +106,7 @@ class Automation:
     def scales(self) -> bool:
         """Whether losses are scaled by anything but one."""
         config = None if self.member is None else self.member.group.config
-        return config is not None and (config.dynamic or config.init_scale != 1.0)
+        return config is not None and not is_one(config)
 
     def begin(self, kind: str, params: Any) -> None:
         """Start the session with the script's first optimizer, and note this one."""

@@ -11,9 +11,9 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
+from ampx.scale_state import is_one
 from ampx_tensorflow import gradients
 from ampx_tensorflow.contexts import on_host
-from ampx_tensorflow.device_scale import is_one
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
 
