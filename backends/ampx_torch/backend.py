@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 import ampx
-from ampx.backend import LossInfo
+from ampx.backend import CastPlan, LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
@@ -54,8 +54,6 @@ class TorchBackend(ampx.Backend):
     device = staticmethod(devices.describe)
     autocast = staticmethod(casting.region)
     check_plan = staticmethod(casting.check_plan)
-    activate = staticmethod(casting.activate)
-    deactivate = staticmethod(casting.deactivate)
     enter_thread = staticmethod(casting.enter_thread)
     cast = staticmethod(casting.cast)
     widest = staticmethod(casting.widest)
@@ -69,6 +67,15 @@ class TorchBackend(ampx.Backend):
     clock = numerics.clock
     convert = inference.convert
     infer = staticmethod(inference.infer)
+
+    def activate(self, plan: CastPlan) -> None:
+        casting.activate(plan)
+        if plan.scales and plan.dtype == "float16":
+            raw_steps.watch(plan)
+
+    def deactivate(self, plan: CastPlan) -> None:
+        casting.deactivate(plan)
+        raw_steps.end(plan)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)

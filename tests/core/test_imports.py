@@ -2,7 +2,7 @@
 
 import ast
 import graphlib
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +15,8 @@ import ampx
 ROOT = Path(ampx.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "mxnet", "paddle", "jax", "jaxlib", "numpy", "cupy"}
 CORE = sorted(ROOT.glob("*.py"))
+CHECKOUT = Path(__file__).parents[2]
+PACKAGES = [CHECKOUT / "ampx", *sorted((CHECKOUT / "backends").glob("ampx_*"))]
 
 
 def run(program):
@@ -92,6 +94,61 @@ def test_a_cycle_through_type_imports_would_be_found(tmp_path):
     assert [imports(tmp_path / f"{name}.py") for name in "ab"] == [[".b"], [".a"]]
 
 
+def at_import(body):
+    """List the import statements that run when a module is imported."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from at_import(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from at_import(list(ast.iter_child_nodes(node)))
+
+
+def with_parents(module):
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def import_graph(package):
+    """Return which modules of a package each one imports, with the packages that they bring, when it is the first."""
+    paths = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        paths[".".join(parts).removesuffix(".__init__")] = path
+    graph = {}
+    for module, path in paths.items():
+        home = module if path.stem == "__init__" else module.rpartition(".")[0]
+        names = []
+        for node in at_import(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                names.extend(alias.name for alias in node.names)
+            else:
+                origin = importlib.util.resolve_name("." * node.level + (node.module or ""), home)
+                names.extend(f"{origin}.{alias.name}" for alias in node.names)
+        needed = {parent for name in names for parent in with_parents(name)} & set(paths)
+        graph[module] = needed - set(with_parents(module))  # those are imported already
+    return graph
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_every_module_can_be_the_first_that_is_imported(package):
+    graph = import_graph(package)
+    assert len(graph) > 20
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the cycle
+
+
+def test_a_cycle_by_way_of_a_package_would_be_found(tmp_path):
+    for name, text in {"__init__": "", "a": "from .sub.leaf import x", "sub/__init__": "from .. import a"}.items():
+        path = tmp_path / "package" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (path.parent / "leaf.py").write_text("x = 1")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(import_graph(tmp_path / "package")).prepare()
+
+
 def test_core_knows_none_of_its_sub_packages():
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert {"cli", "testing"} <= packages
@@ -132,10 +189,8 @@ def test_no_name_of_a_module_is_bound_twice(path):
 
 
 def test_every_package_says_that_it_is_typed():
-    checkout = Path(__file__).parents[2]
-    packages = [checkout / "ampx", *sorted((checkout / "backends").glob("ampx_*"))]
-    assert len(packages) == 6
-    assert [package.name for package in packages if not (package / "py.typed").is_file()] == []
+    assert len(PACKAGES) == 6
+    assert [package.name for package in PACKAGES if not (package / "py.typed").is_file()] == []
 
 
 def reaches_for_the_sessions(source):

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.policy import Dtype
-from ampx_torch import raw_steps, trees
+from ampx_torch import trees
 from ampx_torch.trees import DTYPES, LOW
 
 from . import compiled, module_rules, oplists, rules
@@ -70,8 +70,6 @@ def check_resolved(plan: CastPlan | None) -> None:
 def activate(plan: CastPlan) -> None:
     """Switch autocast on for the calling thread and put the rules in force for the process."""
     rules.install(plan)
-    if plan.scales and plan.dtype == "float16":
-        raw_steps.watch(plan)
     enter_thread(plan)
 
 
@@ -82,7 +80,6 @@ def deactivate(plan: CastPlan) -> None:
     another.
     """
     rules.uninstall(plan, last=True)
-    raw_steps.end(plan)
     before, _thread.before = _thread.before, None
     _thread.switched += 1
     if before is not None:
