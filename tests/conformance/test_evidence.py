@@ -238,6 +238,22 @@ def test_regenerating_some_tests_keeps_what_the_others_showed(project, arguments
     assert project.on_file() == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "chosen"), [(("test_a.py",), lambda test: True), ((), lambda test: "elsewhere" not in test)]
+)
+def test_regenerating_some_tests_keeps_what_was_refused_to_the_others(project, arguments, chosen):
+    refused = ("ampx.refused", ["mine", "gpu/bfloat16/O1", "no."])
+    project.replace({**TESTS, "test_b.py::test_elsewhere": [refused, STATE]})
+    project.run(regenerate=True)
+    before = project.on_file()
+    assert set(before["refused"]) == {"cpu/float16/O3", "gpu/bfloat16/O1"}
+    assert project.run(*arguments, regenerate=True, chosen=chosen) == (pytest.ExitCode.OK, [])
+    assert project.on_file() == before
+    project.replace({**TESTS, "test_b.py::test_elsewhere": [STATE]})
+    project.run(regenerate=True)
+    assert set(project.on_file()["refused"]) == {"cpu/float16/O3"}
+
+
 def test_regenerating_one_file_keeps_what_others_showed(project):
     project.replace({**TESTS, "test_b.py::test_scale": [SCALING], "test_b.py::test_state": [STATE]})
     assert project.run("test_b.py", regenerate=True) == (pytest.ExitCode.OK, [])
