@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from .backend import Backend, CastPlan
+from .errors import InvalidOptionError, shown
 from .policy import Dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -55,7 +57,12 @@ class Region:
         region.__exit__(kind, error, trace)
 
     def __call__(self, function: Function) -> Function:
-        """Return the function, run inside the region."""
+        """Return the function, run inside the region.
+
+        Raises:
+            InvalidOptionError: Its body would run later.
+        """
+        _check_runs_at_once(function)
         make = self._make
 
         @functools.wraps(function)
@@ -73,7 +80,11 @@ def annotate(function: Function, kind: Kind, find: Callable[..., Casting | None]
         function: What to annotate.
         kind: `"float"`: float32. `"half"`: the compute dtype. `"promote"`: the widest among the arguments.
         find: Returns backend and plan for the arguments of a call, or None: then the function runs as it is.
+
+    Raises:
+        InvalidOptionError: Its body would run later.
     """
+    _check_runs_at_once(function)
 
     @functools.wraps(function)
     def annotated(*args: Any, **kwargs: Any) -> Any:
@@ -88,3 +99,14 @@ def annotate(function: Function, kind: Kind, find: Callable[..., Casting | None]
             return function(*backend.cast(args, dtype), **backend.cast(kwargs, dtype))
 
     return annotated  # type: ignore[return-value]
+
+
+def _check_runs_at_once(function: Callable[..., Any]) -> None:
+    """Raise for a function whose call returns before its body runs: the region would have ended by then."""
+    deferred = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    if any(runs_later(function) for runs_later in deferred):
+        raise InvalidOptionError(
+            f"a decorator of ampx got {shown(function)}, a generator or a coroutine, whose body runs when the "
+            f"region has ended; accepted: functions that compute what they return. Write `with ampx.autocast(…):` in "
+            f"its body, around what computes, or decorate a function that it calls."
+        )

@@ -9,11 +9,18 @@ import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from . import callers
 from .backend import Backend, CastPlan, GenericBackend, Unscaled, leaves
-from .errors import AmpxError, InvalidOptionError, NoGradientsWarning, NotWrappedError, ProtocolError
+from .errors import (
+    AlreadyWrappedError,
+    AmpxError,
+    InvalidOptionError,
+    NoGradientsWarning,
+    NotWrappedError,
+    ProtocolError,
+)
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
 from .scale_state import Scalar
@@ -66,6 +73,13 @@ class WrappedOptimizer(Handle):
     def ampx_culprits(self) -> tuple[str, ...]:
         """Return the names of the parameters whose gradients are not finite, for `ScaleCollapsed`; () for unknown."""
         return ()
+
+    def __copy__(self) -> NoReturn:
+        """Refuse: two wrappers would divide the gradients of one raw optimizer, each by itself."""
+        raise AlreadyWrappedError(
+            "copy.copy got a wrapped optimizer; the copy would wrap the same raw optimizer a second time. Use the "
+            "object itself, or copy.deepcopy of it together with its model: copy.deepcopy((model, opt))."
+        )
 
     def ampx_is_frozen(self) -> bool:
         """Return whether no parameter asks for gradients, so that a step without any is meant; False for unknown."""
@@ -389,6 +403,11 @@ def _is_empty(grads: Any) -> bool:
 def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
     """Return the wrapped optimizers of one argument."""
     optimizers = list(opt) if isinstance(opt, (list, tuple)) else [opt]
+    if not optimizers:
+        raise InvalidOptionError(
+            f"{call} got an empty list of optimizers; accepted: a wrapped optimizer, or several different ones. Pass "
+            f"those that the call is for."
+        )
     for optimizer in optimizers:
         if not isinstance(optimizer, WrappedOptimizer):
             raise NotWrappedError(

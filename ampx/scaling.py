@@ -321,7 +321,7 @@ def _mark(scaled: dict[int, Callable[[], Any]], loss: Loss, held: list[_Held]) -
         reference = weakref.ref(held[-1])
         scaled[id(loss)] = lambda: getattr(reference(), "loss", None)
     if len(scaled) > _REMEMBERED:
-        # Sweeping now and then costs less than a callback for every loss.
-        for key in [key for key, reference in scaled.items() if reference() is None]:
-            del scaled[key]
+        # Sweeping now and then costs less than a callback for every loss. Another thread may add losses, or sweep too.
+        for key in [key for key, reference in list(scaled.items()) if reference() is None]:
+            scaled.pop(key, None)
     return loss

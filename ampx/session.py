@@ -240,11 +240,10 @@ class Amp:
         if state is not None:
             return ScaleLoss(self, loss, (), loss_id, state.loss_scale if state.ampx_enabled else None)
         optimizers = wrapped_optimizers(opt, "scale_loss")
-        if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
-            passed = "one of them twice" if optimizers else "an empty list"
+        if len(set(map(id, optimizers))) < len(optimizers):
             raise InvalidOptionError(
-                f"scale_loss got {len(optimizers)} optimizers, {passed}; accepted: one or several different ones. "
-                f"Pass those whose gradients this backward makes."
+                f"scale_loss got {len(optimizers)} optimizers, one of them twice; accepted: one or several different "
+                f"ones. Pass those whose gradients this backward makes."
             )
         return ScaleLoss(self, loss, optimizers, loss_id)
 
@@ -295,7 +294,7 @@ class Amp:
                 values: a function that gives the present state, or a list of such.
 
         Raises:
-            InvalidOptionError: The object has none of these methods.
+            InvalidOptionError: The object has none of these methods, or the list is empty.
             NotWrappedError: `opt` is not a wrapped optimizer, or is a state and not a function that gives it.
 
         Sync: one per step where the scale lives on the device, else none.
@@ -305,7 +304,7 @@ class Amp:
 
     def _follow(self, opt: Any) -> Callable[[], StepResult | None]:
         """Return what returns the last step of a wrapped optimizer, or of the state that a function gives."""
-        if isroutine(opt) or isinstance(opt, partial):
+        if gives_state(opt):
             return lambda: self.last_step(opt())
         if isinstance(opt, WrappedOptimizer):
             return lambda: opt.last_step
@@ -1076,6 +1075,11 @@ def new_group(framework: str, config: LossScale, enabled: bool = True) -> ScaleG
     return group
 
 
+def gives_state(opt: Any) -> bool:
+    """Return whether this is a function that gives the present state of an optimizer, as `gate` takes it."""
+    return isroutine(opt) or isinstance(opt, partial)
+
+
 _VERBS: Final = ("step", "update", "update_parameters")
 
 
@@ -1086,20 +1090,32 @@ class Gate:
         """Remember whom to ask; the scheduler is not touched.
 
         Raises:
-            InvalidOptionError: There is nothing to wait with.
+            InvalidOptionError: There is nothing to wait with, or nobody to wait for.
         """
         if not any(hasattr(scheduler, verb) for verb in _VERBS):
             raise InvalidOptionError(
                 f"gate got {type(scheduler).__name__}, which has none of {', '.join(_VERBS)}; accepted: a scheduler, "
                 f"an average of weights, or another object with one of these methods. Pass the object itself."
             )
-        self.scheduler = scheduler
+        if not last_steps:
+            raise InvalidOptionError(
+                "gate got an empty list of optimizers, so that the scheduler would wait for nobody; accepted: a "
+                "wrapped optimizer, or a list of some. Pass those that it is to wait for."
+            )
         self._last_steps = tuple(last_steps)
+        self.scheduler = scheduler
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "scheduler" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the scheduler what is its own (`gate.base_lrs = […]`), where setting it here would change nothing."""
+        if "scheduler" not in self.__dict__ or hasattr(type(self), name) or not hasattr(self.scheduler, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.scheduler, name, value)
 
     def step(self, *args: Any, **kwargs: Any) -> bool:
         """Step the scheduler if every optimizer's last step was applied.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from ampx.errors import AlreadyWrappedError, LowPrecisionParametersError, ProtocolError, RawStepError
+from ampx.errors import LowPrecisionParametersError, ProtocolError, RawStepError
 from ampx.events import UNCHECKED
 from ampx.optimizer import WrappedOptimizer
 from ampx.protocol import HOST_LEDGER, HostLedger, Member
@@ -710,13 +710,6 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def __repr__(self) -> str:
         return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"
-
-    def __copy__(self) -> NoReturn:
-        """Refuse: two wrappers would divide the gradients of one raw optimizer, each by itself."""
-        raise AlreadyWrappedError(
-            "copy.copy got a wrapped optimizer; the copy would wrap the same raw optimizer a second time. Use the "
-            "object itself, or copy.deepcopy of it together with its model: copy.deepcopy((model, opt))."
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what `_attach` makes, and a scheduler's patch of `step`."""

@@ -171,6 +171,31 @@ def test_the_gate_opens_only_after_applied_steps(trainer):
         _ = gate.no_such_thing
 
 
+def test_what_is_set_on_a_gate_is_the_scheduler_s(trainer):
+    scheduler = Scheduler()
+    gate = ampx.gate(scheduler, trainer.opt)
+    gate.last_lr = 0.25
+    assert (scheduler.last_lr, gate.last_lr) == (0.25, 0.25)
+    gate.label = "mine"  # which the scheduler does not have
+    assert (gate.label, hasattr(scheduler, "label")) == ("mine", False)
+
+
+def test_a_library_may_replace_the_step_of_a_gate(trainer):
+    gate = ampx.gate(Scheduler(), trainer.opt)
+    calls, step = [], gate.step
+    gate.step = lambda: calls.append(step())
+    trainer.step(1.0)
+    gate.step()
+    trainer.step(INF)
+    gate.step()
+    assert calls == [True, False]
+
+
+def test_a_gate_that_waits_for_nobody_is_refused(trainer):
+    with pytest.raises(ampx.InvalidOptionError, match="wait for nobody"):
+        ampx.gate(Scheduler(), [])
+
+
 def test_the_gate_waits_for_all_its_optimizers(trainer, alpha, make_trainer):
     other, scheduler = make_trainer(alpha), Scheduler()
     gate = ampx.gate(scheduler, [trainer.opt, other.opt])

@@ -288,6 +288,12 @@ def test_a_bound_that_is_none_is_refused(trainer, bound):
     assert stand(trainer) == before
 
 
+@pytest.mark.parametrize("call", [ampx.unscale, ampx.state_dict, lambda opt: ampx.clip_grad_norm(opt, 1.0)])
+def test_an_empty_list_is_no_optimizer(trainer, call):
+    with pytest.raises(ampx.InvalidOptionError, match="empty list"):
+        call([])
+
+
 def test_clip_grad_norm_takes_one_optimizer(amp, alpha, make_trainer):
     with pytest.raises(ampx.InvalidOptionError, match="one optimizer"):
         ampx.clip_grad_norm([make_trainer(alpha).opt, make_trainer(alpha).opt], 1.0)
@@ -788,11 +794,17 @@ def test_the_scale_does_not_wait_for_an_optimizer_that_is_gone(pair):
 def test_the_events_of_a_copy_are_sent(trainer, alpha):
     seen = []
     ampx.on_event(seen.append)
-    for twin in (copy.deepcopy(trainer.opt), copy.copy(trainer.opt)):
-        with ampx.scale_loss(alpha.Loss((twin.optimizer.params[0], INF)), twin) as scaled:
-            scaled.backward()
-        twin.step()
-    assert [type(event) for event in seen] == [ampx.StepSkipped, ampx.ScaleChanged] * 2
+    twin = copy.deepcopy(trainer.opt)
+    with ampx.scale_loss(alpha.Loss((twin.optimizer.params[0], INF)), twin) as scaled:
+        scaled.backward()
+    twin.step()
+    assert [type(event) for event in seen] == [ampx.StepSkipped, ampx.ScaleChanged]
+
+
+def test_a_shallow_copy_is_refused_for_it_would_wrap_the_same_optimizer_again(trainer):
+    with pytest.raises(ampx.AlreadyWrappedError, match="deepcopy"):
+        copy.copy(trainer.opt)
+    assert trainer.step(2.0).applied
 
 
 # -- copies, threads, the end --------------------------------------------------------------------------
@@ -868,6 +880,19 @@ def test_threads_train_their_own_optimizers(amp, alpha, make_trainer):
         thread.join()
     assert failures == []
     assert [each.param.value for each in trainers] == [-50.0, -25.0, -12.5, -6.25]
+
+
+def test_another_thread_may_scale_and_forget_losses_while_this_one_forgets_its_own(amp, trainer):
+    def in_another_thread(key):
+        def look():
+            amp.scaled[1000 + key] = lambda: None
+            amp.scaled.pop(key, None)
+
+        return look
+
+    amp.scaled.update({key: in_another_thread(key) for key in range(100)})
+    assert trainer.step().applied
+    assert amp.scaled.keys().isdisjoint(range(100))
 
 
 # -- disabled and explicit ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Sessions: what init chooses and refuses, which session a call finds, and what shutdown restores."""
 
 import collections
+import functools
 import gc
 import math
 import re
@@ -358,8 +359,9 @@ def test_a_gate_over_a_function_finds_the_session_of_what_it_gives(alpha, make_f
     stepped, state = [], gamma.Param(1.0)
     scheduler = types.SimpleNamespace(step=lambda: stepped.append(1))
     assert ampx.gate(scheduler, lambda: state).step() is True
-    assert ampx.gate(scheduler, [lambda: state]).step() is True
-    assert stepped == [1, 1]
+    for followed in ([lambda: state], (lambda: state,), functools.partial(lambda: state)):
+        assert ampx.gate(scheduler, followed).step() is True
+    assert stepped == [1] * 4
     with pytest.raises(ampx.NotWrappedError, match="function"):
         ampx.current("gamma").gate(scheduler, state)
 
@@ -554,6 +556,21 @@ def test_annotated_functions_cast_their_arguments_with_casting_off(alpha):
     assert alpha.casting == "float16"
     ampx.shutdown()
     assert half("x") == (("x",), {}, None)
+
+
+def generator():
+    yield
+
+
+async def coroutine():
+    pass
+
+
+@pytest.mark.parametrize("decorate", [ampx.autocast(), ampx.float_function, ampx.half_function])
+@pytest.mark.parametrize("later", [generator, coroutine])
+def test_a_function_whose_body_runs_later_is_not_decorated_in_vain(decorate, later):
+    with pytest.raises(ampx.InvalidOptionError, match="when the region has ended"):
+        decorate(later)
 
 
 def test_after_shutdown_the_sessions_regions_do_nothing(alpha):
