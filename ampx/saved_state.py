@@ -155,8 +155,9 @@ def load_session(state: object, groups: Sequence[ScaleGroup]) -> None:
     saved = parse_state(state)
     if not saved and groups:
         callers.warn(
-            "the state was saved with mixed precision disabled and holds no loss scale; the current ones stay. Save it "
-            "with enabled=True if a run is to go on with its loss scales.",
+            "the state holds no loss scale: it was saved with mixed precision disabled, or by a session without "
+            "wrapped optimizers; the current ones stay. Save it with enabled=True, by the session that wrapped the "
+            "optimizers, if a run is to go on with its loss scales.",
             AmpxWarning,
         )
         return
