@@ -11,10 +11,10 @@ import abc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from .errors import InvalidOptionError, UnsupportedByBackendError, UnsupportedDeviceError
 from .policy import Dtype, OptLevel
@@ -65,7 +65,7 @@ class Capabilities:
         automates: `ampx run` trains scripts that know nothing of mixed precision: `automate` is there.
         watches: The values of named modules can be read: the verb `watch`, on which `trace_overflow` stands.
         forces: Named modules can be computed in a dtype of their own: the verb `force`, and entries `"module:name"`
-            of `allow` and `deny`.
+            of `deny`; with `op_lists` of `allow`, too.
         replays: A batch can be computed again, with the same random numbers and without a step: the verb `replay`.
         simulates: Dtypes that this device need not have, to which `force` can round values: `"float8_e4m3"`, ….
         converts: Trained models can be converted for inference in low precision: the verbs `convert` and `infer`.
@@ -132,6 +132,7 @@ class CastPlan:
         allow: What to compute in `dtype` beyond the framework's own list.
         deny: What to compute in float32.
         scales: Whether the session scales losses, unless a wrapped optimizer has it otherwise.
+        forced: Patterns of modules that core has `Backend.force` compute in float32 while the session lasts.
     """
 
     device: str
@@ -140,6 +141,7 @@ class CastPlan:
     allow: tuple[Any, ...] = ()
     deny: tuple[Any, ...] = ()
     scales: bool = False
+    forced: tuple[str, ...] = ()
 
 
 class LossInfo(NamedTuple):
@@ -390,13 +392,17 @@ class Backend(abc.ABC):
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check a plan without side effects; the result is what the other verbs receive.
 
+        By default, entries `"module:name"` of deny are forced into float32 where `forces` is declared.
+
         Raises:
             UnsupportedOpError: An entry of allow or deny cannot be honoured.
             UnsupportedByBackendError: There are entries and op lists are not supported at all.
         """
-        if plan.allow or plan.deny:
-            self.refuse("op lists (allow and deny)")
-        return plan
+        patterns = tuple(module_patterns(plan.deny)) if self.capabilities.forces else ()
+        if plan.allow or len(patterns) < len(plan.deny):
+            modules = ", beyond 'module:name' in deny" if self.capabilities.forces else ""
+            self.refuse(f"op lists (allow and deny{modules})")
+        return replace(plan, forced=patterns)
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process (or thread, where the framework keeps it by thread)."""
@@ -461,10 +467,18 @@ class Backend(abc.ABC):
     def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
         """Do to a model (and optimizer) what the level needs; in place where the framework can.
 
+        By default, a plan that forces modules (see `check_plan`) is compared with the names of the model's.
+
         Returns:
             The model, or the pair (model, optimizer) where an optimizer was given.
+
+        Raises:
+            UnsupportedOpError: A pattern of allow or deny matches no module.
         """
-        self.refuse("prepare (levels O2 and O3)")
+        if not plan.forced:
+            self.refuse("prepare (levels O2 and O3)")
+        with self.force(model, dict.fromkeys(plan.forced, "float32")):
+            return model if optimizer is None else (model, optimizer)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""
@@ -664,6 +678,20 @@ def reject_unknown(backend: str, options: Iterable[str], accepted: Iterable[str]
             f"wrap_optimizer got {', '.join(unknown)}, which backend {backend!r} does not know; accepted: "
             f"loss_scale, {', '.join(sorted(choices - {'plan', 'level', 'session'}))}. Remove or correct it."
         )
+
+
+# What an entry of allow or deny begins with that names modules.
+MODULE: Final = "module:"
+
+
+def is_module(entry: Any) -> bool:
+    """Return whether an entry of allow or deny names modules: `"module:pattern"`."""
+    return isinstance(entry, str) and entry.startswith(MODULE)
+
+
+def module_patterns(entries: Iterable[Any]) -> list[str]:
+    """Return the patterns of names of modules among entries of allow or deny."""
+    return [entry.removeprefix(MODULE) for entry in entries if is_module(entry)]
 
 
 def map_leaves(tree: Tree, function: Callable[[Any], Any]) -> Tree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from inspect import isroutine
 from types import TracebackType
@@ -574,6 +574,10 @@ class Amp:
         sessions.add(self)
         self.wrapped_optimizers = len(sessions.living_optimizers(self.framework))
         self.casting = self.plan if self.enabled else None
+        if self.casting is not None and self.casting.forced:
+            forced = ExitStack()
+            forced.enter_context(self.backend.force(None, dict.fromkeys(self.casting.forced, "float32")))
+            self.at_shutdown(forced.close)
         if self.plan is not None and self.enabled and self.effective.process_wide:
             self.backend.activate(self.plan)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from ampx.backend import Array, Stats
+from ampx.backend import Array, Direction, Stats, Watching
 
 from .formats import FORMATS
-from .watching import stride
+from .watching import NUMBERS, Log, Reduced, stride
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -61,3 +63,49 @@ def sample(values: Any, samples: int) -> Array:
     """Return at most so many elements as float32: those at multiples of `ceil(elements / samples)`, row by row."""
     flat = np.asarray(values).reshape(-1)
     return flat[:: stride(flat.size, samples)].astype(np.float32)
+
+
+class HostLog(Log):
+    """The `Watch` of a framework whose numbers NumPy reads on the host: what is noted is counted at once."""
+
+    def __init__(self, watching: Watching) -> None:
+        """Start empty."""
+        super().__init__(watching, list, np.concatenate)
+
+    def note(
+        self,
+        where: tuple[str, str],
+        operation: str,
+        direction: Direction,
+        dtype: str,
+        value: Any,
+        inputs: Iterable[Any] = (),
+        seconds: float | None = None,
+    ) -> None:
+        """Add a reading, if its module is watched; for the arguments see `ampx.Reading`.
+
+        Args:
+            where: Name and class of the module.
+            operation: "" for a module.
+            direction: Of the pass.
+            dtype: Of the value.
+            value: Numbers of any shape; likewise each of the inputs.
+            inputs: What the module or operation received.
+            seconds: How long the call took.
+        """
+        if not self.watching.watches(where[0]):
+            return
+        entry = self.add(*where, operation, direction)
+        entry.dtype, entry.seconds = dtype, seconds
+        entry.value.append(self._reduced(value))
+        entry.inputs += map(self._reduced, inputs)
+        if self.watching.samples:
+            entry.samples.append(sample(value, self.watching.samples))
+
+    def _reduced(self, values: Any) -> Reduced:
+        stats = describe(values, self.watching.dtype)
+        numbers = {name: float(getattr(stats, name)) for name in NUMBERS}
+        numbers["smallest"] = numbers["smallest"] or math.inf
+        if stats.elements == stats.nonfinite:
+            numbers["lowest"] = math.inf
+        return stats.elements, list(numbers.values())

@@ -12,7 +12,16 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from ampx.backend import CastPlan, Direction, Reading, Stats, Watching
+from ampx.backend import (
+    MODULE as MODULE,
+    CastPlan,
+    Direction,
+    Reading,
+    Stats,
+    Watching,
+    is_module as is_module,
+    module_patterns as module_patterns,
+)
 from ampx.errors import UnsupportedOpError
 
 # Of one tensor: its elements, and what `Log.read` makes the numbers of NUMBERS of.
@@ -260,20 +269,6 @@ def combined(parts: Sequence[tuple[int, Sequence[float]]]) -> Stats:
 def stride(elements: int, samples: int) -> int:
     """Return the distance between the elements of a sample."""
     return max(1, -(-elements // samples))
-
-
-# What an entry of allow or deny begins with that names modules.
-MODULE: Final = "module:"
-
-
-def is_module(entry: Any) -> bool:
-    """Return whether an entry of allow or deny names modules: `"module:pattern"`."""
-    return isinstance(entry, str) and entry.startswith(MODULE)
-
-
-def module_patterns(entries: Iterable[Any]) -> list[str]:
-    """Return the patterns of names of modules among entries of allow or deny."""
-    return [entry.removeprefix(MODULE) for entry in entries if is_module(entry)]
 
 
 def module_dtypes(plan: CastPlan) -> dict[str, str]:

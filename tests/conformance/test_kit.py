@@ -84,11 +84,15 @@ def test_failed_asserts_show_their_values():
         suite.teardown_method()
 
 
-def test_a_declared_ability_without_its_verb_is_told_by_name():
-    claims = replace(BareToy.capabilities, watches=True)
-    suite = suite_for(verbs("ClaimsWatching", BareToy, capabilities=claims))()
+@pytest.mark.parametrize(
+    ("ability", "verb"),
+    [("watches", "watch: Return"), ("automates", "automate: Return"), ("sees_backward", "watch_backward: Return")],
+)
+def test_a_declared_ability_without_its_verb_is_told_by_name(ability, verb):
+    claims = replace(BareToy.capabilities, **{ability: True})
+    suite = suite_for(verbs(f"Claims_{ability}", BareToy, capabilities=claims))()
     suite.setup_method()
-    message = "ClaimsWatching.watch: Return a region .* Wanted because watches is declared"
+    message = f"Claims_{ability}.{verb} .* Wanted because {ability} is declared"
     try:
         with pytest.raises(NotImplementedError, match=message):
             suite.test_the_verbs_of_what_is_declared_are_written()

@@ -1,6 +1,7 @@
 """Sessions: what init chooses and refuses, which session a call finds, and what shutdown restores."""
 
 import collections
+import contextlib
 import functools
 import gc
 import math
@@ -181,6 +182,39 @@ def test_op_lists_are_refused_with_casting_off_where_there_are_none(make_framewo
     framework.Backend.check_plan = ampx.Backend.check_plan
     with pytest.raises(ampx.UnsupportedByBackendError, match="op lists"):
         ampx.init("alpha", level="O0", deny=["exp"])
+
+
+def test_denied_modules_are_forced_into_float32_as_long_as_the_session_lasts(make_framework, monkeypatch):
+    gamma = make_framework("gamma", forces=True, op_lists=False)
+    log = []
+
+    @contextlib.contextmanager
+    def force(backend, model, dtypes):
+        if model == "other":
+            raise ampx.UnsupportedOpError("nowhere")
+        log.append(("enter", model, dtypes))
+        yield
+        log.append(("leave", model, dtypes))
+
+    monkeypatch.setattr(gamma.Backend, "force", force)
+    for verb in ("check_plan", "prepare"):
+        monkeypatch.setattr(gamma.Backend, verb, getattr(ampx.Backend, verb))
+    amp = ampx.init("gamma", dtype="float16", deny=["module:head.*"])
+    entered = [("enter", None, {"head.*": "float32"})]
+    assert log == entered
+    assert amp.prepare("model") == "model"
+    assert log[1:] == [(word, "model", {"head.*": "float32"}) for word in ("enter", "leave")]
+    with pytest.raises(ampx.UnsupportedOpError, match="nowhere"):
+        amp.prepare("other", "opt")
+    del log[1:]
+    for refused in ({"allow": ["module:head"]}, {"deny": ["module:head", "relu"]}):
+        with pytest.raises(ampx.UnsupportedByBackendError, match="beyond 'module:name' in deny"):
+            ampx.init("gamma", dtype="float16", **refused)
+    assert log == entered
+    ampx.shutdown()
+    assert log == [*entered, ("leave", None, {"head.*": "float32"})]
+    ampx.init("gamma", dtype="float16", deny=["module:head.*"], enabled=False)
+    assert len(log) == 2
 
 
 def test_the_imported_framework_is_guessed(alpha, beta, monkeypatch):

@@ -168,7 +168,10 @@ class WatchTests(PrecisionTests):
         names, readings = self.see(WEIGHTS, ROW, watching=Watching(operations=True, times=True))
         for name in names:
             inside = [reading for reading in readings if reading.module == name and reading.operation]
-            assert any(entry.direction == "forward" and entry.inputs.elements > len(ROW) for entry in inside)
+            seen = [f"{entry.operation} {entry.direction}" for entry in inside]
+            assert any(entry.direction == "forward" and entry.inputs.elements > len(ROW) for entry in inside), (
+                f"in module {name!r} no operation was read that received the batch and the weight, but {seen}"
+            )
             assert (only(readings, name).seconds or 0) > 0
         plain = self.see(WEIGHTS, ROW)[1]
         assert not any(reading.operation or reading.seconds for reading in plain)
@@ -248,6 +251,23 @@ class ForceTests(PrecisionTests):
                 self.backend.force(model, dtypes),
             ):
                 pass
+
+    @requires("forces")
+    def test_a_denied_module_computes_in_float32(self) -> None:
+        """By an entry of `deny` in `init`, whose name `prepare` compares with those of the model."""
+        if not self.declares("process casting"):
+            pytest.skip(f"backend {self.backend.name!r} does not cast by itself: there is nothing to keep out of it")
+        low, near = self.low()
+        model, step, names = self.subject.chain((near, near, near), (1.0,))
+        model = self.start(deny=[f"module:{names[1]}"]).prepare(model)
+        with self.backend.watch(model, Watching(samples=64)) as watch:
+            step(model)
+        readings = [only(watch.readings(), name) for name in names]
+        assert [reading.dtype for reading in readings] == [low, "float32", low]
+        assert [numbers(reading) for reading in readings] == [[1.0], [near], [1.0]]
+        amp = self.start(deny=["module:nowhere.*"])
+        with refused(ampx.UnsupportedOpError, passed="nowhere.*", accepted="", advice="Correct"):
+            amp.prepare(self.subject.chain(WEIGHTS, ROW)[0])
 
     @requires("simulates")
     def test_a_simulated_dtype_rounds_inputs_outputs_and_gradients(self) -> None:

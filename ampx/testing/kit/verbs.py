@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator
 
 import ampx
+from ampx.run import Automates
 from ampx.testing.base import KitTests
 
 
@@ -24,6 +25,10 @@ class VerbTests(KitTests):
                         f"{kind.__name__}.{name}: {purpose} Wanted because {ability} is declared."
                     )
 
+        if self.backend.capabilities.automates and not isinstance(self.backend, Automates):
+            purpose = (inspect.getdoc(Automates.automate) or "").splitlines()[0]
+            raise NotImplementedError(f"{kind.__name__}.automate: {purpose} Wanted because automates is declared.")
+
     def _wanted(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Return what is declared, with the verbs that it needs; not `clip`, since a wrapper may clip by itself."""
         can = self.backend.capabilities
@@ -39,6 +44,8 @@ class VerbTests(KitTests):
             yield "promotes", ("widest",)
         if can.state_values:
             yield "state_values", ("state_handle",)
+        if can.sees_backward:
+            yield "sees_backward", ("watch_backward",)
         if can.names_gradients:
             yield "names_gradients", ("nonfinite_parameters",)
         if can.watches:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import ampx
-from ampx.backend import CastPlan, Unscaled, reject_unknown
+from ampx.backend import CastPlan, Unscaled, is_module, reject_unknown
 from ampx.optimizer import GenericOptimizer
 from ampx.policy import Dtype
 from ampx.protocol import Member
@@ -45,12 +46,13 @@ class ImplicitToy(ToyInference):
 
     def check_plan(self, plan: CastPlan) -> CastPlan:
         """Check the op lists."""
+        modules = super().check_plan(replace(plan, allow=(), deny=tuple(filter(is_module, plan.deny))))
         for entry in (*plan.allow, *plan.deny):
-            if entry not in OPERATIONS:
+            if entry not in OPERATIONS and (entry in plan.allow or not is_module(entry)):
                 raise ampx.UnsupportedOpError(
                     f"{entry!r} is no operation of the toy; accepted: {', '.join(OPERATIONS)}. Pass one of these."
                 )
-        return plan
+        return replace(plan, forced=modules.forced)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
         """Return float32 if any floating tensor of the tree has it."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 import ampx
-from ampx.backend import CastPlan, Direction, Replayed, Step, Watching
-from ampx.numerics.rounding import describe, round_to, sample
-from ampx.numerics.watching import FORCES, NUMBERS, WATCHERS, Calls, Log, Names, Reduced, last_match
+from ampx.backend import CastPlan, Replayed, Step, Watching
+from ampx.numerics.rounding import HostLog, describe, round_to
+from ampx.numerics.watching import FORCES, WATCHERS, Calls, Log, Names, last_match
 from toy import framework
 from toy.framework import FLOATING, CastingState, Module, Tensor
 from toy.verbs import ToyVerbs, casting_of
@@ -25,47 +21,19 @@ calls: Final = Calls(
 )
 
 
-def reduced(values: Any, dtype: str) -> Reduced:
-    """Count: what a framework leaves on its device."""
-    stats = describe(values, dtype)
-    lowest = stats.lowest if stats.elements > stats.nonfinite else math.inf
-    stats = replace(stats, smallest=stats.smallest or math.inf, lowest=lowest)
-    return stats.elements, [float(getattr(stats, name)) for name in NUMBERS]
-
-
 class Watcher:
     """Reads what runs inside its region."""
 
     def __init__(self, names: Names, watching: Watching) -> None:
-        self.names, self.watching = names, watching
-        self.log = Log(watching, list, np.concatenate)
-        self.inside = [("", "")]
-
-    def note(
-        self,
-        where: tuple[str, str],
-        operation: str,
-        direction: Direction,
-        dtype: str,
-        value: Any,
-        inputs: Sequence[Tensor] = (),
-        seconds: float | None = None,
-    ) -> None:
-        """Add a reading of a module, by its name and class."""
-        if not self.log.watching.watches(where[0]):
-            return
-        entry = self.log.add(*where, operation, direction)
-        entry.dtype, entry.seconds = dtype, seconds
-        entry.value.append(reduced(value, self.watching.dtype))
-        entry.inputs += [reduced(tensor.data, self.watching.dtype) for tensor in inputs]
-        if self.watching.samples:
-            entry.samples.append(sample(value, self.watching.samples))
+        self.names = names
+        self.log = HostLog(watching)
+        self.inside = [("", "")]  # name and class of the modules that run, the outermost first
 
     def behind(self, tensor: Tensor, where: tuple[str, str], operation: str) -> Tensor:
         """Return a tensor whose gradient is read."""
 
         def noted(upstream: tuple[Any, ...]) -> tuple[Any, ...]:
-            self.note(where, operation, "backward", tensor.dtype, upstream)
+            self.log.note(where, operation, "backward", tensor.dtype, upstream)
             return upstream
 
         return Tensor(tensor.data, tensor.dtype, [(tensor, noted)])
@@ -78,19 +46,17 @@ class Watcher:
         where = name, type(module).__name__
         self.inside.append(where)
         try:
-            started = time.perf_counter()
-            output = forward(*inputs)
-            seconds = time.perf_counter() - started if self.watching.times else None
+            output, seconds = self.log.timed(lambda: None, forward, inputs, options)
         finally:
             self.inside.pop()
-        self.note(where, "", "forward", output.dtype, output.data, inputs, seconds)
+        self.log.note(where, "", "forward", output.dtype, output.data, [x.data for x in inputs], seconds)
         return self.behind(output, where, "")
 
     def around_operation(self, name: str, call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Read the output of an operation, and the gradients of its inputs."""
         where = self.inside[-1]
         output = call(*(self.behind(tensor, where, name) for tensor in inputs))
-        self.note(where, name, "forward", output.dtype, output.data, inputs)
+        self.log.note(where, name, "forward", output.dtype, output.data, [x.data for x in inputs])
         return output
 
 
