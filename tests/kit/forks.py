@@ -39,6 +39,8 @@ READ_LATER = (
     *("AMPX_", "COLUMNS", "NO_COLOR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "TF_CONFIG", "XLA_FLAGS"),
     *("GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PADDLE_"),
 )
+STREAMS = ("stdin", "stdout", "stderr")
+WRITING = os.O_WRONLY | os.O_CREAT | os.O_APPEND  # two of them may go to one file
 
 
 class Server:
@@ -62,19 +64,18 @@ class Server:
         plain = not command[0].startswith("-") or command[0] in ("-c", "-m") or command[0] == "-W"
         return plain and all(name.startswith((*READ_LATER, *read_later)) for name in other)
 
-    def start(self, command, cwd, environment, streams):
+    def start(self, command, cwd, environment, streams, nests):
         """Start a program, whose streams are files in a folder; return what waits for its end so many seconds."""
-        cwd = os.path.abspath(cwd or ".")
-        number = self._ask({"command": command, "cwd": cwd, "environment": environment, "streams": streams})
+        streams = {name: os.path.join(streams, name) for name in STREAMS}
+        request = {"command": command, "environment": environment, "streams": streams, "nests": nests}
+        number = self._ask({**request, "cwd": os.path.abspath(cwd or ".")})
         return lambda timeout: self._ask({"wait": number, "timeout": timeout})
 
     def _ask(self, request):
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
+        answer = ask(self._process.stdin, self._process.stdout, request)
+        if answer == "":
             raise RuntimeError(f"the process that has the framework ended with {self._process.wait()}")
-        return json.loads(answer)
+        return answer
 
     def _close(self):
         self._process.stdin.close()
@@ -82,10 +83,17 @@ class Server:
         self._process.stdout.close()
 
 
-def serve():
+def ask(requests, replies, request):
+    """Send a request, and return the answer; "" where nobody answers."""
+    requests.write(json.dumps(request) + "\n")
+    requests.flush()
+    answer = replies.readline()
+    return json.loads(answer) if answer else answer
+
+
+def serve(requests, replies):
     """Start and wait for what is asked for. In a copy: return its request."""
-    replies = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
         waits = "wait" in request
         answer = wait(request["wait"], request["timeout"]) if waits else os.fork()
@@ -113,17 +121,42 @@ def wait(child, timeout):
 
 def become(request):
     """Take over streams, folder and environment."""
-    flags = {"stdin": os.O_RDONLY, "stdout": os.O_WRONLY | os.O_CREAT, "stderr": os.O_WRONLY | os.O_CREAT}
-    for number, name in enumerate(flags):
-        opened = os.open(os.path.join(request["streams"], name), flags[name])
-        os.dup2(opened, number)
-        os.close(opened)
+    for number, name in enumerate(STREAMS):
+        if name in request["streams"]:
+            opened = os.open(request["streams"][name], WRITING if number else os.O_RDONLY)
+            os.dup2(opened, number)
+            os.close(opened)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 -- as long as the process
     os.chdir(request["cwd"])
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in before]
+
+
+def nest():
+    """Have programs that this copy starts by `subprocess.run` be copies, too. In one of these: return its request."""
+    ends = [os.fdopen(end, mode) for pipe in (os.pipe(), os.pipe()) for end, mode in zip(pipe, "rw", strict=True)]
+    asked, requests, replies, answers = ends
+    if os.fork() == 0:
+        requests.close()
+        request = serve(asked, answers)
+        if request is None:
+            os._exit(0)
+        return request
+    run = subprocess.run
+
+    def run_copy(command, **options):
+        if command[:3] != [sys.executable, "-m", "ampx.numerics.child"]:
+            return run(command, **options)
+        streams = {name: options[name] for name in STREAMS if options.get(name) is not None}
+        streams = {name: os.devnull if to == subprocess.DEVNULL else to.name for name, to in streams.items()}
+        request = {"command": command[1:], "cwd": os.getcwd(), "environment": options["env"], "streams": streams}
+        number = ask(requests, replies, {**request, "nests": False})
+        return subprocess.CompletedProcess(command, ask(requests, replies, {"wait": number, "timeout": 240}))
+
+    subprocess.run = run_copy
+    return None
 
 
 class Preloaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -203,9 +236,12 @@ if __name__ == "__main__":
             continue
     gc.collect()
     gc.freeze()  # else a collection in a copy would write to all pages
-    request = serve()
+    request = serve(sys.stdin, os.fdopen(os.dup(1), "w"))
     if request is not None:
         become(request)
+        if request["nests"] and (nested := nest()) is not None:
+            request = nested
+            become(request)
         imported = set(sys.modules) - before
         sys.meta_path.insert(
             0, Preloaded({name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names})

@@ -21,11 +21,12 @@ QUIET = {"MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3
 class Started:
     """A Python that runs."""
 
-    def __init__(self, command, *, cwd=None, text="", fresh=False, read_later=(), **environment):
+    def __init__(self, command, *, cwd=None, text="", fresh=False, nests=False, read_later=(), **environment):
         """Start Python with these arguments.
 
         It is a copy of a process that has the framework, unless `fresh` asks for a new Python, or a variable of the
         environment does, because frameworks read it while they are imported: all but those that `read_later` names.
+        With `nests`, the trials that it runs in processes of their own are copies, too.
         """
         self.command = [*map(str, command)]
         self._folder = tempfile.TemporaryDirectory(prefix="ampx-process-")
@@ -33,7 +34,7 @@ class Started:
         environment = _environment(**environment)
         server = None if fresh else _server()
         if server is not None and server.fits(self.command, environment, read_later):
-            self._wait = server.start(self.command, cwd, environment, self._folder.name)
+            self._wait = server.start(self.command, cwd, environment, self._folder.name, nests)
         else:
             self._wait = self._start_new(cwd, environment)
 
