@@ -13,7 +13,8 @@ import torch
 import torch.distributed
 from torch import nn
 
-from ampx.errors import UnsupportedByBackendError
+from ampx import callers
+from ampx.errors import PrecisionWarning, UnsupportedByBackendError
 from ampx_torch.trees import LOW
 
 
@@ -26,10 +27,12 @@ class MasterWeights:
         self._new = [(own, master, own.detach().clone(), master._version) for own, master in self.pairs]
         # Memory of the masters' gradients by place in `pairs`, on a CPU only.
         self._kept: dict[int, torch.Tensor] = {}
+        self._versions: list[int] | None = None  # of the model's gradients, after `note_true`; None: nobody asks
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the gradients' memory out: it holds nothing of value between steps."""
-        return {**self.__dict__, "_kept": {}}
+        return {**self.__dict__, "_kept": {}, "_versions": None}
 
     def model_parameters(self) -> list[nn.Parameter]:
         """List the model's parameters that have masters."""
@@ -65,6 +68,26 @@ class MasterWeights:
                 sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
+
+    def note_true(self) -> None:
+        """Note that the user has the masters' gradients true, and may write to them now."""
+        self._versions = None if self._warned else self._versions_now()
+
+    def check_writes(self) -> None:
+        """Warn where somebody wrote to the model's gradients instead, of which the step takes no notice; once."""
+        versions, self._versions = self._versions, None
+        if versions is not None and versions != self._versions_now():
+            self._warned = True
+            callers.warn(
+                "gradients of the model's parameters were changed between unscale and the step, which does nothing "
+                "where the optimizer updates master weights: their gradients are the true ones. Clip by "
+                "ampx.clip_grad_norm(opt, max_norm) or max_grad_norm=… of wrap_optimizer, or change the gradients of "
+                "the parameters in opt.param_groups.",
+                PrecisionWarning,
+            )
+
+    def _versions_now(self) -> list[int]:
+        return [own.grad._version for own, _ in self.pairs if own.grad is not None]
 
     @torch.no_grad()
     def begin(self) -> None:
