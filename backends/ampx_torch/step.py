@@ -52,6 +52,7 @@ _NOT_COPIED: Final = frozenset(
             "_opt_called",
             "_meter",
             "_clipping",
+            "_groups",
         ),
     ]
 )
@@ -113,6 +114,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         # How many `scale_loss` bodies began; the scale, and the thread, of the last one.
         self._entered, self._entering, self._thread = 0, cast("Any", 1.0), cast("int | None", None)
         self._incomplete = isinstance(self.optimizer, torch.optim.SGD)  # fused: some have no momentum yet
+        self._groups = len(self.optimizer.param_groups)
         self._undo_fused = None
         refusal = vars(self.optimizer).pop("ampx_refusal", None)  # of prepare, until there is a wrapper
         if refusal is not None:
@@ -209,6 +211,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             if self.masters is not None and self.masters.any_gradient():
                 member.check_step()
             return []
+        self.notice_groups()
         if self.leftovers.notes:
             self.bring_together()
         gradients = self.collect()
@@ -560,6 +563,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """
         if self._must_be_prepared:
             self._check_prepared()
+        self.notice_groups()
         if self.mixer.evaluating:
             self.mixer.check(self)
         elif self.leftovers.notes:
@@ -582,6 +586,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         """Put gradients of other losses aside, and have those that are left from before carry the scale."""
         if self._must_be_prepared:
             self._check_prepared()
+        self.notice_groups()
         if raw_steps.followed:
             raw_steps.begin_body()
         if self.masters is not None:
@@ -716,15 +721,23 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         can tell, so that the next step or `scale_loss` asks for `zero_grad`.
         """
         self.optimizer.add_param_group(param_group)
-        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
         try:
             if not self._accepts_half:
                 refuse_half(self.param_groups[-1:])
         except LowPrecisionParametersError:
             self.param_groups.pop()
             raise
-        if self.ampx_member.stage in ("idle", "unscaled") and self._scales:
-            self.leftovers.note(self.param_groups[-1]["params"], None)
+        self.notice_groups()
+
+    def notice_groups(self, true: bool = False) -> None:
+        """Note what came with groups that were added since, by the raw optimizer perhaps; `true`: it can be stepped."""
+        groups = self.optimizer.param_groups
+        if len(groups) == self._groups:
+            return
+        added, self._groups = groups[self._groups :], len(groups)
+        self._incomplete = isinstance(self.optimizer, torch.optim.SGD)
+        if not true and self.ampx_member.stage in ("idle", "unscaled") and self._scales:
+            self.leftovers.note([parameter for group in added for parameter in group["params"]], None)
 
     def __repr__(self) -> str:
         return f"AmpOptimizer({self.optimizer!r}, {self.ampx_member.group.config!r})"

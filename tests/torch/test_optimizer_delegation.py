@@ -201,8 +201,9 @@ def test_a_shallow_copy_is_refused_and_leaves_the_optimizer_as_it_was(amp, backw
     assert parameter.item() == 0.0
 
 
+@pytest.mark.parametrize("through", ["wrapper", "raw"])
 @pytest.mark.parametrize("when", ["idle", "scaled", "unscaled"])
-def test_gradients_that_a_parameter_group_brings_along_are_not_stepped_scaled(when, amp, backward):
+def test_gradients_that_a_parameter_group_brings_along_are_not_stepped_scaled(when, through, amp, backward):
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     opt = ampx.wrap_optimizer(torch.optim.SGD([first], lr=1.0))
     backward((first + second).sum(), opt)
@@ -211,7 +212,7 @@ def test_gradients_that_a_parameter_group_brings_along_are_not_stepped_scaled(wh
         opt.zero_grad()  # clears nothing of the second one's
     elif when == "unscaled":
         ampx.unscale(opt)
-    opt.add_param_group({"params": [second], "lr": 0.5})
+    (opt if through == "wrapper" else opt.optimizer).add_param_group({"params": [second], "lr": 0.5})
     if when == "scaled":
         opt.step()
         assert second.tolist() == [0.5, 0.5]

@@ -349,6 +349,8 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
         if managed is not None:  # what is added has true gradients, if any: they must not be divided with the others
             manager.unscale(managed)
         add(self, param_group)
+        if managed is not None:
+            managed.wrapped.notice_groups(true=True)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", make_managed))
