@@ -63,20 +63,23 @@ class _Phase:
 class OptimizerRecord:
     """One wrapped optimizer, or one list of optimizers that share a loss scale."""
 
-    kind: str  # name of its class
     initial_scale: float  # the loss scale at the start
-    place: str = ""  # the script's line that made it, which tells two of one class apart; "" where it is not known
+    # The class of each, and the script's line that made it, "" where that is not known.
+    optimizers: list[tuple[str, str]] = field(default_factory=list)
     steps: int = 0  # steps that the script asked for and that had gradients; skipped ones included
     skipped: list[int] = field(default_factory=list)  # numbers of the skipped ones, from 1
     # `[step, scale]` after every step that moved the loss scale.
     scales: list[tuple[int, float]] = field(default_factory=list)
 
-    def trace(self) -> str:
-        """Return the way of the loss scale in one line, at most eight stations long."""
-        stations = [f"{self.initial_scale:g}", *(f"{scale:g} (step {step})" for step, scale in self.scales)]
-        if len(stations) > 8:
-            stations = [*stations[:4], f"… {len(stations) - 7} more …", *stations[-3:]]
-        return " → ".join(stations)
+    @property
+    def kind(self) -> str:
+        """Names of the classes, with commas between."""
+        return ", ".join(dict.fromkeys(kind for kind, _ in self.optimizers))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types; of several optimizers the place is that of the first."""
+        values = asdict(self)
+        return {"kind": self.kind, "place": values.pop("optimizers")[0][1], **values}
 
 
 @dataclass
@@ -174,8 +177,6 @@ class Recorder:
     def __init__(self, sampled_steps: int = SAMPLED_STEPS) -> None:
         # What was wrapped, by the position of its loss scale in `amp.state_dict()`.
         self.optimizers: dict[int, OptimizerRecord] = {}
-        # The class and the script's line of each optimizer, by the same position: several share a loss scale.
-        self.made: dict[int, list[tuple[str, str]]] = {}
         self.seconds: dict[str, float] = {}  # time on the host by phase
         # How often an operation ran in a dtype while sampling: `(name, dtype)`.
         self.ops: Counter[tuple[str, str]] = Counter()
@@ -232,10 +233,7 @@ class Recorder:
         """
         if group is None:
             group = len(self.optimizers)
-        record = self.optimizers.setdefault(group, OptimizerRecord(kind, initial_scale, place))
-        self.made.setdefault(group, []).append((kind, place))
-        if kind not in record.kind.split(", "):
-            record.kind += f", {kind}"
+        self.optimizers.setdefault(group, OptimizerRecord(initial_scale)).optimizers.append((kind, place))
         if self._mark is None:
             self._mark = perf_counter()
         return group
@@ -349,7 +347,7 @@ class Recorder:
             "schema": SCHEMA,
             "steps": self.steps,
             "skipped": sum(len(record.skipped) for record in self.optimizers.values()),
-            "optimizers": [{**asdict(record), "group": group} for group, record in sorted(self.optimizers.items())],
+            "optimizers": [{**record.to_json(), "group": group} for group, record in sorted(self.optimizers.items())],
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
             "sampled_steps": self.steps_sampled,
             "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],

@@ -20,7 +20,7 @@ from ampx.run.page import (
     svg,
     table,
 )
-from ampx.run.recorder import FORWARD, OptimizerRecord
+from ampx.run.recorder import FORWARD
 
 _NAMES = {FORWARD: "forward and the rest of the loop"}
 TOP = 10
@@ -80,9 +80,16 @@ def names_of(optimizers: Sequence[dict[str, Any]]) -> list[str]:
 
 def _optimizers(optimizers: Sequence[dict[str, Any]]) -> Iterator[str]:
     for name, optimizer in zip(names_of(optimizers), optimizers, strict=True):
-        record = OptimizerRecord(**{key: value for key, value in optimizer.items() if key != "group"})
-        steps = f"{_count(record.steps, 'step')}, {len(record.skipped)} skipped"
-        yield f"{name:<11} {steps}; loss scale {record.trace()}"
+        steps = f"{_count(optimizer['steps'], 'step')}, {len(optimizer['skipped'])} skipped"
+        yield f"{name:<11} {steps}; loss scale {scale_trace(optimizer)}"
+
+
+def scale_trace(optimizer: Mapping[str, Any]) -> str:
+    """Return the way of the loss scale in one line, at most eight stations long."""
+    stations = [f"{optimizer['initial_scale']:g}", *(f"{scale:g} (step {step})" for step, scale in optimizer["scales"])]
+    if len(stations) > 8:
+        stations = [*stations[:4], f"… {len(stations) - 7} more …", *stations[-3:]]
+    return " → ".join(stations)
 
 
 def _details(report: dict[str, Any]) -> Iterator[str]:

@@ -357,7 +357,7 @@ class Run:
             *between: What stands before the line that scales the loss.
         """
         # Once for each line that makes optimizers: that is where somebody writes it.
-        groups = list(dict.fromkeys(map(tuple, self.recorder.made.values())))
+        groups = list(dict.fromkeys(tuple(record.optimizers) for record in self.recorder.optimizers.values()))
         count = sum(map(len, groups))
         if count < 2:
             scale = "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()"
