@@ -10,7 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ampx.numerics.report import HEAD, METER_HEAD, compared_rows, meter_rows, sweep_failures, swept_dtypes
+from ampx.numerics.report import (
+    HEAD,
+    METER_HEAD,
+    WORST_HEAD,
+    compared_rows,
+    meter_rows,
+    sweep_failures,
+    swept_dtypes,
+    worst_rows,
+)
 
 from .render import make_table
 
@@ -41,10 +50,9 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
     for name, facts in report["dtypes"].items():
         modules = facts["modules"]
         if modules is not None:
-            worst = make_table(f"Largest relative errors in {name}", "module", "output", "module", "gradient")
-            outputs, gradients = modules["worst_outputs"], modules["worst_gradients"]
-            for position in range(max(len(outputs), len(gradients))):
-                worst.add_row(*_pair(outputs, position), *_pair(gradients, position))
+            worst = make_table(f"Largest relative errors in {name}", *WORST_HEAD)
+            for row in worst_rows(modules):
+                worst.add_row(*map(escape, row))
             console.print(worst)
     if report["sweep"] is not None:
         _print_sweep(console, report["sweep"])
@@ -54,14 +62,6 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
         console.print(f"note: {escape(note)}", soft_wrap=True)
     for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:
         console.print(escape(verdict), soft_wrap=True)
-
-
-def _pair(errors: list[dict[str, Any]], position: int) -> tuple[str, str]:
-    if position >= len(errors):
-        return "", ""
-    entry = errors[position]
-    error = entry["error"]
-    return escape(entry["module"] or "the model"), error if isinstance(error, str) else f"{error:.2g}"
 
 
 def _print_sweep(console: Console, sweep: Mapping[str, Any]) -> None:

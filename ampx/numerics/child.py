@@ -24,7 +24,7 @@ from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
 
 from .diagnose import in_one_line
-from .trial import REFUSED, Outcome, Trial, write_outcome
+from .trial import MISUSED, REFUSED, Outcome, Trial, write_outcome
 
 if TYPE_CHECKING:
     from ampx.backend import Backend, Reading, Watch
@@ -229,14 +229,16 @@ def main(request: str) -> int:
         supervise(trial.program, trial.settings, trial.framework, finished)
     except AmpxError as reason:  # such as that there is no such program; what the script raised is not raised here
         sys.stderr.write(f"ampx: {reason}\n")
-        return REFUSED
+        return MISUSED
     error = finished.error
-    for refusal in (finished.misuse, finished.refusal):
+    for refusal, code in ((finished.misuse, MISUSED), (finished.refusal, REFUSED)):
         if refusal:
             sys.stderr.write(f"ampx: {refusal}\n")
-            return REFUSED
+            return code
     raised = error if trial.may_raise and isinstance(error, Exception) and finished.run is not None else None
     if finished.failed and raised is None and not (isinstance(error, SystemExit) and observer.ended_early):
+        if isinstance(error, SystemExit):
+            raise error
         if error is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         return 1

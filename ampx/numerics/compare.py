@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Final
@@ -109,13 +109,7 @@ class Comparison:
 
     def worst(self, direction: Direction = "forward", count: int = WORST) -> list[ModuleError]:
         """Return the modules with the largest error, each with its worst call, the largest first."""
-        largest: dict[str, ModuleError] = {}
-        for entry in self.modules:
-            if entry.direction == direction and entry.error > largest.get(entry.module, entry).error:
-                largest[entry.module] = entry
-            elif entry.direction == direction:
-                largest.setdefault(entry.module, entry)
-        return sorted(largest.values(), key=lambda entry: -entry.error)[:count]
+        return worst_errors(self.modules, direction)[:count]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON types; numbers that are not finite are strings."""
@@ -215,6 +209,34 @@ def module_errors(reference: Sequence[Reading], low: Sequence[Reading], dtype: s
         limit = bound(dtype, len(errors))
         errors.append(ModuleError(entry.module, entry.kind, entry.direction, entry.call, entry.dtype, error, limit))
     return tuple(errors)
+
+
+def worst_errors(errors: Iterable[ModuleError], direction: Direction) -> list[ModuleError]:
+    """Return each module's worst call, the largest error first."""
+    largest: dict[str, ModuleError] = {}
+    for entry in sorted(errors, key=lambda entry: -entry.error):
+        if entry.direction == direction:
+            largest.setdefault(entry.module, entry)
+    return list(largest.values())
+
+
+def error_map(errors: Mapping[int, Sequence[ModuleError]]) -> dict[str, Any] | None:
+    """Return how far outputs are from float32's, by module in order of execution and by step; None without any.
+
+    Args:
+        errors: By step.
+    """
+    columns = {
+        step: {entry.module: entry.error for entry in worst_errors(entries, "forward")}
+        for step, entries in errors.items()
+    }
+    steps = [step for step, column in columns.items() if column]
+    modules = [entry.module for entries in errors.values() for entry in entries if entry.direction == "forward"]
+    if not steps:
+        return None
+    rows = list(dict.fromkeys(modules))
+    values = [[columns[step].get(module) for step in steps] for module in rows]
+    return {"modules": rows, "steps": steps, "errors": plain(values)}
 
 
 def gradient_errors(low: Replayed, reference: Replayed) -> tuple[float, tuple[tuple[str, float], ...]]:

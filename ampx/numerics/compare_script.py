@@ -16,11 +16,11 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import plain
-from .compare import WORST, ModuleError, module_errors, unscaled
+from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
 from .formats import FORMATS
 from .meter import LOST
 from .timing import busy
-from .trial import Outcome, Trial, run_trial
+from .trial import Outcome, Trial, not_repeatable, run_trial
 
 SCHEMA: Final = "ampx.compare/1"
 # What a comparison on a CPU cannot say.
@@ -130,7 +130,7 @@ def compare_script(
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
     if len(failed) == len(dtypes):
-        raise TrialError("\n".join(failed.values()))
+        raise next(iter(failed.values())) if len(failed) == 1 else TrialError("\n".join(map(str, failed.values())))
     references = timed.pop(REFERENCE)
     reference = references[0]
     compared = {name: _compare(name, references, outcomes, bool(warm_up)) for name, outcomes in timed.items()}
@@ -147,12 +147,13 @@ def compare_script(
         "warm_up": warm_up,
         "float32": {**_facts(references, bool(warm_up)), "meters": exact},
         "dtypes": compared,
-        "failed": failed,
+        "failed": {name: str(error) for name, error in failed.items()},
         "sweep": None,
         "notes": [
             *dict.fromkeys(
                 note for runs in (references, *timed.values()) for outcome in runs for note in outcome.notes
             ),
+            *([not_repeatable(program)] if any(facts["float32_parts_at"] for facts in compared.values()) else []),
             *([_ON_CPU] if reference.run["device"] == "cpu" else []),
             *disturbance,
         ],
@@ -179,13 +180,13 @@ def _sweep_point(
     return {
         "value": value,
         "runs": {name: _point(timed, name, bool(trial.warm_up)) for name in timed},
-        "failed": failed,
+        "failed": {name: str(error) for name, error in failed.items()},
     }
 
 
 def _timed_runs(
     trial: Trial, dtypes: Sequence[str], repeats: int, run: Runner, progress: Progress
-) -> tuple[dict[str, list[Outcome]], dict[str, str]]:
+) -> tuple[dict[str, list[Outcome]], dict[str, TrialError]]:
     """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them.
 
     "auto" goes first: where it chooses float32, that run is the answer, and no other is waited for.
@@ -194,7 +195,7 @@ def _timed_runs(
         The outcomes by dtype, and by dtype what a run failed of.
     """
     outcomes: dict[str, list[Outcome]] = {}
-    failed: dict[str, str] = {}
+    failed: dict[str, TrialError] = {}
     chosen: dict[str, str] = {}  # by what was asked for, "auto" say
     for repeat in range(repeats):
         for asked in sorted((REFERENCE, *dtypes), key=lambda name: name != "auto"):
@@ -206,7 +207,7 @@ def _timed_runs(
             except TrialError as error:
                 if asked == REFERENCE:
                     raise
-                failed[asked] = str(error)
+                failed[asked] = error
                 outcomes.pop(chosen.get(asked, asked), None)
                 continue
             if asked == "auto" and outcome.dtype == REFERENCE:
@@ -299,11 +300,12 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     """Return one sentence: is it right, and is it worth it."""
     speed, memory = facts["speed"], facts["memory_ratio"]
     parts = []
-    faster = slower = False
+    faster = slower = undecided = False
     if speed is None:
         parts.append(f"{facts['steps']} steps are too few to time")
     else:
         faster, slower = speed["least"] > 1 + ALIKE, speed["largest"] < 1 - ALIKE
+        undecided = speed["least"] < 1 - ALIKE and speed["largest"] > 1 + ALIKE
         spread = f"{speed['least']:.2f} to {speed['largest']:.2f}" if len(speed["pairs"]) > 1 else "one pair of runs"
         parts.append(f"{speed['ratio']:.2f} times the speed of float32 ({spread})")
     if memory is not None:
@@ -316,6 +318,8 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     if skipped and 2 * skipped >= facts["steps"]:
         parts.append(f"{skipped} of {facts['steps']} steps were skipped")
         conclusion = "look before you rely on it"
+    elif facts["float32_parts_at"] is not None:
+        conclusion = "make the script repeatable first"
     elif not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact):
         conclusion = "look before you rely on it"
     elif speed is None:
@@ -324,6 +328,8 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
         conclusion = "worth it"
     elif slower:
         conclusion = "not worth it on this machine"
+    elif undecided:
+        conclusion = "more --repeats on a quiet machine decide whether it is worth it"
     else:
         conclusion = "no gain on this machine"
     return f"{name}: {', '.join(parts)}: {conclusion}."
@@ -333,15 +339,23 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
     losses, modules = facts["losses"], facts["modules"]
     if all(loss is None for loss in losses):
         return "the losses are not known"
+    if facts["float32_parts_at"] is not None:
+        return (
+            f"two runs in float32 part from each other at step {facts['float32_parts_at']}, so that losses say nothing"
+        )
     if facts["parts_at"] is None:
         return f"the loss agrees with float32's within rounding in all {len(losses)} steps"
     before = [step for step in facts["skipped"] if step <= facts["parts_at"]]
     skips = f" (step {', '.join(map(str, before))} skipped)" if before else ""
     first = None if modules is None else modules["first"]
-    where = "" if first is None else f", first in {first['module'] or 'the model'}"
+    where = "" if first is None else f", first in {_named(first['module'])}"
     broken = sum(isinstance(loss, str) for loss in losses)
     end = "ends alike" if facts["ends_alike"] else f"has {broken} values not finite" if broken else "ends elsewhere"
     return f"the loss parts from float32's at step {facts['parts_at']} of {len(losses)}{skips}{where}, and {end}"
+
+
+def _named(module: str) -> str:
+    return f"module {module!r}" if module else "the model"
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -383,11 +397,22 @@ def _watch(
         facts["meters"] = outcomes[name].run["meters"] if name in outcomes else []
         both = (REFERENCE, outcomes.get(REFERENCE)), ("dtype", outcomes.get(name))
         facts["lost"] = {key: _lost(outcome) for key, outcome in both}
+        again = [*references[1:], *([outcomes[REFERENCE]] if outcomes else [])]
+        facts["float32_parts_at"] = _differs(references[0], again, name, facts["parts_at"])
         facts["modules"] = None
-        if name in outcomes:
+        if name in outcomes and facts["float32_parts_at"] is None:
             facts["modules"] = _modules(watched, name, facts["parts_at"], outcomes[REFERENCE], outcomes[name], run)
         facts["verdict"] = verdict(name, facts)
     return list(outcomes[REFERENCE].run["meters"]) if outcomes else []
+
+
+def _differs(reference: Outcome, again: Sequence[Outcome], name: str, parts_at: int | None) -> int | None:
+    """Return the step in which runs in float32 part from each other; None where the dtype parts before that, or never.
+
+    A script that draws other numbers in every run, or goes on from a checkpoint of the last, is no matter of precision.
+    """
+    steps = [step for run in again if (step := parting(reference.losses, run.losses, name)) is not None]
+    return min(steps) if parts_at is not None and steps and min(steps) <= parts_at else None
 
 
 def _lost(outcome: Outcome | None) -> float:
@@ -414,33 +439,14 @@ def _modules(
         same = replace(watched, steps=parts_at, watched=(parts_at,), float32=(parts_at,))
         exact = run(replace(same, settings=replace(watched.settings, dtype=name)))
         parted = next((entry for entry in _errors(exact, low, parts_at, name) if entry.parts), None)
-    rows = list(dict.fromkeys(entry.module for entry in first if entry.direction == "forward"))
-    largest = {
-        step: {module: _largest(entries, module) for module in rows} for step, entries in errors.items() if entries
-    }
     return {
-        "steps": list(largest),
         "first": None if parted is None else plain(parted),
-        "worst_outputs": _worst(first, "forward"),
-        "worst_gradients": _worst(first, "backward"),
-        "map": {"modules": rows, "errors": plain([[column[module] for column in largest.values()] for module in rows])},
+        "worst_outputs": plain(worst_errors(first, "forward")[:WORST]),
+        "worst_gradients": plain(worst_errors(first, "backward")[:WORST]),
+        "map": error_map(errors),
     }
 
 
 def _errors(reference: Outcome, low: Outcome, step: int, dtype: str) -> tuple[ModuleError, ...]:
     exact, rounded = (unscaled(outcome.readings.get(step, ()), outcome.scale_at(step)) for outcome in (reference, low))
     return module_errors(exact, rounded, dtype)
-
-
-def _largest(errors: Sequence[ModuleError], module: str) -> float | None:
-    own = [entry.error for entry in errors if entry.module == module and entry.direction == "forward"]
-    return max(own, default=None)
-
-
-def _worst(errors: Sequence[ModuleError], direction: str) -> list[Any]:
-    """Return the modules with the largest error, each with its worst call."""
-    largest: dict[str, ModuleError] = {}
-    for entry in sorted(errors, key=lambda entry: -entry.error):
-        if entry.direction == direction:
-            largest.setdefault(entry.module, entry)
-    return [plain(entry) for entry in list(largest.values())[:WORST]]

@@ -83,7 +83,10 @@ def diagnose_script(
         and _loss(low, step) != _loss(first, step)
         and math.isfinite(_loss(low, step))
     ):
-        notes.append("The loss was finite when the step was run again: the script draws other numbers in every run.")
+        notes.append(
+            "The loss was finite when the step was run again: the script draws other numbers in every run, or goes on "
+            "from what the run before has written, such as a checkpoint."
+        )
     reference = low
     if dtype != "float32":
         progress(f"{program.name}: step {step} again, in float32 …")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from ampx.run import page
+from ampx.run.report import lost_map
 
 KINDS = (".json", ".html", ".png")
 
@@ -26,9 +28,7 @@ def to_page(report: Mapping[str, Any]) -> str:
     """Return the page of a report, whichever command made it."""
     command = report["schema"].partition("/")[0].replace(".", " ")
     script = " ".join([report["script"], *report["arguments"]])
-    parts = [page.paragraph(report["verdict"], verdict=True)]
-    parts += {"ampx compare": _compared, "ampx diagnose": _diagnosed, "ampx tune": _tuned}[command](report)
-    parts += [page.paragraph(note) for note in report["notes"]]
+    parts = {"ampx compare": _compared, "ampx diagnose": _diagnosed, "ampx tune": _tuned}[command](report)
     return page.document(f"{command}: {script}", parts, report["origin"])
 
 
@@ -42,7 +42,9 @@ def compared_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, facts in {"float32": report["float32"], **report["dtypes"]}.items():
         speed, ratio = facts.get("speed"), facts.get("memory_ratio")
-        spread = "" if speed is None else f"{speed['ratio']:.2f}× ({speed['least']:.2f}–{speed['largest']:.2f})"
+        spread = "" if speed is None else f"{speed['ratio']:.2f}×"
+        if speed is not None and len(speed["pairs"]) > 1:
+            spread += f" ({speed['least']:.2f}–{speed['largest']:.2f})"
         losses = [loss for loss in facts["losses"] if loss is not None]
         parts_at = facts.get("parts_at")
         rows.append(
@@ -85,6 +87,22 @@ def meter_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+WORST_HEAD = ("module", "output", "module", "gradient")
+
+
+def worst_rows(modules: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the table of the largest relative errors, below `WORST_HEAD`."""
+    pairs = zip_longest(modules["worst_outputs"], modules["worst_gradients"])
+    return [tuple(cell for entry in pair for cell in _error_cells(entry)) for pair in pairs]
+
+
+def _error_cells(entry: Mapping[str, Any] | None) -> tuple[str, str]:
+    if entry is None:
+        return "", ""
+    error = entry["error"]
+    return entry["module"] or "the model", error if isinstance(error, str) else f"{error:.2g}"
+
+
 def _short(value: float | str | None) -> str:
     return "–" if value is None else value if isinstance(value, str) else f"{value:.5g}"
 
@@ -94,18 +112,14 @@ def _memory(size: int | None) -> str:
 
 
 def _compared(report: Mapping[str, Any]) -> list[str]:
-    parts = [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
-    parts += [page.table(HEAD, compared_rows(report)), page.heading("Loss")]
-    figure, axes = page.new_figure(3.6)
-    page.draw_losses(axes, _losses(report))
-    parts.append(page.svg(figure))
+    verdicts = [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]
+    parts = [page.paragraph(verdict, verdict=True) for verdict in verdicts]
+    parts += [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
+    parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
+    parts += _loss_parts("Loss", _losses(report))
     if meters := meter_rows(report):
         parts += [page.heading("Updates and gradients"), page.table(METER_HEAD, meters)]
-    for name, facts in report["dtypes"].items():
-        for meter in facts["meters"]:
-            rows, steps = meter["map"]["parameters"], meter["steps"]
-            title = f"share of the updates in {name} that rounded to nothing"
-            parts.append(page.heat_map(rows, steps, meter["map"]["lost"], title, (0.0, 1.0)))
+    parts += [lost_map(meter) for facts in report["dtypes"].values() for meter in facts["meters"]]
     if report["sweep"] is not None:
         parts += [page.heading(f"Over {report['sweep']['option']}"), page.svg(_draw_sweep(report))]
         parts += map(page.paragraph, sweep_failures(report["sweep"]))
@@ -114,21 +128,26 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
         if modules is None:
             continue
         parts.append(page.heading(f"Modules in {name}: relative error to float32"))
-        for kind, worst in (("output", modules["worst_outputs"]), ("gradient", modules["worst_gradients"])):
-            rows = [(entry["module"] or "the model", entry["error"]) for entry in worst]
-            parts.append(page.table((f"module, by {kind}", "error"), rows))
-        parts.append(_heat_map(modules["map"], modules["steps"]))
+        parts.append(page.table(WORST_HEAD, worst_rows(modules)))
+        parts.append(_heat_map(modules["map"]))
     return parts
 
 
-def _heat_map(errors: Mapping[str, Any], steps: Sequence[int]) -> str:
+def _loss_parts(title: str, losses: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return a heading and curves of losses by step; nothing where no loss is a number."""
+    if not any(isinstance(loss, float) for curve in losses.values() for loss in curve):
+        return []
+    figure, axes = page.new_figure(3.2)
+    page.draw_losses(axes, {name: enumerate(curve, 1) for name, curve in losses.items()})
+    return [page.heading(title), page.svg(figure)]
+
+
+def _heat_map(errors: Mapping[str, Any]) -> str:
+    if not any(error for row in errors["errors"] for error in row):
+        return page.paragraph("Every module computed what it computes in float32.")
     names = [name or "the model" for name in errors["modules"]]
-    values = [
-        [math.log10(max(error, 1e-9)) if isinstance(error, float) else None for error in row]
-        for row in errors["errors"]
-    ]
-    title = "relative error of the output, power of ten; red: not finite, or not run"
-    return page.heat_map(names, steps, values, title, missing=page.ALARM)
+    title = "relative error of the output; red: not finite, or not run"
+    return page.heat_map(names, errors["steps"], errors["errors"], title, missing=page.ALARM)
 
 
 def _losses(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +165,7 @@ def draw(report: Mapping[str, Any]) -> Any:
     halves: Any = figure.subfigures(1, 2)
     left, right = halves
     axes = left.subplots()
-    page.draw_losses(axes, _losses(report))
+    page.draw_losses(axes, {name: enumerate(curve, 1) for name, curve in _losses(report).items()})
     axes.set_title("Loss")
     if report["sweep"] is not None:
         _draw_sweep(report, right)
@@ -213,7 +232,7 @@ def _draw_sweep(report: Mapping[str, Any], figure: Any = None) -> Any:
 
 
 def _diagnosed(report: Mapping[str, Any]) -> list[str]:
-    parts = []
+    parts = [page.paragraph(report["verdict"], verdict=True)]
     diagnosis = report["diagnosis"]
     if diagnosis is not None:
         places = (("last finite", diagnosis["last_finite"]), ("first not finite", diagnosis["first_nonfinite"]))
@@ -225,20 +244,14 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         if diagnosis["risks"]:
             parts.append(page.heading("Risks elsewhere"))
             parts += [page.paragraph(risk["text"]) for risk in diagnosis["risks"]]
-    if any(isinstance(loss, float) for loss in report["losses"]):
-        figure, axes = page.new_figure(3.0)
-        page.draw_losses(axes, {report["dtype"]: report["losses"]})
-        parts += [page.heading("Loss"), page.svg(figure)]
+    parts += [*map(page.paragraph, report["notes"]), *_loss_parts("Loss", {report["dtype"]: report["losses"]})]
     if report["map"] is not None:
-        values = [
-            [None if value is None else math.log10(max(value, 1e-9)) for value in row]
-            for row in report["map"]["largest"]
-        ]
         names = [name or "the model" for name in report["map"]["modules"]]
-        title = "largest magnitude of the output, power of ten; red: not finite, or not run"
+        title = "largest magnitude of the output; red: not finite, or not run"
+        largest, steps = report["map"]["largest"], report["map"]["steps"]
         parts += [
             page.heading("Before it failed"),
-            page.heat_map(names, report["map"]["steps"], values, title, missing=page.ALARM),
+            page.heat_map(names, steps, largest, title, missing=page.ALARM),
         ]
     if report["modules"]:
         rows = [
@@ -269,17 +282,14 @@ def exclusion_lines(exclusions: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _tuned(report: Mapping[str, Any]) -> list[str]:
-    parts: list[str] = []
+    parts = [page.paragraph(report["verdict"], verdict=True), *map(page.paragraph, report["notes"])]
     rows = [(choice["entry"], choice["reason"]) for choice in report["policy"]["deny"]]
     if rows:
         parts += [page.heading("What stays in float32"), page.table(("entry", "why"), rows)]
     parts += [page.heading("The policy file"), page.code(report["file"].splitlines())]
     if report["exclusions"]:
         parts += [page.heading("For conversion tools"), page.code(exclusion_lines(report["exclusions"]))]
-    if any(isinstance(loss, float) for losses in report["losses"].values() for loss in losses):
-        figure, axes = page.new_figure(3.0)
-        page.draw_losses(axes, report["losses"])
-        parts += [page.heading("Loss, before anything was kept in float32"), page.svg(figure)]
+    parts += _loss_parts("Loss, before anything was kept in float32", report["losses"])
     if report["map"] is not None:
-        parts += [page.heading("Modules: relative error to float32"), _heat_map(report["map"], report["map"]["steps"])]
+        parts += [page.heading("Modules: relative error to float32"), _heat_map(report["map"])]
     return parts

@@ -22,10 +22,15 @@ from ampx.run import RunSettings
 from ampx.run.program import Program
 
 _CHILD: Final = "ampx.numerics.child"
-# Exit code of a child whose script `ampx run` refuses.
+# Exit codes of a child whose script `ampx run` refuses, or whose options it cannot honour.
 REFUSED: Final = 3
+MISUSED: Final = 2
 # Names the folder in which a trial may keep what it compiles for the next one, if its memory is not to be measured.
 COMPILED: Final = "AMPX_COMPILED"
+
+
+class InvalidTrialError(TrialError, InvalidOptionError):
+    """There is no such script, or an option cannot be honoured in one dtype; in another it may be."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,15 @@ class Outcome:
         }
 
 
+def not_repeatable(program: Program) -> str:
+    """Return what to say of a script whose losses differ from run to run, whatever the precision."""
+    return (
+        f"Two runs of {program.name} in float32 have different losses: it draws other numbers in every run, or goes on "
+        f"from what the run before has written, such as a checkpoint. Seed all that it draws, or have it start anew, "
+        f"by an option say; then ask again."
+    )
+
+
 def write_outcome(target: Path, outcome: Outcome) -> None:
     """Write what a child has seen, for `run_trial`."""
     values = {name: value for name, value in vars(outcome).items() if name != "readings"}
@@ -227,8 +241,8 @@ def _running(trial: Trial) -> str:
 
 def _refusal(output: str) -> str:
     """Return why `ampx run` refused the script, as a child writes it last; empty where the script ended so itself."""
-    _, _, refusal = f"\n{output}".rpartition("\nampx: ")
-    return refusal
+    _, mark, refusal = f"\n{output}".rpartition("\nampx: ")
+    return refusal if mark else ""
 
 
 def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
@@ -260,7 +274,10 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
             done = subprocess.run(command, check=False, env=environment, stdin=subprocess.DEVNULL, **streams)
         text = noise.read_text(encoding="utf-8", errors="replace").strip()
         if done.returncode or not answer.exists():
-            if done.returncode == REFUSED and (refusal := _refusal(text)):
+            refusal = _refusal(text) if done.returncode in (MISUSED, REFUSED) else ""
+            if refusal and done.returncode == MISUSED:
+                raise InvalidTrialError(refusal)
+            if refusal:
                 raise TrialError(f"{trial.program.name} in {trial.settings.dtype} was refused: {refusal}")
             raise TrialError(
                 f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "

@@ -131,6 +131,20 @@ class TunedPolicy:
         return result
 
 
+def in_float32(reason: str, agrees: bool = True, speed: float | None = None) -> dict[str, Any]:
+    """Return the fields of the policy that casts nothing; one that was chosen for its `speed` switches ampx off."""
+    why = {"dtype": reason, "level": "nothing is cast", "loss_scale": "float32 needs none", "enabled": DISABLED}
+    return {
+        "dtype": "float32",
+        "level": "O0",
+        "loss_scale": 1.0,
+        "reasons": why,
+        "agrees": agrees,
+        "speed": speed,
+        "enabled": speed is None,
+    }
+
+
 def minimal(names: Sequence[str], passes: Callable[[frozenset[str]], bool]) -> frozenset[str] | None:
     """Return a smallest set of names that passes, with few calls of `passes`.
 
@@ -307,6 +321,17 @@ class _Tuning:
         explained = min(LARGEST_TOLERANCE, bound(casting.dtype, roundings))
         self.tolerance = explained if tolerance is None else tolerance
 
+    def policy(self, **chosen: Any) -> TunedPolicy:
+        """Return a policy with fields that were chosen, and those of the search."""
+        return TunedPolicy(
+            self.batch.backend.name,
+            self.batch.device.name,
+            modules=self.modules,
+            tolerance=self.tolerance,
+            replays=self.batch.replays,
+            **chosen,
+        )
+
     def run(self, casting: Casting, watched: bool = False) -> Seen:
         """Compute the batch, watched where its outputs are needed."""
         if watched:
@@ -450,10 +475,11 @@ def tune(
             PrecisionWarning,
         )
     if casting is FLOAT32:
-        return _float32(_Tuning(batch, casting, tolerance, for_inference), "float32 was asked for")
+        return _Tuning(batch, casting, tolerance, for_inference).policy(**in_float32("float32 was asked for"))
     tuning = _Tuning(batch, casting, tolerance, for_inference)
     if not tuning.reference.finite:
-        return _float32(tuning, "float32 itself is not finite on this batch: ask ampx.diagnose", agrees=False)
+        reason = "float32 itself is not finite on this batch: ask ampx.diagnose"
+        return tuning.policy(**in_float32(reason, agrees=False))
     fixed = [Choice(str(entry), "asked for") for entry in deny]
     low = tuning.run(casting, watched=True)
     comparison = tuning.compare(low)
@@ -477,7 +503,7 @@ def tune(
             whole = whole or operations is not None
             kind = "nothing less than the whole model" if whole else "nothing that can be kept"
             reason = f"{kind} in float32 brings the result within {tuning.tolerance:.2g} of float32's"
-            return _float32(tuning, reason, agrees=what_if is None)
+            return tuning.policy(**in_float32(reason, agrees=what_if is None))
         safe = tuning.denying(operations)
         instead = ()
         denied = [Choice(name, f"fails in {casting.dtype}, outside of modules") for name in sorted(operations)]
@@ -485,9 +511,7 @@ def tune(
     if casting.simulated:
         refused = "" if casting.dtype in computed else f", where init refuses {casting.dtype}"
         simulated = f", simulated on {batch.device.name}{refused}"
-    policy = TunedPolicy(
-        framework=batch.backend.name,
-        device=batch.device.name,
+    policy = tuning.policy(
         dtype=casting.dtype,
         level="O1",
         loss_scale="dynamic" if scaled(casting.dtype) and not for_inference else 1.0,
@@ -501,8 +525,6 @@ def tune(
             if scaled(casting.dtype)
             else f"{casting.dtype} has the exponents of float32",
         },
-        modules=tuning.modules,
-        tolerance=tuning.tolerance,
         operations=instead,
     )
     if repeats and not casting.simulated:
@@ -520,24 +542,6 @@ def _of_error(error: ModuleError | None, dtype: str) -> str:
     if math.isinf(error.error):
         return f"not finite in {dtype}"
     return f"its output is off by {error.error:.2g} of its norm in {dtype}"
-
-
-def _float32(tuning: _Tuning, reason: str, agrees: bool = True, speed: float | None = None) -> TunedPolicy:
-    """Return the policy that casts nothing."""
-    return TunedPolicy(
-        framework=tuning.batch.backend.name,
-        device=tuning.batch.device.name,
-        dtype="float32",
-        level="O0",
-        loss_scale=1.0,
-        reasons={"dtype": reason, "level": "nothing is cast", "loss_scale": "float32 needs none", "enabled": DISABLED},
-        modules=tuning.modules,
-        agrees=agrees,
-        tolerance=tuning.tolerance,
-        speed=speed,
-        replays=tuning.batch.replays,
-        enabled=speed is None,
-    )
 
 
 def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int) -> TunedPolicy:
@@ -565,7 +569,7 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
     choice = fastest(times)
     ratio = statistics.median(mine / other for mine, other in zip(times["float32"], times[choice], strict=True))
     if choice == "float32":
-        return _float32(tuning, not_faster(policy.dtype, times), speed=1.0)
+        return tuning.policy(**in_float32(not_faster(policy.dtype, times), speed=1.0))
     return policy.timed(ratio, slow if choice == "tuned" else {})
 
 

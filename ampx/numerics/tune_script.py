@@ -19,12 +19,12 @@ from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
-from .batch import Seen, fitting_scale, plain, scaled
-from .compare import bound, module_errors, relative_error, unscaled
+from .batch import Seen, fitting_scale, scaled
+from .compare import ModuleError, bound, error_map, module_errors, relative_error, unscaled
 from .operations import failing
 from .timing import busy
-from .trial import Outcome, Trial, run_trial
-from .tune import DISABLED, Choice, TunedPolicy, by_error, fastest, kept_in_float32, minimal, not_faster, slow_modules
+from .trial import Outcome, Trial, not_repeatable, run_trial
+from .tune import Choice, TunedPolicy, by_error, fastest, in_float32, kept_in_float32, minimal, not_faster, slow_modules
 from .watching import MODULE, module_patterns
 
 SCHEMA: Final = "ampx.tune/1"
@@ -87,6 +87,17 @@ class _Search:
         self.output = values[-1].module if values else ""
         self.tolerance = tolerance
         self.scale = 1.0
+
+    def policy(self, **chosen: Any) -> TunedPolicy:
+        """Return a policy with fields that were chosen, and those of the search."""
+        return TunedPolicy(
+            str(self.reference.run["framework"]),
+            str(self.reference.run["device"]),
+            modules=self.modules,
+            tolerance=self.tolerance or 0.0,
+            replays=self.runs,
+            **chosen,
+        )
 
     def run(self, trial: Trial) -> Outcome:
         """Run the script, and count that."""
@@ -155,15 +166,46 @@ class _Search:
         alone = next((name for name in names if self.passes_without({name})), None)
         return minimal(names, self.passes_without) if alone is None else frozenset({alone})
 
+    def errors(self, outcome: Outcome) -> dict[int, tuple[ModuleError, ...]]:
+        """Return by watched step how far what modules computed is from float32's."""
+        return {
+            step: module_errors(
+                self.reference.readings.get(step, ()),
+                unscaled(outcome.readings.get(step, ()), outcome.scale_at(step)),
+                self.dtype,
+            )
+            for step in self.watched
+        }
+
     def worst(self, outcome: Outcome) -> dict[str, dict[int, float]]:
         """Return by module and watched step the largest error of its outputs and their gradients."""
         worst: dict[str, dict[int, float]] = {}
-        for step in self.watched:
-            exact, seen = self.reference.readings.get(step, ()), outcome.readings.get(step, ())
-            for entry in module_errors(exact, unscaled(seen, outcome.scale_at(step)), self.dtype):
+        for step, entries in self.errors(outcome).items():
+            for entry in entries:
                 errors = worst.setdefault(entry.module, {})
                 errors[step] = max(entry.error, errors.get(step, 0.0))
         return worst
+
+    def loss_error(self, outcome: Outcome) -> float:
+        """Return how far losses are from float32's, relative to their norm."""
+        pairs = [
+            (low, wide)
+            for low, wide in zip(outcome.losses, self.reference.losses, strict=False)
+            if low is not None and wide is not None
+        ]
+        if not pairs:
+            raise TrialError(
+                f"{self.trial.program.name} has no losses that can be compared: this backend does not report them; "
+                f"accepted: one that does. Use ampx.tune(step, model) in code."
+            )
+        lows, wides = np.array(pairs).T
+        return relative_error(lows, wides)
+
+    def check_repeatable(self) -> None:
+        """Raise unless a second run in float32 agrees with the first: else precision would be blamed for it."""
+        again = self.run(replace(self.trial, settings=replace(self.trial.settings, dtype=_FLOAT32)))
+        if any(loss is not None for loss in again.losses) and self.loss_error(again) > (self.tolerance or 0.0):
+            raise TrialError(not_repeatable(self.trial.program))
 
     def agrees(self, outcome: Outcome) -> bool:
         """Return whether losses and skipped steps agree with float32's, and the gradients of the first step.
@@ -180,20 +222,7 @@ class _Search:
             )
             errors = [entry.error for entry in module_errors(outputs, low, self.dtype)]
             return bool(errors) and max(errors) <= self.tolerance
-        if outcome.skipped:
-            return False
-        pairs = [
-            (low, wide)
-            for low, wide in zip(outcome.losses, self.reference.losses, strict=False)
-            if low is not None and wide is not None
-        ]
-        if not pairs:
-            raise TrialError(
-                f"{self.trial.program.name} has no losses that can be compared: this backend does not report them; "
-                f"accepted: one that does. Use ampx.tune(step, model) in code."
-            )
-        lows, wides = np.array(pairs).T
-        if relative_error(lows, wides) > self.tolerance:
+        if outcome.skipped or self.loss_error(outcome) > self.tolerance:
             return False
         exact = self.reference.readings[1]
         seen = unscaled(outcome.readings.get(1, ()), outcome.scale_at(1))
@@ -288,11 +317,12 @@ def tune_script(
     search.settle(dtype)
     first = search.run(search.low(watched=search.watched, watching=search.watching))
     if search.dtype == _FLOAT32:
-        policy = _float32(search, f"mixed precision is off on this device: {why}; --what-if float16 simulates it")
+        reason = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
+        policy = search.policy(**in_float32(reason))
         return policy, _report(trial, search, policy, first)
-    exact, low = search.reference.readings[1], unscaled(first.readings.get(1, ()), first.scale_at(1))
-    errors = module_errors(exact, low, search.dtype)
-    order = by_error(search.modules, errors)
+    order = by_error(search.modules, search.errors(first)[1])
+    if not search.agrees(first):
+        search.check_repeatable()
     kept = minimal(order, lambda names: search.agrees(first) if not names else search.passes(names))
     whole = kept is not None and "" in kept  # which is float32, but for what stands outside of the model
     operations = search.operations() if kept is None or whole else frozenset[str]()
@@ -305,7 +335,7 @@ def tune_script(
                 f"cures that: {_nothing_watched(trial, search.reference)}"
             )
         reason = f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's {which}"
-        policy = _float32(search, reason, agrees=False)
+        policy = search.policy(**in_float32(reason, agrees=False))
         return policy, _report(trial, search, policy, first)
     kept = frozenset() if kept is None or whole else kept
     worst = search.worst(first)
@@ -320,9 +350,7 @@ def tune_script(
     denied += [Choice(name, f"not finite in {search.dtype}, outside of modules") for name in sorted(operations)]
     what = f"losses of {steps} steps {'agree' if search.unnamed else 'and the first gradients agree'}"
     what = "the output agrees" if for_inference else what
-    policy = TunedPolicy(
-        framework=str(first.run["framework"]),
-        device=str(first.run["device"]),
+    policy = search.policy(
         dtype=search.dtype,
         level="O1",
         loss_scale="dynamic" if scaled(search.dtype) and not for_inference else 1.0,
@@ -334,8 +362,6 @@ def tune_script(
             if scaled(search.dtype)
             else f"{search.dtype} has the exponents of float32",
         },
-        modules=search.modules,
-        tolerance=search.tolerance or 0.0,
         operations=failing if search.passes_without(failing) else (),
     )
     if timed:
@@ -366,23 +392,6 @@ def _reason(pattern: str, kept: Iterable[str], worst: Mapping[str, Mapping[int, 
     return f"relative error of {first:.2g} in {dtype} in step 1{later}"
 
 
-def _float32(search: _Search, reason: str, agrees: bool = True, speed: float | None = None) -> TunedPolicy:
-    return TunedPolicy(
-        framework=str(search.reference.run["framework"]),
-        device=str(search.reference.run["device"]),
-        dtype=_FLOAT32,
-        level="O0",
-        loss_scale=1.0,
-        reasons={"dtype": reason, "enabled": DISABLED},
-        modules=search.modules,
-        agrees=agrees,
-        tolerance=search.tolerance or 0.0,
-        speed=speed,
-        replays=search.runs,
-        enabled=speed is None,
-    )
-
-
 def _for_speed(
     search: _Search,
     policy: TunedPolicy,
@@ -409,7 +418,7 @@ def _for_speed(
             break
     choice = fastest(seconds)
     if choice == _FLOAT32:
-        return _float32(search, not_faster(policy.dtype, seconds), speed=1.0)
+        return search.policy(**in_float32(not_faster(policy.dtype, seconds), speed=1.0))
     ratio = float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[choice])))
     return policy.timed(ratio, slow if choice == "tuned" else {})
 
@@ -445,24 +454,6 @@ def _unescaped(pattern: str) -> str:
     return re.sub(r"\[([*?[])\]", r"\1", pattern)
 
 
-def _map(search: _Search, low: Outcome) -> dict[str, Any] | None:
-    """Return by module and watched step how far outputs are from float32's."""
-    columns = {}
-    for step in search.watched:
-        exact, seen = search.reference.readings.get(step, ()), low.readings.get(step, ())
-        errors: dict[str, float] = {}
-        for entry in module_errors(exact, unscaled(seen, low.scale_at(step)), search.dtype):
-            if entry.direction == "forward":
-                errors[entry.module] = max(entry.error, errors.get(entry.module, 0.0))
-        if errors:
-            columns[step] = errors
-    modules = [module for module in search.modules if any(module in errors for errors in columns.values())]
-    if not modules:
-        return None
-    rows = [[errors.get(module) for errors in columns.values()] for module in modules]
-    return {"modules": modules, "steps": list(columns), "errors": plain(rows)}
-
-
 def _counted(policy: TunedPolicy) -> str:
     modules = len(module_patterns(choice.entry for choice in policy.deny))
     operations = len(policy.deny) - modules
@@ -493,7 +484,7 @@ def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) 
         "file": file.text(),
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
         "losses": {_FLOAT32: search.reference.to_json()["losses"], search.dtype: first.to_json()["losses"]},
-        "map": _map(search, first),
+        "map": error_map(search.errors(first)),
         "verdict": verdict,
         "notes": list(search.reference.notes),
         "origin": origin(search.reference.versions),

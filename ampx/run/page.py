@@ -14,6 +14,8 @@ from typing import Any, Final
 ALARM: Final = "#b30000"
 MOST_ROWS: Final = 60  # of a heat map
 _LONGEST: Final = 48  # label
+FEW_POINTS: Final = 50  # of a curve, which are marked
+_FEW_COLUMNS: Final = 8  # of a heat map, whose numbers have room
 # Legible to colour-blind readers, and in print by the line style.
 STYLES: Final[Mapping[str, tuple[str, str]]] = {
     "float32": ("#4d4d4d", "-"),
@@ -23,12 +25,17 @@ STYLES: Final[Mapping[str, tuple[str, str]]] = {
 }
 _OTHERS: Final = (("#009e73", "-"), ("#cc79a7", "--"), ("#56b4e9", "-"), ("#e69f00", "--"))
 _STYLE: Final = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222;
   overflow-wrap: anywhere }  /* the path of a script has no spaces */
-table { border-collapse: collapse } td, th { padding: .2rem .8rem .2rem 0; text-align: left }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } svg { max-width: 100%; height: auto }
-p.verdict { font-size: 1.15em; font-weight: 600 } footer { color: #666; font-size: .85em; margin-top: 2rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.15rem; margin: 2.5rem 0 .8rem }
+p.verdict { font-size: 1.1rem; font-weight: 600; background: #eef4f9; border-left: 4px solid #0072b2;
+  padding: .7rem 1rem }
+div { overflow-x: auto; margin: 1rem 0 } table { border-collapse: collapse; font-size: .9rem }
+th, td { padding: .3rem 1.4rem .3rem 0; text-align: left; vertical-align: top; overflow-wrap: break-word;
+  border-bottom: 1px solid #e4e4e4; font-variant-numeric: tabular-nums }
+th { border-bottom-color: #999 } td.number { text-align: right }
+pre { background: #f4f4f4; padding: .8rem 1rem; overflow-x: auto } svg { display: block; width: 100%; height: auto }
+footer { color: #666; font-size: .85rem; margin-top: 3rem; border-top: 1px solid #e4e4e4; padding-top: .8rem }
 """
 
 
@@ -102,7 +109,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return a table; numbers stand to the right."""
     titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<table><tr>{titles}</tr>{body}</table>"
+    return f"<div><table>{f'<tr>{titles}</tr>' if head else ''}{body}</table></div>"
 
 
 def _cell(value: Any) -> str:
@@ -137,17 +144,26 @@ def style_of(name: str, position: int = 0) -> tuple[str, str]:
     return STYLES.get(name) or _OTHERS[position % len(_OTHERS)]
 
 
-def draw_losses(axes: Any, losses: Mapping[str, Sequence[float | str | None]]) -> None:
-    """Draw loss curves on each other, by name; a step without a loss, or with none that is finite, leaves a gap."""
-    for position, (name, values) in enumerate(losses.items()):
+def draw_losses(axes: Any, losses: Mapping[str, Iterable[tuple[int, float | str | None]]]) -> None:
+    """Draw curves of step and loss on each other, by name; a loss that is not finite is text, and a red line."""
+    alarmed, lowest, highest = False, math.inf, 0.0
+    for position, (name, points) in enumerate(losses.items()):
         colour, line = style_of(name, position)
-        heights = [value if isinstance(value, float) else math.nan for value in values]
-        axes.plot(range(1, len(heights) + 1), heights, color=colour, linestyle=line, linewidth=1.4, label=name)
-    finite = [value for values in losses.values() for value in values if isinstance(value, float)]
-    if finite and min(finite) > 0 and max(finite) > 20 * min(finite):
+        steps, heights = [], []
+        for step, loss in points:
+            steps.append(step)
+            heights.append(loss if isinstance(loss, float) else math.nan)
+            if isinstance(loss, str):
+                alarmed = True
+                axes.axvline(step, color=ALARM, linewidth=0.8)
+        finite = [height for height in heights if not math.isnan(height)]
+        lowest, highest = min([lowest, *finite]), max([highest, *finite])
+        marker = "." if len(finite) < FEW_POINTS else ""
+        axes.plot(steps, heights, color=colour, linestyle=line, marker=marker, linewidth=1.4, label=name)
+    if 0 < 20 * lowest < highest:
         axes.set_yscale("log")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("step")
+    axes.set_xlabel("step; a red line is a loss that is not finite" if alarmed else "step")
     axes.set_ylabel("loss")
     axes.legend(frameon=False)
 
@@ -157,7 +173,8 @@ def heat_map(
     columns: Sequence[Any],
     values: Sequence[Sequence[float | None]],
     title: str,
-    limits: tuple[float | None, float | None] = (None, None),
+    *,
+    powers: bool = True,
     missing: str = "white",
 ) -> str:
     """Return a picture of layers by steps, dark where a number is large; the rows with the largest where all are many.
@@ -167,38 +184,47 @@ def heat_map(
         columns: Steps.
         values: A number for each row and column; None where there is none that is finite.
         title: What is drawn.
-        limits: The numbers of the lightest and of the darkest colour; None for the least and the largest there is.
+        powers: Colours are powers of ten; else shares, from 0 to 1.
         missing: Colour where there is no number.
     """
     if not rows or not columns:
         return ""
     from matplotlib import colormaps
 
-    numbers = [
-        [value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan for value in row]
-        for row in values
-    ]
-    order = sorted(
-        range(len(rows)), key=lambda row: -max((n for n in numbers[row] if not math.isnan(n)), default=-math.inf)
-    )
+    numbers = [[value if isinstance(value, (int, float)) else math.nan for value in row] for row in values]
+    order = sorted(range(len(rows)), key=lambda row: -max([0.0, *(n for n in numbers[row] if not math.isnan(n))]))
     shown = sorted(order[:MOST_ROWS])
-    figure, axes = new_figure(1.2 + 0.16 * max(5, len(shown)))
+    heights = [[math.log10(max(n, 1e-9)) if powers else n for n in numbers[row]] for row in shown]
+    known = [height for row in heights for height in row if not math.isnan(height)] or [0.0]
+    middle, half = (min(known) + max(known)) / 2, max(1.0, (max(known) - min(known)) / 2)
+    low, high = (
+        (middle - half, middle + half) if powers else (0.0, 1.0)
+    )  # two powers of ten at least: no alarm for less
+    figure, axes = new_figure(1.2 + 0.17 * max(5, len(shown)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that are all NaN
         image = axes.imshow(
-            [numbers[row] for row in shown],
+            heights,
             aspect="auto",
             cmap=colormaps["magma_r"].with_extremes(bad=missing),
             interpolation="nearest",
-            vmin=limits[0],
-            vmax=limits[1],
+            vmin=low,
+            vmax=high,
         )
+    if len(columns) <= _FEW_COLUMNS:
+        for place, row in enumerate(shown):
+            for column, number in enumerate(numbers[row]):
+                if not math.isnan(number):
+                    dark = heights[place][column] > (low + high) / 2
+                    text = f"{number:.1e}" if powers else f"{number:.0%}"
+                    colour = "white" if dark else "black"
+                    axes.text(column, place, text, color=colour, fontsize=6.5, ha="center", va="center")
     axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
     axes.set_xlabel("step")
     hidden = len(rows) - len(shown)
     axes.set_title(title + (f" ({hidden} rows with smaller numbers are left out)" if hidden else ""), fontsize=9)
-    figure.colorbar(image, ax=axes)
+    figure.colorbar(image, ax=axes, label="power of ten" if powers else "share")
     return svg(figure)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -12,6 +11,7 @@ from ampx.run.page import (
     ALARM,
     code,
     document,
+    draw_losses,
     heading,
     heat_map,
     new_figure,
@@ -124,20 +124,17 @@ def _count(number: int, noun: str) -> str:
 
 def page(report: dict[str, Any]) -> str:
     """Return the page of `ampx run`."""
-    parts = [paragraph(f"{headline(report)}.", verdict=True)] if report["framework"] else []
-    parts.append(_facts(report))
+    headed = f"{headline(report)}." if report["framework"] else "The script made no optimizer that ampx knows."
+    parts = [paragraph(headed, verdict=True), table((), _facts(report)), *map(paragraph, report["notes"])]
     pictures = {
         "Loss": _draw_losses(report),
-        "Time": _draw_time(report),
         "Loss scale": _draw_scales(report),
+        "Time": _draw_time(report),
         "Operations": _draw_ops(report),
     }
     for title, drawn in pictures.items():
         if drawn is not None:
             parts += [heading(title), drawn]
-    if report["ops"]:
-        rows = [(operation["op"], operation["dtype"], operation["count"]) for operation in report["ops"][:10]]
-        parts.append(table(("operation", "dtype", f"times in {report['sampled_steps']} steps"), rows))
     for meter in report["meters"]:
         parts += meter_parts(meter)
     if report["framework"] and not report["meters"]:
@@ -149,7 +146,6 @@ def page(report: dict[str, Any]) -> str:
             (child["process"], headline(child), child["steps"], child["skipped"]) for child in report["processes"]
         ]
         parts += [heading("Processes that the script started"), table(_PROCESS, trained)]
-    parts += [paragraph(note) for note in report["notes"]]
     script = " ".join([report["script"], *report["arguments"]])
     return document(f"ampx run: {script}", parts, report["origin"])
 
@@ -157,7 +153,7 @@ def page(report: dict[str, Any]) -> str:
 def meter_parts(meter: Mapping[str, Any], title: str = "Updates and gradients") -> list[str]:
     """Return what a page says of the meter of one optimizer: a sentence, curves, and parameters by steps."""
     parts = [heading(title), paragraph(f"{meter_line(meter)}.")]
-    if len(meter["steps"]) > 1:
+    if len(meter["steps"]) > 1 and any([*meter["lost"], *meter["flushed"]]):
         figure, axes = new_figure(2.4)
         for name, label, line in (("lost", "updates lost", "-"), ("flushed", "gradients flushed", "--")):
             axes.plot(meter["steps"], [100 * share for share in meter[name]], line, marker=".", label=label)
@@ -166,19 +162,27 @@ def meter_parts(meter: Mapping[str, Any], title: str = "Updates and gradients") 
         axes.set_ylabel("percent")
         axes.legend(frameon=False)
         parts.append(svg(figure))
-    rows, shares = meter["map"]["parameters"], meter["map"]["lost"]
-    return [*parts, heat_map(rows, meter["steps"], shares, "share of the updates that rounded to nothing", (0.0, 1.0))]
+    return [*parts, lost_map(meter)]
 
 
-def _facts(report: dict[str, Any]) -> str:
-    rows: list[tuple[Any, ...]] = [
-        ("framework", report["framework"] or "none: the script made no optimizer"),
-        ("dtype", f"{report['dtype']} on {report['device']}, level {report['level']}: {report['reason']}"),
+def lost_map(meter: Mapping[str, Any]) -> str:
+    """Return which parameters stood still when, as a picture; nothing where none did."""
+    shares = meter["map"]["lost"]
+    if not any(share for row in shares for share in row):
+        return ""
+    title = f"{meter['optimizer']}, {meter['dtype']}: share of the updates that rounded to nothing"
+    return heat_map(meter["map"]["parameters"], meter["steps"], shares, title, powers=False)
+
+
+def _facts(report: dict[str, Any]) -> list[tuple[Any, ...]]:
+    losses = [loss for _, loss in report["losses"]]
+    seen = f"{float(losses[0]):.4g}, at the end {float(losses[-1]):.4g}" if losses else "not reported"
+    optimizers = zip(names_of(report["optimizers"]), report["optimizers"], strict=True)
+    return [
         ("steps", f"{report['steps']}, of which {report['skipped']} skipped"),
+        *((("loss", f"at the start {seen}"),) if report["framework"] else ()),
+        *((f"loss scale of {name}", scale_trace(optimizer)) for name, optimizer in optimizers),
     ]
-    if report["device"] is None:  # the script's own, without a session
-        rows = [*rows[:1], ("computed", headline(report))] if report["framework"] else rows[:1]
-    return table((), rows)
 
 
 def _draw_time(report: dict[str, Any]) -> str | None:
@@ -197,17 +201,10 @@ def _draw_time(report: dict[str, Any]) -> str | None:
 
 
 def _draw_losses(report: dict[str, Any]) -> str | None:
-    points = [(step, float(loss)) for step, loss in report["losses"]]
-    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
-    if not finite:
+    if not any(isinstance(loss, float) for _, loss in report["losses"]):
         return None
     figure, axes = new_figure(2.6)
-    axes.plot(*zip(*finite, strict=True), marker="." if len(finite) < 50 else "")
-    for step, loss in points:
-        if not math.isfinite(loss):
-            axes.axvline(step, color=ALARM, linewidth=0.8)
-    axes.set_xlabel("step" if len(finite) == len(points) else "step; a red line is a loss that is not finite")
-    axes.set_ylabel("loss")
+    draw_losses(axes, {report["dtype"]: report["losses"]})
     return svg(figure)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import ampx
 from ampx.numerics import report
+from ampx.run.report import lost_map
 
 torch = pytest.importorskip("torch", reason="the scripts train with PyTorch")
 pytest.importorskip("matplotlib", reason="pages need matplotlib, of the extra demo")
@@ -153,6 +154,18 @@ def test_a_script_that_raises_in_low_precision_is_told_which_module_to_keep_in_f
     assert "deny=['module:1']" in done.stdout
     (tmp_path / "policy.toml").write_text('dtype = "bfloat16"\ndeny = ["module:1"]\n')
     ampx_command("run", "--policy", "policy.toml", "train.py")
+
+
+def test_a_map_of_lost_updates_is_drawn_where_there_are_some():
+    meter = {"optimizer": "SGD", "dtype": "bfloat16", "steps": [100], "map": {"parameters": ["w", "b"]}}
+    assert lost_map({**meter, "map": {**meter["map"], "lost": [[0.0], [None]]}}) == ""
+    assert lost_map({**meter, "map": {**meter["map"], "lost": [[0.0], [0.25]]}}).startswith("<svg")
+
+
+def test_a_script_that_is_not_there_is_a_wrong_option_of_every_command(ampx_command):
+    for command in ("compare", "diagnose", "tune"):
+        done = ampx_command(command, "nothere.py", code=2)
+        assert done.stderr.splitlines()[-1].startswith("ampx: the script 'nothere.py' cannot be read: No such file")
 
 
 def test_a_report_of_no_kind_is_refused_before_anything_runs(ampx_command, script):

@@ -98,8 +98,8 @@ def test_a_comparison_on_a_cpu_says_what_a_gpu_would_change(compared):
 def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
     assert compared["dtypes"]["float16"]["verdict"] == (
         "float16: 2.00 times the speed of float32 (2.00 to 2.00), 0.50 times the memory, the loss parts from "
-        "float32's at step 3 of 4 (step 3 skipped), first in <second>, and has 2 values not finite: look before you "
-        "rely on it."
+        "float32's at step 3 of 4 (step 3 skipped), first in module '<second>', and has 2 values not finite: "
+        "look before you rely on it."
     )
     assert compared["dtypes"]["bfloat16"]["verdict"].endswith(
         "in all 4 steps, 75% of the updates round to nothing (0% of those in float32): look before you rely on it."
@@ -114,7 +114,19 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "float16: 1.50 times the speed of float32 (1.40 to 1.60), the loss agrees with float32's within rounding "
             "in all 4 steps: worth it.",
         ),
-        ({"speed": {"ratio": 1.5, "least": 0.9, "largest": 1.6, "pairs": [0.9, 1.5, 1.6]}}, "no gain on this machine."),
+        (
+            {"speed": {"ratio": 1.5, "least": 0.9, "largest": 1.6, "pairs": [0.9, 1.5, 1.6]}},
+            "more --repeats on a quiet machine decide whether it is worth it.",
+        ),
+        (
+            {"speed": {"ratio": 1.0, "least": 0.99, "largest": 1.1, "pairs": [0.99, 1.0, 1.1]}},
+            "no gain on this machine.",
+        ),
+        (
+            {"losses": [1.0, 2.0, 3.0, 4.0], "parts_at": 2, "float32_parts_at": 1, "ends_alike": False},
+            "two runs in float32 part from each other at step 1, so that losses say nothing: make the script "
+            "repeatable first.",
+        ),
         (
             {"speed": {"ratio": 0.5, "least": 0.5, "largest": 0.5, "pairs": [0.5]}},
             "(one pair of runs), the loss agrees with float32's within rounding in all 4 steps: not worth it on this "
@@ -146,6 +158,7 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     speed = {"ratio": 1.5, "least": 1.4, "largest": 1.6, "pairs": [1.4, 1.5, 1.6]}
     facts = {"speed": speed, "memory_ratio": None, "losses": [1.0] * 4, "parts_at": None, "ends_alike": True}
     facts |= {"skipped": [], "steps": 4, "modules": None, "lost": {"float32": 0.0, "dtype": 0.0}}
+    facts["float32_parts_at"] = None
     assert verdict("float16", {**facts, **change}).endswith(sentence)
 
 
@@ -163,6 +176,22 @@ def test_the_meter_of_each_dtype_is_told(compared):
     assert report.meter_rows(compared)[2][4] == "<w>: 75%"
 
 
+@pytest.mark.parametrize(("repeats", "watches"), [(2, False), (1, True)])
+def test_precision_is_not_blamed_where_runs_in_float32_part_from_each_other(repeats, watches):
+    runs = []
+
+    def drawn_anew(trial):
+        runs.append(trial)
+        losses = tuple(loss * len(runs) for loss in (1.0, 0.5, 0.25, 0.125))
+        return replace(pretended(trial), losses=losses, watches=watches)
+
+    program = Program("a.py")
+    result = compare_script(program, RunSettings(), ("bfloat16",), steps=4, repeats=repeats, run=drawn_anew)
+    facts = result["dtypes"]["bfloat16"]
+    assert (facts["parts_at"], facts["float32_parts_at"], facts["modules"]) == (1, 1, None)
+    assert result["notes"][0].startswith("Two runs of a.py in float32 have different losses: ")
+
+
 def test_a_dtype_that_fails_leaves_the_others_their_answer():
     def run(trial):
         if trial.settings.dtype == "float16" or trial.program.arguments == ("--n=2",):
@@ -177,6 +206,9 @@ def test_a_dtype_that_fails_leaves_the_others_their_answer():
     assert report.sweep_failures(result["sweep"]) == ["With --n 2 float32 failed: out of memory"]
     with pytest.raises(TrialError, match="out of memory"):
         compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=run)
+    assert [row[2] for row in report.compared_rows(result)] == ["–", "0.50× (0.50–0.50)"]
+    result = compare_script(Program("a.py"), RunSettings(), ("bfloat16",), steps=4, repeats=1, run=pretended)
+    assert report.compared_rows(result)[1][2] == "0.50×"  # one pair has no spread
 
 
 def test_that_auto_chooses_float32_is_an_answer_of_one_run():

@@ -88,10 +88,20 @@ def test_a_script_that_fails_is_an_error_with_its_last_words(trial):
         trial("1 / 0", "a b")
 
 
-def test_a_script_that_is_not_there_is_an_error_of_one_line():
+def test_a_script_that_is_not_there_is_a_wrong_option():
     trial = Trial(Program("trian.py"), RunSettings("float32"))
-    with pytest.raises(ampx.TrialError, match=r"refused: the script 'trian.py' cannot be read: No such file") as raised:
+    with pytest.raises(ampx.InvalidOptionError, match=r"^the script 'trian.py' cannot be read: No such file") as raised:
         run_trial(trial)
+    assert "Traceback" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("ending", "words"), [("3", ""), ("2", ""), ("'too bad'", "too bad")])
+def test_a_script_that_ends_itself_is_told_of_with_its_own_exit_code(trial, ending, words):
+    code = ending if ending.isdigit() else "1"
+    with pytest.raises(ampx.TrialError, match=rf"ended with exit code {code}; accepted") as raised:
+        trial(f"import sys\nsys.exit({ending})")
+    assert type(raised.value) is ampx.TrialError
+    assert words in str(raised.value)
     assert "Traceback" not in str(raised.value)
 
 

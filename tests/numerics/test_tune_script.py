@@ -243,6 +243,16 @@ def test_a_dtype_that_was_asked_for_is_not_run_for_its_name():
     assert [script.runs for script in scripts] == [2, 3]
 
 
+def test_precision_is_not_blamed_where_runs_in_float32_differ():
+    class DrawnAnew(Pretended):
+        def __call__(self, trial):
+            outcome = super().__call__(trial)
+            return replace(outcome, losses=tuple(loss * self.runs for loss in outcome.losses))
+
+    with pytest.raises(ampx.TrialError, match=r"Two runs of a\.py in float32 have different losses"):
+        tuned(DrawnAnew(()))
+
+
 def test_a_simulated_dtype_is_forced_upon_the_modules():
     policy, _ = tuned(Pretended(("layer4",)), what_if="float8_e4m3")
     assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("float8_e4m3", ["module:layer4"])
