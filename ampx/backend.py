@@ -132,7 +132,7 @@ class CastPlan:
         allow: What to compute in `dtype` beyond the framework's own list.
         deny: What to compute in float32.
         scales: Whether the session scales losses, unless a wrapped optimizer has it otherwise.
-        forced: Patterns of modules that core has `Backend.force` compute in float32 while the session lasts.
+        float32_modules: Patterns of modules that core has `Backend.force` compute in float32 while the session lasts.
     """
 
     device: str
@@ -141,7 +141,7 @@ class CastPlan:
     allow: tuple[Any, ...] = ()
     deny: tuple[Any, ...] = ()
     scales: bool = False
-    forced: tuple[str, ...] = ()
+    float32_modules: tuple[str, ...] = ()
 
 
 class LossInfo(NamedTuple):
@@ -402,7 +402,7 @@ class Backend(abc.ABC):
         if plan.allow or len(patterns) < len(plan.deny):
             modules = ", beyond 'module:name' in deny" if self.capabilities.forces else ""
             self.refuse(f"op lists (allow and deny{modules})")
-        return replace(plan, forced=patterns)
+        return replace(plan, float32_modules=patterns)
 
     def activate(self, plan: CastPlan) -> None:
         """Switch casting on for the process (or thread, where the framework keeps it by thread)."""
@@ -475,9 +475,9 @@ class Backend(abc.ABC):
         Raises:
             UnsupportedOpError: A pattern of allow or deny matches no module.
         """
-        if not plan.forced:
+        if not plan.float32_modules:
             self.refuse("prepare (levels O2 and O3)")
-        with self.force(model, dict.fromkeys(plan.forced, "float32")):
+        with self.force(model, dict.fromkeys(plan.float32_modules, "float32")):
             return model if optimizer is None else (model, optimizer)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:

@@ -574,9 +574,9 @@ class Amp:
         sessions.add(self)
         self.wrapped_optimizers = len(sessions.living_optimizers(self.framework))
         self.casting = self.plan if self.enabled else None
-        if self.casting is not None and self.casting.forced:
+        if self.casting is not None and self.casting.float32_modules:
             forced = ExitStack()
-            forced.enter_context(self.backend.force(None, dict.fromkeys(self.casting.forced, "float32")))
+            forced.enter_context(self.backend.force(None, dict.fromkeys(self.casting.float32_modules, "float32")))
             self.at_shutdown(forced.close)
         if self.plan is not None and self.enabled and self.effective.process_wide:
             self.backend.activate(self.plan)

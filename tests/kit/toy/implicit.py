@@ -52,7 +52,7 @@ class ImplicitToy(ToyInference):
                 raise ampx.UnsupportedOpError(
                     f"{entry!r} is no operation of the toy; accepted: {', '.join(OPERATIONS)}. Pass one of these."
                 )
-        return replace(plan, forced=modules.forced)
+        return replace(plan, float32_modules=modules.float32_modules)
 
     def widest(self, tree: Any, at_least: Dtype) -> Dtype:
         """Return float32 if any floating tensor of the tree has it."""
