@@ -467,7 +467,7 @@ class Backend(abc.ABC):
     def prepare(self, model: Any, optimizer: Optimizer | None, plan: CastPlan) -> Any:
         """Do to a model (and optimizer) what the level needs; in place where the framework can.
 
-        By default, a plan that forces modules (see `check_plan`) is compared with the names of the model's.
+        By default O1 needs nothing, but the modules that the plan forces (see `check_plan`) must be there.
 
         Returns:
             The model, or the pair (model, optimizer) where an optimizer was given.
@@ -475,10 +475,12 @@ class Backend(abc.ABC):
         Raises:
             UnsupportedOpError: A pattern of allow or deny matches no module.
         """
-        if not plan.float32_modules:
+        if plan.level in ("O2", "O3"):
             self.refuse("prepare (levels O2 and O3)")
-        with self.force(model, dict.fromkeys(plan.float32_modules, "float32")):
-            return model if optimizer is None else (model, optimizer)
+        if plan.float32_modules:
+            with self.force(model, dict.fromkeys(plan.float32_modules, "float32")):
+                pass
+        return model if optimizer is None else (model, optimizer)
 
     def nonfinite_parameters(self, optimizer: Any, model: Any | None) -> list[tuple[str, int, int]]:
         """List (name, non-finite elements, elements) of parameters with non-finite gradients. Sync: one."""

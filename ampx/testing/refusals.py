@@ -123,6 +123,9 @@ def _prepare(suite: KitTests) -> None:
         with refused(ampx.UnsupportedByBackendError, passed=f"level='{level}'", accepted="O0", advice="Choose"):
             suite.start(level=level)
     assert suite.subject.casting() == suite.outside
+    if suite.declares("casting"):
+        model = object()
+        assert suite.start().prepare(model) is model, "O1 needs nothing"
 
 
 def _optimizer_objects(suite: KitTests) -> None:

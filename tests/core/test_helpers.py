@@ -153,7 +153,7 @@ def test_the_wrapper_s_class_has_what_the_framework_s_has(wrapper):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda bare: bare.prepare(None, None, None),
+        lambda bare: bare.prepare(None, None, backend.CastPlan("cpu", "float16", "O2")),
         lambda bare: bare.activate(None),
         lambda bare: bare.deactivate(None),
         lambda bare: bare.enter_thread(None),
