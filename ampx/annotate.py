@@ -102,11 +102,11 @@ def annotate(function: Function, kind: Kind, find: Callable[..., Casting | None]
 
 
 def _check_runs_at_once(function: Callable[..., Any]) -> None:
-    """Raise for a function whose call returns before its body runs: the region would have ended by then."""
-    deferred = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    """Raise for what returns before its body, or its methods, run: the region would have ended by then."""
+    deferred = (inspect.isclass, inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if any(runs_later(function) for runs_later in deferred):
         raise InvalidOptionError(
-            f"a decorator of ampx got {shown(function)}, a generator or a coroutine, whose body runs when the "
-            f"region has ended; accepted: functions that compute what they return. Write `with ampx.autocast(…):` in "
-            f"its body, around what computes, or decorate a function that it calls."
+            f"a decorator of ampx got {shown(function)}: what a class, a generator or a coroutine computes runs when "
+            f"the region has ended; accepted: functions that compute what they return. Write `with ampx.autocast(…):` "
+            f"around what computes, or decorate the method or function that does."
         )

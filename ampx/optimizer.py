@@ -248,7 +248,8 @@ class GenericOptimizer(WrappedOptimizer):
         except AmpxError:  # a refusal comes before anything is divided
             member.end_change()
             raise
-        member.note_unscaled()
+        if self._implicit:  # values that were passed are gone with this step, whatever comes of it
+            member.note_unscaled()
         return unscaled
 
     def _check_divided_once(self, grads: Any, scale: Scalar) -> None:

@@ -950,6 +950,30 @@ def test_explicit_gradients_are_given_to_step(make_framework, make_trainer):
         ampx.unscale(trainer.opt)
 
 
+def test_a_step_whose_flag_cannot_be_read_is_not_repeated_on_values_that_were_passed(
+    make_framework, make_trainer, monkeypatch
+):
+    class Flag:
+        def __bool__(self):
+            raise RuntimeError("the device failed")
+
+    delta = make_framework("delta", gradients="explicit")
+    ampx.init("delta", loss_scale=ampx.LossScale(init_scale=8))
+    trainer, unscale = make_trainer(delta), delta.Backend.unscale
+    trainer.backward(2.0)
+    monkeypatch.setattr(delta.Backend, "unscale", lambda *args: unscale(*args)._replace(finite=Flag()))
+    with pytest.raises(RuntimeError, match="device"):
+        trainer.opt.step([16.0])
+    monkeypatch.setattr(delta.Backend, "unscale", unscale)
+    with pytest.raises(ampx.ProtocolError, match="zero_grad"):
+        trainer.opt.step([16.0])
+    assert trainer.param.value == 0.0
+    trainer.opt.zero_grad()
+    trainer.backward(2.0)
+    trainer.opt.step([16.0])
+    assert trainer.param.value == -2.0
+
+
 class Sharing:
     """Two optimizers over a parameter of their own and one that they share; `amp` False for plain training."""
 

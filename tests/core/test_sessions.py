@@ -601,7 +601,7 @@ async def coroutine():
 
 
 @pytest.mark.parametrize("decorate", [ampx.autocast(), ampx.float_function, ampx.half_function])
-@pytest.mark.parametrize("later", [generator, coroutine])
+@pytest.mark.parametrize("later", [generator, coroutine, type("Model", (), {})])
 def test_a_function_whose_body_runs_later_is_not_decorated_in_vain(decorate, later):
     with pytest.raises(ampx.InvalidOptionError, match="when the region has ended"):
         decorate(later)
