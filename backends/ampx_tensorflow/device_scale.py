@@ -72,6 +72,11 @@ class VariableLedger(Ledger):
             self.slots.append(Slots(tf.Variable(0.0, trainable=False), tf.Variable([0.0] * 3, trainable=False)))
         return len(self.slots) - 1
 
+    def waits(self, place: int) -> bool:
+        """Return whether the variable says that gradients of an optimizer wait; functions write it, too. Sync: one."""
+        with tf.init_scope():  # a function that is traced now runs next
+            return not several() and float(self.slots[place].pending.numpy()) > 0
+
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
         """Return the scale that waiting gradients carry, or else the current one: see `pin` for when they differ."""
         if is_one(group.config):

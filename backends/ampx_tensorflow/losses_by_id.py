@@ -14,12 +14,142 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import tensorflow as tf
 
 from ampx.errors import ProtocolError, UnsupportedByBackendError
+from ampx.protocol import Member
 
-from . import gradients
+from . import gradients, replicas
 from .contexts import on_host
 
 if TYPE_CHECKING:
+    from .device_scale import VariableLedger
     from .step import LedgerOptimizer
+
+_SEVERAL_FUNCTIONS: Final = (
+    "losses of several loss_ids of one step are scaled or stepped in several functions (here: {}), and only the one "
+    "that scaled a loss knows whether its gradients are finite; accepted: all of a step in one function, or outside of "
+    "functions. Move them together."
+)
+
+
+class LossesByPlace:
+    """The losses of one optimizer, kept apart in each place: the host, and every trace.
+
+    There is nothing to keep until there is another id than 0.
+    """
+
+    def __init__(self, ledger: VariableLedger, place: int) -> None:
+        self._ledger = ledger
+        self._place = place  # the optimizer's in the ledger
+        self._mixers: weakref.WeakKeyDictionary[Member, LossMixer] = weakref.WeakKeyDictionary()
+
+    def begin(self, optimizer: LedgerOptimizer, member: Member, loss_id: int, scale: Any) -> None:
+        """Have a loss that is not the first of its step brought to the scale of the first.
+
+        Raises:
+            UnsupportedByBackendError: Another id than 0 on several replicas.
+            ProtocolError: The step began in another function.
+        """
+        if not (loss_id or self._mixers):
+            return
+        if loss_id and replicas.several():
+            raise UnsupportedByBackendError(
+                f"scale_loss got loss_id={loss_id} on several replicas of a strategy, whose variables for another loss "
+                f"scale TensorFlow does not make there; accepted: 0. Leave loss_id out, or train on one replica."
+            )
+        mixer = self._mixers.get(member)
+        if mixer is None:  # until now, all losses were of id 0
+            mixer = self._mixers[member] = LossMixer(None if member.stage == "idle" else 0)
+        if mixer.first is None:
+            self._check_nothing_waits(loss_id)
+        mixer.begin(loss_id)
+        attach(scale, Bringer(optimizer, mixer, loss_id))
+
+    def begin_without_body(self, member: Member) -> None:
+        """Note a loss of id 0 whose gradients nobody brings to another scale.
+
+        Raises:
+            ProtocolError: It is not the first loss of its step.
+        """
+        mixer = self._mixers.get(member)
+        if mixer is None:
+            return
+        if mixer.first is None:
+            mixer.first = 0
+        if mixer.first:
+            raise ProtocolError(
+                f"optimizer.scale_loss was called after scale_loss with loss_id={mixer.first}, whose loss scale the "
+                f"gradients of this step carry; accepted: a loss of id 0 first. Call ampx.scale_loss and "
+                f"scaled.gradient instead, or change the order."
+            )
+
+    def end(self, member: Member, loss_id: int) -> bool:
+        """Note that a body ended; return whether the step's gradients carry the scale of its loss."""
+        mixer = self._mixers.get(member)
+        if mixer is None:
+            return True
+        if mixer.first is None:
+            mixer.first = loss_id
+            if loss_id:
+                self._ledger.foreign.add(member)
+        return not mixer.others
+
+    def abandon(self, member: Member) -> None:
+        """Forget what the body found, because it raised."""
+        mixer = self._mixers.get(member)
+        if mixer is not None:
+            mixer.abandon()
+
+    def forget(self, member: Member) -> None:
+        """Begin the next step."""
+        mixer = self._mixers.get(member)
+        if mixer is not None:
+            mixer.reset()
+            self._ledger.foreign.discard(member)
+
+    def finite(self, member: Member, finite: Any, factor: Any) -> tuple[dict[int, Any], Any]:
+        """Return by loss id whether its gradients are finite, and the scale of the lowest id.
+
+        Args:
+            member: The optimizer's place in the protocol.
+            finite: Whether the sum of all gradients is, where those of other losses than the first are zeros if they
+                are not finite.
+            factor: The loss scale that they carry.
+        """
+        mixer = self._mixers.get(member)
+        if mixer is None:
+            return {0: finite}, factor
+        first = mixer.first or 0  # None: scaled in another function, where all were of id 0
+        by_loss = {first: finite, **mixer.finite()}
+        lowest = min(by_loss)
+        return by_loss, factor if lowest == first else mixer.others[lowest].scale
+
+    def nonfinite(self, member: Member) -> list[tuple[Any, int]]:
+        """List, on the host, the variables with non-finite gradients of other losses than the first."""
+        mixer = self._mixers.get(member)
+        return [] if mixer is None else [row for other in mixer.others.values() for row in other.rows]
+
+    def check_step_here(self) -> None:
+        """Raise where a step ends in another function than those that scaled losses with scales of their own."""
+        if self._left_elsewhere():
+            raise ProtocolError(_SEVERAL_FUNCTIONS.format("a step"))
+
+    def _check_nothing_waits(self, loss_id: int) -> None:
+        """Raise where a step begins while gradients of another function wait, which carry another scale, perhaps."""
+        if not (loss_id and self._ledger.contexts.elsewhere(self._place)) and not self._left_elsewhere():
+            return
+        message = _SEVERAL_FUNCTIONS.format(f"loss_id={loss_id}")
+        if not on_host():
+            nothing = tf.convert_to_tensor(self._ledger.slots[self._place].pending) <= 0
+            tf.debugging.Assert(nothing, [f"ProtocolError: {message}"])
+        elif self._ledger.waits(self._place):
+            raise ProtocolError(message)
+
+    def _left_elsewhere(self) -> bool:
+        """Return whether a function left gradients of losses of several ids, or of another id than 0."""
+        if not self._mixers:
+            return False
+        elsewhere = self._ledger.contexts.elsewhere(self._place)
+        mixers = [self._mixers[other] for other in elsewhere if other in self._mixers]
+        return any(mixer.first or mixer.others for mixer in mixers)
 
 
 class LossMixer:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -21,12 +20,6 @@ from . import casting, gradients, losses_by_id, masters, meter, oplists, replica
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger
 from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
-
-_SEVERAL_FUNCTIONS: Final = (
-    "losses of several loss_ids of one step are scaled or stepped in several functions (here: {}), and only the one "
-    "that scaled a loss knows whether its gradients are finite; accepted: all of a step in one function, or outside of "
-    "functions. Move them together."
-)
 
 
 class LedgerOptimizer(WrappedOptimizer):
@@ -94,7 +87,7 @@ class LedgerOptimizer(WrappedOptimizer):
         received, stage = grads, member.stage
         grads = self._sum(self._unscale(member, factor, grads), variables, aggregate)
         leaves = self._leaves(stage, variables, received, grads)
-        by_loss, scale = self._by_loss(member, self._check(grads), factor)
+        by_loss, scale = self._losses.finite(member, self._check(grads), factor)
         finite = next(iter(by_loss.values())) if len(by_loss) == 1 else tf.reduce_all(tf.stack(list(by_loss.values())))
         if on_host():
             rows = [] if bool(finite) else self._list_nonfinite(member)
@@ -198,6 +191,11 @@ class LedgerOptimizer(WrappedOptimizer):
             )
         return rows
 
+    def _list_nonfinite(self, member: Member) -> list[tuple[Any, int]]:
+        """List each variable with non-finite gradients once, in a step that is made outside of functions."""
+        rows = [*gradients.nonfinite(*self._received), *self._losses.nonfinite(member)]
+        return list({id(variable): (variable, bad) for variable, bad in reversed(rows)}.values())[::-1]
+
     def _leaves(self, stage: str, variables: Any, received: Sequence[Any], true: Sequence[Any]) -> Sequence[meter.Leaf]:
         """List what the meter looks at in a trace, with gradients that the step holds anyway; () where it does not."""
         group = self._ledger.contexts.host
@@ -239,7 +237,7 @@ class LedgerOptimizer(WrappedOptimizer):
         """Note the outcome by loss id and move the loss scales."""
         self._true.clear()
         self._divided.clear()
-        self._forget_losses(member)
+        self._losses.forget(member)
         member.finish(finite, norm, scale)
 
     def _close_empty(self, member: Member) -> None:
@@ -261,6 +259,11 @@ class LedgerOptimizer(WrappedOptimizer):
     def _divided(self) -> dict[int, Any]:
         """The gradients that `get_unscaled_gradients` got since the last step, by id."""
         return {}
+
+    @cached_property
+    def _losses(self) -> losses_by_id.LossesByPlace:
+        """What keeps losses of several ids apart."""
+        return losses_by_id.LossesByPlace(self._ledger, self._place)
 
     @property
     def _slots(self) -> Slots:
@@ -288,7 +291,7 @@ class LedgerOptimizer(WrappedOptimizer):
     def ampx_pending(self) -> bool:
         """Whether gradients of `scale_loss` wait for the step, as far as the caller's place can tell."""
         elsewhere = self._ledger.contexts.elsewhere(self._place)
-        return self._pends_here(self.ampx_member) or (bool(elsewhere) and self._waits())
+        return self._pends_here(self.ampx_member) or (bool(elsewhere) and self._ledger.waits(self._place))
 
     def ampx_assert_idle(self) -> list[Any]:
         """Return an operation that fails in a function where gradients wait when it runs."""
@@ -303,12 +306,7 @@ class LedgerOptimizer(WrappedOptimizer):
     def _pends_here(self, member: Member) -> bool:
         if not member.pending:
             return False
-        return member.stage not in ("scaled", "unscaled") or not on_host() or self._waits()
-
-    def _waits(self) -> bool:
-        """Return whether the variable says that gradients wait; functions write it, too."""
-        with tf.init_scope():  # a function that is traced now runs next
-            return not replicas.several() and float(self._slots.pending.numpy()) > 0
+        return member.stage not in ("scaled", "unscaled") or not on_host() or self._ledger.waits(self._place)
 
     def ampx_catch_up(self) -> None:
         """Note that a function has made the step, or that one was interrupted, which a new loss makes good.
@@ -334,7 +332,7 @@ class LedgerOptimizer(WrappedOptimizer):
     def _clear(self) -> None:
         self._true.clear()
         self._divided.clear()
-        self._forget_losses(self.ampx_member)
+        self._losses.forget(self.ampx_member)
         self._slots.pending.assign(0.0)
 
     def ampx_before_backward(self, loss_id: int, scale: Any) -> None:
@@ -345,8 +343,7 @@ class LedgerOptimizer(WrappedOptimizer):
             ProtocolError: They are scaled in several functions.
         """
         member = self.ampx_member
-        if loss_id or self._mixers:
-            self._mix(member, loss_id, scale)
+        self._losses.begin(self, member, loss_id, scale)
         self._watch_derivative(member, scale)
 
     def _watch_derivative(self, member: Member, scale: Any) -> None:
@@ -356,21 +353,14 @@ class LedgerOptimizer(WrappedOptimizer):
     def ampx_after_backward(self, loss_id: int) -> None:
         """Keep the scale that gradients now carry in a variable: another function may step."""
         member = self.ampx_member
-        mixer = self._mixers.get(member) if self._mixers else None
-        if mixer is not None and mixer.first is None:
-            mixer.first = loss_id
-            if loss_id:
-                self._ledger.foreign.add(member)
-        if mixer is None or not mixer.others:
+        if self._losses.end(member, loss_id):
             self._keep_factor(member.factor)
         if not on_host():
             member.drop_factors()  # a tensor of this trace; the variable tells it everywhere
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Forget what the gradients of a body were that raised."""
-        mixer = self._mixers.get(self.ampx_member)
-        if mixer is not None:
-            mixer.abandon()
+        self._losses.abandon(self.ampx_member)
 
     def _keep_factor(self, factor: Any) -> None:
         if factor is not self._ledger.given:
@@ -392,8 +382,7 @@ class LedgerOptimizer(WrappedOptimizer):
         if member.stage != "idle":
             self.ampx_catch_up()
         member.check_enter()
-        if self._mixers:
-            self._mix_first(member)
+        self._losses.begin_without_body(member)
         factor = self._ledger.factor(member.group, 0) if member.factor is None else member.factor
         if watched:
             self._watch_derivative(member, factor)
@@ -456,68 +445,6 @@ class LedgerOptimizer(WrappedOptimizer):
         self._slots.pending.assign(factor)
         member.note_unscaled(factor)
 
-    def ampx_unscale(self) -> NoReturn:
-        """Refuse: only `apply` sees the gradients."""
-        refuse_values("unscale", "tensorflow", "apply")
-
-    def ampx_clip_grad_norm(self, max_norm: float) -> NoReturn:
-        """Refuse: only `apply` sees the gradients."""
-        refuse_values("clip_grad_norm", "tensorflow", "apply")
-
-    # -- losses with scales of their own --------------------------------------------------------------
-
-    @cached_property
-    def _mixers(self) -> weakref.WeakKeyDictionary[Member, losses_by_id.LossMixer]:
-        """By place, what keeps losses of several ids apart; empty until there is another id than 0."""
-        return weakref.WeakKeyDictionary()
-
-    def _mix(self, member: Member, loss_id: int, scale: Any) -> None:
-        """Have a loss that is not the first of its step brought to the scale of the first."""
-        if loss_id and replicas.several():
-            raise UnsupportedByBackendError(
-                f"scale_loss got loss_id={loss_id} on several replicas of a strategy, whose variables for another loss "
-                f"scale TensorFlow does not make there; accepted: 0. Leave loss_id out, or train on one replica."
-            )
-        mixer = self._mixers.get(member)
-        if mixer is None:  # until now, all losses were of id 0
-            first = None if member.stage == "idle" else 0
-            mixer = self._mixers[member] = losses_by_id.LossMixer(first)
-        if mixer.first is None:
-            self._check_nothing_waits(loss_id)
-        mixer.begin(loss_id)
-        losses_by_id.attach(scale, losses_by_id.Bringer(self, mixer, loss_id))
-
-    def _mix_first(self, member: Member) -> None:
-        """Note a loss of id 0 without a body, whose gradients nobody brings to another scale."""
-        mixer = self._mixers.get(member)
-        if mixer is None:
-            return
-        if mixer.first is None:
-            mixer.first = 0
-        if mixer.first:
-            raise ProtocolError(
-                f"optimizer.scale_loss was called after scale_loss with loss_id={mixer.first}, whose loss scale the "
-                f"gradients of this step carry; accepted: a loss of id 0 first. Call ampx.scale_loss and "
-                f"scaled.gradient instead, or change the order."
-            )
-
-    def _check_nothing_waits(self, loss_id: int) -> None:
-        """Raise where a step begins while gradients of another function wait, which carry another scale, perhaps."""
-        if not (loss_id and self._ledger.contexts.elsewhere(self._place)) and not self._left_elsewhere():
-            return
-        message = _SEVERAL_FUNCTIONS.format(f"loss_id={loss_id}")
-        if not on_host():
-            nothing = tf.convert_to_tensor(self._slots.pending) <= 0
-            tf.debugging.Assert(nothing, [f"ProtocolError: {message}"])
-        elif self._waits():
-            raise ProtocolError(message)
-
-    def _left_elsewhere(self) -> bool:
-        """Return whether a function left gradients of losses of several ids, or of another id than 0."""
-        elsewhere = self._ledger.contexts.elsewhere(self._place)
-        mixers = [self._mixers[other] for other in elsewhere if other in self._mixers]
-        return any(mixer.first or mixer.others for mixer in mixers)
-
     def ampx_carried(self) -> Any:
         """Return the scale that the gradients of this step carry."""
         return tf.convert_to_tensor(self._slots.pending)
@@ -526,35 +453,13 @@ class LedgerOptimizer(WrappedOptimizer):
         """Return whether the optimizer updates a variable; None where it was not built yet."""
         return None
 
-    def _by_loss(self, member: Member, finite: Any, factor: Any) -> tuple[dict[int, Any], Any]:
-        """Return by loss id whether its gradients are finite, and the scale of the lowest id.
+    def ampx_unscale(self) -> NoReturn:
+        """Refuse: only `apply` sees the gradients."""
+        refuse_values("unscale", "tensorflow", "apply")
 
-        Args:
-            member: The optimizer's place in the protocol.
-            finite: Whether the sum of all gradients is, where those of other losses than the first are zeros if they
-                are not finite.
-            factor: The loss scale that they carry.
-        """
-        mixer = self._mixers.get(member) if self._mixers else None
-        if mixer is None:
-            return {0: finite}, factor
-        first = mixer.first or 0  # None: scaled in another function, where all were of id 0
-        by_loss = {first: finite, **mixer.finite()}
-        lowest = min(by_loss)
-        return by_loss, factor if lowest == first else mixer.others[lowest].scale
-
-    def _list_nonfinite(self, member: Member) -> list[tuple[Any, int]]:
-        mixer = self._mixers.get(member)
-        rows = gradients.nonfinite(*self._received)
-        for other in () if mixer is None else mixer.others.values():
-            rows += other.rows
-        return list({id(variable): (variable, bad) for variable, bad in reversed(rows)}.values())[::-1]
-
-    def _forget_losses(self, member: Member) -> None:
-        mixer = self._mixers.get(member) if self._mixers else None
-        if mixer is not None:
-            mixer.reset()
-            self._ledger.foreign.discard(member)
+    def ampx_clip_grad_norm(self, max_norm: float) -> NoReturn:
+        """Refuse: only `apply` sees the gradients."""
+        refuse_values("clip_grad_norm", "tensorflow", "apply")
 
     # -- checks ---------------------------------------------------------------------------------------
 
@@ -603,8 +508,7 @@ class LedgerOptimizer(WrappedOptimizer):
             member.check_step()
             return tf.convert_to_tensor(self._slots.pending) if member.factor is None else member.factor
         # Another function scaled the loss: only the variable tells whether it ran.
-        if self._mixers and self._left_elsewhere():
-            raise ProtocolError(_SEVERAL_FUNCTIONS.format("a step"))
+        self._losses.check_step_here()
         if len(member.group.members) > 1:
             raise ProtocolError(
                 "a loss of optimizers that share a loss scale was scaled in one function and stepped in another; "
