@@ -103,6 +103,7 @@ class Run:
         stood_down: What the script does by itself, for a sentence; "" while this run automates it.
         provided: Modules that the script imported, are missing here, and that the backend provided.
         lines: The lines of code that do the same by hand, or none. Set it where those of `explain` do not fit.
+        noun: What users of the framework call an optimizer, for those lines.
         effective: What was in effect, where no session says it or another dtype computed; else the session's counts.
     """
 
@@ -116,6 +117,7 @@ class Run:
     stood_down: str = ""
     provided: list[str] = field(default_factory=list)
     lines: tuple[str, ...] | None = None
+    noun: str = "optimizer"
     effective: Effective | None = None
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False
@@ -360,9 +362,9 @@ class Run:
         groups = list(dict.fromkeys(tuple(record.optimizers) for record in self.recorder.optimizers.values()))
         count = sum(map(len, groups))
         if count < 2:
-            scale = "with ampx.scale_loss(loss, optimizer) as scaled: scaled.backward()"
-            return ("optimizer = ampx.wrap_optimizer(optimizer)", *between, scale)
-        names = [f"optimizer_{number}" for number in range(1, count + 1)]
+            scale = f"with ampx.scale_loss(loss, {self.noun}) as scaled: scaled.backward()"
+            return (f"{self.noun} = ampx.wrap_optimizer({self.noun})", *between, scale)
+        names = [f"{self.noun}_{number}" for number in range(1, count + 1)]
         wraps, waiting = [], iter(names)
         for group in groups:
             listed = ", ".join(next(waiting) for _ in group)

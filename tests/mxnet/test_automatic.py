@@ -200,6 +200,24 @@ def test_a_plain_loop_gives_the_weights_of_float32(run):
     assert set(run.recorder.seconds) == {"forward", "backward", "step"}
 
 
+@pytest.mark.bfloat16
+def test_the_lines_by_hand_wrap_every_trainer_of_the_script():
+    run = Run("mxnet", RunSettings(dtype="bfloat16", device="cpu"))
+    with automate(run):
+        for kind in ("sgd", "adam"):
+            net = network()
+            trainer = gluon.Trainer(net.collect_params(), kind, {"learning_rate": 0.01})
+            with autograd.record():
+                loss = net(next(batches(1))) ** 2
+            loss.backward()
+            trainer.step(5)
+        lines = run.explain()
+    wraps = [line.partition("  # ") for line in lines if "wrap_optimizer(" in line]
+    assert [origin.partition(" of test_automatic.py:")[0] for _, _, origin in wraps] == ["SGD", "Adam"]
+    assert [call for call, _, _ in wraps] == [f"trainer_{n} = ampx.wrap_optimizer(trainer_{n})" for n in (1, 2)]
+    assert any("scale_loss(loss, [trainer_1, trainer_2])" in line for line in lines)
+
+
 def accumulated(read=False):
     """Two backwards a step, and clipping by hand, before the second of them too if `read`."""
     net = network("add")

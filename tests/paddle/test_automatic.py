@@ -256,6 +256,7 @@ def test_a_plain_loop_gives_the_weights_of_float32(run, kind):
     assert run.recorder.steps == 8
     (record,) = run.recorder.optimizers.values()
     assert (record.kind, record.initial_scale) == (kind.__name__, 2.0**10)
+    assert pathlib.Path(record.place).name.startswith("test_automatic.py:")
     assert record.scales == [(3, 2.0**11), (6, 2.0**12)]
     assert set(run.recorder.seconds) == {"forward", "backward", "step"}
 
@@ -282,6 +283,33 @@ def accumulated(read=False):
 def test_accumulated_and_clipped_gradients_are_true_whenever_the_script_reads_them(run, read):
     expected, trained = both_ways(run, lambda: accumulated(read))
     assert run.recorder.steps == 4
+    assert trained == expected
+
+
+def read_by_paddle(read):
+    net = network()
+    optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
+    seen = []
+    for x in batches(4):
+        net(x).square().mean().backward()
+        seen.append(read(net))
+        optimizer.step()
+        optimizer.clear_grad()
+    return weights(net), seen
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*is deprecated since 2.1.0")  # Tensor.gradient
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda net: float(paddle.nn.utils.clip_grad_norm_(net.parameters(), 0.25)),
+        lambda net: paddle.nn.utils.clip_grad_value_(net.parameters(), 0.1),
+        lambda net: net[0].weight.gradient().tolist(),
+    ],
+)
+def test_gradients_that_functions_of_paddle_read_are_true(run, read):
+    """They come by them in ways of their own."""
+    expected, trained = both_ways(run, lambda: read_by_paddle(read))
     assert trained == expected
 
 
@@ -623,6 +651,7 @@ def patched():
         paddle.autograd.backward,
         AmpOptimizer.step,
         paddle.Tensor.grad,
+        paddle.Tensor.grad_,
         paddle.Tensor.register_hook,
         paddle.amp.auto_cast,
         paddle.amp.decorate,

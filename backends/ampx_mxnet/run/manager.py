@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ampx.run import Managed, Manager, Run
+from ampx.run import Managed, Manager, Run, script_line
 from ampx_mxnet.compat import mx
 from ampx_mxnet.step import AmpTrainer
 
@@ -25,6 +26,8 @@ class TrainerManager(Manager[Managed]):
         self._waiting = False
         self._trainers: list[ManagedTrainer] = []
         self._owned: set[int] = set()
+        self._places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # the lines that made trainers
+        run.noun = "trainer"
         super().__init__(run)
 
     def adopt(self, trainer: Any) -> None:
@@ -32,11 +35,7 @@ class TrainerManager(Manager[Managed]):
         if self.stood_down:
             return
         self.run.session()
-        self.run.lines = (
-            self.run.init_call(),
-            "trainer = ampx.wrap_optimizer(trainer)",
-            "with ampx.scale_loss(loss, trainer) as scaled: scaled.backward()",
-        )
+        self._places[trainer] = script_line()
         self.remember(trainer)
         self._waiting = True
 
@@ -64,7 +63,8 @@ class TrainerManager(Manager[Managed]):
             self.run.session().wrap_optimizer(trainer, in_place=ManagedTrainer)
         trainer.ampx_manager = self
         shown = optimizer if kind == "Trainer" else f"{kind}({optimizer})"
-        self.run.recorder.add_optimizer(shown, trainer.loss_scale, trainer.ampx_member.group.index)
+        group = trainer.ampx_member.group.index
+        self.run.recorder.add_optimizer(shown, trainer.loss_scale, group, self._places[trainer])
 
     def end(self) -> None:
         """End the session: that of the run, or the script's own, which nothing outside of the run can go on with."""

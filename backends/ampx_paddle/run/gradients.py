@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
 from unittest import mock
 
 import paddle
@@ -14,16 +14,17 @@ from ampx.run import asked_by_script
 from .manager import PaddleManager
 from .native import OWN, THROUGH
 
+_WAYS: Final = ("grad", "grad_")  # by the second Paddle's `clip_grad_norm_` comes
+
 
 @contextmanager
 def gradients_true(manager: PaddleManager) -> Iterator[None]:
-    """Patch `Tensor.grad`, and refuse hooks on gradients that carry a loss scale."""
-    native: Any = paddle.Tensor.grad
+    """Patch the ways to a tensor's gradient, and refuse hooks on gradients that carry a loss scale."""
     register = paddle.Tensor.register_hook
 
-    def look(tensor: Any) -> None:
+    def look(tensor: Any) -> Any:
         if not manager.multiplied or manager.quiet or manager.stood_down or tensor._grad_ivar() is None:
-            return
+            return tensor
         managed = manager.owner(tensor)
         if managed is None:
             manager.run.refuse(
@@ -32,14 +33,16 @@ def gradients_true(manager: PaddleManager) -> Iterator[None]:
                 "scale"
             )
         manager.reveal(managed)
+        return tensor
 
-    def read(self: Any) -> Any:
-        look(self)
-        return native.__get__(self)
-
-    def write(self: Any, value: Any) -> None:
-        look(self)
-        native.__set__(self, value)
+    def looking(name: str) -> Any:
+        native: Any = getattr(paddle.Tensor, name)
+        return property(
+            lambda self: native.__get__(look(self)),
+            lambda self, value: native.__set__(look(self), value),
+            None,
+            native.__doc__,
+        )
 
     def registered(self: Any, hook: Any) -> Any:
         if manager.scales and not manager.stood_down and asked_by_script(OWN, THROUGH):
@@ -49,9 +52,8 @@ def gradients_true(manager: PaddleManager) -> Iterator[None]:
             )
         return register(self, hook)
 
-    paddle.Tensor.grad = property(read, write, None, native.__doc__)
-    try:
-        with mock.patch.object(paddle.Tensor, "register_hook", registered):
-            yield
-    finally:
-        paddle.Tensor.grad = native
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(paddle.Tensor, "register_hook", registered))
+        for name in _WAYS:
+            stack.enter_context(mock.patch.object(paddle.Tensor, name, looking(name)))
+        yield

@@ -11,7 +11,7 @@ from unittest import mock
 import paddle
 
 from ampx.protocol import ScaleGroup
-from ampx.run import Managed, Manager, Run
+from ampx.run import Managed, Manager, Run, script_line
 from ampx_paddle.gradients import collect, gradient_of, parameters
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
@@ -61,7 +61,7 @@ class PaddleManager(Manager[PaddleManaged]):
             # In a static graph nothing is cast by region: the program is, as a whole, once it is built.
             self.run.session(process_wide=paddle.in_dynamic_mode())
             self.sampler.start()
-        managed = PaddleManaged(raw)
+        managed = PaddleManaged(raw, script_line())
         for name in _SHADOWED:
             # Native defect: Paddle's bytecode translator fails at bound methods that are attributes of an object.
             setattr(raw, name, functools.partial(self._shadow(managed, name), raw))
