@@ -168,6 +168,22 @@ def overflow_is_found():
     return bool(gradients._unscale_dense([paddle.full([3], 300.0, "float16")], paddle.full([1], 2.0**-10)))
 
 
+def test_gradients_of_recurrent_layers_are_those_of_float32():
+    """Paddle puts the weights of such layers on the host here, where it lays them out in one piece."""
+    lstm, inputs = paddle.nn.LSTM(4, 3), paddle.rand([2, 5, 4])
+    outputs, _ = lstm(inputs)
+    outputs.square().sum().backward()
+    expected = [parameter.grad.tolist() for parameter in lstm.parameters()]
+    lstm.clear_gradients()
+    ampx.init("paddle", level="O0", loss_scale=2.0**10)
+    optimizer = ampx.wrap_optimizer(paddle.optimizer.SGD(0.1, parameters=lstm.parameters()))
+    outputs, _ = lstm(inputs)
+    with ampx.scale_loss(outputs.square().sum(), optimizer) as scaled:
+        scaled.backward()
+    ampx.unscale(optimizer)
+    assert [parameter.grad.tolist() for parameter in lstm.parameters()] == expected
+
+
 def test_planted_faults_are_seen(monkeypatch):
     """What only a GPU shows: a region that casts nothing, a check of gradients before they are low precision."""
     assert computes_in("float16") == "float16"

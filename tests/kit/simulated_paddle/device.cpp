@@ -467,9 +467,10 @@ void check_finite_and_unscale(
   *overflowed = false;
   for (size_t index = 0; index < gradients.size(); ++index) {
     DataType dtype = gradients[index]->dtype();
+    DenseTensor gradient = *gradients[index];  // one that lies on the host loses its memory when its result is allocated
     device.Alloc(results[index], dtype);
-    for (int64_t place = 0; place < gradients[index]->numel(); ++place) {
-      round_into(results[index]->data(), place, dtype, widened(gradients[index]->data(), place, dtype) * inverse);
+    for (int64_t place = 0; place < gradient.numel(); ++place) {
+      round_into(results[index]->data(), place, dtype, widened(gradient.data(), place, dtype) * inverse);
       *overflowed |= !std::isfinite(widened(results[index]->data(), place, dtype));
     }
   }
