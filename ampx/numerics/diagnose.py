@@ -235,6 +235,10 @@ class _Case:
     @property
     def new_zeros(self) -> bool:
         """Whether inputs are zero that are not zero in float32; where nothing is known of float32, any."""
+        if (
+            self.place.value.nan and normalised(self.place.operation) in _QUOTIENTS
+        ):  # 0/0, however many zeros there were
+            return True
         if self.reference is None:
             return self.place.inputs.zeros > 0
         return self.place.inputs.zeros > self.reference.inputs.zeros
@@ -347,6 +351,9 @@ def _of_difference(entry: Reading, dtype: str) -> str:
 _EPSILON: Final = 1e-6  # less is no help: what is divided by it overflows soon
 # A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
 _DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
+_QUOTIENTS: Final = frozenset(
+    {"div", "divide", "truedivide", "realdiv", "rdiv"}
+)  # of finite numbers, not NaN but for 0/0
 _POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
 _SMALLER: Final = "x = x - x.max()  # before exp, as softmax and logsumexp do; softplus(x) for log(1 + exp(x))\n# or:\n"
 _INIT: Final = "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])"
@@ -359,7 +366,7 @@ def _advice(kind: Kind, place: Reading | None, dtype: str, float32_fails: bool =
     deny = (
         f"{_INIT.format(dtype=dtype, entry=entry)}  # keep it in float32"
         if entry
-        else "with ampx.autocast(enabled=False):  # around this line: compute it in float32\n    ..."
+        else "with ampx.autocast(enabled=False):  # around the lines that compute this, from inputs in float32\n    ..."
     )
     wide = (
         '\n# or use a dtype with the range of float32:\namp = ampx.init(dtype="bfloat16")' if dtype == "float16" else ""

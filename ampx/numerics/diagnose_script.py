@@ -41,7 +41,8 @@ def diagnose_script(
         program: The script.
         settings: As for `ampx run`.
         framework: The only framework to automate.
-        at: The step to look at; by default the first with a loss that is not finite, or in which the scale collapses.
+        at: The step to look at; by default the first with a loss that is not finite, in which the scale collapses, or
+            that raises; else the last that was skipped, where half of all were.
         steps: How many steps to wait for that; by default all that the script makes.
         seed: What random numbers start from.
         run: Runs a trial.
@@ -62,6 +63,8 @@ def diagnose_script(
             step, what = first.fault
         elif first.raised is not None:
             step, what = first.steps + 1, "exception"
+        elif 2 * len(first.skipped) >= first.steps:  # which trains nothing, though no loss fails
+            step, what = first.skipped[-1], "skipped"
         else:
             return None, _report(trial, first, None, None, "", notes)
     assert step is not None

@@ -79,6 +79,13 @@ def test_an_operation_that_fails_only_in_low_precision_is_named_with_its_cause(o
     assert "net.py:7" in str(diagnosis)
 
 
+def test_a_quotient_of_zeros_is_an_epsilon_though_rounding_has_moved_other_zeros():
+    """A ReLU before it may give one zero less in low precision, so that counts of zeros are equal."""
+    low = read("div", [0.0, 1.0, 0.0, 2.0], [math.nan, 0.5])
+    exact = read("div", [0.0, 0.0, 1e-4, 2.0], [0.0, 0.0], dtype="float32")
+    assert diagnosed(seen(low, loss=math.nan), seen(exact), "float16").kind == "epsilon"
+
+
 def test_a_cast_that_overflows_is_an_overflow_though_float32_has_no_such_cast():
     cast = read("_to_copy", [1e5], [math.inf])
     diagnosis = diagnosed(seen(cast, loss=math.inf), seen(read("add", [1.0], [1e5])), "float16")

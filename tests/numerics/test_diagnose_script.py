@@ -89,6 +89,14 @@ def test_a_script_that_raises_in_float32_too_is_an_error_that_says_so(toy_script
         raising(toy_script, "step == 2")
 
 
+@pytest.mark.parametrize(("condition", "step"), [("step > 2", 6), ("step > 3", None)])
+def test_a_script_half_of_whose_steps_are_skipped_is_not_called_sound(toy_script, condition, step):
+    program = toy_script(SCRIPT.replace("FACTOR", f"6e4 if {condition} else 1.0"))
+    diagnosis, result = diagnose_script(program, RunSettings("float16", loss_scale=8.0), framework="toy")
+    assert (result["step"], result["fault"]) == (step, "skipped" if step else None)
+    assert (diagnosis is None) == (step is None)
+
+
 def test_data_that_is_not_finite_is_no_matter_of_precision(diagnosed):
     diagnosis, result = diagnosed("float('nan') if step == 1 else 1.0")
     assert result["step"] == 2
