@@ -235,10 +235,8 @@ class _Case:
     @property
     def new_zeros(self) -> bool:
         """Whether inputs are zero that are not zero in float32; where nothing is known of float32, any."""
-        if (
-            self.place.value.nan and normalised(self.place.operation) in _QUOTIENTS
-        ):  # 0/0, however many zeros there were
-            return True
+        if self.place.value.nan and normalised(self.place.operation) in _QUOTIENTS:
+            return True  # 0/0, however many zeros there were
         if self.reference is None:
             return self.place.inputs.zeros > 0
         return self.place.inputs.zeros > self.reference.inputs.zeros
@@ -351,9 +349,8 @@ def _of_difference(entry: Reading, dtype: str) -> str:
 _EPSILON: Final = 1e-6  # less is no help: what is divided by it overflows soon
 # A difference, whatever its sign was; and powers, whose derivative at zero is infinite where the exponent is below 1.
 _DIFFERENCES: Final = frozenset({"sub", "subtract", "rsub", "minus", "add", "addv", "plus", "addn"})
-_QUOTIENTS: Final = frozenset(
-    {"div", "divide", "truedivide", "realdiv", "rdiv"}
-)  # of finite numbers, not NaN but for 0/0
+# Of finite numbers NaN for 0/0 only.
+_QUOTIENTS: Final = frozenset({"div", "divide", "truedivide", "realdiv", "rdiv"})
 _POWERS: Final = frozenset({"pow", "power", "rpower", "powx"})
 _SMALLER: Final = "x = x - x.max()  # before exp, as softmax and logsumexp do; softplus(x) for log(1 + exp(x))\n# or:\n"
 _INIT: Final = "amp = ampx.init(dtype={dtype!r}, deny=[{entry!r}])"

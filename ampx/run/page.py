@@ -195,11 +195,10 @@ def heat_map(
     order = sorted(range(len(rows)), key=lambda row: -max([0.0, *(n for n in numbers[row] if not math.isnan(n))]))
     shown = sorted(order[:MOST_ROWS])
     heights = [[math.log10(max(n, 1e-9)) if powers else n for n in numbers[row]] for row in shown]
-    known = [height for row in heights for height in row if not math.isnan(height)] or [0.0]
-    middle, half = (min(known) + max(known)) / 2, max(1.0, (max(known) - min(known)) / 2)
-    low, high = (
-        (middle - half, middle + half) if powers else (0.0, 1.0)
-    )  # two powers of ten at least: no alarm for less
+    finite = [height for row in heights for height in row if not math.isnan(height)] or [0.0]
+    middle, half = (min(finite) + max(finite)) / 2, max(1.0, (max(finite) - min(finite)) / 2)
+    # Two powers of ten at least: no alarm for less.
+    low, high = (middle - half, middle + half) if powers else (0.0, 1.0)
     figure, axes = new_figure(1.2 + 0.17 * max(5, len(shown)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that are all NaN

@@ -37,7 +37,7 @@ class ScaledClipping:
         self._before: torch.Tensor | None = None
 
     def end_body(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Note gradients as a body of `scale_loss` leaves them. Sync: none."""
+        """Note gradients as a body of `scale_loss` leaves them."""
         self._versions = [gradient._version for gradient in gradients]
         self._before = None if self._writes is None or not _comparable(gradients) else _norms(gradients)
 
