@@ -146,8 +146,13 @@ def lower(variable: Any, dtype: str) -> None:
         variable.regularizer = _Penalty(variable.regularizer)
     if before is not None and not was_low:
         _Lowered.count += 1
-        with tf.init_scope(), _scope(before):
-            variable._initialize(tf.cast(before, dtype))
+        # A frozen weight stays one that a tape watches: it may be trained later.
+        trainable, variable._trainable = variable._trainable, before.trainable
+        try:
+            with tf.init_scope(), _scope(before):
+                variable._initialize(tf.cast(before, dtype))
+        finally:
+            variable._trainable = trainable
 
 
 def _scope(value: Any) -> Any:

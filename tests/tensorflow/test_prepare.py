@@ -318,6 +318,20 @@ def test_one_model_with_two_optimizers():
             np.testing.assert_array_equal(np.asarray(variable), value - np.float32(rate) * tf.cast(gradient, "float32"))
 
 
+def test_a_layer_that_is_unfrozen_later_trains_like_any_other():
+    amp, model = init(loss_scale=1.0), dense(1.0)
+    layer = model.get_layer("only")
+    layer.trainable = False
+    amp.prepare(model)
+    layer.trainable = True
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(2.0**-12))
+    for _ in range(3):
+        step(opt, model, np.ones((1, 4), "float32"), fixed=True)
+    # Each slope is 1; bfloat16 has no number between 1 and 1 - 2**-8.
+    assert model.get_weights()[0].ravel().tolist() == [1.0 - 3 * 2.0**-12] * 4
+    assert set(layer.kernel.value.numpy().astype("float32").flat) == {1.0}
+
+
 @pytest.mark.parametrize("where", ["eager", "function", "fit"])
 def test_a_skipped_step_leaves_everything_bit_identical(where):
     amp, model = init(dtype="float16", nan_loss="skip"), net()
