@@ -33,7 +33,7 @@ class Slots(NamedTuple):
 
 
 class LossVariables(NamedTuple):
-    """The scale of one loss of another id than 0, which nothing tracks or saves: `amp.state_dict()` does."""
+    """The scale of one loss of another id than 0."""
 
     scale: Any
     counters: Any  # a vector: growth_tracker, hysteresis_tracker, consecutive_skips
@@ -84,7 +84,7 @@ class VariableLedger(Ledger):
             return self.given
         retracing.depend()
         if loss_id:
-            self.given = tf.convert_to_tensor(self._other(loss_id).scale)
+            self.given = tf.convert_to_tensor(self.other(loss_id).scale)
             return self.given
         self.given = tf.convert_to_tensor(self.scale)
         # On the host each optimizer of a list knows its own, and what another function scaled for it cannot be stepped.
@@ -94,8 +94,8 @@ class VariableLedger(Ledger):
             self.given = tf.where(waiting > 0, waiting, self.given)
         return self.given
 
-    def _other(self, loss_id: int) -> LossVariables:
-        """Return the variables of a loss, which its first use makes."""
+    def other(self, loss_id: int) -> LossVariables:
+        """Return the variables of a loss of another id than 0, which its first use makes."""
         if loss_id not in self.others:
             # In a thread of its own: a function that is being traced would take the variables for its own, and may make
             # some in its first trace only.
@@ -188,7 +188,7 @@ class VariableLedger(Ledger):
                 trackers = tf.unstack(tf.convert_to_tensor(self.counters))[:3]
                 after[0] = LossScaleState(tf.convert_to_tensor(self.scale), *trackers)
                 continue
-            other = self._other(loss_id)
+            other = self.other(loss_id)
             state = LossScaleState(tf.convert_to_tensor(other.scale), *tf.unstack(tf.convert_to_tensor(other.counters)))
             after[loss_id] = state = next_state(group.config, state, flag, where)
             other.scale.assign(state.scale)
@@ -249,8 +249,9 @@ class VariableLedger(Ledger):
             follow_losses(group, missed, rows, lost, states, steps)
         finally:
             group.steps = steps
-            # A loss that never had a part in a step has no state.
+            # A loss that never had a part in a step has no state, unless one was written, as a checkpoint does.
             took_part = {0, *group.states, *(key for finite in rows.values() for key in finite)}
+            took_part |= {key for key, state in states.items() if state != group.config.initial_state()}
             group.states.update({key: state for key, state in states.items() if key in took_part})
             if missed.steps or rows or lost:
                 next_scale, skips = by_loss.latest.numpy().tolist()

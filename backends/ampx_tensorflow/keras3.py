@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final, NoReturn
@@ -216,6 +217,39 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
         history.look()
 
     # -- saving ---------------------------------------------------------------------------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write the variables into a file of Keras, and the scales of losses of other ids than 0."""
+        super().save_own_variables(store)
+        for loss_id, (scale, counters) in self._ledger.others.items():
+            store[f"loss_{loss_id}_scale"], store[f"loss_{loss_id}_counters"] = scale.numpy(), counters.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read what `save_own_variables` wrote, here or in an optimizer of Keras's own."""
+        own, names = {}, list(store.keys())
+        for name in names:
+            variable = self._find_other(name)
+            if variable is None:
+                own[name] = store[name]
+            else:
+                variable.assign(store[name])
+        super().load_own_variables(own)
+
+    def _find_other(self, name: str) -> Any:
+        """Return the variable of a loss of another id than 0 that is saved under a name; None where it is not one's."""
+        match = re.fullmatch(r"loss_(\d+)_(scale|counters)", name)
+        return None if match is None else getattr(self._ledger.other(int(match[1])), match[2])
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+        children: dict[str, Any] = super()._trackable_children(save_type, **options)
+        if save_type == "checkpoint":
+            for loss_id, (scale, counters) in self._ledger.others.items():
+                children.update({f"loss_{loss_id}_scale": scale, f"loss_{loss_id}_counters": counters})
+        return children
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        variable = self._find_other(name)
+        return super()._lookup_dependency(name, cached_dependencies) if variable is None else variable
 
     def get_config(self) -> dict[str, Any]:
         """Return what Keras saves to make the optimizer again."""

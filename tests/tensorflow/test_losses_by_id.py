@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, astuple
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
@@ -219,18 +220,52 @@ def test_states_of_all_losses_are_saved_and_loaded(amp):
     assert {loss_id: row["scale"] for loss_id, row in rows_of(other.opt).items()} == {0: 512.0, 1: 128.0}
 
 
-def test_files_of_keras_hold_the_scale_of_loss_0(amp):
-    trainee, other = Trainee(amp), Trainee(amp)
-    for subject in (trainee, other):
-        subject.opt.build(subject.variables)
-    for factor in (1.0, INF):
-        trainee.step((0, 1), tf.constant([1.0, factor]))
-    saved = [variable.numpy() for variable in trainee.opt.variables]
-    assert len(saved) == len(other.opt.variables)
-    for variable, value in zip(other.opt.variables, saved, strict=True):
-        variable.assign(value)
-    assert (other.opt.loss_scale, sorted(rows_of(other.opt))) == (512.0, [0])
-    assert sorted(rows_of(trainee.opt)) == [0, 1]
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras, with numpy 2
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("way", ["weights", "model", "checkpoint"])
+def test_files_and_checkpoints_hold_the_scales_of_all_losses(amp, way, traced, tmp_path):
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.5), loss_scale=CONFIG)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(opt)
+    opt.build(model.trainable_variables)
+
+    def step(opt, model, factor):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_sum(model(tf.ones((1, 1))))
+            other = loss * factor
+        parts = []
+        for loss_id, each in enumerate((loss, other)):
+            with ampx.scale_loss(each, opt, loss_id=loss_id) as scaled:
+                parts.append(scaled.gradient(tape, model.trainable_variables))
+        opt.apply([a + b for a, b in zip(*parts, strict=True)], model.trainable_variables)
+
+    train = tf.function(step) if traced else step
+    for factor in (1.0, INF, INF):
+        train(opt, model, tf.constant(factor))
+    expected = {0: 512.0, 1: 64.0}
+    assert {loss_id: row["scale"] for loss_id, row in rows_of(opt).items()} == expected
+    loaded, fresh = model, opt
+    if way == "model":
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        fresh = loaded.optimizer
+    else:
+        fresh = amp.wrap_optimizer(keras.optimizers.SGD(0.5), loss_scale=CONFIG)
+        loaded = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        loaded.compile(fresh)
+        fresh.build(loaded.trainable_variables)
+        if way == "weights":
+            model.save_weights(tmp_path / "model.weights.h5")
+            loaded.load_weights(tmp_path / "model.weights.h5")
+        else:
+            path = tf.train.Checkpoint(model=model, opt=opt).save(str(tmp_path / "checkpoint"))
+            tf.train.Checkpoint(model=loaded, opt=fresh).restore(path).assert_consumed()
+    assert rows_of(fresh) == rows_of(opt)
+    again = tf.function(step) if traced else step
+    again(fresh, loaded, tf.constant(1.0))
+    train(opt, model, tf.constant(1.0))
+    assert rows_of(fresh) == rows_of(opt)
+    np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
 
 
 def test_lists_of_optimizers_keep_losses_apart(amp):
