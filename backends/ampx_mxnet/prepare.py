@@ -56,8 +56,8 @@ def _lower(models: list[Any], trainers: list[Any], plan: CastPlan) -> None:
         return
     if mx.util.is_np_array():
         raise UnsupportedByBackendError(
-            f"prepare was called at level={plan.level!r} after npx.set_np(), whose operators MXNet's op lists do not "
-            f"reach; accepted: gluon with mx.nd arrays. Call npx.reset_np() first, or use level='O1'."
+            f"prepare was called at level={plan.level!r} after npx.set_np(), most of whose operators take no low "
+            f"precision; accepted: gluon with mx.nd arrays. Call npx.reset_np() first, or use level='O1'."
         )
     _check_trainers(trainers, raws)
     parameters = _parameters_to_lower(models, plan)

@@ -9,7 +9,7 @@ import pytest
 
 import ampx
 from ampx.backend import Watching
-from ampx.run import Run, RunSettings
+from ampx.run import LossCurve, Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.run import automate
 from ampx_mxnet.run.manager import ManagedTrainer
@@ -125,21 +125,56 @@ def test_what_ran_is_that_of_the_run_where_shapes_were_told_before():
     assert run.recorder.notes == []
 
 
-@pytest.mark.bfloat16
-def test_a_run_in_which_nothing_was_cast_says_so():
-    """MXNet casts no graph that was imported."""
-    data = mx.sym.var("data", dtype="float32")
-    block = gluon.SymbolBlock(mx.sym.FullyConnected(data, num_hidden=1, no_bias=True, name="fc"), data)
-    block.initialize(mx.init.One())
+def ran_once(net, batch):
+    """Train one step in bfloat16."""
+    net.initialize(mx.init.One())
     run = Run("mxnet", RunSettings(dtype="bfloat16", device="cpu"))
     with automate(run):
-        trainer = gluon.Trainer(block.collect_params(), "sgd")
+        trainer = gluon.Trainer(net.collect_params(), "sgd")
         with autograd.record():
-            loss = block(mx.nd.ones((1, 2))).mean()
+            loss = net(batch).mean()
         loss.backward()
         trainer.step(1)
-    (note,) = run.recorder.notes
+    return run.recorder
+
+
+@pytest.mark.bfloat16
+def test_a_run_in_which_nothing_was_cast_says_so():
+    """MXNet has no recurrent layers in bfloat16."""
+    (note,) = ran_once(gluon.rnn.LSTM(2, input_size=2), mx.nd.ones((1, 1, 2))).notes
     assert "no operation of the first steps computed in bfloat16" in note
+
+
+@pytest.mark.bfloat16
+def test_operators_of_an_imported_graph_are_counted():
+    data = mx.sym.var("data", dtype="float32")
+    block = gluon.SymbolBlock(mx.sym.softmax(mx.sym.FullyConnected(data, num_hidden=2, name="fc")), data)
+    recorder = ran_once(block, mx.nd.ones((1, 2)))
+    assert dict(recorder.ops) == {("FullyConnected", "bfloat16"): 1, ("softmax", "float32"): 1}
+    assert recorder.notes == []
+
+
+def test_losses_that_are_numpy_arrays_are_read(run):
+    with mx.util.np_shape(True), mx.util.np_array(True), automate(run):
+        net = gluon.nn.Dense(1, in_units=2, use_bias=False)
+        net.initialize(mx.init.One())
+        trainer = gluon.Trainer(net.collect_params(), "sgd")
+        run.recorder.curve = LossCurve()
+        with autograd.record():
+            loss = net(mx.np.array([[1.0, 2.0], [3.0, 4.0]]))
+        loss.backward()
+        trainer.step(1)
+    assert run.recorder.curve.points() == [(1, 5.0)]
+
+
+@pytest.mark.bfloat16
+def test_layers_of_numpy_arrays_that_return_float32_are_counted_as_they_compute():
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(2, in_units=2), gluon.nn.LayerNorm(in_channels=2))
+        recorder = ran_once(net, mx.np.ones((1, 2)))
+    assert dict(recorder.ops) == {("Dense", "bfloat16"): 1, ("LayerNorm", "float32"): 1}
+    assert recorder.notes == []
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ def _modules():
     for module in (mx.ndarray, mx.symbol):
         parts = [getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST]
         names |= {place.__name__: dict(vars(place)) for place in (module, module.op, module._internal, *parts)}
-    return names
+    places = (place for module in (mx.npx, mx.nd.npx, mx.sym.npx) for place in (module, module._op))
+    return names | {place.__name__: dict(vars(place)) for place in places}
 
 
 def _flags():
     names = ("_amp_initialized", "_amp_loss_scale_initialized", "_loss_scaler")
-    places = (mx.gluon.HybridBlock, mx.autograd, mx.nd.NDArray)
+    places = (mx.gluon.HybridBlock, mx.gluon.SymbolBlock, mx.autograd, mx.nd.NDArray)
     return [getattr(native_amp.amp, name) for name in names], [dict(vars(place)) for place in places]
 
 
@@ -118,15 +119,169 @@ def _numbers(array):
     return (array.asnumpy()["bfloat16"].astype(np.uint32) << 16).view(np.float32)
 
 
+# MXNet builds an imported block before the dtype of its input is known.
+IMPORTS = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+# In bfloat16, whose digits are eight, it is 1.
+FINE = 1 + 2.0**-10
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """A dense layer of weights 1, exported and imported again."""
+    net = mx.gluon.nn.Dense(1, in_units=2, use_bias=False)
+    net.initialize(mx.init.One())
+    net.hybridize()
+    net(mx.nd.ones((1, 2)))
+    net.export(str(tmp_path / "net"))
+    return mx.gluon.SymbolBlock.imports(f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params")
+
+
 @pytest.mark.bfloat16
-def test_imported_symbol_blocks_keep_their_graph():
-    data = mx.sym.var("data", dtype="float32")
-    block = mx.gluon.SymbolBlock(mx.sym.FullyConnected(data, num_hidden=1, no_bias=True, name="fc"), data)
-    block.initialize(mx.init.One())
+@IMPORTS
+@pytest.mark.parametrize("inside", [False, True])
+def test_imported_symbol_blocks_follow_the_switch(imported, inside):
+    """As a network, and as the first block of one that is hybridized."""
+    net = imported
+    if inside:
+        net = mx.gluon.nn.HybridSequential()
+        net.add(imported, mx.gluon.nn.Activation("relu"))
+        net.hybridize()
+
+    def output():
+        return net(mx.nd.full((1, 2), FINE)).asnumpy().tolist()
+
+    assert output() == [[2 * FINE]]
+    amp = ampx.init("mxnet", dtype="bfloat16")
     for _ in range(2):
-        assert block(mx.nd.ones((1, 2))).asnumpy().tolist() == [[2.0]]
-        ampx.init("mxnet", dtype="bfloat16")
-    assert block(mx.nd.ones((1, 2))).asnumpy().tolist() == [[2.0]]
+        assert output() == [[2.0]]
+        with amp.autocast(enabled=False):
+            assert output() == [[2 * FINE]]
+    ampx.init("mxnet", dtype="bfloat16", deny=["FullyConnected"])
+    assert output() == [[2 * FINE]]
+    ampx.init("mxnet", dtype="bfloat16")
+    assert output() == [[2.0]]
+    ampx.shutdown()
+    assert output() == [[2 * FINE]]
+
+
+@pytest.mark.bfloat16
+@IMPORTS
+def test_an_imported_symbol_block_trains_and_is_exported_as_it_was(imported, tmp_path):
+    before = imported._cached_graph[1].tojson()
+    ampx.init("mxnet", dtype="bfloat16")
+    with mx.autograd.record():
+        loss = imported(mx.nd.full((1, 2), FINE)).sum()
+    loss.backward()
+    (weight,) = imported.collect_params().values()
+    assert weight.grad().dtype == np.float32
+    assert weight.grad().asnumpy().tolist() == [[1.0, 1.0]]
+    imported.export(str(tmp_path / "again"))
+    ampx.shutdown()
+    assert imported._cached_graph[1].tojson() == before
+    again = mx.gluon.SymbolBlock.imports(f"{tmp_path}/again-symbol.json", ["data"], f"{tmp_path}/again-0000.params")
+    assert again(mx.nd.full((1, 2), FINE)).asnumpy().tolist() == [[2 * FINE]]
+
+
+@pytest.mark.bfloat16
+def test_a_symbol_block_that_has_casts_keeps_them():
+    data = mx.sym.amp_cast(mx.sym.var("data", dtype="float32"), dtype="float32")
+    block = mx.gluon.SymbolBlock(
+        mx.sym.FullyConnected(data, num_hidden=1, no_bias=True, name="fc"), mx.sym.var("data", dtype="float32")
+    )
+    block.initialize(mx.init.One())
+    ampx.init("mxnet", dtype="bfloat16")
+    assert block(mx.nd.full((1, 2), FINE)).asnumpy().tolist() == [[2 * FINE]]
+
+
+@pytest.mark.bfloat16
+def test_a_symbol_block_with_an_allowed_operator_that_mxnet_cannot_convert_is_refused():
+    data = mx.sym.var("data", dtype="float32")
+    block = mx.gluon.SymbolBlock(mx.sym.cumsum(data), data)
+    ampx.init("mxnet", dtype="bfloat16", allow=["cumsum"])
+    with pytest.raises(ampx.UnsupportedOpError, match="converts no cumsum"):
+        block(mx.nd.ones((1, 2)))
+
+
+@pytest.fixture
+def numpy_arrays():
+    mx.npx.set_np()
+    yield
+    mx.npx.reset_np()
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("layer", ["dense", "convolution"])
+def test_layers_of_numpy_arrays_multiply_in_bfloat16_and_return_float32(numpy_arrays, layer, hybridized):
+    if layer == "dense":
+        net, x = mx.gluon.nn.Dense(1, in_units=2, use_bias=False), mx.np.full((1, 2), FINE)
+    else:
+        net, x = mx.gluon.nn.Conv2D(1, (1, 2), in_channels=1, use_bias=False), mx.np.full((1, 1, 1, 2), FINE)
+    net.initialize(mx.init.One())
+    net.hybridize(hybridized)
+    assert net(x).item() == 2 * FINE
+    amp = ampx.init("mxnet", dtype="bfloat16")
+    for _ in range(2):
+        with mx.autograd.record():
+            output = net(x)
+        output.backward()
+        assert output.dtype == np.float32
+        assert type(output) is mx.np.ndarray
+        assert output.item() == 2.0
+        assert net.weight.grad().asnumpy().ravel().tolist() == [1.0, 1.0]
+        with amp.autocast(enabled=False):
+            assert net(x).item() == 2 * FINE
+    ampx.init("mxnet", dtype="bfloat16", deny=["FullyConnected", "Convolution"])
+    assert net(x).item() == 2 * FINE
+    ampx.shutdown()
+    assert net(x).item() == 2 * FINE
+
+
+class Products(mx.gluon.HybridBlock):
+    """Multiplies what a layer returns with itself, as an attention does: of ones the results are exact."""
+
+    def __init__(self, multiply):
+        super().__init__()
+        self._multiply = multiply
+        self.layer = mx.gluon.nn.Dense(6, in_units=2, flatten=False, weight_initializer="ones")
+
+    def hybrid_forward(self, operators, x):
+        return self._multiply(operators, self.layer(x))
+
+
+PRODUCTS = {
+    "dot": (lambda nd, x: nd.dot(x, x, transpose_b=True), (1, 2), [[24.0]]),
+    "batch_dot": (lambda nd, x: nd.batch_dot(x, x, transpose_b=True), (1, 1, 2), [[[24.0]]]),
+    "attention": (lambda nd, x: nd.contrib.interleaved_matmul_selfatt_qk(x, heads=1), (1, 1, 2), [[[2**1.5 * 2]]]),
+    "remainder": (lambda nd, x: nd.broadcast_mod(x * 3.5, x), (1, 2), [[1.0] * 6]),
+}
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("way", ["one by one", "hybridized", pytest.param("imported", marks=IMPORTS)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_has_no_kernel_in_bfloat16_computes_in_float32(tmp_path, name, way):
+    multiply, shape, expected = PRODUCTS[name]
+    net, x = Products(multiply), mx.nd.ones(shape)
+    net.initialize()
+    if way != "one by one":
+        net.hybridize()
+    with mx.autograd.record():
+        loss = net(x).sum()
+    loss.backward()
+    gradient = net.layer.weight.grad().asnumpy()
+    if way == "imported":
+        net.export(str(tmp_path / "net"))
+        net = mx.gluon.SymbolBlock.imports(f"{tmp_path}/net-symbol.json", ["data"], f"{tmp_path}/net-0000.params")
+    ampx.init("mxnet", dtype="bfloat16")
+    with mx.autograd.record():
+        output = net(x)
+        loss = output.sum()
+    loss.backward()
+    assert output.dtype == np.float32
+    np.testing.assert_allclose(output.asnumpy(), expected, rtol=1e-6)
+    weight = next(value for key, value in net.collect_params().items() if key.endswith("weight"))
+    np.testing.assert_allclose(weight.grad().asnumpy(), gradient, rtol=2.0**-7)  # rounded to eight digits
 
 
 @pytest.mark.bfloat16

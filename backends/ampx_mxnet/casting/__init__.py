@@ -24,7 +24,7 @@ from ampx_mxnet import accumulation
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
-from . import hybrid, oplists, reading, switch
+from . import hybrid, numpy_extension, oplists, reading, switch
 from .rules import modules_ruled
 
 _amp = amp.amp
@@ -143,7 +143,10 @@ def _install(plan: CastPlan) -> None:
     installed = _State.installed = _Installed(plan, {name: getattr(_amp, name) for name in _FLAGS}, before)
     handlers = list(logging.getLogger().handlers)
     try:
-        amp.init(plan.dtype, **oplists.lists(plan))
+        with oplists.corrected():
+            lists = oplists.lists(plan)
+            amp.init(plan.dtype, **lists)
+        numpy_extension.lower(lists["target_precision_ops"], plan.dtype)
         installed.rules.enter_context(modules_ruled(plan))
         hybrid.follow()
         accumulation.follow()
@@ -190,8 +193,8 @@ def _uninstall(installed: _Installed) -> None:
 
 
 def modules() -> list[ModuleType]:
-    """List the modules in which `amp.init` replaces functions, each once."""
-    modules: dict[int, ModuleType] = {}
+    """List the modules in which functions are replaced, each once."""
+    modules: dict[int, ModuleType] = {id(place): place for place in numpy_extension.modules()}
     for module in (mx.ndarray, mx.symbol):
         parts = [getattr(module, prefix[1:-1]) for prefix in mx.base._OP_NAME_PREFIX_LIST]
         modules.update({id(place): place for place in (module, module.op, module._internal, *parts)})

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.numerics.watching import is_module
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
+
+# Native defect: MXNet's lists let these compute in bfloat16 where their inputs are, as in every attention, or do not
+# name them. On a CPU they have no kernel for it; the remainder has one that loses the gradient of the divisor.
+_WITHOUT_BFLOAT16: Final = (
+    *("dot", "batch_dot", "_sparse_dot"),
+    *(f"_contrib_interleaved_matmul_{part}" for part in ("selfatt_qk", "selfatt_valatt", "encdec_qk", "encdec_valatt")),
+    *(f"_contrib_box_{verb}" for verb in ("decode", "encode", "iou", "nms", "non_maximum_suppression")),
+    *(f"_contrib_MultiBox{part}" for part in ("Detection", "Prior", "Target")),
+    *(f"_contrib_{name}" for name in ("MultiProposal", "PSROIPooling", "Proposal", "ROIAlign", "RROIAlign")),
+    *("_contrib_ModulatedDeformableConvolution", "Correlation", "col2im", "im2col"),
+    *("_Mod", "_mod", "broadcast_mod"),
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,19 @@ def _functions(name: str) -> tuple[Any, ...]:
     return tuple(functions)
 
 
+@contextmanager
+def corrected() -> Iterator[None]:
+    """Return a region in which MXNet's own lists for bfloat16 keep operators in float32 that have no kernel for it."""
+    native = amp.lists.symbol_bf16
+    before = native.FP32_FUNCS, native.WIDEST_TYPE_CASTS
+    try:
+        native.FP32_FUNCS = [*before[0], *_WITHOUT_BFLOAT16]
+        native.WIDEST_TYPE_CASTS = [name for name in before[1] if name not in _WITHOUT_BFLOAT16]
+        yield
+    finally:
+        native.FP32_FUNCS, native.WIDEST_TYPE_CASTS = before
+
+
 def lists(plan: CastPlan) -> dict[str, list[Any]]:
     """Return what `amp.init` takes as its lists."""
     dtype = plan.dtype if plan.dtype == "float16" else DTYPES[plan.dtype]
@@ -110,3 +136,21 @@ def lists(plan: CastPlan) -> dict[str, list[Any]]:
         "fp32_ops": [*(name for name in fp32 if name not in moved), *wide],
         "conditional_fp32_ops": [entry for entry in conditional if entry[0] not in moved],
     }
+
+
+def conversion(plan: CastPlan) -> dict[str, list[Any]]:
+    """Return what MXNet's conversion of symbols takes as its lists.
+
+    Raises:
+        UnsupportedOpError: The plan names an operator to or from which MXNet inserts no casts.
+    """
+    dtype = DTYPES[plan.dtype]
+    cast = {name for names in (amp.list_lp16_ops, amp.list_fp32_ops, amp.list_lp16_fp32_ops) for name in names(dtype)}
+    cast.update(entry[0] for entry in amp.list_conditional_fp32_ops(dtype))
+    if uncast := sorted(named(plan) - cast):
+        raise UnsupportedOpError(
+            f"MXNet converts no {', '.join(uncast)} to or from {plan.dtype}; accepted: operators of the lists that "
+            f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(cast)[:5])}. Remove it."
+        )
+    operators = lists(plan)
+    return {"target_dtype_ops": operators.pop("target_precision_ops"), **operators}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ampx.backend import CastPlan
-from ampx.errors import InvalidOptionError, UnsupportedDtypeError, UnsupportedOpError
+from ampx.errors import InvalidOptionError, UnsupportedDtypeError
 from ampx.policy import Dtype, normalise_dtype
 from ampx_mxnet import devices
 from ampx_mxnet.casting import oplists
@@ -15,6 +15,7 @@ from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
 
+@oplists.corrected()
 def convert_model(
     symbol: mx.sym.Symbol,
     arg_params: Mapping[str, mx.nd.NDArray],
@@ -58,6 +59,7 @@ def convert_model(
     return converted
 
 
+@oplists.corrected()
 def convert_symbol(
     symbol: mx.sym.Symbol,
     dtype: str | None = None,
@@ -77,6 +79,7 @@ def convert_symbol(
     return amp.convert_symbol(symbol, chosen, data_names=data_names, cast_optional_params=cast_parameters, **options)
 
 
+@oplists.corrected()
 def convert_hybrid_block(
     block: mx.gluon.HybridBlock,
     dtype: str | None = None,
@@ -152,14 +155,4 @@ def _options(
             f"as {', '.join(nodes[:9])}. Correct or remove it."
         )
     plan = oplists.check_plan(CastPlan("", dtype, "O1", tuple(allow), tuple(deny)))
-    native_dtype = DTYPES[dtype]
-    lists = amp.list_lp16_ops, amp.list_fp32_ops, amp.list_lp16_fp32_ops
-    cast = {name for names in lists for name in names(native_dtype)}
-    cast.update(entry[0] for entry in amp.list_conditional_fp32_ops(native_dtype))
-    if uncast := sorted(oplists.named(plan) - cast):
-        raise UnsupportedOpError(
-            f"MXNet converts no {', '.join(uncast)} to or from {dtype}; accepted: operators of the lists that "
-            f"mxnet.contrib.amp gives for it, such as {', '.join(sorted(cast)[:5])}. Remove it."
-        )
-    operators = oplists.lists(plan)
-    return {"target_dtype_ops": operators.pop("target_precision_ops"), **operators, "excluded_sym_names": list(exclude)}
+    return {**oplists.conversion(plan), "excluded_sym_names": list(exclude)}

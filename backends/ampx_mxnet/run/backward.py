@@ -50,7 +50,7 @@ def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> No
         return
     if (recorder := manager.run.recorder).wants_losses:
         values = [head.detach() for head in listed]  # gluon's losses have one element a sample
-        recorder.saw_loss(lambda: sum(float(cast_tensor(value, "float32").mean().asscalar()) for value in values))
+        recorder.saw_loss(lambda: sum(cast_tensor(value, "float32").mean().asnumpy().item() for value in values))
     with manager.run.recorder.phase("backward"):
         factor = _choose_factor(manager, trainers)
         manager.multiplied = manager.multiplied or factor != 1

@@ -78,8 +78,8 @@ class TrainerManager(Manager[Managed]):
         plan, operations = self.run.amp and self.run.amp.casting, self.run.recorder.ops
         if plan and operations and not self.stood_down and all(dtype != plan.dtype for _, dtype in operations):
             self.run.recorder.note(
-                f"no operation of the first steps computed in {plan.dtype}: MXNet casts those of its op lists, no "
-                f"mx.np operators, and no SymbolBlock that was imported"
+                f"no operation of the first steps computed in {plan.dtype}: MXNet casts those of its op lists, and of "
+                f"the mx.np interface the layers alone"
             )
 
     def reveal(self, owns: Any) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from ampx_mxnet.casting.numpy_extension import computed
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import is_floating, name_of
 
@@ -26,18 +27,20 @@ def blocks_watched(manager: TrainerManager) -> Iterator[None]:
     graphs: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def call(self: Any, *args: Any) -> Any:
+        vars(computed).clear()
         result = true(self, *args)
         if manager.run.amp is None or not recorder.sampling or not isinstance(result, mx.nd.NDArray):
             return result
         # A block that is not hybridized has a graph, too, where that told the shapes of its parameters.
-        if getattr(self, "_active", False) and self._cached_graph:
+        active = getattr(self, "_active", False) or isinstance(self, mx.gluon.SymbolBlock)
+        if active and self._cached_graph:
             graph = graphs.get(self)
             if graph is None or graph[0] is not self._cached_op:
                 graph = graphs[self] = self._cached_op, list(_operators(self._cached_graph[1]))
             for name, dtype in graph[1]:
                 recorder.count_op(name, dtype)
         elif not self._children and is_floating(result):
-            recorder.count_op(type(self).__name__, name_of(result.dtype))
+            recorder.count_op(type(self).__name__, getattr(computed, "dtype", name_of(result.dtype)))
         return result
 
     with mock.patch.object(mx.gluon.Block, "__call__", call):
