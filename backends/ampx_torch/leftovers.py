@@ -51,6 +51,15 @@ class Leftovers:
         same = note is not None and note[1] in (None, version) and note[0]() is gradient
         return note[2] if note is not None and same else default
 
+    def are_unknown(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether gradients are left whose scale nobody can tell. Sync: one a gradient, where there are."""
+        pairs = [(parameter, parameter.grad) for parameter in parameters] if self.notes else []
+        return any(
+            any_nonzero(gradient)
+            for parameter, gradient in pairs
+            if gradient is not None and self.factor_of(parameter, gradient, gradient._version, 1.0) is None
+        )
+
     def note_foreign(self, before: Iterable[Sight], default: Any, scale: Any) -> None:
         """Note the gradients that a backward has written to whose loss had this scale, for other optimizers.
 

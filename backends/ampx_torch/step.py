@@ -650,6 +650,10 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                     return True
         return False
 
+    def are_unknown(self) -> bool:
+        """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
+        return self.ampx_member.stage == "idle" and self.leftovers.are_unknown(self.leaves())
+
     def bring_together(self) -> None:
         """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
         scale = self.ampx_member.factor if self.ampx_member.stage == "scaled" else 1.0

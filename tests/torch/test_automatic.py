@@ -331,6 +331,47 @@ def test_losses_that_change_in_the_middle_of_a_training_are_scaled_for_what_they
 
 
 @BOTH
+@pytest.mark.parametrize("overflows_at", [0, 2])
+def test_gradients_of_a_skipped_step_may_be_cleared_before_the_next_backward_of_their_optimizer(dtype, overflows_at):
+    """As in adversarial training: the other network's loss reaches them before."""
+
+    def loop():
+        skips = torch.autograd.backward is not plain
+        first, second = weights(1.0, -2.0), weights(0.5, 3.0)
+        optimizers = [torch.optim.Adam([parameter], lr=0.1) for parameter in (first, second)]
+        for step in range(5):
+            outputs = first * (step + 1)
+            optimizers[1].zero_grad()
+            overflows = step == overflows_at
+            ((second * outputs.detach()).square().sum() * (math.inf if overflows else 1.0)).backward()
+            if skips or not overflows:  # in plain float32 nobody skips it
+                optimizers[1].step()
+            optimizers[0].zero_grad()
+            (second * outputs).sum().backward()
+            optimizers[0].step()
+        return first.tolist(), second.tolist()
+
+    plain = torch.autograd.backward
+    run = same(loop, dtype)
+    assert [record.skipped for record in run.recorder.optimizers.values()] == [[], [overflows_at + 1]]
+
+
+def test_gradients_of_a_skipped_step_that_are_stepped_with_uncleared_are_refused():
+    def loop():
+        first, second = weights(1.0, -2.0), weights(0.5, 3.0)
+        optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in (first, second)]
+        ((second * first.detach()).sum() * math.inf).backward()
+        optimizers[1].step()
+        (second * first).sum().backward()
+        try:
+            optimizers[1].step()
+        finally:
+            assert second.tolist() == [0.5, 3.0]
+
+    refused("a skipped step left", loop)
+
+
+@BOTH
 @pytest.mark.parametrize("how", ["in place", "data", "replaced", "clipped", "closure"])
 def test_an_infinity_that_comes_after_the_script_looked_at_a_gradient_is_not_applied(how, dtype):
     w = weights(1.0, 2.0)

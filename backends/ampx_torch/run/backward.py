@@ -66,7 +66,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
                     manager.owners.sort(optimizers)
                     _refuse_by_hand(manager, leaves_of(losses)[0])
                 with manager.working():
-                    _backward(manager, true, losses, optimizers, options)
+                    _backward(manager, true, losses, _ready(optimizers), options)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
@@ -120,6 +120,7 @@ def _backward_scaled(
     if not optimizers:
         true(losses, None, **options)
         return
+    optimizers = _ready(optimizers)
     if options["create_graph"]:
         manager.run.refuse(
             "backward(create_graph=True) makes gradients that are differentiated again, which a loss scale would "
@@ -145,6 +146,14 @@ def _backward_scaled(
     except BaseException:
         manager.look()
         raise
+
+
+def _ready(optimizers: list[TorchManaged]) -> list[TorchManaged]:
+    """Leave out optimizers whose step was skipped: the script may clear their gradients later, before its own backward.
+
+    As in adversarial training, where the other network's loss comes in between.
+    """
+    return [managed for managed in optimizers if not managed.wrapped.are_unknown()] or optimizers
 
 
 def _refuse_by_hand(manager: TorchManager, leaves: dict[int, torch.Tensor]) -> None:
