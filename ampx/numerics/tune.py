@@ -291,15 +291,18 @@ def _best(times: Mapping[str, Sequence[float]]) -> tuple[float, list[float]]:
     return statistics.median(best), best
 
 
-def not_faster(dtype: str, times: Mapping[str, Sequence[float]]) -> str:
-    """Return why float32 is preferred to a dtype that agrees with it.
+def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str:
+    """Return why float32 is preferred to a policy in low precision that agrees with it.
 
     Args:
-        dtype: The low precision.
+        policy: The policy.
         times: As for `fastest`, of `"float32"` and of choices in low precision.
     """
     speed, best = _best(times)
-    reason = f"{dtype} agrees, and runs at {speed:.2f} times the speed of float32 here"
+    names = [choice.entry for choice in policy.deny]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    kept = f" with {', '.join(names[:3])}{more} in float32" if names else ""
+    reason = f"{policy.dtype}{kept} agrees, and runs at {speed:.2f} times the speed of float32 here"
     if speed <= 1 + ALIKE:
         return reason
     return f"{reason}, which is not beyond the spread ({min(best):.2f} to {max(best):.2f}); more repeats may decide"
@@ -569,7 +572,7 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
     choice = fastest(times)
     ratio = statistics.median(mine / other for mine, other in zip(times["float32"], times[choice], strict=True))
     if choice == "float32":
-        return tuning.policy(**in_float32(not_faster(policy.dtype, times), speed=1.0))
+        return tuning.policy(**in_float32(not_faster(policy, times), speed=1.0))
     return policy.timed(ratio, slow if choice == "tuned" else {})
 
 

@@ -418,7 +418,7 @@ def _for_speed(
             break
     choice = fastest(seconds)
     if choice == _FLOAT32:
-        return search.policy(**in_float32(not_faster(policy.dtype, seconds), speed=1.0))
+        return search.policy(**in_float32(not_faster(policy, seconds), speed=1.0))
     ratio = float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[choice])))
     return policy.timed(ratio, slow if choice == "tuned" else {})
 

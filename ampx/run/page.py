@@ -215,7 +215,7 @@ def heat_map(
             for column, number in enumerate(numbers[row]):
                 if not math.isnan(number):
                     dark = heights[place][column] > (low + high) / 2
-                    text = f"{number:.1e}" if powers else f"{number:.0%}"
+                    text = f"{number:.2g}" if powers else f"{number:.0%}"
                     colour = "white" if dark else "black"
                     axes.text(column, place, text, color=colour, fontsize=6.5, ha="center", va="center")
     axes.set_yticks(range(len(shown)), [_plain_label(rows[row]) for row in shown], fontsize=7)

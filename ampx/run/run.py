@@ -296,7 +296,7 @@ class Run:
         Raises:
             InvalidOptionError: Always.
         """
-        self.misuse = self.misuse or InvalidOptionError(f"the options of ampx run cannot be honoured: {error}")
+        self.misuse = self.misuse or InvalidOptionError(f"the options cannot be honoured: {error}")
         raise self.misuse from error
 
     def refuse_for(self, error: AmpxError) -> NoReturn:

@@ -183,7 +183,7 @@ def _judge(settings: RunSettings) -> None:
         if settings.dtype != "auto":
             normalise_dtype(settings.dtype)
     except AmpxError as error:
-        raise InvalidOptionError(f"ampx run cannot honour its options: {error}") from error
+        raise InvalidOptionError(f"the options cannot be honoured: {error}") from error
     if _DEVICE.fullmatch(settings.device) is None:
         raise InvalidOptionError(
             f"--device {settings.device!r} is no name of a device; accepted: auto, or a kind such as cpu, cuda or gpu, "

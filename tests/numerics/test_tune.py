@@ -4,6 +4,7 @@ import dataclasses
 import math
 import random
 import warnings
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,7 +13,16 @@ import ampx
 from ampx.backend import Reading, Stats
 from ampx.numerics import tune as tuning
 from ampx.numerics.compare import ModuleError
-from ampx.numerics.tune import by_error, fastest, kept_in_float32, minimal, not_faster, slow_modules
+from ampx.numerics.tune import (
+    Choice,
+    TunedPolicy,
+    by_error,
+    fastest,
+    kept_in_float32,
+    minimal,
+    not_faster,
+    slow_modules,
+)
 from toy.framework import Dense, Module, Tensor, casting_state, product, total
 from toy.implicit import ImplicitToy
 
@@ -299,10 +309,15 @@ def test_the_fastest_of_runs_in_turns_is_that_is_ahead_beyond_the_spread():
 
 
 def test_a_dtype_that_was_faster_by_chance_is_said_to_be_within_the_spread():
-    assert not_faster("bfloat16", {"float32": [1.0, 1.0], "safe": [2.0, 2.0]}).endswith(
-        "at 0.50 times the speed of float32 here"
+    policy = TunedPolicy("toy", "cpu", "bfloat16", "O1", 1.0)
+    assert not_faster(policy, {"float32": [1.0, 1.0], "safe": [2.0, 2.0]}) == (
+        "bfloat16 agrees, and runs at 0.50 times the speed of float32 here"
     )
-    reason = not_faster("bfloat16", {"float32": [1.0, 2.0, 3.0], "safe": [2.0, 1.0, 2.0], "tuned": [4.0, 4.0, 4.0]})
+    partly = replace(policy, deny=tuple(Choice(f"module:{name}", "") for name in "abcde"))
+    assert not_faster(partly, {"float32": [1.0], "safe": [2.0]}).startswith(
+        "bfloat16 with module:a, module:b, module:c and 2 more in float32 agrees, and runs at"
+    )
+    reason = not_faster(policy, {"float32": [1.0, 2.0, 3.0], "safe": [2.0, 1.0, 2.0], "tuned": [4.0, 4.0, 4.0]})
     assert "1.50 times the speed of float32 here, which is not beyond the spread (0.50 to 2.00)" in reason
 
 
