@@ -16,6 +16,7 @@ from .backend import Backend, CastPlan, GenericBackend, Unscaled, leaves
 from .errors import (
     AlreadyWrappedError,
     AmpxError,
+    AmpxWarning,
     InvalidOptionError,
     NoGradientsWarning,
     NotWrappedError,
@@ -95,6 +96,16 @@ class WrappedOptimizer(Handle):
             f"parameters of the model that trains, and clear gradients after the step. An optimizer that the loss is "
             f"not meant for: leave it out of scale_loss, and do not step it.",
             NoGradientsWarning,
+        )
+
+    def ampx_warn_waiting(self, steps: int) -> None:
+        """Warn that the loss scale did not move in so many steps, since another that shares it did not step."""
+        callers.warn(
+            f"the loss scale has waited for {steps} steps for the step of another optimizer that shares it: a loss was "
+            f"scaled for that one, too, and its gradients carry the scale. Until it steps, no overflow lowers the "
+            f"scale. Step it, clear its gradients by its zero_grad(), or leave it out of scale_loss; optimizers that "
+            f"are wrapped one by one have a scale each.",
+            AmpxWarning,
         )
 
     def ampx_meter(self) -> Any:
@@ -179,6 +190,9 @@ class GenericOptimizer(WrappedOptimizer):
             super().__setattr__(name, value)
         else:
             setattr(self.optimizer, name, value)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r}, {self.ampx_member.group.config!r})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Come back from a copy or a pickle."""

@@ -24,6 +24,7 @@ from .scale_state import LossScale, LossScaleState, Scalar, next_state
 
 METER_EVERY: Final = 100
 UNREACHED_STEPS: Final = 3  # so many in a row are no accident
+WAITING_STEPS: Final = 50  # nor is it that a loss scale waits so long for one of those who share it
 
 
 class Ledger(abc.ABC):
@@ -641,6 +642,8 @@ class Member:
         self._reset()
         if group._due:
             group.send_events()
+        if len(group.window) == WAITING_STEPS and group.config.dynamic and self._owner is not None:
+            self._owner().ampx_warn_waiting(WAITING_STEPS)
 
     def finish_empty(self, applied: bool = False) -> None:
         """Close a step that found no gradients: it is not counted, and the scale stays.

@@ -633,6 +633,24 @@ def test_the_scale_of_a_group_is_frozen_while_a_member_is_pending(pair):
     assert [param.value for param in pair.params] == [-5.0, -1.0]
 
 
+@pytest.mark.parametrize(("loss_scale", "warnings_expected"), [(8.0, 0), (ampx.LossScale(init_scale=8.0), 1)])
+def test_a_scale_that_waits_for_ever_for_a_member_is_said_once(alpha, loss_scale, warnings_expected):
+    """Overflows do not lower it: all gradients that wait carry it. A static one does not move anyway."""
+    ampx.init("alpha", loss_scale=loss_scale)
+    pair = Pair(alpha)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(120):
+            pair.backward(INF, 1.0)
+            pair.first.step()
+            pair.first.zero_grad()
+    assert [warning.filename for warning in caught] == [__file__] * warnings_expected
+    assert all("leave it out of scale_loss" in str(warning.message) for warning in caught)
+    assert pair.first.loss_scale == 8.0
+    pair.second.zero_grad()
+    assert pair.first.loss_scale == (4.0 if warnings_expected else 8.0)
+
+
 def test_optimizers_with_different_scales_are_served_by_the_smallest(amp, alpha, make_trainer):
     small, large = make_trainer(alpha, loss_scale=64), make_trainer(alpha, loss_scale=256)
     loss = alpha.Loss((small.param, 1.0), (large.param, 2.0))
@@ -838,6 +856,10 @@ def test_a_group_survives_pickling_with_its_state(amp, trainer):
     member.finish({0: False})
     assert member.group.states[0].scale == 256.0
     assert trainer.opt.loss_scale == 512.0
+
+
+def test_a_wrapper_prints_the_raw_optimizer_and_the_configuration_of_its_scale(trainer):
+    assert repr(trainer.opt).startswith(f"GenericOptimizer({trainer.raw!r}, LossScale(init_scale=1024.0, ")
 
 
 def test_attributes_reach_the_raw_optimizer_in_both_directions(trainer):
