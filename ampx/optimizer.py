@@ -38,7 +38,9 @@ class WrappedOptimizer(Handle):
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale (of loss id 0). Sync: where the scale lives on the device."""
+        """The current loss scale (of loss id 0); 1 in a disabled session. Sync: where the scale lives on the device."""
+        if not self.ampx_enabled:
+            return 1.0
         self.ampx_member.group.resolve()
         return float(self.ampx_member.group.states[0].scale)
 

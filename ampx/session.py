@@ -328,10 +328,16 @@ class Amp:
             The model, or (model, opt) where an optimizer was given.
 
         Raises:
+            InvalidOptionError: The model is None.
             UnsupportedByBackendError: The backend has no such level.
         """
         if self.casting is None:
             return model if opt is None else (model, opt)
+        if model is None:
+            raise InvalidOptionError(
+                "prepare got None as the model; accepted: a model of the framework, and its optimizer behind it. Pass "
+                "the model first."
+            )
         return self.backend.prepare(model, opt, self.casting)
 
     def autocast(

@@ -277,7 +277,9 @@ class LedgerOptimizer(WrappedOptimizer):
     @property
     def loss_scale(self) -> Any:
         """The current loss scale; a tensor in traced code. Sync: one, unless traced."""
-        return super().loss_scale if on_host() else tf.convert_to_tensor(self._ledger.scale)
+        if on_host() or not self._ledger.contexts.host.enabled:
+            return super().loss_scale
+        return tf.convert_to_tensor(self._ledger.scale)
 
     @property
     def last_step(self) -> StepResult | None:

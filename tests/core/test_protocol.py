@@ -931,6 +931,7 @@ def test_disabled_is_the_raw_optimizer(alpha, make_trainer):
     trainer.opt.step()
     assert trainer.param.value == -2.0
     assert trainer.opt.last_step == ampx.StepResult(True, None, 1.0, 1.0, 0)
+    assert (trainer.opt.loss_scale, ampx.loss_scale(trainer.opt)) == (1.0, 1.0)
 
 
 def test_disabled_still_clips(alpha, make_trainer):

@@ -607,6 +607,12 @@ def test_a_function_whose_body_runs_later_is_not_decorated_in_vain(decorate, lat
         decorate(later)
 
 
+def test_no_model_cannot_be_prepared(alpha):
+    with pytest.raises(ampx.InvalidOptionError, match="None as the model"):
+        ampx.init("alpha").prepare(None, object())
+    assert ampx.init("alpha", enabled=False).prepare(None) is None
+
+
 def test_after_shutdown_the_sessions_regions_do_nothing(alpha):
     amp = ampx.init("alpha")
     amp.shutdown()

@@ -31,6 +31,7 @@ class SessionTests(KitTests):
             if not self.declares("optimizer objects"):
                 bench.accumulate(slopes)
             assert bench.step() == ampx.StepResult(True, None, 1.0, 1.0, 0, None)
+            assert bench.scale == 1.0, "a script that divides gradients by the loss scale would change them"
             plain.train_plainly(slopes)
         assert bench.snapshot() == plain.snapshot()
         assert amp.half_function(self.subject.dtype_of)(self.subject.tensor([1.0], "float32")) == "float32"
