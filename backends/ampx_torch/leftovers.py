@@ -53,10 +53,9 @@ class Leftovers:
 
     def are_unknown(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return whether gradients are left whose scale nobody can tell. Sync: one a gradient, where there are."""
-        pairs = [(parameter, parameter.grad) for parameter in parameters] if self.notes else []
         return any(
             any_nonzero(gradient)
-            for parameter, gradient in pairs
+            for parameter, gradient in ((parameter, parameter.grad) for parameter in parameters)
             if gradient is not None and self.factor_of(parameter, gradient, gradient._version, 1.0) is None
         )
 

@@ -652,7 +652,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def are_unknown(self) -> bool:
         """Return whether a skipped step left gradients that nobody has cleared. Sync: one a gradient, where it did."""
-        return self.ampx_member.stage == "idle" and self.leftovers.are_unknown(self.leaves())
+        left = self.ampx_member.stage == "idle" and bool(self.leftovers.notes)
+        return left and self.leftovers.are_unknown(self.leaves())
 
     def bring_together(self) -> None:
         """Have gradients to which losses of other optimizers were added carry what the others of this one carry."""
