@@ -422,7 +422,7 @@ class StateHandle(Handle):
         (state,) = states
         self._tree, self._call, self._settings = tree, call, state.settings
         self.masters = state.masters
-        self._stepped = isinstance(state, DisabledState) and state.stepped
+        self._stepped = isinstance(state, DisabledState) and (state.stepped or _is_counted(tree))
         self._traced = False
         if isinstance(state, AmpState):
             _check_surroundings(tree)
@@ -566,6 +566,24 @@ class StateHandle(Handle):
         return jax.tree.map(replace, self._tree, is_leaf=_is_own)
 
 
+def _is_counted(tree: Any) -> bool:
+    """Return whether what stands around the state of a disabled session counts an update; under a trace, True.
+
+    The state itself does not tell: flax nnx and `optax.MultiSteps` put the new arrays into the old structure.
+    """
+    nnx, counts = sys.modules.get("flax.nnx"), []
+
+    def visit(node: Any) -> bool:
+        if isinstance(node, optax.MultiStepsState) and find_all(node):
+            counts.extend(jax.tree.leaves(node.gradient_step))
+        elif nnx is not None and isinstance(node, nnx.Optimizer) and find_all(node):
+            counts.extend(jax.tree.leaves(node.step))
+        return False
+
+    jax.tree.leaves(tree, is_leaf=visit)
+    return bool(counts) and all(isinstance(count, jax.core.Tracer) or np.all(count) for count in counts)
+
+
 def _number(leaf: Any) -> Any:
     """Return a Python number for a scalar; what `vmap` or `scan` stacked stays an array."""
     return np.asarray(leaf).item() if np.ndim(leaf) == 0 else leaf
@@ -584,7 +602,9 @@ def _register_with_flax() -> None:
         return serialization.to_state_dict(AmpState(None, None, None, state.settings, None, state.inner))
 
     def restore(state: DisabledState, saved: Any) -> DisabledState:
-        inner = serialization.from_state_dict(state.inner, saved["inner"], name="inner")
+        # What was saved without ampx is the inner state itself.
+        held = saved["inner"] if set(saved) == set(AmpState._fields) else saved
+        inner = serialization.from_state_dict(state.inner, held, name="inner")
         return make_disabled(inner, state.stepped)
 
     serialization.register_serialization_state(

@@ -70,6 +70,36 @@ def test_whether_there_was_a_step_is_known_and_nothing_is_compiled_anew_for_it()
         assert amp.last_step(looped) == amp.last_step(state)
 
 
+def test_what_keeps_the_structure_of_a_state_counts_its_updates():
+    """flax nnx writes arrays into the old structure, and the branches of MultiSteps have one structure."""
+    nnx = pytest.importorskip("flax.nnx")
+    stepped = ampx.StepResult(True, None, 1.0, 1.0, 0)
+    with ampx.init("jax", enabled=False) as amp:
+        network = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(network, ampx.wrap_optimizer(optax.adam(0.1)), wrt=nnx.Param)
+        assert amp.last_step(optimizer) is None
+        gradients = nnx.grad(lambda network: network(jnp.ones((4, 3))).sum())(network)
+        nnx.jit(lambda network, optimizer: optimizer.update(network, gradients))(network, optimizer)
+        assert amp.last_step(optimizer) == amp.observe(optimizer) == stepped
+        around = optax.MultiSteps(ampx.wrap_optimizer(optax.adam(0.1)), 2)
+        state = around.init(PARAMS)
+        for expected in (None, stepped, stepped):  # the first micro batch updates nothing
+            _, state = jax.jit(around.update)(PARAMS, state, PARAMS)
+            assert amp.last_step(state) == expected
+
+
+def test_checkpoints_of_a_script_without_ampx_load_into_a_disabled_state_and_into_the_inner_of_an_enabled_one(session):
+    serialization = pytest.importorskip("flax.serialization")
+    raw = optax.adam(0.1)
+    _, state = raw.update(PARAMS, raw.init(PARAMS), PARAMS)
+    saved, names = serialization.to_state_dict(state), [str(leaf) for leaf in jax.tree.leaves(state)]
+    on = ampx.wrap_optimizer(raw).init(PARAMS)
+    with ampx.init("jax", enabled=False):
+        off = serialization.from_state_dict(ampx.wrap_optimizer(raw).init(PARAMS), saved)
+    for inner in (find_all(off)[0].inner, on._replace(inner=serialization.from_state_dict(on.inner, saved)).inner):
+        assert [str(leaf) for leaf in jax.tree.leaves(inner)] == names
+
+
 def test_checkpoints_go_from_disabled_to_enabled_sessions_and_back(session):
     """As flax restores arrays by the names of fields: a scale that is not there starts, one too many is left alone."""
     serialization = pytest.importorskip("flax.serialization")
