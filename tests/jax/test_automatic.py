@@ -89,6 +89,28 @@ def test_gradients_too_small_for_float16_survive():
         assert jnp.all(jax.vmap(jax.grad(tiny))(jnp.stack([B, B])) == 2.0**-30)
 
 
+def test_a_gradient_inside_of_a_loss_is_true_and_not_scaled():
+    """Scaled by the default scale, 16 would be infinite in float16, and the loss with it."""
+
+    def penalized(weights):
+        for_inputs = jax.grad(lambda x: jnp.sum(x @ weights) * 16.0)(A)
+        return jnp.sum(for_inputs**2) * 2.0**-14
+
+    rows = np.asarray(B.sum(1, dtype="float32"))
+    _, region = automate("float16")
+    with region:
+        optax.sgd(0.1).init(B)
+        for derivative in (jax.value_and_grad(penalized), jax.jit(jax.value_and_grad(penalized))):
+            loss, gradients = derivative(B)
+            # Each row of A has the gradient 16 * rows; the sums are rounded to float16's 11 bits, the weights before.
+            np.testing.assert_allclose(loss, len(A) * 256 * (rows**2).sum() * 2.0**-14, rtol=3 * 2.0**-11)
+            expected = np.repeat(2 * len(A) * 256 * 2.0**-14 * rows[:, None], 4, axis=1)
+            np.testing.assert_allclose(gradients, expected, rtol=3 * 2.0**-11)
+        assert jnp.all(jax.grad(lambda w: jnp.sum(w @ jnp.full((4, 1), 2.0**-20)) * 2.0**-10)(B) == 2.0**-30), (
+            "what is differentiated afterwards is scaled"
+        )
+
+
 def test_options_of_the_derivative_are_kept():
     def pair(a, b, *, factor):
         return factor * jnp.sum(a @ b), (a + 1, "text")

@@ -59,6 +59,7 @@ class _Calls(threading.local):
     # and its being noted.
     outermost: weakref.ref[_Call] | None = None
     place: int | None = None  # that of the callback in which compiled code calls back
+    differentiating: bool = False  # a loss is being scaled and differentiated
 
 
 class Automation:
@@ -407,7 +408,9 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
                 return plain(*inputs, **named)
             this.differentiated = True
             with _explained(this, inputs, named):
-                scale = this.read_scale() if this.casts and this.scales and not options.get("holomorphic") else None
+                # A gradient inside of a loss is one of its values, and the loss itself is scaled.
+                scales = this.casts and this.scales and not this.calls.differentiating
+                scale = this.read_scale() if scales and not options.get("holomorphic") else None
                 if scale is None and not (this.run.recorder.reads_losses or numerics.watched()):
                     return cast_derivative(*inputs, **named)
                 outputs, grads = _read(differentiate)(scale, inputs, named)
@@ -425,7 +428,11 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
                 loss = outputs[0] if aux else outputs
                 return loss.astype(jnp.float32) * scale, outputs
 
-            (_, outputs), grads = value_and_grad(scaled, **{**options, "has_aux": True})(*inputs, **named)
+            this.calls.differentiating = True
+            try:
+                (_, outputs), grads = value_and_grad(scaled, **{**options, "has_aux": True})(*inputs, **named)
+            finally:
+                this.calls.differentiating = False
             return outputs, optimizer.unscale(grads, scale)[0]
 
         return derivative
