@@ -415,6 +415,21 @@ def _scan(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     return [*last, *stacked]
 
 
+def _shard_map(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
+    params, jaxpr = equation.params, equation.params["jaxpr"]
+    mode = replace(mode, taps=False)
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]  # up to some version
+    inner = jax.shard_map(
+        lambda *args: tuple(like(_run(mode, jaxpr, (), args), [variable.aval for variable in jaxpr.outvars])),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=params["out_specs"],
+        axis_names=axes,
+        check_vma=params["check_vma"],
+    )
+    return list(inner(*like(values, equation_avals(equation))))
+
+
 def _custom_jvp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Keep the function's own derivative; both it and the function are cast."""
     mode = replace(mode, taps=False)
@@ -474,6 +489,7 @@ NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {
     "cond": _cond,
     "while": _while,
     "scan": _scan,
+    "shard_map": _shard_map,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }

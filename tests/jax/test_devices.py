@@ -53,6 +53,16 @@ def by_shard_map(checked, *args):
     return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=checked, **specs)), args
 
 
+def by_shard_map_inside(checked, *args):
+    def loss(weight, inputs, upstream):
+        return jax.lax.psum(jnp.sum((inputs @ weight) * upstream), "batch")
+
+    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,))
+    specs = {"in_specs": (P(), P("batch"), P("batch")), "out_specs": P()}
+    mapped = jax.shard_map(loss, mesh=mesh, check_vma=checked, **specs)
+    return jax.jit(jax.grad(ampx_jax.autocast(mapped))), args
+
+
 def by_pmap(weight, *rows):
     step = jax.pmap(lambda *args: jax.lax.psum(gradient(*args), "batch"), axis_name="batch", in_axes=(None, 0, 0))
     return step, (weight, *(array.reshape(2, -1, array.shape[1]) for array in rows))
@@ -63,6 +73,8 @@ WAYS = {
     "shardings in types": functools.partial(by_shardings, AxisType.Explicit),
     "shard_map": functools.partial(by_shard_map, True),
     "shard_map without checks": functools.partial(by_shard_map, False),
+    "autocast of shard_map": functools.partial(by_shard_map_inside, True),
+    "autocast of shard_map without checks": functools.partial(by_shard_map_inside, False),
     "pmap": by_pmap,
 }
 
@@ -75,7 +87,20 @@ def test_devices_add_up_gradients_of_weights_in_float32(way, dtype):
     for each_device in np.asarray(step(*args)).reshape(-1, *exact.shape):
         np.testing.assert_array_equal(each_device, exact)
     reductions = re.findall(r"= (\S+) all-reduce\(", step.lower(*args).compile().as_text())
-    assert [kind.partition("[")[0] for kind in reductions] == ["f32"]
+    assert {kind.partition("[")[0] for kind in reductions} == {"f32"}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_autocast_goes_into_shard_map(checked, dtype):
+    """`ampx run` casts what a script differentiates, which may be a function under shard_map."""
+    mesh = jax.make_mesh((2,), ("batch",), (AxisType.Auto,))
+    specs = {"in_specs": (P("batch"), P()), "out_specs": P("batch")}
+    mapped = jax.shard_map(jnp.matmul, mesh=mesh, check_vma=checked, **specs)
+    close = jnp.full((4, 16), 1 + 2.0**-12)  # neither dtype can hold it
+    ones = jnp.ones((16, 8))
+    for function in (ampx_jax.autocast(mapped), jax.jit(ampx_jax.autocast(mapped))):
+        np.testing.assert_array_equal(function(close, ones), np.full((4, 8), 16.0))
+    np.testing.assert_array_equal(mapped(close, ones), np.full((4, 8), 16 + 2.0**-8))
 
 
 def test_a_session_on_a_cpu_lowers_for_a_gpu_what_suits_a_gpu(dtype):
