@@ -158,8 +158,9 @@ def compare_script(
             *disturbance,
         ],
         "verdict": " ".join(entry["verdict"] for entry in compared.values())
-        or f"Nothing to gain on this machine: {reference.run['reason']}. To compare all the same, name a dtype that it "
-        f"computes by --dtype; `ampx tune --what-if float16` simulates one that it does not.",
+        or f"Nothing was compared, since `auto` is float32 on this machine: {reference.run['reason']}. To compare all "
+        f"the same, name a dtype that it computes by --dtype; `ampx tune --what-if float16` simulates one that it does "
+        f"not.",
         "origin": origin(reference.versions),
     }
     if sweep is not None:

@@ -7,11 +7,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import ampx
 import ampx_jax
+from ampx.run import Run, RunSettings
+from ampx_jax import devices
 
 # Whole numbers: products and float32 sums are exact, and neither dtype can hold most sums of one device.
 RANDOM = np.random.default_rng(0)
@@ -101,6 +104,35 @@ def test_autocast_goes_into_shard_map(checked, dtype):
     for function in (ampx_jax.autocast(mapped), jax.jit(ampx_jax.autocast(mapped))):
         np.testing.assert_array_equal(function(close, ones), np.full((4, 8), 16.0))
     np.testing.assert_array_equal(mapped(close, ones), np.full((4, 8), 16 + 2.0**-8))
+
+
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [({"avx512f", "avx512_bf16"}, True), ({"avx2", "amx_bf16"}, True), ({"avx512f", "avx2"}, False), (set(), False)],
+)
+def test_bfloat16_is_native_on_cpus_with_instructions_for_it_and_auto_is_float32_on_all(monkeypatch, flags, native):
+    """XLA gains from them in large products only, so that a session that names no dtype has float32, and says why."""
+    monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
+    device = devices.describe("cpu")
+    assert (device.native, device.emulated) == (
+        (frozenset({"bfloat16"}), frozenset({"float16"})) if native else (frozenset(), {"float16", "bfloat16"})
+    )
+    assert device.details["instructions"] == [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+    with pytest.warns(ampx.PrecisionWarning, match="ampx tune" if native else "no instructions"):
+        amp = ampx.init("jax", device="cpu")
+    with amp:
+        assert amp.effective.dtype is None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ampx.init("jax", device="cpu", dtype="bfloat16") as amp:
+            assert amp.effective.native == native
+    assert len(caught) == (not native)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ampx.PrecisionWarning)
+        run = Run("jax", RunSettings(device="cpu"))
+        with ampx_jax.load().automate(run):
+            optax.sgd(0.1).init(WEIGHT)
+            assert run.amp.effective.dtype is None
 
 
 def test_a_session_on_a_cpu_lowers_for_a_gpu_what_suits_a_gpu(dtype):

@@ -145,11 +145,12 @@ class Automation:
                 )
 
     def _preferred(self) -> dict[str, str]:
-        """Prefer bfloat16 where nothing was asked for: it needs no loss scale, which a compiled step must fetch."""
+        """Prefer bfloat16 to float16 where nothing was asked for: it needs no loss scale, which steps must fetch."""
         settings = self.run.settings
-        if settings.dtype == "auto" and "bfloat16" in devices.describe(settings.device).native:
-            return {"dtype": "bfloat16"}
-        return {}
+        if settings.dtype != "auto":
+            return {}
+        device = devices.describe(settings.device)
+        return {"dtype": "bfloat16"} if device.preferred is not None and "bfloat16" in device.native else {}
 
     def _count(self, name: str, dtype: str) -> None:
         if self.run.recorder.sampling:
