@@ -104,6 +104,7 @@ class Run:
         provided: Modules that the script imported, are missing here, and that the backend provided.
         lines: The lines of code that do the same by hand, or none. Set it where those of `explain` do not fit.
         noun: What users of the framework call an optimizer, for those lines.
+        backward: What stands in the body of `scale_loss` by hand.
         effective: What was in effect, where no session says it or another dtype computed; else the session's counts.
     """
 
@@ -118,6 +119,7 @@ class Run:
     provided: list[str] = field(default_factory=list)
     lines: tuple[str, ...] | None = None
     noun: str = "optimizer"
+    backward: str = "scaled.backward()"
     effective: Effective | None = None
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False
@@ -362,7 +364,7 @@ class Run:
         groups = list(dict.fromkeys(tuple(record.optimizers) for record in self.recorder.optimizers.values()))
         count = sum(map(len, groups))
         if count < 2:
-            scale = f"with ampx.scale_loss(loss, {self.noun}) as scaled: scaled.backward()"
+            scale = f"with ampx.scale_loss(loss, {self.noun}) as scaled: {self.backward}"
             return (f"{self.noun} = ampx.wrap_optimizer({self.noun})", *between, scale)
         names = [f"{self.noun}_{number}" for number in range(1, count + 1)]
         wraps, waiting = [], iter(names)
@@ -371,7 +373,7 @@ class Run:
             passed = listed if len(group) == 1 else f"[{listed}]"  # one loss scale for all
             origin = ", ".join(f"{kind} of {PurePath(place).name}" if place else kind for kind, place in group)
             wraps.append(f"{listed} = ampx.wrap_optimizer({passed})  # {origin}")
-        scale = f"with ampx.scale_loss(loss, [{', '.join(names)}]) as scaled: scaled.backward()"
+        scale = f"with ampx.scale_loss(loss, [{', '.join(names)}]) as scaled: {self.backward}"
         return (*wraps, *between, f"{scale}  # of these, those that the loss trains")
 
 

@@ -46,6 +46,7 @@ class VariableLedger(Ledger):
         others: The variables of those losses, by id.
         by_loss: What traces did with several losses; None while all losses are of id 0.
         foreign: Members, of any place, whose waiting gradients carry the scale of a loss of another id than 0.
+        written: How many of the counted steps somebody wrote into the variables, as a checkpoint does; may be negative.
     """
 
     def __init__(self, group: ScaleGroup, scale: Any, counters: Any) -> None:
@@ -59,6 +60,7 @@ class VariableLedger(Ledger):
         self.others: dict[int, LossVariables] = {}
         self.by_loss: history.LossHistory | None = None
         self.foreign: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.written = 0
         self.contexts = Contexts(group)
         self._following = threading.Lock()
         self._moved = False
@@ -226,6 +228,7 @@ class VariableLedger(Ledger):
             self._following.release()
 
     def _follow(self, group: ScaleGroup, missed: history.Missed, state: LossScaleState, steps: int) -> None:
+        self.written += steps - group.steps - missed.steps
         try:
             follow(group, missed, state)
         finally:  # or a checkpoint was restored

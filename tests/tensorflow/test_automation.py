@@ -441,6 +441,99 @@ def test_a_session_that_cast_nothing_is_no_headline_in_its_dtype(start, by_itsel
     ampx.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras, with numpy 2
+def test_a_model_that_an_earlier_run_saved_goes_on_and_its_steps_alone_are_counted(start, tmp_path):
+    path, x, y = tmp_path / "model.keras", np.ones((6, 64), "float32") / 64, np.zeros((6, 1), "float32")
+    _, region = start(graphs=False)
+    with region:
+        ours = model()
+        ours.compile("sgd", "mse")
+        ours.fit(x, y, batch_size=2, verbose=0)
+        ours.save(path)
+    run, region = start(graphs=False)
+    with region:
+        loaded = keras.models.load_model(path)
+        loaded.fit(x, y, batch_size=3, verbose=0)
+    assert int(loaded.optimizer.iterations) == 5
+    (seen,) = run.recorder.optimizers.values()
+    assert (seen.kind, seen.steps) == ("SGD", 2)
+    assert run.recorder.ops == {("Dense", "bfloat16"): 1, ("Dense", "float32"): 1}
+    finished = Finished(run.recorder, [run])
+    finished.settle()
+    assert headline(finished.to_json()).startswith("tensorflow in bfloat16 on cpu")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # as above
+def test_weights_that_are_restored_undo_no_step_of_the_count(start, tmp_path):
+    run, region = start(graphs=False)
+    x, y = np.ones((4, 64), "float32") / 64, np.zeros((4, 1), "float32")
+    with region:
+        ours = model()
+        ours.compile("sgd", "mse")
+        ours.fit(x, y, batch_size=2, verbose=0)
+        ours.save_weights(tmp_path / "early.weights.h5")
+        ours.fit(x, y, batch_size=1, verbose=0)
+        ours.load_weights(tmp_path / "early.weights.h5")
+        ours.train_on_batch(x, y)
+    assert int(ours.optimizer.iterations) == 3
+    (seen,) = run.recorder.optimizers.values()
+    assert seen.steps == 2 + 4 + 1
+
+
+def test_an_activity_regularizer_of_a_cast_layer_is_added_to_the_loss(start):
+    """Keras itself cannot add it: the penalty is in the layer's dtype, and the loss in float32."""
+    _, region = start(graphs=False)
+    with region:
+        ours = keras.Sequential(
+            [
+                keras.Input((64,)),
+                keras.layers.Dense(2, kernel_initializer="ones", activity_regularizer=keras.regularizers.L1(0.5)),
+                keras.layers.Dense(1, kernel_initializer="zeros"),
+            ]
+        )
+        ours.compile(keras.optimizers.SGD(0.0), "mse")
+        history = ours.fit(np.ones((2, 64), "float32"), np.zeros((2, 1), "float32"), batch_size=2, verbose=0)
+    assert history.history["loss"] == [0.5 * 2 * 64]  # the mean over the batch of the sums of two outputs, each 64
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_over_a_dataset_in_a_function_is_not_cast_which_the_summary_says(start, inside):
+    run, region = start()
+    eye = tf.eye(64)
+    dataset = tf.data.Dataset.from_tensors(tf.fill([64, 64], VALUE))
+    with region:
+        variable, optimizer = tf.Variable([0.0]), keras.optimizers.SGD(1.0)
+
+        def step(values):
+            with tf.GradientTape() as tape:
+                product = tf.matmul(tf.nn.relu(values), eye) + 0.0
+                loss = tf.reduce_sum(variable) * tf.stop_gradient(product[0, 0])
+            optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+        @tf.function
+        def train(batches):
+            for values in batches:
+                step(values)
+
+        if inside:
+            train(dataset)
+        else:
+            compiled = tf.function(step)
+            for values in dataset:
+                compiled(values)
+    assert variable.numpy()[0] == np.float32(-VALUE if inside else -ROUNDED["bfloat16"])
+    assert any("for … in dataset" in note for note in run.recorder.notes) == inside
+
+
+def test_the_lines_by_hand_of_a_loop_are_those_of_a_tape(start):
+    run, region = start(graphs=False)
+    with region:
+        loop(tf.Variable([8.0]), keras.optimizers.SGD(1.0), "bfloat16")(tf.constant(1.0))
+    assert run.explain()[-1] == (
+        "with ampx.scale_loss(loss, optimizer) as scaled: gradients = scaled.gradient(tape, variables)"
+    )
+
+
 def test_mixed_precision_of_the_script_is_refused(start):
     _, region = start()
     with pytest.raises(ampx.RunRefusedError, match="LossScaleOptimizer"), region:

@@ -39,6 +39,7 @@ from .tf1 import graphs_managed
 def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
+    run.backward = "gradients = scaled.gradient(tape, variables)"
     patches = (rewrites_started, optimizers_managed, tapes_watched, models_cast, products_cast, graphs_managed)
     manager = KerasManager(run)
     with ExitStack() as stack:

@@ -145,12 +145,17 @@ class KerasManager(Manager[Managed]):
 
     def count(self, wrapped: Any) -> None:
         """Count in the recorder what an optimizer has stepped since the last time. Sync: one."""
+        missed, index = self._missed(wrapped), wrapped.ampx_member.group.index
+        self._counted[index] += missed
+        if missed:
+            self.run.recorder.stepped(index, missed)
+
+    def _missed(self, wrapped: Any) -> int:
+        """Return how many steps, but those that a checkpoint wrote, are not counted yet. Sync: one."""
         group = wrapped.ampx_member.group
         group.resolve()
-        missed = group.steps - self._counted[group.index]
-        self._counted[group.index] += missed
-        if missed:
-            self.run.recorder.stepped(group.index, missed)
+        written = wrapped._ledger.written if isinstance(wrapped, AmpOptimizer) else 0
+        return int(group.steps - written - self._counted[group.index])
 
     def counters(self) -> list[Any]:
         """Return variables with the steps of each optimizer up to now, in their last element."""
@@ -165,9 +170,7 @@ class KerasManager(Manager[Managed]):
         observer, missed = self.run.recorder.observer, {}
         for wrapped in self.wrapped:
             if isinstance(wrapped, AmpOptimizer):
-                group = wrapped.ampx_member.group
-                group.resolve()
-                missed[group.index] = group.steps - self._counted[group.index]
+                missed[wrapped.ampx_member.group.index] = self._missed(wrapped)
         steps = sum(missed.values())
         if not steps or observer is None:
             return
@@ -181,6 +184,18 @@ class KerasManager(Manager[Managed]):
                     observer.loss(lambda: float(total) / steps)
                 self._counted[index] += 1
                 self.run.recorder.stepped(index)
+
+    def note_dataset(self) -> None:
+        """Note where a function trains in the body of a loop over a `tf.data.Dataset`, which no rewriter casts."""
+        graph, inside = tf.compat.v1.get_default_graph(), False
+        while isinstance(graph, tf.__internal__.FuncGraph) and not inside:
+            graph, inside = graph.outer_graph, graph.name.startswith("Dataset_")
+        if inside and rewrite.process.is_on:
+            self.run.recorder.note(
+                "a tf.function trains inside of `for … in dataset`, whose body TensorFlow's graph rewriter does not "
+                "cast: products there are float32, unless a layer casts them. Write the loop outside of the function, "
+                "and call the function for each batch"
+            )
 
     # -- mixed precision of the script's own -------------------------------------------------------
 
@@ -198,6 +213,10 @@ class KerasManager(Manager[Managed]):
             self.run.stand_down(_RECIPE)
             self.run.recorder.restart_sampling()
             self.follow()
+        self.adopt(wrapped)
+
+    def adopt(self, wrapped: Any) -> None:
+        """Record an optimizer that belongs to no session, with its events."""
         recorder, group = self.run.recorder, wrapped.ampx_member.group
         group.index, send = len(recorder.optimizers), group.emit
 
@@ -343,6 +362,7 @@ def _applying(manager: KerasManager, native: Callable[..., Any]) -> Callable[...
             return native(self, grads, trainable_variables)
         wrapped = manager.manage(self, True)
         if not on_host():
+            manager.note_dataset()
             with manager.working():
                 return wrapped.ampx_apply_true(grads, trainable_variables)
         with stats.unwatched():  # an update is no part of the model

@@ -27,6 +27,7 @@ def models_cast(manager: KerasManager) -> Iterator[None]:
     """Patch how Keras compiles and trains models."""
     with (
         mock.patch.object(Trainer, "compile", _compiling(manager, Trainer.compile)),
+        mock.patch.object(Trainer, "_aggregate_additional_loss", _adding(Trainer._aggregate_additional_loss)),
         mock.patch.object(keras.Model, "fit", _training(manager, keras.Model.fit, counts=True)),
         mock.patch.object(keras.Model, "train_on_batch", _training(manager, keras.Model.train_on_batch, counts=False)),
     ):
@@ -39,6 +40,8 @@ def _compiling(manager: KerasManager, native: Callable[..., Any]) -> Callable[..
         optimizer = None if optimizer is None else keras.optimizers.get(optimizer)
         manager.run.look()
         if manager.stood_down or optimizer is None or isinstance(optimizer, WrappedOptimizer):
+            if not manager.stood_down and isinstance(optimizer, AmpOptimizer) and optimizer not in manager.wrapped:
+                _go_on(manager, self, optimizer)
             return native(self, optimizer, *args, **kwargs)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             manager.refuse_own("keras.optimizers.LossScaleOptimizer")
@@ -51,10 +54,18 @@ def _compiling(manager: KerasManager, native: Callable[..., Any]) -> Callable[..
             if plan is not None:
                 prepare(self, plan, kept)
                 count_layers(manager.run, self)
-        manager.run.lines = lines(manager.run)
+            manager.run.lines = lines(manager.run)
         return native(self, optimizer, *args, **kwargs)
 
     return compile_model
+
+
+def _go_on(manager: KerasManager, model: Any, optimizer: AmpOptimizer) -> None:
+    """Record a model that Keras loads from a file, with the layers and the optimizer that ampx saved there."""
+    manager.session(False)
+    manager.adopt(optimizer)
+    count_layers(manager.run, model)
+    manager.run.lines = lines(manager.run)
 
 
 def _training(manager: KerasManager, native: Callable[..., Any], counts: bool) -> Callable[..., Any]:
@@ -64,11 +75,25 @@ def _training(manager: KerasManager, native: Callable[..., Any], counts: bool) -
             result = native(self, *args, **kwargs)
         if manager.stood_down:
             manager.look(self.optimizer)
-        elif counts and isinstance(self.optimizer, AmpOptimizer) and manager.find(self.optimizer.inner_optimizer):
+        elif counts and self.optimizer in manager.wrapped:
             manager.count(self.optimizer)
         return result
 
     return train
+
+
+def _adding(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what sums an added loss, in float32: Keras adds no activity regularizer of a cast layer to the loss."""
+
+    @functools.wraps(native)
+    def add(self: Any, loss: Any) -> Any:
+        return native(self, keras.ops.cast(loss, "float32") if keras.ops.is_tensor(loss) and _is_low(loss) else loss)
+
+    return add
+
+
+def _is_low(loss: Any) -> bool:
+    return keras.backend.standardize_dtype(loss.dtype) in ("float16", "bfloat16")
 
 
 def outputs(model: Any) -> list[Any] | None:
