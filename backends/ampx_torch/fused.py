@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
+from torch.optim.sgd import sgd
 
 from ampx.errors import InvalidOptionError, UnsupportedByBackendError
 
@@ -28,6 +30,35 @@ def check(optimizer: torch.optim.Optimizer, wanted: object) -> None:
             f"fused='auto' got {type(optimizer).__name__}, {reason}; accepted: Adam, AdamW, SGD and Adagrad of "
             f"torch.optim, not differentiable, with floating parameters on CPU or CUDA (Adagrad: CPU). Leave fused out."
         )
+
+
+def check_kernel(
+    optimizer: torch.optim.Optimizer, low: Iterable[torch.Tensor], dtype: torch.dtype, chosen: bool = False
+) -> None:
+    """Refuse SGD that is, or is `chosen` to be, fused of parameters that are, or shall be, in 16 bits on a CPU."""
+    fused = chosen or any(group.get("fused") for group in optimizer.param_groups)
+    if not isinstance(optimizer, torch.optim.SGD) or not fused:
+        return
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(parameter.is_cpu and id(parameter) in own for parameter in low) and not _updates(dtype):
+        raise UnsupportedByBackendError(
+            f"fused SGD got parameters in {str(dtype).removeprefix('torch.')} on a CPU, where the kernel of PyTorch "
+            f"{torch.__version__} leaves most of their elements as they are; accepted: SGD that is not fused, or "
+            f"parameters or master weights in float32. Make it with fused=False and leave fused='auto' out, or use "
+            f"level='O1' or 'O2'."
+        )
+
+
+@functools.cache
+def _updates(dtype: torch.dtype) -> bool:
+    """Return whether fused SGD updates parameters of a dtype on a CPU.
+
+    Native defect: in 16 bits it computes whole vectors and never stores them; only the elements after them move.
+    """
+    parameter, gradient = torch.ones(2, 64, dtype=dtype, device="cpu")
+    options = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.5, "dampening": 0.0, "nesterov": False, "maximize": False}
+    sgd([parameter], [gradient], [None], fused=True, **options)
+    return bool((parameter == 0.5).all())
 
 
 def use(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from .device_scale import DeviceLedger, TensorLedger
 from .device_scale.capture import CapturableLedger
 from .gradients import refuse_half
 from .step import AmpOptimizer
+from .trees import LOW
 
 
 def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapping[str, Any]) -> WrappedOptimizer:
@@ -27,6 +28,8 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
         return options["wrapper"](optimizer, member, options)
     reject_unknown("torch", options, ("process_group", "device_scale", "fused", "capturable"))
     fusing.check(optimizer, options.get("fused"))
+    for dtype in LOW:
+        fusing.check_kernel(optimizer, _of_dtype(optimizer, dtype), dtype, options.get("fused") is not None)
     if options["plan"] is not None:
         casting.check_resolved(options["plan"])
     if member.group.enabled and options["level"].name != "O3":
@@ -53,10 +56,15 @@ def make_wrapper(optimizer: torch.optim.Optimizer, member: Member, options: Mapp
     return AmpOptimizer(optimizer, member, options)
 
 
+def _of_dtype(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[torch.Tensor]:
+    """List the trainable parameters of a dtype."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in parameters if parameter.dtype is dtype and parameter.requires_grad]
+
+
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
     """Warn where the optimizer steps bfloat16 parameters that have no float32 copies."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    low = sum(parameter.dtype is torch.bfloat16 and parameter.requires_grad for parameter in parameters)
+    low = len(_of_dtype(optimizer, torch.bfloat16))
     if low:
         callers.warn(
             f"the optimizer holds {low} bfloat16 parameters without float32 copies: an update of less than 1/256 of a "

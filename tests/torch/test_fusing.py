@@ -133,3 +133,52 @@ def test_copies_stay_fused(amp):
     copied_parameters, copied = copy.deepcopy((parameters, ampx.wrap_optimizer(raw, fused="auto")))
     train(copied_parameters, copied, 1)
     assert all(group["fused"] for group in copied.param_groups)
+
+
+def fused_sgd_leaves_16_bits_alone():
+    """Whether PyTorch has the defect."""
+    parameter = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    return bool((parameter == 1.0).all())
+
+
+def wrap_after_prepare(model, raw, **options):
+    return ampx.wrap_optimizer(ampx.prepare(model, raw)[1], **options)
+
+
+def prepare_after_wrap(model, raw, **options):
+    return ampx.prepare(model, ampx.wrap_optimizer(raw, **options))[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("start", [wrap_after_prepare, prepare_after_wrap])
+@pytest.mark.parametrize("chosen", ["made so", "auto"])
+def test_fused_sgd_trains_16_bits_on_a_cpu_or_is_refused(dtype, start, chosen):
+    """Its kernel stores nothing of whole vectors: the loss stands still, and nobody says anything."""
+    ampx.init("torch", dtype=dtype, level="O3", device="cpu")
+    model = nn.Linear(16, 1, bias=False)
+    raw = torch.optim.SGD(model.parameters(), lr=0.5, fused=True if chosen == "made so" else None)
+    options = {} if chosen == "made so" else {"fused": "auto"}
+    if fused_sgd_leaves_16_bits_alone():
+        with pytest.raises(ampx.UnsupportedByBackendError, match="fused=False"):
+            start(model, raw, **options)
+        raw = torch.optim.SGD(model.parameters(), lr=0.5)
+        options = {}
+    opt = start(model, raw, **options)
+    before = model.weight.detach().clone()
+    with ampx.scale_loss(model(torch.ones(1, 16)).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert bool((model.weight != before).all())
+
+
+def test_fused_sgd_of_master_weights_is_float32_s(amp):
+    ampx.init("torch", dtype="bfloat16", level="O2", device="cpu")
+    model = nn.Linear(16, 1, bias=False)
+    opt = wrap_after_prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, fused=True))
+    before = model.weight.detach().clone()
+    with ampx.scale_loss(model(torch.ones(1, 16)).sum(), opt) as scaled:
+        scaled.backward()
+    opt.step()
+    assert bool((model.weight != before).all())

@@ -18,6 +18,7 @@ from torch import nn
 
 from ampx.backend import CastPlan
 from ampx.errors import InvalidOptionError, ProtocolError, RawStepError, UnsupportedByBackendError, UnsupportedOpError
+from ampx_torch import fused
 from ampx_torch.casting import module_rules
 from ampx_torch.casting.oplists import TorchPlan
 from ampx_torch.trees import DTYPES, LOW
@@ -74,6 +75,8 @@ def _lower(models: list[nn.Module], optimizers: list[Any], rules: dict[nn.Module
     lowered = _tensors_to_lower(models, exempt)
     copies = _make_masters(lowered, raws) if plan.level == "O2" else {}
     dtype = DTYPES[plan.dtype]
+    for raw in raws if plan.level == "O3" else ():
+        fused.check_kernel(raw, lowered, dtype)
     for tensor in lowered:
         low_precision_models.convert(tensor, dtype)
     if plan.level == "O2":
