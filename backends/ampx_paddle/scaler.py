@@ -18,6 +18,11 @@ from . import casting
 from .step import AmpOptimizer
 
 
+def _widened(layer: Any, inputs: Any, outputs: Any) -> Any:
+    """Return a network's outputs in float32: a model hands them to its metrics as arrays, where bfloat16 is bits."""
+    return casting.each(outputs, lambda tensor: tensor.astype("float32") if tensor.dtype in casting.LOW else tensor)
+
+
 class GradScaler(paddle.amp.GradScaler):
     """A `paddle.amp.GradScaler` for scripts and for Paddle's own loops, which call one.
 
@@ -50,6 +55,8 @@ class GradScaler(paddle.amp.GradScaler):
     def attach(self, model: Any) -> None:
         """Make `model.fit` and `model.train_batch` scale their losses with this scaler, and cast as the session says.
 
+        What the network returns is float32 then, for losses, metrics and predictions.
+
         Args:
             model: A `paddle.Model`, after `model.prepare(opt, loss, amp_configs="O1")` with the wrapped optimizer;
                 call it again after every `prepare`.
@@ -69,6 +76,8 @@ class GradScaler(paddle.amp.GradScaler):
             arguments = casting.options(plan)
             model._adapter._amp_level = arguments.pop("level")
             model._adapter._amp_custom_lists = arguments
+            if _widened not in model.network._forward_post_hooks.values():
+                model.network.register_forward_post_hook(_widened)
         elif not paddle.get_device().startswith("cpu"):
             raise InvalidOptionError(
                 f"attach got a model that casts to float16 on {paddle.get_device()!r} wherever it scales its loss, in "

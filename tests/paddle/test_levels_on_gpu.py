@@ -260,6 +260,24 @@ def test_a_model_with_loops_of_its_own_casts_as_the_session_says(options, dtype)
     assert opt.last_step.applied
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_with_loops_of_its_own_predicts_numbers(dtype):
+    """Paddle gives NumPy the bits of bfloat16."""
+    amp = ampx.init("paddle", dtype=dtype, loss_scale=8.0)
+    optimizers = []
+    model, _ = high_level(
+        lambda optimizer: optimizers.append(amp.wrap_optimizer(optimizer)) or optimizers[0], amp_configs="O1"
+    )
+    for _ in range(2):
+        GradScaler(*optimizers).attach(model)
+    inputs = np.ones([2, 4], "float32")
+    (predicted,) = model.predict_batch([inputs])
+    with amp.autocast(enabled=False):
+        expected = model.network(paddle.to_tensor(inputs)).numpy()
+    assert predicted.dtype == np.float32
+    np.testing.assert_allclose(predicted, expected, rtol=2.0**-6)
+
+
 def test_a_model_with_loops_of_its_own_is_refused_where_the_session_casts_nothing():
     amp = ampx.init("paddle", level="O0", loss_scale="dynamic")
     optimizers = []

@@ -158,6 +158,18 @@ def test_an_optimizer_computes_with_the_master_copy(kind):
     np.testing.assert_array_equal(runs["float16"].numpy(), runs["float32"].numpy())
 
 
+@pytest.mark.filterwarnings("ignore:Accumulating with FP16 or BF16:UserWarning")
+def test_an_optimizer_without_master_copies_keeps_its_state_of_one_element():
+    """A power of beta has the shape of a master copy then."""
+    weight = paddle.create_parameter([1], "float16")
+    optimizer = paddle.optimizer.AdamW(0.1, beta2=0.5, parameters=[weight])
+    for _ in range(2):
+        weight._set_grad_ivar(paddle.ones([1], "float16"))
+        optimizer.step()
+    (power,) = optimizer._accumulators["beta2_pow_acc"].values()
+    assert power.item() == 0.5**3
+
+
 def computes_in(dtype):
     ampx.init("paddle", dtype=dtype)
     return str((paddle.ones([2, 2]) @ paddle.ones([2, 2])).dtype).removeprefix("paddle.")

@@ -209,7 +209,8 @@ class Call {
   }
 
   DenseTensor* output(DenseTensor* tensor) {
-    if (tensor == nullptr) {
+    missing_ = tensor == nullptr;
+    if (missing_) {
       return nullptr;
     }
     DenseTensor* host = nullptr;
@@ -249,7 +250,7 @@ class Call {
   // An optimizer's kernel for GPUs computes with the master copy, and rounds it into the parameter. Both are found by
   // their places among the outputs: first and last.
   void compute_with_master() {
-    master_ = results_.size() > 1 && results_.front().tensor != nullptr && is_low(results_.front().dtype) &&
+    master_ = !missing_ && results_.size() > 1 && results_.front().tensor != nullptr && is_low(results_.front().dtype) &&
               results_.back().dtype == DataType::FLOAT32 && results_.back().tensor->dims() == results_.front().tensor->dims();
     if (master_) {
       copy(*results_.back().host, results_.front().host);
@@ -332,6 +333,7 @@ class Call {
   std::vector<Result> results_;
   std::vector<RowResult> row_results_;
   bool master_ = false;
+  bool missing_ = false;  // the last output is, which would be the master
 };
 
 // -- arguments ----------------------------------------------------------------------------------------------
