@@ -105,7 +105,7 @@ class _Search:
         what = self.dtype if trial.forced else trial.settings.dtype
         kept = len(trial.settings.deny) or len(trial.forced) - 1
         what += f" with {kept} in float32" if kept > 0 else ""
-        self.progress(f"{trial.program.name}: run {self.runs}, {what}{', watched' if trial.watched else ', timed'} …")
+        self.progress(f"{trial.program.name}: run {self.runs}, {what}{', watched' if trial.watched else ''} …")
         return self.run_trial(trial)
 
     def _operations(self, settings: RunSettings) -> tuple[Reading, ...]:
