@@ -89,6 +89,7 @@ def make_table(title: str, *headings: str) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
+        min_width=min(len(title), 80),  # a title as wide as the table, or wider, is broken into lines
     )
     for heading in headings:
         table.add_column(heading, overflow="fold")

@@ -324,7 +324,7 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     elif not facts["ends_alike"] or (lost >= LOST and lost > 1.1 * exact):
         conclusion = "look before you rely on it"
     elif speed is None:
-        conclusion = "more --steps decide whether it is worth it"
+        conclusion = "more steps, by --steps or by the script, decide whether it is worth it"
     elif faster or (memory is not None and memory < 1 - 5 * ALIKE and not slower):
         conclusion = "worth it"
     elif slower:
