@@ -100,7 +100,7 @@ def diagnose_script(
         reference = _reach(exact, step, run)
     if reference.raised is not None:
         raise TrialError(
-            f"{program.name} raises in step {reference.steps + 1} in float32, too: {' in '.join(reference.raised)}; "
+            f"{program.name} raises after {reference.steps} steps in float32, too: {' in '.join(reference.raised)}; "
             f"accepted: a script that trains in float32. Mend that first: precision is innocent."
         )
     if low.raised is not None and low.steps < step and not any(e.value.nonfinite for e in low.readings.get(step, ())):

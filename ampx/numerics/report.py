@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ampx.run import page
-from ampx.run.report import lost_map
+from ampx.run.report import VISIBLE, lost_map
 
 KINDS = (".json", ".html", ".png")
 
@@ -81,7 +81,7 @@ def meter_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     f"{last['lost']:.2%}",
                     f"{last['flushed']:.2%}",
                     "–" if last["headroom"] is None else f"{last['headroom']:.1f} bits",
-                    "–" if worst is None or not shares[worst] else f"{worst}: {shares[worst]:.0%}",
+                    "–" if worst is None or shares[worst] < VISIBLE else f"{worst}: {shares[worst]:.0%}",
                 )
             )
     return rows

@@ -111,18 +111,19 @@ class TunedPolicy:
             )
         Path(path).write_text(self.file.text(), encoding="utf-8")
 
-    def timed(self, speed: float, slow: Mapping[str, tuple[float, float]]) -> TunedPolicy:
+    def timed(self, ratios: Sequence[float], slow: Mapping[str, tuple[float, float]]) -> TunedPolicy:
         """Return the policy with its speed, and with modules in float32 that lose time in low precision.
 
         Args:
-            speed: Steps per second over those of float32.
+            ratios: Steps per second over those of float32, by round.
             slow: The modules, with their seconds in low precision and in float32.
         """
         choices = [
             Choice(_entry(name), f"{1e3 * low:.3g} ms in {self.dtype}, {1e3 * wide:.3g} ms in float32")
             for name, (low, wide) in slow.items()
         ]
-        reason = f"{self.reasons['dtype']}; {speed:.2f} times the speed of float32"
+        reason = f"{self.reasons['dtype']}; {_speed(ratios)}"
+        speed = statistics.median(ratios)
         return replace(self, deny=(*self.deny, *choices), speed=speed, reasons={**self.reasons, "dtype": reason})
 
     def to_json(self) -> dict[str, Any]:
@@ -291,6 +292,11 @@ def _best(times: Mapping[str, Sequence[float]]) -> tuple[float, list[float]]:
     return statistics.median(best), best
 
 
+def _speed(ratios: Sequence[float]) -> str:
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "one round"
+    return f"{statistics.median(ratios):.2f} times the speed of float32 ({spread})"
+
+
 def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str:
     """Return why float32 is preferred to a policy in low precision that agrees with it.
 
@@ -302,10 +308,8 @@ def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str
     names = [choice.entry for choice in policy.deny]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kept = f" with {', '.join(names[:3])}{more} in float32" if names else ""
-    reason = f"{policy.dtype}{kept} agrees, and runs at {speed:.2f} times the speed of float32 here"
-    if speed <= 1 + ALIKE:
-        return reason
-    return f"{reason}, which is not beyond the spread ({min(best):.2f} to {max(best):.2f}); more repeats may decide"
+    reason = f"{policy.dtype}{kept} agrees, and runs at {_speed(best)} here"
+    return reason if speed <= 1 + ALIKE else f"{reason}, which is not beyond the spread; more repeats may decide"
 
 
 class _Tuning:
@@ -570,10 +574,10 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
         more = measured(clocks, 3 * repeats)
         times = {name: [*seconds, *more[name]] for name, seconds in times.items()}
     choice = fastest(times)
-    ratio = statistics.median(mine / other for mine, other in zip(times["float32"], times[choice], strict=True))
     if choice == "float32":
         return tuning.policy(**in_float32(not_faster(policy, times), speed=1.0))
-    return policy.timed(ratio, slow if choice == "tuned" else {})
+    ratios = [mine / other for mine, other in zip(times["float32"], times[choice], strict=True)]
+    return policy.timed(ratios, slow if choice == "tuned" else {})
 
 
 def measured(clocks: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

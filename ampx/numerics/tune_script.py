@@ -419,8 +419,8 @@ def _for_speed(
     choice = fastest(seconds)
     if choice == _FLOAT32:
         return search.policy(**in_float32(not_faster(policy, seconds), speed=1.0))
-    ratio = float(np.median(np.array(seconds[_FLOAT32]) / np.array(seconds[choice])))
-    return policy.timed(ratio, slow if choice == "tuned" else {})
+    ratios = [mine / other for mine, other in zip(seconds[_FLOAT32], seconds[choice], strict=True)]
+    return policy.timed(ratios, slow if choice == "tuned" else {})
 
 
 def _is_clear(seconds: Mapping[str, Sequence[float]]) -> bool:

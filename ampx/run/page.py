@@ -194,11 +194,12 @@ def heat_map(
     numbers = [[value if isinstance(value, (int, float)) else math.nan for value in row] for row in values]
     order = sorted(range(len(rows)), key=lambda row: -max([0.0, *(n for n in numbers[row] if not math.isnan(n))]))
     shown = sorted(order[:MOST_ROWS])
-    heights = [[math.log10(max(n, 1e-9)) if powers else n for n in numbers[row]] for row in shown]
-    finite = [height for row in heights for height in row if not math.isnan(height)] or [0.0]
-    middle, half = (min(finite) + max(finite)) / 2, max(1.0, (max(finite) - min(finite)) / 2)
-    # Two powers of ten at least: no alarm for less.
-    low, high = (middle - half, middle + half) if powers else (0.0, 1.0)
+    low, high = 0.0, 1.0
+    if powers:  # two at least, so that less is no alarm; zeros are as light as the smallest number
+        exponents = [math.log10(n) for row in shown for n in numbers[row] if n > 0] or [0.0]
+        middle, half = (min(exponents) + max(exponents)) / 2, max(1.0, (max(exponents) - min(exponents)) / 2)
+        low, high = middle - half, middle + half
+    heights = [[math.log10(max(n, 10**low)) if powers else n for n in numbers[row]] for row in shown]
     figure, axes = new_figure(1.2 + 0.17 * max(5, len(shown)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of numbers that are all NaN

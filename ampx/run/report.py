@@ -24,6 +24,7 @@ from ampx.run.recorder import FORWARD
 
 _NAMES = {FORWARD: "forward and the rest of the loop"}
 TOP = 10
+VISIBLE = 0.005  # less than half a percent is shown as none
 _PROCESS = ("process", "computed", "steps", "skipped")
 
 
@@ -168,7 +169,7 @@ def meter_parts(meter: Mapping[str, Any], title: str = "Updates and gradients") 
 def lost_map(meter: Mapping[str, Any]) -> str:
     """Return which parameters stood still when, as a picture; nothing where none did."""
     shares = meter["map"]["lost"]
-    if not any(share for row in shares for share in row):
+    if not any(share and share >= VISIBLE for row in shares for share in row):
         return ""
     title = f"{meter['optimizer']}, {meter['dtype']}: share of the updates that rounded to nothing"
     return heat_map(meter["map"]["parameters"], meter["steps"], shares, title, powers=False)
@@ -209,11 +210,12 @@ def _draw_losses(report: dict[str, Any]) -> str | None:
 
 
 def _draw_scales(report: dict[str, Any]) -> str | None:
-    moving = [optimizer for optimizer in report["optimizers"] if optimizer["scales"] or optimizer["skipped"]]
+    named = zip(names_of(report["optimizers"]), report["optimizers"], strict=True)
+    moving = {name: optimizer for name, optimizer in named if optimizer["scales"] or optimizer["skipped"]}
     if not moving:
         return None
     figure, axes = new_figure(3.0)
-    for name, optimizer in zip(names_of(moving), moving, strict=True):
+    for name, optimizer in moving.items():
         steps = [0, *(step for step, _ in optimizer["scales"]), optimizer["steps"]]
         scales = [optimizer["initial_scale"], *(scale for _, scale in optimizer["scales"])]
         axes.step(steps, [*scales, scales[-1]], where="post", label=name)

@@ -158,7 +158,7 @@ def test_a_script_that_raises_in_low_precision_is_told_which_module_to_keep_in_f
 
 def test_a_map_of_lost_updates_is_drawn_where_there_are_some():
     meter = {"optimizer": "SGD", "dtype": "bfloat16", "steps": [100], "map": {"parameters": ["w", "b"]}}
-    assert lost_map({**meter, "map": {**meter["map"], "lost": [[0.0], [None]]}}) == ""
+    assert lost_map({**meter, "map": {**meter["map"], "lost": [[0.004], [None]]}}) == ""
     assert lost_map({**meter, "map": {**meter["map"], "lost": [[0.0], [0.25]]}}).startswith("<svg")
 
 

@@ -85,7 +85,7 @@ def test_a_script_that_raises_because_of_what_is_not_finite_is_told_where_that_c
 
 
 def test_a_script_that_raises_in_float32_too_is_an_error_that_says_so(toy_script):
-    with pytest.raises(ampx.TrialError, match=r"raises in step 3 in float32, too: ValueError: float32 is in .*py:8"):
+    with pytest.raises(ampx.TrialError, match=r"after 2 steps in float32, too: ValueError: float32 is in .*py:8"):
         raising(toy_script, "step == 2")
 
 

@@ -311,14 +311,22 @@ def test_the_fastest_of_runs_in_turns_is_that_is_ahead_beyond_the_spread():
 def test_a_dtype_that_was_faster_by_chance_is_said_to_be_within_the_spread():
     policy = TunedPolicy("toy", "cpu", "bfloat16", "O1", 1.0)
     assert not_faster(policy, {"float32": [1.0, 1.0], "safe": [2.0, 2.0]}) == (
-        "bfloat16 agrees, and runs at 0.50 times the speed of float32 here"
+        "bfloat16 agrees, and runs at 0.50 times the speed of float32 (0.50 to 0.50) here"
     )
     partly = replace(policy, deny=tuple(Choice(f"module:{name}", "") for name in "abcde"))
     assert not_faster(partly, {"float32": [1.0], "safe": [2.0]}).startswith(
         "bfloat16 with module:a, module:b, module:c and 2 more in float32 agrees, and runs at"
     )
     reason = not_faster(policy, {"float32": [1.0, 2.0, 3.0], "safe": [2.0, 1.0, 2.0], "tuned": [4.0, 4.0, 4.0]})
-    assert "1.50 times the speed of float32 here, which is not beyond the spread (0.50 to 2.00)" in reason
+    assert "1.50 times the speed of float32 (0.50 to 2.00) here, which is not beyond the spread" in reason
+
+
+def test_a_speed_that_was_measured_is_said_with_its_spread():
+    policy = TunedPolicy("toy", "cpu", "bfloat16", "O1", 1.0, reasons={"dtype": "it agrees"})
+    timed_often, timed_once = (policy.timed(ratios, {}) for ratios in ([1.5, 2.0, 1.25], [1.5]))
+    assert (timed_often.speed, timed_once.speed) == (1.5, 1.5)
+    assert timed_often.reasons["dtype"] == "it agrees; 1.50 times the speed of float32 (1.25 to 2.00)"
+    assert timed_once.reasons["dtype"].endswith("(one round)")
 
 
 def test_rounds_that_differ_too_much_to_decide_are_followed_by_more(monkeypatch):
