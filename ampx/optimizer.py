@@ -24,7 +24,7 @@ from .errors import (
 )
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
-from .scale_state import Scalar
+from .scale_state import Scalar, is_number
 
 
 class WrappedOptimizer(Handle):
@@ -436,8 +436,7 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
 
 def check_bound(name: str, bound: object) -> None:
     """Raise unless a bound is None or a positive number."""
-    number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-    if bound is not None and not (number and bound > 0):  # type: ignore[operator]
+    if bound is not None and (not is_number(bound) or bound <= 0):
         raise InvalidOptionError(f"{name}={bound!r} is not a bound; accepted: a positive number, or None. Change it.")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from numbers import Integral, Real
+from typing import Any, Final, TypeAlias, TypeGuard
 
 from .errors import InvalidOptionError, shown
 
@@ -61,13 +62,15 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            _require(_is_number(value), name, value, "a number")
+            _require(is_number(value), name, value, "a number")
+            value = value if isinstance(value, int) else float(value)  # one too large for a float is out of range
             _require(FLOAT32_TINY <= value <= FLOAT32_MAX, name, value, "a positive finite float32")
             object.__setattr__(self, name, float(value))
         for name in ("growth_interval", "hysteresis", "max_consecutive_skips"):
             value = getattr(self, name)
-            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+            _require(isinstance(value, Integral) and not isinstance(value, bool), name, value, "an integer")
             _require(1 <= value < 2**31, name, value, "an integer from 1 to 2**31 - 1")
+            object.__setattr__(self, name, int(value))
         _require(isinstance(self.dynamic, bool), "dynamic", self.dynamic, "True or False")
         _require(self.growth_factor >= 1, "growth_factor", self.growth_factor, "at least 1")
         _require(self.backoff_factor <= 1, "backoff_factor", self.backoff_factor, "at most 1")
@@ -94,7 +97,7 @@ class LossScale:
             return value
         if isinstance(value, str) and value == "dynamic":
             return cls()
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if is_number(value):
             return cls.static(value)
         raise InvalidOptionError(
             f"loss_scale={shown(value)} is not a loss scale; accepted: 'dynamic', a positive number (static), or "
@@ -183,9 +186,10 @@ def next_state(config: LossScale, state: LossScaleState, finite: Scalar, where: 
     )
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether this is a real number of Python or NumPy, and not NaN."""
     # x == x: false for NaN only, and unlike math.isnan at ease with integers too large for a float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
 def _require(condition: bool, name: str, value: object, accepted: str) -> None:

@@ -175,8 +175,8 @@ class Amp:
             "plan": self.plan,
             "level": self.level,
             "session": self,
-            "max_grad_norm": max_grad_norm,
-            "max_grad_value": max_grad_value,
+            "max_grad_norm": None if max_grad_norm is None else float(max_grad_norm),
+            "max_grad_value": None if max_grad_value is None else float(max_grad_value),
             **options,
         }
         group = new_group(self.framework, config, self.enabled)
@@ -282,7 +282,7 @@ class Amp:
         check_bound("max_norm", max_norm)
         handle = self.handle(opt, "clip_grad_norm")
         check_clipping(self.backend)
-        return handle.ampx_clip_grad_norm(max_norm)
+        return handle.ampx_clip_grad_norm(float(max_norm))
 
     def gate(self, scheduler: Any, opt: Any) -> Gate:
         """Return a scheduler, or an average of weights, that moves only when the optimizer's last step was applied.

@@ -5,6 +5,7 @@ import copy
 import pathlib
 import types
 
+import numpy as np
 import pytest
 
 import ampx
@@ -91,7 +92,7 @@ def test_an_option_that_a_backend_does_not_know_is_refused_by_name():
 
 @pytest.mark.parametrize("bound", [0, -1.0, True, "1", float("nan")])
 def test_a_bound_is_a_positive_number(bound):
-    for accepted in (None, 1, 0.5):
+    for accepted in (None, 1, 0.5, np.float32(0.5), np.int64(2)):
         check_bound("max_grad_norm", accepted)
     with pytest.raises(ampx.InvalidOptionError, match="max_grad_norm="):
         check_bound("max_grad_norm", bound)

@@ -1,9 +1,12 @@
 """The state machine against tables written by hand and against a second implementation."""
 
+import json
 import math
 import struct
+from dataclasses import asdict
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -220,6 +223,16 @@ def test_a_static_scale_may_lie_outside_the_bounds():
 def test_parse_accepts(value, scale, dynamic):
     config = LossScale.parse(value)
     assert (config.initial_state().scale, config.dynamic) == (scale, dynamic)
+
+
+def test_numbers_of_numpy_are_numbers_and_are_saved_as_those_of_python():
+    config = LossScale(init_scale=np.float32(8), growth_factor=np.float16(4), growth_interval=np.int64(3))
+    assert config == LossScale(init_scale=8.0, growth_factor=4.0, growth_interval=3)
+    assert json.loads(json.dumps(asdict(config))) == asdict(config)
+    assert LossScale.parse(np.float32(8)) == LossScale.static(8.0)
+    for wrong in ({"growth_interval": np.float32(3)}, {"init_scale": np.float32("nan")}, {"dynamic": np.bool_(True)}):
+        with pytest.raises(InvalidOptionError):
+            LossScale(**wrong)
 
 
 @pytest.mark.parametrize("value", ["static", "128", True, None, 0, -1, INF, math.nan, [], {}, HUGE])
