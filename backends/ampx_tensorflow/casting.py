@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from ampx.backend import CastPlan, map_leaves
+from ampx.errors import InvalidOptionError
 from ampx.policy import Dtype
 
 from . import oplists, retracing
@@ -174,16 +175,24 @@ def restore() -> None:
 
 
 def prepare(model: Any, plan: CastPlan) -> Any:
-    """Let the layers of a model that was made before `init` cast, in place; gives the model.
+    """Let the layers of a model that was made before `init`, or of a list of them, cast, in place; gives the model.
 
     Layers in low precision altogether, quantized layers and layers with other policies keep them. What `allow` and
     `deny` name computes in the dtype of the plan, or in float32, with all inside; what is denied stays so.
 
     Raises:
+        InvalidOptionError: It is no model or layer of Keras.
         UnsupportedOpError: A pattern matches no layer, or `allow` and `deny` name operations.
     """
-    forced = oplists.forced_layers(model, plan)
-    for layer in model._flatten_layers():
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    for each in models:
+        if not isinstance(each, keras.layers.Layer):
+            raise InvalidOptionError(
+                f"prepare got {type(each).__name__} as the model; accepted: a model or layer of Keras, a list of them, "
+                f"or a tf.function. Pass that."
+            )
+    forced = {key: dtype for each in models for key, dtype in oplists.forced_layers(each, plan).items()}
+    for layer in (layer for each in models for layer in each._flatten_layers()):
         policy = layer.dtype_policy
         if type(policy) is keras.DTypePolicy and policy.name in _REPLACED:
             _session.prepared[layer] = policy

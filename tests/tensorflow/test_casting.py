@@ -195,3 +195,14 @@ def test_weights_written_between_prepare_and_the_first_step_count():
         gradients = tape.gradient(scaled, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
     assert model.get_weights()[0].ravel().tolist() == [3.0 - 0.5, 5.0 - 1.0]
+
+
+def test_several_models_are_prepared_at_once_and_what_is_no_model_is_refused():
+    models = [keras.Sequential([keras.layers.Dense(2)]), keras.layers.Dense(2)]
+    amp = ampx.init("tensorflow", dtype="bfloat16", process_wide=False)
+    assert amp.prepare(models) is models
+    for wrong in (3, [models[0], "model"]):
+        with pytest.raises(ampx.InvalidOptionError, match="as the model; accepted: a model or layer of Keras"):
+            amp.prepare(wrong)
+    with ampx.autocast():
+        assert [model(X[0, :, :, 0]).dtype for model in models] == [tf.bfloat16] * 2
