@@ -442,12 +442,47 @@ def test_a_session_that_cast_nothing_is_no_headline_in_its_dtype(start, by_itsel
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras, with numpy 2
-def test_a_model_that_an_earlier_run_saved_goes_on_and_its_steps_alone_are_counted(start, tmp_path):
-    path, x, y = tmp_path / "model.keras", np.ones((6, 64), "float32") / 64, np.zeros((6, 1), "float32")
-    _, region = start(graphs=False)
-    with region:
+def test_files_hold_what_they_hold_without_ampx_and_training_goes_on_from_them(start, tmp_path):
+    """With the slots of an optimizer and its counter, both ways; what Keras skips is a warning, here an error."""
+    x, y = np.ones((4, 64), "float32") / 64, np.zeros((4, 1), "float32")
+
+    def begin(path):
         ours = model()
-        ours.compile("sgd", "mse")
+        ours.compile(keras.optimizers.Adam(0.01), "mse")
+        ours.fit(x, y, batch_size=2, verbose=0)
+        ours.save(f"{path}.keras")
+        ours.save_weights(f"{path}.weights.h5")
+        return state(ours.optimizer)
+
+    def go_on(path):
+        loaded = keras.models.load_model(f"{path}.keras")
+        seen = [state(loaded.optimizer)]
+        loaded.fit(x, y, batch_size=2, verbose=0)
+        loaded.load_weights(f"{path}.weights.h5")
+        return loaded.optimizer, [*seen, state(loaded.optimizer)]
+
+    def state(optimizer):
+        raw = getattr(optimizer, "inner_optimizer", optimizer)
+        return [variable.numpy().tolist() for variable in raw.variables]
+
+    plain, automated = str(tmp_path / "plain"), str(tmp_path / "automated")
+    without = begin(plain)
+    run, region = start(graphs=False)
+    with region:
+        assert go_on(plain)[1] == [without, without]
+        with_ampx = begin(automated)
+    assert [seen.steps for seen in run.recorder.optimizers.values()] == [2, 2]
+    optimizer, states = go_on(automated)
+    assert type(optimizer) is keras.optimizers.Adam
+    assert states == [with_ampx, with_ampx]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # as above
+def test_a_model_with_an_optimizer_that_was_wrapped_by_hand_goes_on_and_its_new_steps_are_counted(start, tmp_path):
+    path, x, y = tmp_path / "model.keras", np.ones((6, 64), "float32") / 64, np.zeros((6, 1), "float32")
+    with ampx.init("tensorflow", dtype="bfloat16", device="cpu") as amp:
+        ours = keras.Sequential([keras.Input((64,)), keras.layers.Dense(2), keras.layers.Dense(1, dtype="float32")])
+        ours.compile(amp.wrap_optimizer(keras.optimizers.SGD(0.01)), "mse")
         ours.fit(x, y, batch_size=2, verbose=0)
         ours.save(path)
     run, region = start(graphs=False)

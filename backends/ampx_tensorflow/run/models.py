@@ -30,6 +30,52 @@ def models_cast(manager: KerasManager) -> Iterator[None]:
         mock.patch.object(Trainer, "_aggregate_additional_loss", _adding(Trainer._aggregate_additional_loss)),
         mock.patch.object(keras.Model, "fit", _training(manager, keras.Model.fit, counts=True)),
         mock.patch.object(keras.Model, "train_on_batch", _training(manager, keras.Model.train_on_batch, counts=False)),
+        _files_of_the_script(manager),
+    ):
+        yield
+
+
+@contextmanager
+def _files_of_the_script(manager: KerasManager) -> Iterator[None]:
+    """Patch what Keras writes into files of models, and reads: the optimizer that the script made, as without ampx."""
+    base = keras.optimizers.Optimizer
+    describe, save, load, load_raw = (
+        Trainer.get_compile_config,
+        AmpOptimizer.save_own_variables,
+        AmpOptimizer.load_own_variables,
+        base.load_own_variables,
+    )
+
+    def stands_beside(optimizer: Any) -> bool:
+        return isinstance(optimizer, AmpOptimizer) and manager.find(optimizer.inner_optimizer) is not None
+
+    def get_compile_config(self: Any) -> dict[str, Any]:
+        config: dict[str, Any] = describe(self)
+        if config and stands_beside(self.optimizer):
+            config["optimizer"] = keras.saving.serialize_keras_object(self.optimizer.inner_optimizer)
+        return config
+
+    def save_own_variables(self: Any, store: Any) -> None:
+        if stands_beside(self):
+            self.inner_optimizer.save_own_variables(store)
+        else:
+            save(self, store)
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        if stands_beside(self) and len(store.keys()) == len(self.inner_optimizer.variables):
+            load_raw(self.inner_optimizer, store)
+        else:
+            load(self, store)
+
+    def load_inner(self: Any, store: Any) -> None:
+        if store.keys() or manager.find(self) is None:  # what a wrapper holds has nothing of its own in such a file
+            load_raw(self, store)
+
+    with (
+        mock.patch.object(Trainer, "get_compile_config", get_compile_config),
+        mock.patch.object(AmpOptimizer, "save_own_variables", save_own_variables),
+        mock.patch.object(AmpOptimizer, "load_own_variables", load_own_variables),
+        mock.patch.object(base, "load_own_variables", load_inner),
     ):
         yield
 
