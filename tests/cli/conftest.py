@@ -20,18 +20,17 @@ class Command:
         folder: Modules and distributions put here come first on the path of the command.
         start: How Python starts it.
         fresh: Whether that is a new Python.
-        nests: Whether the trials of scripts that it runs are copies of a process that has the framework, as it is.
     """
 
     start = ("-c", "import sys; from ampx.cli import main; sys.exit(main())")
-    fresh = nests = False
+    fresh = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __call__(self, *arguments: str, code: int | None = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         environment = {"PYTHONPATH": self._path(), "COLUMNS": "200", "NO_COLOR": "1", **environment}
-        done = run_python(*self.start, *arguments, cwd=self.folder, fresh=self.fresh, nests=self.nests, **environment)
+        done = run_python(*self.start, *arguments, cwd=self.folder, fresh=self.fresh, nests=True, **environment)
         assert code is None or done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done

@@ -68,29 +68,6 @@ def run(ampx_command):
     return start
 
 
-SKLEARN = {
-    "datasets": """
-import types
-import numpy
-def load_digits():
-    return types.SimpleNamespace(images=numpy.zeros((1797, 8, 8)), target=numpy.arange(1797) % 10)
-""",
-    "model_selection": """
-def train_test_split(images, labels, *, test_size, random_state, stratify):
-    return images[test_size:], images[:test_size], labels[test_size:], labels[:test_size]
-""",
-}
-
-
-@pytest.fixture
-def quick_run(run):
-    """Run it where images come without scikit-learn, which each process would import for a second."""
-    run.command.add_module("sklearn", "")
-    for name, text in SKLEARN.items():
-        (run.command.folder / "sklearn" / f"{name}.py").write_text(text)
-    return run
-
-
 def comparison(run):
     content = json.loads((run.out / "comparison.json").read_text())
     assert content["schema"] == "ampx.demo-comparison/1"
@@ -116,12 +93,12 @@ def test_each_framework_runs_in_a_process_of_its_own_and_all_are_compared(run):
     assert width > height > 500
 
 
-def test_what_cannot_be_trained_is_listed_with_what_to_do_and_is_no_failure(quick_run):
-    quick_run.add("one")
-    quick_run.command.add_plugin("toy", "toy.plugin")
-    quick_run.command.add_plugin("ghost", "ghost_plugin")
-    quick_run.command.add_module("ghost_plugin", PLUGIN.format(name="ghost"))
-    text = quick_run().stdout
+def test_what_cannot_be_trained_is_listed_with_what_to_do_and_is_no_failure(run):
+    run.add("one")
+    run.command.add_plugin("toy", "toy.plugin")
+    run.command.add_plugin("ghost", "ghost_plugin")
+    run.command.add_module("ghost_plugin", PLUGIN.format(name="ghost"))
+    text = run().stdout
     assert "toy no demo: backend 'toy' does not support ampx demo" in text
     assert "ghost not installed: pip install 'ghost>=1'" in text
     for name in ("torch", "paddle", "jax"):
@@ -137,14 +114,14 @@ PROBLEMS = {
 }
 
 
-def test_a_failed_run_gives_exit_code_1_and_the_others_are_shown(quick_run):
-    quick_run.add("one")
+def test_a_failed_run_gives_exit_code_1_and_the_others_are_shown(run):
+    run.add("one")
     for name, (instead, _) in PROBLEMS.items():
-        quick_run.add(name, instead)
-    quick_run.command.add_plugin("shaky", "shaky_plugin")
-    quick_run.command.add_module("shaky_plugin", "raise RuntimeError('the plugin is shaky')")
-    text = quick_run(code=1).stdout
-    shown = comparison(quick_run)
+        run.add(name, instead)
+    run.command.add_plugin("shaky", "shaky_plugin")
+    run.command.add_module("shaky_plugin", "raise RuntimeError('the plugin is shaky')")
+    text = run(code=1).stdout
+    shown = comparison(run)
     for name, (_, problem) in PROBLEMS.items():
         assert f"{name} failed: {problem}" in text
         assert (shown[name]["state"], shown[name]["runs"]) == ("failed", [])
@@ -154,15 +131,15 @@ def test_a_failed_run_gives_exit_code_1_and_the_others_are_shown(quick_run):
     assert shown["one"]["state"] == "ran"
 
 
-def test_results_of_earlier_runs_elsewhere_are_taken_in_and_said_to_be(quick_run):
-    quick_run.add("one")
-    quick_run.add("two")
-    quick_run("--epochs", "2", AMPX_DISABLE_PLUGINS=f"{REAL},two")
-    (quick_run.command.folder / "one" / "__init__.py").unlink()  # another environment: it has two, and not one
-    text = quick_run("--epochs", "3", AMPX_DISABLE_PLUGINS=REAL).stdout
+def test_results_of_earlier_runs_elsewhere_are_taken_in_and_said_to_be(run):
+    run.add("one")
+    run.add("two")
+    run("--epochs", "2", AMPX_DISABLE_PLUGINS=f"{REAL},two")
+    (run.command.folder / "one" / "__init__.py").unlink()  # another environment: it has two, and not one
+    text = run("--epochs", "3", AMPX_DISABLE_PLUGINS=REAL).stdout
     assert "one was not trained now: this is the result of " in text
     assert "in one/results.json, with epochs 2 instead of 3" in text
-    shown = comparison(quick_run)
+    shown = comparison(run)
     assert (shown["one"]["state"], shown["two"]["state"]) == ("earlier", "ran")
     assert [entry["label"] for entry in shown["one"]["runs"]] == ["float32", "float16"]
 
@@ -187,27 +164,27 @@ DIFFERS = """if run.loss_scale:
             return RunResult('float32', 0, 'cpu', True, '', 0.9, 0.5, 1.0, 1.0, [2.1], [4.0], [], 4.0)"""
 
 
-def test_where_nothing_is_cast_it_says_whether_scaling_changed_anything(quick_run):
-    quick_run.add("right", dtypes=())
-    quick_run.add("wrong", DIFFERS, dtypes=())
+def test_where_nothing_is_cast_it_says_whether_scaling_changed_anything(run):
+    run.add("right", dtypes=())
+    run.add("wrong", DIFFERS, dtypes=())
     equal = "right, float32, scaled: all 4 losses and the accuracy equal those of float32, bit for bit."
     differs = "wrong, float32, scaled: the losses differ from those of float32; they must not."
-    text = quick_run().stdout
+    text = run().stdout
     assert equal in text
     assert differs in text
-    assert equal in quick_run.command("demo", "--framework", "right", "--out", "out").stdout
+    assert equal in run.command("demo", "--framework", "right", "--out", "out").stdout
 
 
-def test_json_is_what_the_file_holds(quick_run):
-    quick_run.add("one")
-    assert json.loads(quick_run("--json").stdout) == json.loads((quick_run.out / "comparison.json").read_text())
+def test_json_is_what_the_file_holds(run):
+    run.add("one")
+    assert json.loads(run("--json").stdout) == json.loads((run.out / "comparison.json").read_text())
 
 
-def test_without_anything_to_show_it_says_what_to_install(quick_run):
-    stderr = quick_run(code=1).stderr
+def test_without_anything_to_show_it_says_what_to_install(run):
+    stderr = run(code=1).stderr
     assert "accepted: at least one of either" in stderr
     assert "pip install 'ampx-precision[" in stderr or "no plugin registers one" in stderr
 
 
-def test_all_and_a_framework_are_a_usage_error(quick_run):
-    assert "--all and --framework torch were both given" in quick_run("--framework", "torch", code=2).stderr
+def test_all_and_a_framework_are_a_usage_error(run):
+    assert "--all and --framework torch were both given" in run("--framework", "torch", code=2).stderr

@@ -81,7 +81,6 @@ def test_every_command_writes_a_page_that_needs_nobody_and_the_json_that_the_man
     ampx_command, tmp_path, command
 ):
     text, *options = COMMANDS[command]
-    ampx_command.nests = True
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "policy.toml").write_text('framework = "torch"\ndtype = "bfloat16"\ndeny = ["module:2"]\n')
     done = ampx_command(command, *options, "--report", "out.html", "train.py")
@@ -147,7 +146,6 @@ def check_tune(result, done, folder):
 
 
 def test_a_script_that_raises_in_low_precision_is_told_which_module_to_keep_in_float32(ampx_command, tmp_path):
-    ampx_command.nests = True
     (tmp_path / "train.py").write_text(RAISES)
     done = ampx_command("diagnose", "--dtype", "bfloat16", "--steps", "2", "train.py")
     assert "step 1 of train.py, torch in bfloat16: error: in the forward pass, module '1', operation ind" in done.stdout

@@ -61,8 +61,7 @@ class Server:
         """Return whether a copy does what a new Python would."""
         before = self._environment
         other = {name for name in {*before, *environment} if before.get(name) != environment.get(name)}
-        plain = not command[0].startswith("-") or command[0] in ("-c", "-m") or command[0] == "-W"
-        return plain and all(name.startswith((*READ_LATER, *read_later)) for name in other)
+        return is_plain(command) and all(name.startswith((*READ_LATER, *read_later)) for name in other)
 
     def start(self, command, cwd, environment, streams, nests):
         """Start a program, whose streams are files in a folder; return what waits for its end so many seconds."""
@@ -81,6 +80,11 @@ class Server:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+
+
+def is_plain(command):
+    """Return whether the arguments of Python have no options but those that a copy carries out."""
+    return not command[0].startswith("-") or command[0] in ("-c", "-m", "-W")
 
 
 def ask(requests, replies, request):
@@ -135,7 +139,7 @@ def become(request):
 
 
 def nest():
-    """Have programs that this copy starts by `subprocess.run` be copies, too. In one of these: return its request."""
+    """Have Python, where this copy runs it by `subprocess.run` or goes on as it, be a copy, too. There: its request."""
     ends = [os.fdopen(end, mode) for pipe in (os.pipe(), os.pipe()) for end, mode in zip(pipe, "rw", strict=True)]
     asked, requests, replies, answers = ends
     if os.fork() == 0:
@@ -146,16 +150,20 @@ def nest():
         return request
     run = subprocess.run
 
-    def run_copy(command, **options):
-        if command[:3] != [sys.executable, "-m", "ampx.numerics.child"]:
-            return run(command, **options)
-        streams = {name: options[name] for name in STREAMS if options.get(name) is not None}
-        streams = {name: os.devnull if to == subprocess.DEVNULL else to.name for name, to in streams.items()}
-        request = {"command": command[1:], "cwd": os.getcwd(), "environment": options["env"], "streams": streams}
+    def run_copy(command, *, env=None, timeout=None, check=False, **streams):
+        if command[0] != sys.executable or not is_plain(command[1:]) or streams.keys() - {*STREAMS}:
+            return run(command, env=env, timeout=timeout, check=check, **streams)
+        paths = {name: os.devnull if to == subprocess.DEVNULL else to.name for name, to in streams.items()}
+        request = {"command": command[1:], "cwd": os.getcwd(), "environment": env or {**os.environ}, "streams": paths}
         number = ask(requests, replies, {**request, "nests": False})
-        return subprocess.CompletedProcess(command, ask(requests, replies, {"wait": number, "timeout": 240}))
+        code = ask(requests, replies, {"wait": number, "timeout": timeout or 240})
+        if code is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        assert not check
+        return subprocess.CompletedProcess(command, code)
 
     subprocess.run = run_copy
+    os.execv = lambda path, command: end(run_copy(command).returncode)
     return None
 
 

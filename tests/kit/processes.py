@@ -26,7 +26,7 @@ class Started:
 
         It is a copy of a process that has the framework, unless `fresh` asks for a new Python, or a variable of the
         environment does, because frameworks read it while they are imported: all but those that `read_later` names.
-        With `nests`, the trials that it runs in processes of their own are copies, too.
+        With `nests`, what it runs with Python by `subprocess.run` is a copy, too: trials, and looks at frameworks.
         """
         self.command = [*map(str, command)]
         self._folder = tempfile.TemporaryDirectory(prefix="ampx-process-")

@@ -165,7 +165,7 @@ def test_float16_by_hand_is_refused_and_runs_unchanged_with_the_apex_that_it_was
     script.write_text(BY_HAND)
     install = f"import ampx_torch.apex, runpy; ampx_torch.apex.install(); runpy.run_path({str(script)!r})"
     plain = run_python("-c", install, check=True)
-    done = run_python("-m", "ampx", "run", "--dtype", "bfloat16", "--unchanged-if-refused", script)
+    done = run_python("-m", "ampx", "run", "--dtype", "bfloat16", "--unchanged-if-refused", script, nests=True)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     assert "train.py:9: backward reaches float16 parameters that no optimizer holds" in done.stderr
     assert "--unchanged-if-refused, with the apex that it finds here" in done.stderr

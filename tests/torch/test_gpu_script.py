@@ -159,7 +159,7 @@ def test_each_framework_runs_in_a_process_of_its_own(tmp_path):
     Report(target, "cpu", append=False).add(Outcome("torch", "of a former run", "FAIL", "", 0.1, []))
     path = f"{ROOT}{os.pathsep}{ROOT / 'backends'}"
     arguments = ("--device", "cpu", "--quick", "--only", "scale_trace_is", "--out", target)
-    done = run_python(ROOT / "benchmarks" / "gpu.py", *arguments, check=True, PYTHONPATH=path)
+    done = run_python(ROOT / "benchmarks" / "gpu.py", *arguments, check=True, nests=True, PYTHONPATH=path)
     others = [framework for framework in ("jax", "tensorflow", "paddle", "mxnet") if not find_spec(framework)]
     assert all(f"{framework}: not installed" in done.stdout for framework in others)
     checks = json.loads(target.read_text())["checks"]

@@ -47,7 +47,7 @@ IMAGES = 397  # that the programs keep for the test, at the least
 
 @functools.cache
 def train(*command):
-    done = run_python(*command, check=True)
+    done = run_python(*command, check=True, nests=True)
     return done.stdout, done.stderr
 
 
