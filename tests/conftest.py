@@ -1,5 +1,6 @@
 """What tests showed goes on file, and the files are compared with what the tests of this run showed."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -99,6 +100,12 @@ def pytest_collection_modifyitems(config, items):
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=nightly)
     items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_collection_finish():
+    """Keep frameworks and tests, millions of objects that stay, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
