@@ -34,6 +34,8 @@ REFERENCE: Final = "float32"
 ROUNDINGS: Final = 8
 # Below this a ratio of speeds is no difference.
 ALIKE: Final = 0.02
+# Below this the ratio of one pair of runs, whose spread nobody knows, decides nothing.
+ALONE: Final = 0.5
 _COLUMNS: Final = 6  # watched steps
 _SAMPLES: Final = 256
 
@@ -305,8 +307,11 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     if speed is None:
         parts.append(f"{facts['steps']} steps are too few to time")
     else:
-        faster, slower = speed["least"] > 1 + ALIKE, speed["largest"] < 1 - ALIKE
-        undecided = speed["least"] < 1 - ALIKE and speed["largest"] > 1 + ALIKE
+        alone = len(speed["pairs"]) == 1
+        margin = ALONE if alone else ALIKE
+        faster, slower = speed["least"] > 1 + margin, speed["largest"] < 1 / (1 + margin)
+        below, above = speed["least"] < 1 - ALIKE, speed["largest"] > 1 + ALIKE
+        undecided = not (faster or slower) and (below or above if alone else below and above)
         spread = f"{speed['least']:.2f} to {speed['largest']:.2f}" if len(speed["pairs"]) > 1 else "one pair of runs"
         parts.append(f"{speed['ratio']:.2f} times the speed of float32 ({spread})")
     if memory is not None:

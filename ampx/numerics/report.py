@@ -69,15 +69,17 @@ def meter_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return the table of the meters, below `METER_HEAD`: the last look at each optimizer in each dtype."""
     rows: list[tuple[str, ...]] = []
     for name, facts in {"float32": report["float32"], **report["dtypes"]}.items():
-        for meter in facts["meters"]:
-            last = meter["last"]
+        kinds = [meter["optimizer"] for meter in facts["meters"]]
+        for position, meter in enumerate(facts["meters"]):
+            kind, last = meter["optimizer"], meter["last"]
+            number = f" {1 + kinds[:position].count(kind)}" if kinds.count(kind) > 1 else ""
             shares = {
                 entry["name"]: entry["unchanged"] / entry["moved"] for entry in last["parameters"] if entry["moved"]
             }
             worst = max(shares, key=lambda parameter: shares[parameter], default=None)
             rows.append(
                 (
-                    name if len(facts["meters"]) == 1 else f"{name}, {meter['optimizer']}",
+                    name if len(kinds) == 1 else f"{name}, {kind}{number}",
                     f"{last['lost']:.2%}",
                     f"{last['flushed']:.2%}",
                     "–" if last["headroom"] is None else f"{last['headroom']:.1f} bits",
@@ -236,9 +238,9 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
     diagnosis = report["diagnosis"]
     if diagnosis is not None:
         places = (("last finite", diagnosis["last_finite"]), ("first not finite", diagnosis["first_nonfinite"]))
-        rows = [(name, *_place(place)) for name, place in places if place is not None]
-        if rows:
-            parts.append(page.table(("", "pass", "module", "operation", "dtype", "value", "inputs", "line"), rows))
+        shown = {name: _place(place) for name, place in places if place is not None}
+        if shown:
+            parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
         if diagnosis["advice"]:
             parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
         if diagnosis["risks"]:
@@ -261,6 +263,9 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         parts += [page.heading(f"Modules in step {report['step']}")]
         parts.append(page.table(("module", "class", "pass", "dtype", "value"), rows))
     return parts
+
+
+_PLACE = ("pass", "module", "operation", "dtype", "value", "inputs", "line")
 
 
 def _place(place: Mapping[str, Any]) -> tuple[str, ...]:

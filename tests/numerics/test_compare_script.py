@@ -133,6 +133,11 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "machine.",
         ),
         (
+            {"speed": {"ratio": 1.3, "least": 1.3, "largest": 1.3, "pairs": [1.3]}},
+            "more --repeats on a quiet machine decide whether it is worth it.",
+        ),
+        ({"speed": {"ratio": 1.6, "least": 1.6, "largest": 1.6, "pairs": [1.6]}}, "in all 4 steps: worth it."),
+        (
             {"speed": None},
             "4 steps are too few to time, the loss agrees with float32's within rounding in all 4 "
             "steps: more steps, by --steps or by the script, decide whether it is worth it.",
@@ -174,6 +179,8 @@ def test_the_meter_of_each_dtype_is_told(compared):
         ("bfloat16", "75.00%", "25.00%", "5.0 bits"),
     ]
     assert report.meter_rows(compared)[2][4] == "<w>: 75%"
+    compared["float32"]["meters"] *= 2
+    assert [row[0] for row in report.meter_rows(compared)][:3] == ["float32, SGD 1", "float32, SGD 2", "float16"]
 
 
 @pytest.mark.parametrize(("repeats", "watches"), [(2, False), (1, True)])
