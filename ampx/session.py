@@ -662,7 +662,8 @@ class Amp:
         if twice or self._is_remembered(opt):
             raise AlreadyWrappedError(
                 f"wrap_optimizer got an optimizer ({type(opt).__name__}) that is wrapped already; its gradients would "
-                f"be unscaled twice. Use the object that the first call returned."
+                f"be unscaled twice. Use the object that the first call returned: opt = ampx.wrap_optimizer(opt). If "
+                f"nothing holds it any more, make the optimizer anew, load the state of this one, and wrap that."
             )
         if not self.backend.is_optimizer(opt):
             kind = opt if isinstance(opt, type) else type(opt)
