@@ -22,10 +22,11 @@ def _names_in(text: str) -> frozenset[str]:
 # Computed in the plan's dtype: where the time goes, and where accelerators accumulate in float32.
 LOW: Final = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 
-# Computed in float32: sums of many terms, and functions that leave float16's range or lose its few digits.
+# Computed in float32: sums of many terms, and functions that leave float16's range or lose its few digits. `expm` is
+# compiled, and multiplies matrices by constants of millions.
 FULL: Final = _names_in(
-    "acos acosh asin asinh atanh cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm1 integer_pow lgamma "
-    "log log1p pow reduce_prod reduce_sum reduce_window_sum rsqrt sinh square tan"
+    "acos acosh asin asinh atanh cosh cumlogsumexp cumprod cumsum digamma erf_inv exp exp2 expm expm1 integer_pow "
+    "lgamma log log1p pow reduce_prod reduce_sum reduce_window_sum rsqrt sinh square tan"
 )
 
 # Computed in the widest dtype of their floating inputs, as these arrive.

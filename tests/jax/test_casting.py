@@ -205,6 +205,14 @@ def test_a_number_that_float16_cannot_hold_stays_float32():
     assert np.isfinite(masked).all()
 
 
+def test_the_exponential_of_a_matrix_is_float32():
+    """It multiplies by constants of millions, which float16 cannot hold."""
+    start(dtype="float16")
+    turn = jnp.array([[0.0, -1.0], [1.0, 0.0]])  # by one radian
+    turned = ampx_jax.autocast(jax.scipy.linalg.expm)(turn)
+    np.testing.assert_allclose(turned, [[np.cos(1), -np.sin(1)], [np.sin(1), np.cos(1)]], rtol=2.0**-20)
+
+
 def body(carry, row):
     return jnp.tanh(carry @ row), jnp.sum(carry)
 
