@@ -197,7 +197,7 @@ class TestOutsideTheTape(BackendSuite):
 
 class TestInsideTheTape(BackendSuite):
     harness = InsideTheTape
-    hypothesis = FEW
+    hypothesis = settings(FEW, max_examples=5)  # where a loss is scaled changes no schedule
 
 
 # Not inside the tape: it would record every operation of a script, and take three times as long.

@@ -1,8 +1,11 @@
 """`make gpu` checks TensorFlow too; here it runs what makes sense on a CPU."""
 
+import pytest
+
 from ampx_tensorflow import rewrite
 
 
+@pytest.mark.nightly
 def test_the_checks_run_on_a_cpu(gpu_script_on_cpu):
     report, ends = gpu_script_on_cpu("tensorflow")
     assert "keras" in report["machine"]["tensorflow"]

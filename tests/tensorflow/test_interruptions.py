@@ -117,7 +117,7 @@ SUBJECTS = {
 def interruptions(name, first, error=Interruption):
     """Each interrupted second step: its weights are those before or after it, and never others."""
     places = 0
-    options = {"after_calls": True} if THOROUGH else {"stride": 59, "first": first}
+    options = {"after_calls": True} if THOROUGH else {"stride": 97, "first": first}
     for subject, place in interrupted_everywhere(
         lambda: Subject(**SUBJECTS[name]), Subject.act, PACKAGES, error=error, **options
     ):

@@ -36,8 +36,14 @@ def by_hand(opt, variable, factor):
     opt.apply_gradients([(gradient, variable)])
 
 
-@pytest.mark.parametrize("step", [scaled_step, minimized, by_hand])
-@pytest.mark.parametrize("traced", [False, True, "xla"])
+@pytest.mark.parametrize(
+    ("step", "traced"),
+    [
+        *((step, traced) for step in (scaled_step, minimized, by_hand) for traced in (False, True)),
+        (scaled_step, "xla"),
+        *(pytest.param(step, "xla", marks=pytest.mark.nightly) for step in (minimized, by_hand)),
+    ],
+)
 def test_the_trace_is_the_reference_and_a_skip_changes_nothing(amp, optimizers, step, traced):
     variable = tf.Variable([1.0, 2.0])
     opt = amp.wrap_optimizer(optimizers.Adam(0.1), loss_scale=ampx.LossScale(growth_interval=3))

@@ -45,8 +45,10 @@ def stepping(opt, variable):
     return step
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["function", "compiled"])
-@pytest.mark.parametrize("steps_a_call", [1, 5])
+@pytest.mark.parametrize(
+    ("compiled", "steps_a_call"),
+    [(False, 1), (False, 5), pytest.param(True, 1, marks=pytest.mark.nightly), (True, 5)],
+)
 def test_steps_of_a_function_are_logged_one_by_one(amp, compiled, steps_a_call):
     opt = amp.wrap_optimizer(keras.optimizers.SGD(0.01), loss_scale=CONFIG, max_grad_norm=math.inf)
     variable = tf.Variable([1.0, 1.0])

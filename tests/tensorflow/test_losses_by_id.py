@@ -65,10 +65,20 @@ def rows_of(opt):
     return {row.pop("loss_id"): row for row in group["losses"]}
 
 
-@pytest.mark.parametrize("steps", [STEPS, PARTS], ids=["all", "parts"])
 @pytest.mark.parametrize(
-    ("kind", "traced"),
-    [("keras3", False), ("keras3", True), ("keras3", "xla"), ("tf_keras", True), ("tf_keras legacy", False)],
+    ("kind", "traced", "steps"),
+    [
+        pytest.param("keras3", False, STEPS, id="keras3-eager-all"),
+        pytest.param("keras3", True, STEPS, id="keras3-function-all"),
+        pytest.param("keras3", True, PARTS, id="keras3-function-parts"),
+        pytest.param("keras3", "xla", STEPS, id="keras3-xla-all"),
+        pytest.param("tf_keras", True, PARTS, id="tf_keras-function-parts"),
+        pytest.param("tf_keras legacy", False, STEPS, id="tf_keras-legacy-eager-all"),
+        pytest.param("keras3", False, PARTS, id="keras3-eager-parts", marks=pytest.mark.nightly),
+        pytest.param("keras3", "xla", PARTS, id="keras3-xla-parts", marks=pytest.mark.nightly),
+        pytest.param("tf_keras", True, STEPS, id="tf_keras-function-all", marks=pytest.mark.nightly),
+        pytest.param("tf_keras legacy", False, PARTS, id="tf_keras-legacy-eager-parts", marks=pytest.mark.nightly),
+    ],
 )
 def test_every_loss_follows_its_own_reference(amp, kind, traced, steps):
     events, expected = [], []

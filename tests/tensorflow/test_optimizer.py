@@ -23,6 +23,12 @@ def mode(request):
     return MODES[request.param]
 
 
+# What a trace decides it decides alike where XLA compiles it: `make test-all` compiles these, too.
+decided_in_traces = pytest.mark.parametrize(
+    "mode", ["eager", "function", pytest.param("compiled", marks=pytest.mark.nightly)], indirect=True
+)
+
+
 def trainer(opt, variables, mode, outside=False):
     """A step whose gradients are `slopes`, whatever they are."""
 
@@ -81,6 +87,7 @@ def test_an_overflow_in_any_gradient_is_found(amp, bad):
         assert opt.last_step.applied is not spoiled
 
 
+@decided_in_traces
 def test_every_number_of_the_configuration_reaches_traces(amp, mode):
     config = ampx.LossScale(
         init_scale=96.0,
@@ -340,6 +347,7 @@ def test_a_norm_whose_square_overflows_clips_rightly(mode, slopes, norm, sparse)
     assert opt.last_step.grad_norm == pytest.approx(norm, rel=1e-6)
 
 
+@decided_in_traces
 @pytest.mark.parametrize(
     ("option", "expected"),
     [({"clipnorm": 1.0}, (0.6, 0.8)), ({"global_clipnorm": 1.0}, (0.6, 0.8)), ({"clipvalue": 3.5}, (3.0, 3.5))],
@@ -351,6 +359,7 @@ def test_keras_own_clipping_sees_true_gradients(amp, mode, option, expected):
     assert (-variable.numpy()).tolist() == pytest.approx(expected, rel=1e-6)
 
 
+@decided_in_traces
 def test_keras_own_accumulation_leaves_an_overflow_out(amp, mode):
     """A micro-batch that overflows is no part of the mean; the next finite one takes its place."""
     variable = tf.Variable([0.0])
@@ -398,6 +407,7 @@ def test_a_scale_that_is_one_neither_multiplies_nor_divides(mode):
         assert "RealDiv" not in kinds
 
 
+@decided_in_traces
 def test_a_group_in_one_function(amp, mode):
     """Two optimizers share one scale; it moves once a step, and each skips for itself."""
     variables = [tf.Variable([0.0]), tf.Variable([0.0])]
@@ -464,6 +474,7 @@ def test_low_precision_variables_are_refused_where_the_first_step_shows_them(amp
         model.fit(np.ones((2, 2), "float32"), np.ones((2, 1), "float32"), verbose=0)
 
 
+@decided_in_traces
 def test_disabled_is_transparent(mode):
     amp = ampx.init("tensorflow", enabled=False)
     variable = tf.Variable([1.0])
@@ -473,6 +484,7 @@ def test_disabled_is_transparent(mode):
     assert opt.scale_loss(tf.constant(3.0)).numpy() == 3.0
 
 
+@decided_in_traces
 def test_a_disabled_optimizer_clips_as_asked(mode):
     amp = ampx.init("tensorflow", enabled=False)
     variables = [tf.Variable([0.0]), tf.Variable([0.0])]
@@ -526,6 +538,7 @@ def test_stateless_apply_is_refused(amp):
         opt.stateless_apply([], [], [])
 
 
+@decided_in_traces
 @pytest.mark.parametrize("former", [False, True])
 def test_gradients_of_the_loss_itself_are_refused(amp, mode, former):
     """They would be divided by the scale. In each trace it is found, on the host until a step showed it right."""
@@ -553,6 +566,7 @@ def test_gradients_of_the_loss_itself_are_refused(amp, mode, former):
     assert opt.last_step.applied
 
 
+@decided_in_traces
 def test_gradients_of_the_loss_itself_are_right_where_nothing_is_divided(amp, mode):
     variable = tf.Variable([8.0])
     opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0), loss_scale=1.0)
@@ -628,6 +642,7 @@ def of_several_elements(opt, variable, factor):
         return scaled.gradient(tape, variable)
 
 
+@decided_in_traces
 @pytest.mark.parametrize(
     "gradient", [in_a_loop, in_an_inner_function, of_two_losses, computed_again, of_several_elements]
 )

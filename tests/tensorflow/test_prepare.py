@@ -412,8 +412,14 @@ def assert_lowered_when_built(model, dtype):
         np.testing.assert_array_equal(variable.value.numpy(), master.astype(variable.value.dtype.as_numpy_dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", ["loop", "fit", "function"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        *(("loop", dtype) for dtype in DTYPES),
+        *((how, "bfloat16") for how in ("fit", "function")),
+        *(pytest.param(how, "float16", marks=pytest.mark.nightly) for how in ("fit", "function")),
+    ],
+)
 def test_models_that_are_not_built_are_lowered_when_they_are(how, dtype):
     keras.utils.set_random_seed(5)
     plain = Model()
