@@ -96,7 +96,11 @@ RIGHT = {
     "cleared": {"write": clear},
     "masked": {"write": freeze_half},
     "nothing": {"write": leave},
-    "the same batch again and again": {"write": halve, "change": lambda step: 1.0},
+    "the same gradients again and again": {
+        "write": halve,
+        "change": lambda step: 1.0,
+        "before_write": lambda opt: opt.param_groups[0].update(lr=0.0),
+    },
     "unscaled before": {"write": by_norm, "before_write": ampx.unscale},
     "clipped by ampx": {"write": leave, "before_write": lambda opt: ampx.clip_grad_norm(opt, 0.5)},
 }
