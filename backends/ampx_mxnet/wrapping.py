@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ampx.backend import CastPlan, reject_unknown
-from ampx.errors import LowPrecisionParametersError, ProtocolError, UnsupportedByBackendError
+from ampx.errors import (
+    LowPrecisionParametersError,
+    ProtocolError,
+    UnsupportedByBackendError,
+    UnsupportedDtypeError,
+)
 from ampx.protocol import Member
 
 from .delegation import move_out
@@ -28,6 +33,7 @@ def make_wrapper(backend: MXNetBackend, trainer: Any, member: Member, options: M
     if not member.group.enabled:
         return _wrap(backend, trainer, member, options)
     _check_native(trainer)
+    _check_contexts(trainer, options["plan"])
     _check_store(trainer, options["plan"])
     _check_dtypes(trainer, options["plan"])
     wrapped = _wrap(backend, trainer, member, options)
@@ -57,6 +63,20 @@ def _check_native(trainer: Any) -> None:
             "wrap_optimizer got a trainer for which mxnet's amp.init_trainer was called; its gradients would be "
             "unscaled twice. Leave amp.init_trainer out."
         )
+
+
+def _check_contexts(trainer: Any, plan: CastPlan | None) -> None:
+    if plan is not None and plan.dtype == "float16" and is_on_cpu(trainer):
+        raise UnsupportedDtypeError(
+            f"wrap_optimizer got a trainer whose parameters are on {trainer._contexts[0]}, in a session that computes "
+            f"float16 on a GPU: MXNet casts no arrays on a CPU to it, and has no products in it there; accepted: "
+            f"parameters on mx.gpu(). Initialize the network with ctx=mx.gpu(), or use ampx.init(device='cpu')."
+        )
+
+
+def is_on_cpu(trainer: Any) -> bool:
+    """Return whether no parameter of a trainer is on a GPU."""
+    return all(context.device_type == "cpu" for context in trainer._contexts)
 
 
 def _check_store(trainer: Any, plan: CastPlan | None) -> None:

@@ -285,6 +285,20 @@ def test_what_has_no_kernel_in_bfloat16_computes_in_float32(tmp_path, name, way)
 
 
 @pytest.mark.bfloat16
+def test_hybridized_recurrent_layers_compute_in_float32():
+    """They make their first states of zeros, which take no arrays that could be cast."""
+    net = mx.gluon.rnn.LSTM(2, input_size=2)
+    net.initialize(mx.init.One())
+    x = mx.nd.ones((3, 1, 2))
+    expected = net(x).asnumpy().tolist()
+    whole = mx.gluon.nn.HybridSequential()
+    whole.add(net)
+    whole.hybridize()
+    ampx.init("mxnet", dtype="bfloat16")
+    assert whole(x).asnumpy().tolist() == expected
+
+
+@pytest.mark.bfloat16
 def test_symbols_are_cast_where_arrays_are():
     def inside():
         symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import ampx
+from ampx.run import Run, RunSettings
 from ampx_mxnet.convert import convert_hybrid_block
+from ampx_mxnet.run import automate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +34,26 @@ def test_auto_chooses_float16():
 def test_bfloat16_is_refused_with_what_works():
     with pytest.raises(ampx.UnsupportedDtypeError, match="float16"):
         ampx.init("mxnet", dtype="bfloat16", device="gpu")
+
+
+def on_cpu():
+    layer = mx.gluon.nn.Dense(1, in_units=2)
+    layer.initialize()
+    return mx.gluon.Trainer(layer.collect_params(), "sgd")
+
+
+def test_a_trainer_of_parameters_on_the_cpu_is_refused():
+    ampx.init("mxnet", dtype="float16")
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"ctx=mx\.gpu\(\)"):
+        ampx.wrap_optimizer(on_cpu())
+
+
+@pytest.mark.filterwarnings("ignore:mixed precision is off on cpu:ampx.PrecisionWarning")  # simulated, without oneDNN
+def test_a_script_that_does_without_the_gpu_runs_in_what_its_cpu_computes():
+    run = Run("mxnet", RunSettings())
+    with automate(run):
+        on_cpu()
+        assert run.amp.effective.device == "cpu"
 
 
 @pytest.mark.parametrize("hybridize", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -102,13 +103,22 @@ def _functions(name: str) -> tuple[Any, ...]:
     return tuple(functions)
 
 
+@functools.cache
+def _takes_arrays(name: str) -> bool:
+    return any("NDArray" in kind for kind in mx.operator.get_operator_arguments(name).types)
+
+
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Return a region in which MXNet's own lists for bfloat16 keep operators in float32 that have no kernel for it."""
+    """Return a region in which MXNet's own lists for bfloat16 keep operators in float32 that have no kernel for it.
+
+    Native defect: they also name operators that take no arrays, such as `zeros`, of which a recurrent layer makes its
+    first state; to cast the inputs of their symbols raises a TypeError.
+    """
     native = amp.lists.symbol_bf16
     before = native.FP32_FUNCS, native.WIDEST_TYPE_CASTS
     try:
-        native.FP32_FUNCS = [*before[0], *_WITHOUT_BFLOAT16]
+        native.FP32_FUNCS = [*filter(_takes_arrays, before[0]), *_WITHOUT_BFLOAT16]
         native.WIDEST_TYPE_CASTS = [name for name in before[1] if name not in _WITHOUT_BFLOAT16]
         yield
     finally:

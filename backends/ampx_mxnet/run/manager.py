@@ -11,6 +11,7 @@ from unittest import mock
 from ampx.run import Managed, Manager, Run, script_line
 from ampx_mxnet.compat import mx
 from ampx_mxnet.step import AmpTrainer
+from ampx_mxnet.wrapping import is_on_cpu
 
 
 class TrainerManager(Manager[Managed]):
@@ -34,7 +35,9 @@ class TrainerManager(Manager[Managed]):
         """Take over a trainer that the script has just made; casting starts with the first."""
         if self.stood_down:
             return
-        self.run.session()
+        # Where the machine has a GPU, and the script does without.
+        on_cpu = self.run.amp is None and self.run.settings.device == "auto" and is_on_cpu(trainer)
+        self.run.session(**{"device": "cpu"} if on_cpu else {})
         self._places[trainer] = script_line()
         self.remember(trainer)
         self._waiting = True
