@@ -23,13 +23,16 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-# By framework: what its programs import. What MXNet imports fails without the names that its backend restores.
+# By framework: what its programs import.
 FRAMEWORKS = {
     "torch": ("torch", "torch._dynamo", "torch.utils.data"),
     "jax": ("jax", "flax.nnx", "flax.linen", "optax"),
     "tensorflow": ("tensorflow", "keras", "tf_keras"),
     "paddle": ("paddle",),
+    "mxnet": ("mxnet",),
 }
+# Names of NumPy without which MXNet cannot be imported, where they are missing; its backend restores them, too.
+REMOVED_FROM_NUMPY = {"bool": bool, "int": int}
 COMMON = (
     *("numpy", "sklearn.datasets", "sklearn.model_selection", "matplotlib.figure"),
     *("typer", "typer._adapters", "rich.console", "rich.table"),
@@ -167,6 +170,28 @@ def nest():
     return None
 
 
+def lacking():
+    """Return the names of NumPy without which MXNet cannot be imported."""
+    return REMOVED_FROM_NUMPY.keys() - vars(importlib.import_module("numpy"))
+
+
+def import_early(name):
+    """Import a module, and leave NumPy as it was."""
+    missing = lacking() if name == "mxnet" else ()
+    numpy = sys.modules.get("numpy")
+    for removed in missing:
+        setattr(numpy, removed, REMOVED_FROM_NUMPY[removed])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    except ImportError:
+        pass
+    finally:
+        for removed in missing:
+            delattr(numpy, removed)
+
+
 class Preloaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Takes modules out of `sys.modules`, and provides each package again when it is imported."""
 
@@ -175,7 +200,7 @@ class Preloaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._attributes = {}
 
     def find_spec(self, fullname, path, target=None):
-        if fullname not in self._modules:
+        if fullname not in self._modules or (fullname.partition(".")[0] == "mxnet" and lacking()):
             return None
         before = self._modules[fullname].__spec__
         spec = importlib.machinery.ModuleSpec(fullname, self, origin=before.origin)
@@ -238,10 +263,7 @@ def end(code):
 if __name__ == "__main__":
     before = set(sys.modules)
     for name in sys.argv[1:]:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue
+        import_early(name)
     gc.collect()
     gc.freeze()  # else a collection in a copy would write to all pages
     request = serve(sys.stdin, os.fdopen(os.dup(1), "w"))
