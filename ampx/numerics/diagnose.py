@@ -613,7 +613,7 @@ def _of_float32(reference: Seen, result: Callable[..., Diagnosis]) -> Diagnosis:
     if place is not None and place.inputs.nonfinite and place.direction == "forward":
         return result(
             "data",
-            f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of {Place.of(place)} are not finite, and "
+            f"{place.inputs.nonfinite} of {place.inputs.elements} inputs of the {Place.of(place)} are not finite, and "
             f"nothing before it computed them: they came with the batch",
             position,
             reference,
@@ -631,8 +631,8 @@ def _of_float32(reference: Seen, result: Callable[..., Diagnosis]) -> Diagnosis:
     if entering is not None and entering.inputs.largest > LARGE_INPUT:
         return result(
             "data",
-            f"the inputs of {Place.of(entering)} are as large as {entering.inputs.largest:.3g}, beyond what float32 "
-            f"can square",
+            f"the inputs of the {Place.of(entering)} are as large as {entering.inputs.largest:.3g}, beyond what "
+            f"float32 can square",
             position,
             reference,
         )
