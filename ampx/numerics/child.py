@@ -193,6 +193,8 @@ class TrialObserver:
         self._finish_block()  # of steps that a device told of after the end
         if report["steps"] and all(loss is None for loss in self.losses):
             self._note("This backend does not report losses.")
+        began = [(run.amp, backend) for run, backend in self._runs if run.amp is not None]
+        native = {dtype for amp, backend in began for dtype in backend.device(amp.effective.device).native}
         return Outcome(
             run=report,
             losses=tuple(self.losses),
@@ -201,7 +203,8 @@ class TrialObserver:
             peak_device=self.peak_device,
             readings=self.readings,
             fault=self.fault,
-            watches=any(backend.capabilities.watches for run, backend in self._runs if run.amp is not None),
+            watches=any(backend.capabilities.watches for _, backend in began),
+            native=tuple(sorted(native)),
             ended_early=self.ended_early,
             notes=tuple(self.notes),
             versions=self.versions,

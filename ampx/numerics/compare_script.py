@@ -131,7 +131,7 @@ def compare_script(
     warm_up = min(10, steps // 4)
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
-    if len(failed) == len(dtypes):
+    if failed and timed.keys() == {REFERENCE}:
         raise next(iter(failed.values())) if len(failed) == 1 else TrialError("\n".join(map(str, failed.values())))
     references = timed.pop(REFERENCE)
     reference = references[0]
@@ -192,7 +192,8 @@ def _timed_runs(
 ) -> tuple[dict[str, list[Outcome]], dict[str, TrialError]]:
     """Run in float32 and in each dtype, in turn, so that what else the machine does meets all of them.
 
-    "auto" goes first: where it chooses float32, that run is the answer, and no other is waited for.
+    "auto" goes first. Where it chooses float32, the dtypes that the device has in hardware take its place, because
+    whether they pay is the question; without any, that run is the answer, and no other is waited for.
 
     Returns:
         The outcomes by dtype, and by dtype what a run failed of.
@@ -214,7 +215,11 @@ def _timed_runs(
                 outcomes.pop(chosen.get(asked, asked), None)
                 continue
             if asked == "auto" and outcome.dtype == REFERENCE:
-                return {REFERENCE: [outcome]}, {}  # which is an answer
+                others = dict.fromkeys([*outcome.native, *dtypes])
+                del others["auto"]
+                if not others:
+                    return {REFERENCE: [outcome]}, {}  # which is an answer
+                return _timed_runs(trial, list(others), repeats, run, progress)
             chosen[asked] = REFERENCE if asked == REFERENCE else outcome.dtype
             outcomes.setdefault(chosen[asked], []).append(outcome)
     return outcomes, failed

@@ -101,6 +101,7 @@ class Outcome:
         readings: By step, what the watched modules computed.
         fault: `(step, what)` at which a run that was to stop at a fault did so: "loss" or "scale"; None for none.
         watches: The backend can watch modules.
+        native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
         ended_early: The script was ended after the steps that were asked for.
         notes: What could not be observed.
         versions: Of Python, ampx and the framework.
@@ -116,6 +117,7 @@ class Outcome:
     readings: Mapping[int, tuple[Reading, ...]] = field(default_factory=dict)
     fault: tuple[int, str] | None = None
     watches: bool = False
+    native: tuple[str, ...] = ()
     ended_early: bool = False
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)

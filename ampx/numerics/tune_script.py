@@ -314,6 +314,8 @@ def tune_script(
     if dtype == "auto":
         probe = run(replace(trial, steps=1))
         dtype, why = probe.dtype, probe.run["reason"]
+        if dtype == _FLOAT32 and probe.native:  # whether it pays is what tune measures
+            dtype = probe.native[0]
     search.settle(dtype)
     first = search.run(search.low(watched=search.watched, watching=search.watching))
     if search.dtype == _FLOAT32:

@@ -40,7 +40,7 @@ def _cpu(first: jax.Device) -> Device:
     reason = (
         f"XLA multiplies matrices by this CPU's instructions for bfloat16 ({', '.join(instructions)}), from which "
         f"steps with large products gain; it computes convolutions in float32, and small steps take longer. "
-        f"`ampx tune --dtype bfloat16` measures a script"
+        f"`ampx tune` measures a script"
     )
     return Device("cpu", native, _BOTH - native, reason=reason, details=details)
 

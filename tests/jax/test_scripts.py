@@ -10,6 +10,7 @@ from ampx.numerics.trial import COMPILED, Trial
 from ampx.numerics.tune_script import tune_script
 from ampx.run import RunSettings
 from ampx.run.program import Program
+from ampx_jax import devices
 from processes import run_here, run_python
 
 pytest.importorskip("flax", reason="flax is not installed")
@@ -129,6 +130,14 @@ def test_tune_of_a_script_without_names_denies_the_operation_that_overflows_and_
     assert "jax.named_scope" in report["notes"][-1]
     diagnosis, _ = diagnose_script(script(UNNAMED), FLOAT16, framework="jax", at=1, run=here)
     assert (diagnosis.kind, diagnosis.first_nonfinite.module) == ("overflow", "")
+
+
+@pytest.mark.filterwarnings("ignore::ampx.PrecisionWarning")  # auto says why it is float32
+@pytest.mark.parametrize(("flags", "dtype"), [({"avx512_bf16"}, "bfloat16"), ({"avx2"}, "float32")])
+def test_tune_tries_what_the_cpu_has_instructions_for_though_auto_is_float32(here, script, monkeypatch, flags, dtype):
+    monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
+    policy, _ = tune_script(script(UNNAMED), RunSettings(), framework="jax", steps=2, repeats=0, run=here)
+    assert policy.dtype == dtype
 
 
 @pytest.mark.parametrize("text", [LINEN, NNX], ids=["linen", "nnx"])

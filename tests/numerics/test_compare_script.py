@@ -234,6 +234,20 @@ def test_that_auto_chooses_float32_is_an_answer_of_one_run():
         compare_script(Program("a.py"), RunSettings(), ("float16",), steps=4, run=on_an_old_cpu)
 
 
+@pytest.mark.parametrize(
+    ("native", "asked_for", "compared"),
+    [(("bfloat16",), ("auto",), ["bfloat16"]), ((), ("auto", "float16"), ["float16"])],
+)
+def test_where_auto_is_float32_what_the_hardware_has_or_was_named_is_compared(native, asked_for, compared):
+    def careful(trial):
+        if trial.settings.dtype == "auto":
+            trial = replace(trial, settings=replace(trial.settings, dtype="float32"))
+        return replace(pretended(trial), native=native)
+
+    report = compare_script(Program("a.py"), RunSettings(), asked_for, steps=4, run=careful)
+    assert (list(report["dtypes"]), report["repeats"]) == (compared, 3)
+
+
 def test_a_script_of_the_toy_framework_is_compared(toy_script):
     program = toy_script(
         """

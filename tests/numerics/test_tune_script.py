@@ -243,6 +243,17 @@ def test_a_dtype_that_was_asked_for_is_not_run_for_its_name():
     assert [script.runs for script in scripts] == [2, 3]
 
 
+def test_what_the_hardware_has_is_tuned_where_auto_is_float32():
+    def careful(trial):
+        if trial.settings.dtype == "auto":
+            trial = replace(trial, settings=replace(trial.settings, dtype="float32"))
+        return replace(script(trial), native=("bfloat16",))
+
+    script = Pretended(("layer3",))
+    policy, _ = tune_script(Program("a.py"), RunSettings("auto"), run=careful, steps=2, tolerance=0.01, repeats=0)
+    assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("bfloat16", ["module:layer3"])
+
+
 def test_precision_is_not_blamed_where_runs_in_float32_differ():
     class DrawnAnew(Pretended):
         def __call__(self, trial):
