@@ -110,7 +110,9 @@ def test_autocast_goes_into_shard_map(checked, dtype):
     ("flags", "native"),
     [({"avx512f", "avx512_bf16"}, True), ({"avx2", "amx_bf16"}, True), ({"avx512f", "avx2"}, False), (set(), False)],
 )
-def test_bfloat16_is_native_on_cpus_with_instructions_for_it_and_auto_is_float32_on_all(monkeypatch, flags, native):
+def test_bfloat16_is_native_on_cpus_with_instructions_for_it_and_auto_is_float32_on_all(
+    monkeypatch, nothing_of_its_own, flags, native
+):
     """XLA gains from them in large products only, so that a session that names no dtype has float32, and says why."""
     monkeypatch.setattr(devices, "cpu_flags", lambda: frozenset(flags))
     device = devices.describe("cpu")

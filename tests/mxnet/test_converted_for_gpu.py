@@ -9,7 +9,7 @@ import pytest
 import ampx
 import ampx_mxnet.backend  # loaded before a device is pretended, which it would keep
 import ampx_mxnet.convert
-from ampx_mxnet import devices
+from ampx_mxnet import devices, wrapping
 from ampx_mxnet.dtypes import name_of
 
 nn = mx.gluon.nn
@@ -20,6 +20,7 @@ def _on_a_gpu(monkeypatch):
     gpu = devices._describe_gpu()
     monkeypatch.setattr(devices, "describe", lambda name: gpu)  # conversion asks for the CPU
     monkeypatch.setattr(mx.context, "num_gpus", lambda: 1)  # a backend that is loaded already asks itself
+    monkeypatch.setattr(wrapping, "is_on_cpu", lambda trainer: False)  # though that is where the parameters are
 
 
 def network():
