@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +20,23 @@ _JSON = typer.Option("--json", help="Print JSON instead of tables.")
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], Any]]:
-    """Yield what shows what is done now: in place on a terminal, else a line each, so that a log is not silent."""
+    """Yield what shows what is done now: in place on a terminal, else a line each, so that a log is not silent.
+
+    A termination (SIGTERM) of the command meanwhile ends the script that it runs, too.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("Starting …") as status:
-            yield status.update
-        return
-    began = time.monotonic()
-    yield lambda text: typer.echo(f"[{time.monotonic() - began:.0f} s] {text}", err=True)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        if console.is_terminal:
+            with console.status("Starting …") as status:
+                yield status.update
+        else:
+            began = time.monotonic()
+            yield lambda text: typer.echo(f"[{time.monotonic() - began:.0f} s] {text}", err=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 app = typer.Typer(

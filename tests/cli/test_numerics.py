@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -175,3 +180,23 @@ def test_run_refuses_a_policy_file_of_another_framework(ampx_command, script, tm
     (tmp_path / "ampx.toml").write_text('framework = "jax"\n')
     done = ampx_command("run", "--policy", "ampx.toml", script, code=2)
     assert "is for 'jax', and 'torch' is what computes" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are another matter there")
+def test_a_termination_ends_the_script_that_a_command_runs_too(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('half').write_text(str(os.getpid()))\n"
+        "pathlib.Path('half').rename('pid')  # so that nobody reads half of it\n"
+        "time.sleep(240)\n"
+    )
+    command = subprocess.Popen([sys.executable, "-m", "ampx", "diagnose", "train.py"], cwd=tmp_path)
+    try:
+        while command.poll() is None and not (tmp_path / "pid").exists():
+            time.sleep(0.05)
+        command.terminate()
+        assert command.wait(60) == 128 + signal.SIGTERM
+    finally:
+        command.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
