@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ampx.backend import Direction, Reading, Stats, Step, Watching
+from ampx.backend import MODULE, Direction, Reading, Stats, Step, Watching
 from ampx.errors import AmpxError
 from ampx.policy import OptLevel
 
@@ -15,7 +15,6 @@ from .batch import FLOAT32, Batch, Seen, finite_gradients, fitting_scale, plain
 from .compare import bound, relative_error
 from .formats import FORMATS
 from .operations import family, normalised
-from .watching import MODULE
 
 Kind = Literal[
     "healthy",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from ampx import callers
-from ampx.backend import CastPlan, Reading, Step, Watching
+from ampx.backend import MODULE, CastPlan, Reading, Step, Watching
 from ampx.errors import InvalidOptionError, PrecisionWarning, UnsupportedDtypeError, UnsupportedOpError, shown
 from ampx.policy import Dtype, OptLevel, PolicyFile
 from ampx.session import listed
@@ -20,7 +20,6 @@ from ampx.session import listed
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
 from .compare import Comparison, ModuleError, bound, check_tolerance, compared, relative_error
 from .operations import failing, family
-from .watching import MODULE
 
 # Gradients that are further off than this are of another direction, whatever rounding explains.
 LARGEST_TOLERANCE: Final = 0.25

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ampx.backend import Reading, Replayed, Watching
+from ampx.backend import MODULE, Reading, Replayed, Watching, module_patterns
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
@@ -25,7 +25,6 @@ from .operations import failing
 from .timing import busy
 from .trial import Outcome, Trial, not_repeatable, run_trial
 from .tune import Choice, TunedPolicy, by_error, fastest, in_float32, kept_in_float32, minimal, not_faster, slow_modules
-from .watching import MODULE, module_patterns
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256

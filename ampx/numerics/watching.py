@@ -12,16 +12,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from ampx.backend import (
-    MODULE as MODULE,
-    CastPlan,
-    Direction,
-    Reading,
-    Stats,
-    Watching,
-    is_module as is_module,
-    module_patterns as module_patterns,
-)
+from ampx.backend import CastPlan, Direction, Reading, Stats, Watching, module_patterns
 from ampx.errors import UnsupportedOpError
 
 # Of one tensor: its elements, and what `Log.read` makes the numbers of NUMBERS of.

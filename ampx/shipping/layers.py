@@ -7,10 +7,9 @@ from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ampx.backend import Array, Backend
+from ampx.backend import MODULE, Array, Backend, is_module
 from ampx.errors import ConversionError, UnsupportedDtypeError, UnsupportedOpError, shown
 from ampx.numerics.formats import FORMATS
-from ampx.numerics.watching import MODULE, is_module
 
 
 def check_computed(backend: Backend, device: str, dtype: str) -> None:

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ampx.backend import Array, Backend, CastPlan, Conversion, Converted
+from ampx.backend import Array, Backend, CastPlan, Conversion, Converted, is_module
 from ampx.errors import ConversionError, InvalidOptionError
-from ampx.numerics.watching import is_module
 from ampx.policy import Dtype
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 

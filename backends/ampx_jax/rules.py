@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 import ampx
-from ampx.backend import CastPlan
-from ampx.numerics.watching import is_module, module_dtypes
+from ampx.backend import CastPlan, is_module
+from ampx.numerics.watching import module_dtypes
 
 
 def _names_in(text: str) -> frozenset[str]:

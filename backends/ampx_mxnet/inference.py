@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ampx.backend import Array, Backend, Conversion, Converted
+from ampx.backend import Array, Backend, Conversion, Converted, is_module
 from ampx.errors import ConversionError, InvalidOptionError
-from ampx.numerics.watching import is_module
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
 from .calls import named

@@ -14,9 +14,9 @@ from paddle.amp.amp_lists import black_list
 from paddle.amp.auto_cast import amp_global_state
 from paddle.incubate.autograd.phi_ops_map import op_map
 
-from ampx.backend import CastPlan, leaves, map_leaves
+from ampx.backend import CastPlan, is_module, leaves, map_leaves
 from ampx.errors import UnsupportedOpError
-from ampx.numerics.watching import FORCES, Names, is_module, last_match, module_dtypes
+from ampx.numerics.watching import FORCES, Names, last_match, module_dtypes
 from ampx.policy import Dtype
 
 from .calls import calls, named

@@ -18,9 +18,9 @@ from unittest import mock
 import keras
 from tensorflow.python.framework import op_def_registry
 
-from ampx.backend import CastPlan
+from ampx.backend import CastPlan, is_module
 from ampx.errors import PrecisionWarning, UnsupportedOpError
-from ampx.numerics.watching import check_patterns, is_module, last_match, module_dtypes
+from ampx.numerics.watching import check_patterns, last_match, module_dtypes
 
 Kind = Literal["allow", "deny"]
 # Where the rewriter reads changes of its lists; an operation may stand in one of them only.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ampx
-from ampx.backend import CastPlan, Reading, Stats, Watching
+from ampx.backend import CastPlan, Reading, Stats, Watching, is_module
 from ampx.debug import OverflowTrace
 from ampx.numerics.rounding import describe
 from ampx.numerics.watching import (
@@ -18,7 +18,6 @@ from ampx.numerics.watching import (
     Log,
     Names,
     combined,
-    is_module,
     last_match,
     module_dtypes,
 )

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ampx.backend import CastPlan
+from ampx.backend import CastPlan, is_module
 from ampx.errors import UnsupportedOpError
-from ampx.numerics.watching import is_module
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
