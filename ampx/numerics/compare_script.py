@@ -316,8 +316,8 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
         margin = ALONE if alone else ALIKE
         faster, slower = speed["least"] > 1 + margin, speed["largest"] < 1 / (1 + margin)
         below, above = speed["least"] < 1 - ALIKE, speed["largest"] > 1 + ALIKE
-        undecided = not (faster or slower) and (below or above if alone else below and above)
-        spread = f"{speed['least']:.2f} to {speed['largest']:.2f}" if len(speed["pairs"]) > 1 else "one pair of runs"
+        undecided = below or above if alone else below and above
+        spread = "one pair of runs" if alone else f"{speed['least']:.2f} to {speed['largest']:.2f}"
         parts.append(f"{speed['ratio']:.2f} times the speed of float32 ({spread})")
     if memory is not None:
         parts.append(f"{memory:.2f} times the memory")

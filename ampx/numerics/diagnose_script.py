@@ -16,7 +16,7 @@ from ampx.run.program import Program
 from .batch import Seen, plain
 from .diagnose import SAMPLES, Diagnosis, diagnosed, refused
 from .operations import normalised
-from .trial import Outcome, Trial, run_trial
+from .trial import DIFFERS, Outcome, Trial, run_trial
 
 SCHEMA: Final = "ampx.diagnose/1"
 # What reads a variable in TensorFlow, as `normalised` has it.
@@ -86,10 +86,7 @@ def diagnose_script(
         and _loss(low, step) != _loss(first, step)
         and math.isfinite(_loss(low, step))
     ):
-        notes.append(
-            "The loss was finite when the step was run again: the script draws other numbers in every run, or goes on "
-            "from what the run before has written, such as a checkpoint."
-        )
+        notes.append(f"The loss was finite when the step was run again: the script {DIFFERS}.")
     reference = low
     if dtype != "float32":
         progress(f"{program.name}: step {step} again, in float32 …")

@@ -177,12 +177,17 @@ class Outcome:
         }
 
 
+# What a script does whose losses differ from run to run, whatever the precision.
+DIFFERS: Final = (
+    "draws other numbers in every run, or goes on from what the run before has written, such as a checkpoint"
+)
+
+
 def not_repeatable(program: Program) -> str:
     """Return what to say of a script whose losses differ from run to run, whatever the precision."""
     return (
-        f"Two runs of {program.name} in float32 have different losses: it draws other numbers in every run, or goes on "
-        f"from what the run before has written, such as a checkpoint. Seed all that it draws, or have it start anew, "
-        f"by an option say; then ask again."
+        f"Two runs of {program.name} in float32 have different losses: it {DIFFERS}. Seed all that it draws, or have "
+        f"it start anew, by an option say; then ask again."
     )
 
 

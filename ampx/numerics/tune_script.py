@@ -176,15 +176,6 @@ class _Search:
             for step in self.watched
         }
 
-    def worst(self, outcome: Outcome) -> dict[str, dict[int, float]]:
-        """Return by module and watched step the largest error of its outputs and their gradients."""
-        worst: dict[str, dict[int, float]] = {}
-        for step, entries in self.errors(outcome).items():
-            for entry in entries:
-                errors = worst.setdefault(entry.module, {})
-                errors[step] = max(entry.error, errors.get(step, 0.0))
-        return worst
-
     def loss_error(self, outcome: Outcome) -> float:
         """Return how far losses are from float32's, relative to their norm."""
         pairs = [
@@ -317,11 +308,12 @@ def tune_script(
             dtype = probe.native[0]
     search.settle(dtype)
     first = search.run(search.low(watched=search.watched, watching=search.watching))
+    errors = search.errors(first)
     if search.dtype == _FLOAT32:
         reason = f"mixed precision is off on this device: {why}; --what-if float16 simulates it"
         policy = search.policy(**in_float32(reason))
-        return policy, _report(trial, search, policy, first)
-    order = by_error(search.modules, search.errors(first)[1])
+        return policy, _report(trial, search, policy, first, errors)
+    order = by_error(search.modules, errors[1])
     if not search.agrees(first):
         search.check_repeatable()
     kept = minimal(order, lambda names: search.agrees(first) if not names else search.passes(names))
@@ -337,9 +329,9 @@ def tune_script(
             )
         reason = f"in {search.dtype} {what} not within {search.tolerance:.2g} of float32's {which}"
         policy = search.policy(**in_float32(reason, agrees=False))
-        return policy, _report(trial, search, policy, first)
+        return policy, _report(trial, search, policy, first, errors)
     kept = frozenset() if kept is None or whole else kept
-    worst = search.worst(first)
+    worst = _worst(errors)
     # Where a module's values are not finite, operations may do in its place: that takes two runs more.
     broken = not search.simulated and any(math.isinf(error) for name in kept for error in worst.get(name, {}).values())
     failing = search.failing_operations() if broken else ()
@@ -368,7 +360,7 @@ def tune_script(
     if timed:
         policy = _for_speed(search, policy, first, kept, operations, repeats)
     policy = replace(policy, replays=search.runs)
-    report = _report(trial, search, policy, first)
+    report = _report(trial, search, policy, first, errors)
     report["notes"] += disturbance
     if search.unnamed:
         report["notes"].append(
@@ -376,6 +368,16 @@ def tune_script(
             f"itself. {_how_to_name(search.reference)}."
         )
     return policy, report
+
+
+def _worst(errors: Mapping[int, Sequence[ModuleError]]) -> dict[str, dict[int, float]]:
+    """Return by module and watched step the largest error of its outputs and their gradients."""
+    worst: dict[str, dict[int, float]] = {}
+    for step, entries in errors.items():
+        for entry in entries:
+            own = worst.setdefault(entry.module, {})
+            own[step] = max(entry.error, own.get(step, 0.0))
+    return worst
 
 
 def _reason(pattern: str, kept: Iterable[str], worst: Mapping[str, Mapping[int, float]], dtype: str) -> str:
@@ -465,7 +467,9 @@ def _counted(policy: TunedPolicy) -> str:
     return f"{shown} and {counted}" if policy.modules else counted
 
 
-def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) -> dict[str, Any]:
+def _report(
+    trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome, errors: Mapping[int, Sequence[ModuleError]]
+) -> dict[str, Any]:
     file = policy.file
     if policy.dtype == _FLOAT32:
         verdict = f"Stay in float32: {policy.reasons['dtype']}."
@@ -485,7 +489,7 @@ def _report(trial: Trial, search: _Search, policy: TunedPolicy, first: Outcome) 
         "file": file.text(),
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
         "losses": {_FLOAT32: search.reference.to_json()["losses"], search.dtype: first.to_json()["losses"]},
-        "map": error_map(search.errors(first)),
+        "map": error_map(errors),
         "verdict": verdict,
         "notes": list(search.reference.notes),
         "origin": origin(search.reference.versions),

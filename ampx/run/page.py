@@ -14,7 +14,7 @@ from typing import Any, Final
 ALARM: Final = "#b30000"
 MOST_ROWS: Final = 60  # of a heat map
 _LONGEST: Final = 48  # label
-FEW_POINTS: Final = 50  # of a curve, which are marked
+_FEW_POINTS: Final = 50  # of a curve, which are marked
 _FEW_COLUMNS: Final = 8  # of a heat map, whose numbers have room
 # Legible to colour-blind readers, and in print by the line style.
 STYLES: Final[Mapping[str, tuple[str, str]]] = {
@@ -158,7 +158,7 @@ def draw_losses(axes: Any, losses: Mapping[str, Iterable[tuple[int, float | str 
                 axes.axvline(step, color=ALARM, linewidth=0.8)
         finite = [height for height in heights if not math.isnan(height)]
         lowest, highest = min([lowest, *finite]), max([highest, *finite])
-        marker = "." if len(finite) < FEW_POINTS else ""
+        marker = "." if len(finite) < _FEW_POINTS else ""
         axes.plot(steps, heights, color=colour, linestyle=line, marker=marker, linewidth=1.4, label=name)
     if 0 < 20 * lowest < highest:
         axes.set_yscale("log")
