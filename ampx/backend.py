@@ -409,7 +409,10 @@ class Backend(abc.ABC):
         self.refuse("process-wide casting")
 
     def deactivate(self, plan: CastPlan) -> None:
-        """Undo `activate`, also one that an exception interrupted: leave the framework as it was."""
+        """Undo `activate`, also one that an exception interrupted: leave the framework as it was.
+
+        It comes again at the end of a region in which the session was shut down: the region may have put casting back.
+        """
         self.refuse("process-wide casting")
 
     def enter_thread(self, plan: CastPlan) -> None:

@@ -42,6 +42,9 @@ class Session(Protocol):
     def others(self, optimizers: Sequence[WrappedOptimizer]) -> list[WrappedOptimizer]:
         """List the living wrapped optimizers of the session but these."""
 
+    def restore_casting(self) -> None:
+        """Leave the framework as it was once more, after a region in which the session ended."""
+
 
 LossT = TypeVar("LossT")
 
@@ -157,6 +160,8 @@ class ScaleLoss(Generic[LossT]):
         try:
             if self._casting is not None:
                 self._casting.__exit__(kind, error, trace)
+                if self._amp.casting is None:
+                    self._amp.restore_casting()
         finally:
             for optimizer, member, region in self._entered:
                 counts = member.leave(region, completed)

@@ -372,7 +372,13 @@ class Amp:
                     f"supported: {', '.join(sorted(supported))}. Choose one of these."
                 )
             plan = self.backend.check_plan(CastPlan(plan.device, dtype, plan.level, plan.allow, plan.deny))
-        return self.backend.autocast(plan, enabled)
+        return _SessionRegion(self, self.backend.autocast(plan, enabled))
+
+    def restore_casting(self) -> None:
+        """Leave the framework as it was once more: a region in which `shutdown` was called has put back casting."""
+        later = sessions.get(self.framework)
+        if self.plan is not None and self.effective.process_wide and (later is None or later.casting is None):
+            self.backend.deactivate(self.plan)
 
     @property
     def casting_now(self) -> annotate.Casting | None:
@@ -685,6 +691,26 @@ class Amp:
         except TypeError:
             # Values such as named tuples have no identity to remember; wrapping them again is no error.
             return
+
+
+class _SessionRegion:
+    """A backend's region, after which casting is off if the session ended inside."""
+
+    __slots__ = ("_amp", "_region")
+
+    def __init__(self, amp: Amp, region: AbstractContextManager[Any]) -> None:
+        self._amp = amp
+        self._region = region
+
+    def __enter__(self) -> None:
+        self._region.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._region.__exit__(kind, error, trace)
+        if self._amp.casting is None:
+            self._amp.restore_casting()
 
 
 def init(

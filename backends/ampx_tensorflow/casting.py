@@ -34,6 +34,7 @@ class _Before(threading.local):
     """The policy that Keras had in a thread before: it keeps its own by thread."""
 
     policies: tuple[Any, ...] = ()
+    switched: int = 0  # how often a session began or ended in the thread
 
 
 _session = _Session()
@@ -97,8 +98,11 @@ class Region:
 
 @contextmanager
 def policy_region(policy: Any, get: Callable[[], Any], set: Callable[[Any], None]) -> Iterator[None]:
-    """Return a region in which new layers get a policy; `get` and `set` are Keras' functions for the global one."""
-    before = get()
+    """Return a region in which new layers get a policy; `get` and `set` are Keras' functions for the global one.
+
+    The policy before is put back, unless `init` or `shutdown` have decided anew inside.
+    """
+    before, switched = get(), _before.switched
     try:
         try:
             set(policy)
@@ -107,9 +111,11 @@ def policy_region(policy: Any, get: Callable[[], Any], set: Callable[[Any], None
             before = before if get() is policy else get()
             raise
         finally:
-            set(before)
+            if _before.switched == switched:
+                set(before)
     finally:
-        set(before)  # again: the first may have been interrupted
+        if _before.switched == switched:
+            set(before)  # again: the first may have been interrupted
 
 
 @contextmanager
@@ -142,6 +148,7 @@ def off() -> Region:
 def activate(plan: CastPlan) -> None:
     """Switch casting on in the process, and for new layers in the calling thread."""
     _regions.pop(threading.get_ident(), None)
+    _before.switched += 1
     if plan.level == "O1":  # beyond, `prepare` makes layers low precision
         _session.dtype = plan.dtype
     oplists.warn_of_layers(plan)
@@ -160,6 +167,7 @@ def enter_thread(plan: CastPlan) -> None:
 def deactivate() -> None:
     """Undo `activate` and `prepare`."""
     _regions.pop(threading.get_ident(), None)
+    _before.switched += 1
     _session.dtype = None
     if _before.policies:
         (policy,), _before.policies = _before.policies, ()

@@ -481,6 +481,14 @@ def test_regions_nest_and_restore(alpha):
     assert alpha.casting == "float16"
 
 
+@pytest.mark.parametrize("end", [ampx.shutdown, lambda: ampx.init("alpha", level="O0")], ids=["shutdown", "init"])
+def test_a_region_in_which_its_session_ends_leaves_casting_off(alpha, end):
+    ampx.init("alpha")
+    with ampx.autocast(), ampx.autocast(enabled=False):
+        end()
+    assert alpha.casting is None
+
+
 def test_a_region_with_another_dtype_keeps_the_op_lists(alpha):
     ampx.init("alpha", allow=["matmul"], deny=["exp"])
     with ampx.autocast(dtype="bfloat16"):

@@ -194,6 +194,20 @@ class RegionTests(KitTests):
         assert self.subject.casting() == before
 
     @requires("regions")
+    def test_a_region_does_not_outlive_its_session(self) -> None:
+        """Where `shutdown` is called inside, casting is off after it: what was before the region was the session's."""
+        for enabled in (True, False):
+            amp = self.start()
+            with amp.autocast(enabled=enabled):
+                amp.shutdown()
+            assert self.subject.casting() == self.outside
+        amp = self.start()
+        bench = self.bench(amp)
+        with amp.scale_loss(bench.loss(), bench.opt):
+            amp.shutdown()
+        assert self.subject.casting() == self.outside
+
+    @requires("regions")
     def test_regions_decorate_functions(self) -> None:
         """Every call runs inside; the module-level region looks its session up when it is entered."""
         off = ampx.autocast(enabled=False)(self.subject.computes_in)

@@ -263,6 +263,7 @@ MUTANTS: Final[list[Mutant]] = [
         lambda true, self, loss, opt, **_: true(self, loss, opt),
         ExplicitToy,
     ),
+    patched("CastsAfterShutdown", Amp, "restore_casting", lambda true, self: None),
     patched("StepsEagerly", Amp, "gate", lambda true, self, scheduler, opt: Eager(true(self, scheduler, opt))),
     patched("KeepsListeners", Amp, "on_event", lambda true, *args: true(*args) and (lambda: None)),
     patched("LoadsNothing", Amp, "load_state_dict", lambda true, *args: None),
