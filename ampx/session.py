@@ -603,20 +603,26 @@ class Amp:
         if not self._active:
             sessions.remove(self)  # where the first call was interrupted before it did
             return
+        with ExitStack() as stack:  # a listener may raise: the others hear their events, and the framework is restored
+            stack.callback(self._end)
+            for group in reversed(self.live_groups()):
+                stack.callback(group.ledger.close, group)
+
+    def _end(self) -> None:
+        """Restore the framework, and forget the session; what was interrupted is done again by the next `shutdown`."""
+        self.casting = None
         try:
-            for group in self.live_groups():
-                group.ledger.close(group)
-        finally:  # a listener may raise; the framework is restored all the same
-            self.casting = None
             try:
                 if self.plan is not None and self.enabled and self.effective.process_wide:
                     self.backend.deactivate(self.plan)
-                while self._endings:
-                    self._endings.pop()()
-            except Exception:  # the backend would fail again
-                self._forget()
-                raise
+            finally:
+                with ExitStack() as stack:  # the last first, and all, whatever one of them raises
+                    while self._endings:
+                        stack.callback(self._endings.pop(0))
+        except Exception:  # the backend would fail again
             self._forget()
+            raise
+        self._forget()
 
     def at_shutdown(self, undo: Callable[[], None]) -> Callable[[], None]:
         """Have `shutdown` call a function, after the last events; the result of this forgets it.

@@ -454,12 +454,30 @@ def test_shutdown_of_all_reaches_everyone_even_when_one_fails(alpha, beta, monke
 
 def test_shutdown_restores_the_framework_even_when_a_listener_fails(alpha, make_trainer, monkeypatch):
     amp = ampx.init("alpha")
-    trainer = make_trainer(alpha)
-    group = trainer.opt.ampx_member.group
-    monkeypatch.setattr(type(group), "resolve", lambda self: 1 / 0)  # events still due reach a listener that raises
+    trainers, resolved = [make_trainer(alpha), make_trainer(alpha)], []
+    group = type(trainers[0].opt.ampx_member.group)
+    # Events still due reach a listener that raises.
+    monkeypatch.setattr(group, "resolve", lambda self: resolved.append(self) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         amp.shutdown()
+    assert len(resolved) == len(trainers)
     assert alpha.casting is None
+    assert sessions.all_sessions() == []
+
+
+@pytest.mark.parametrize("fails", ["ending", "backend"])
+def test_shutdown_calls_all_that_wait_for_it_even_when_one_fails(alpha, monkeypatch, fails):
+    amp, called = ampx.init("alpha"), []
+    amp.at_shutdown(lambda: called.append("first"))
+    if fails == "ending":
+        amp.at_shutdown(lambda: 1 / 0)
+    else:
+        monkeypatch.setattr(alpha.Backend, "deactivate", lambda self, plan: 1 / 0)
+    amp.at_shutdown(lambda: called.append("last"))
+    with pytest.raises(ZeroDivisionError):
+        amp.shutdown()
+    amp.shutdown()
+    assert called == ["last", "first"]
     assert sessions.all_sessions() == []
 
 
