@@ -248,11 +248,17 @@ class ScaleGroup:
         due, self._due = self._due, []  # a listener that looks must not be told twice
         try:
             while due:
-                entry = due.pop(0)
-                for event in self._events_due(entry):
-                    self.send(event)
+                self._send_each(self._events_due(due.pop(0)))
         finally:
             self._due[:0] = due
+
+    def _send_each(self, events: Iterator[Event]) -> None:
+        try:
+            for event in events:
+                self.send(event)
+        except Exception:  # of a listener: the events that are left are sent all the same
+            self._send_each(events)
+            raise
 
     def send(self, event: Event) -> None:
         """Send one event to the session of the framework, and to plugins."""

@@ -567,9 +567,10 @@ class Amp:
         return remove
 
     def emit(self, event: Event) -> None:
-        """Hand an event to the listeners."""
-        for (listener,) in tuple(self._listeners):
-            listener(event)
+        """Hand an event to the listeners: to all of them, whatever one raises."""
+        with ExitStack() as stack:
+            for (listener,) in reversed(self._listeners):
+                stack.callback(listener, event)
 
     def _groups_of(self, opt: Any) -> list[ScaleGroup]:
         """List the loss scales of some wrapped optimizers; of all for None."""
@@ -1072,17 +1073,12 @@ class Sessions:
     def emit(self, framework: str, event: Event) -> None:
         """Send an event to the framework's session and to the plugins; warn once a collapse."""
         session = self._active.get(framework)
-        if session is not None:
-            session.emit(event)
-        default_registry().manager.hook.ampx_event(event=event)
-        if isinstance(event, ScaleCollapsed):
-            names = ", ".join(event.parameters) or "(the backend cannot tell)"
-            callers.warn(
-                f"{event.consecutive_skips} steps in a row were skipped on {framework}; the loss scale is "
-                f"{event.next_scale:g}. Gradients that are not finite: {names}. The loss or a layer overflows whatever "
-                f"the scale: {event.advice}",
-                ScaleCollapsedWarning,
-            )
+        with ExitStack() as stack:  # whatever a listener raises
+            if isinstance(event, ScaleCollapsed):
+                stack.callback(_warn_of_collapse, framework, event)
+            stack.callback(default_registry().manager.hook.ampx_event, event=event)
+            if session is not None:
+                session.emit(event)
 
     def _not_initialized(self, call: str, whose: str) -> NotInitializedError:
         active = ", ".join(sorted(self._active))
@@ -1091,6 +1087,16 @@ class Sessions:
             f"{call} found no session{whose if active else ''}; active sessions: {active or 'none'}. Call "
             f"ampx.init(framework=…) first{several}."
         )
+
+
+def _warn_of_collapse(framework: str, event: ScaleCollapsed) -> None:
+    names = ", ".join(event.parameters) or "(the backend cannot tell)"
+    callers.warn(
+        f"{event.consecutive_skips} steps in a row were skipped on {framework}; the loss scale is "
+        f"{event.next_scale:g}. Gradients that are not finite: {names}. The loss or a layer overflows whatever "
+        f"the scale: {event.advice}",
+        ScaleCollapsedWarning,
+    )
 
 
 class _Intervals(list[int]):

@@ -110,10 +110,22 @@ def test_state_and_result_are_complete_before_a_listener_runs(trainer, gradient)
     with pytest.raises(KeyError):
         trainer.opt.step()
     scale = 16.0 if gradient == 1.0 else 4.0
-    assert looked == [(scale, scale, "idle")]
+    assert set(looked) == {(scale, scale, "idle")}
     remove()
     trainer.opt.zero_grad()
     assert trainer.step(1.0).scale == scale
+
+
+def test_a_listener_that_raises_keeps_no_event_from_the_others(trainer):
+    heard, plugin = [], types.ModuleType("listening")
+    plugin.ampx_event = ampx.hookimpl(lambda event: heard.append(("plugin", type(event).__name__)))
+    ampx.register_plugin(plugin)
+    ampx.on_event(lambda event: 1 / 0)
+    ampx.on_event(lambda event: heard.append(("listener", type(event).__name__)))
+    trainer.backward(INF)
+    with pytest.raises(ZeroDivisionError):
+        trainer.opt.step()
+    assert heard == [(who, event) for event in ("StepSkipped", "ScaleChanged") for who in ("listener", "plugin")]
 
 
 def test_a_listener_may_call_back(trainer, alpha):
