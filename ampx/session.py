@@ -307,7 +307,7 @@ class Amp:
         if gives_state(opt):
             return lambda: self.last_step(opt())
         if isinstance(opt, WrappedOptimizer):
-            return lambda: opt.last_step
+            return partial(getattr, opt, "last_step")  # unlike a function, copied with its optimizer
         if self.backend.state_handle(opt, "gate") is None:
             wrapped_optimizers(opt, "gate")
         raise NotWrappedError(

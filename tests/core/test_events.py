@@ -1,5 +1,6 @@
 """Results, events, the warning of a collapsed scale, and the gate."""
 
+import copy
 import math
 import types
 import warnings
@@ -235,6 +236,14 @@ def test_averages_of_weights_wait_too(verb, trainer):
 def test_what_has_nothing_to_wait_with_is_refused(trainer):
     with pytest.raises(ampx.InvalidOptionError, match="function, which has none of step, update"):
         ampx.gate(lambda: None, trainer.opt)
+
+
+def test_a_copied_gate_follows_the_copied_optimizer(trainer):
+    gate = ampx.gate(Scheduler(), trainer.opt)
+    trainer.step(1.0)
+    _, copied = copy.deepcopy((trainer.opt, gate))
+    trainer.step(INF)
+    assert (gate.step(), copied.step()) == (False, True)
 
 
 def test_the_gate_is_open_when_disabled(alpha, make_trainer):
