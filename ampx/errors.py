@@ -112,7 +112,7 @@ class ProtocolError(AmpxError, RuntimeError):
 
 
 class NotWrappedError(ProtocolError):
-    """`scale_loss` was given an optimizer that `wrap_optimizer` did not return."""
+    """A call was given an optimizer that `wrap_optimizer` did not return."""
 
 
 class NotScaledError(ProtocolError):
