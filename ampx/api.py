@@ -123,7 +123,7 @@ def state_dict(opt: Any = None) -> dict[str, Any]:
 
 
 def load_state_dict(state: object, opt: Any = None) -> Any:
-    """Take over loss scales; gives `opt`, or the new optimizer state: see `Amp.load_state_dict`."""
+    """Take over loss scales; return `opt`, or the new optimizer state: see `Amp.load_state_dict`."""
     return _session_for("load_state_dict", opt).load_state_dict(state, opt)
 
 
@@ -143,7 +143,7 @@ def meter(opt: Any) -> Any:
 
 
 def observe(opt: Any) -> StepResult | None:
-    """Send the events of the last step that are due, and give its result: see `Amp.observe`."""
+    """Send the events of the last step that are due, and return its result: see `Amp.observe`."""
     return sessions.find("observe", opt).observe(opt)
 
 
@@ -152,7 +152,7 @@ def _session_for(call: str, opt: Any) -> Amp:
 
 
 def on_event(listener: Listener) -> Callable[[], None]:
-    """Call a listener for every event of every active session; gives a function that removes it again.
+    """Call a listener for every event of every active session; return a function that removes it again.
 
     Raises:
         NotInitializedError: No session is active.

@@ -82,7 +82,7 @@ class OverflowTrace:
 
 
 def trace_overflow(model: Any) -> AbstractContextManager[OverflowTrace]:
-    """Return a region whose target has the first module with a non-finite output as `first`, and as text says it.
+    """Return a region whose target has the first module with a non-finite output as `first`, and says it as text.
 
     Raises:
         UnsupportedByBackendError: The backend cannot watch modules.

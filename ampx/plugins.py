@@ -55,7 +55,7 @@ class Register(Protocol):
             name: What `ampx.init(framework=…)` takes.
             load: Gives the backend; the only place where the plugin imports the framework.
             roots: Root modules of the framework's objects, such as `("torch",)`.
-            requires: The requirement to install, such as `"torch>=2.4"`.
+            requires: The requirement to install, such as `"torch>=2.7"`.
             stands_in_for: Modules that the backend's `automate` provides to a script where they are missing, such as
                 `("apex",)`: `ampx run` imports the framework first when the script asks for one.
         """

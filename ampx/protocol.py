@@ -353,7 +353,7 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def ampx_clip_grad_norm(self, max_norm: float) -> Any:
-        """Unscale, clip the true gradients by global L2 norm and give the norm before clipping."""
+        """Unscale, clip the true gradients by global L2 norm and return the norm before clipping."""
 
     @property
     def meter(self) -> Any:

@@ -459,7 +459,7 @@ class Amp:
         return self.handle(opt, "meter").meter
 
     def observe(self, opt: Any) -> StepResult | None:
-        """Send the events of the last step that were not sent yet, and give its result.
+        """Send the events of the last step that were not sent yet, and return its result.
 
         An optimizer object sends its events by itself. A state that is a value cannot: its steps run in compiled
         code, so events come when the host looks. Look after every step to see every event; of several steps since
