@@ -21,6 +21,7 @@ from ampx.errors import AmpxError
 from ampx.events import Event, ScaleCollapsed
 from ampx.run.page import framework_versions
 from ampx.run.ranks import process_rank
+from ampx.run.recorder import names_of
 from ampx.run.supervisor import Finished, supervise
 
 from .diagnose import in_one_line
@@ -48,6 +49,7 @@ class TrialObserver:
         self.trial = trial
         self.steps = 0
         self.losses: list[float | None] = []
+        self.turns: list[int | None] = []  # by step, the group of the optimizer that made it
         self.times: list[float] = []
         self.readings: dict[int, tuple[Reading, ...]] = {}
         self.fault: tuple[int, str] | None = None
@@ -103,7 +105,9 @@ class TrialObserver:
         """Note that steps are over; end the script after the last."""
         if steps <= self.steps or os.getpid() != self._process:
             return
+        turn = next((run.recorder.turn for run, _ in self._runs), None)
         for _ in range(steps - self.steps):
+            self.turns.append(turn)
             self._unread.append(self._readers)
             self._readers = []
         before, self.steps = self.steps, steps
@@ -193,11 +197,14 @@ class TrialObserver:
         self._finish_block()  # of steps that a device told of after the end
         if report["steps"] and all(loss is None for loss in self.losses):
             self._note("This backend does not report losses.")
+        groups = [optimizer["group"] for optimizer in report["optimizers"]]
+        names = dict(zip(groups, names_of(report["optimizers"]), strict=True))
         began = [(run.amp, backend) for run, backend in self._runs if run.amp is not None]
         native = {dtype for amp, backend in began for dtype in backend.device(amp.effective.device).native}
         return Outcome(
             run=report,
             losses=tuple(self.losses),
+            losses_of=tuple(names.get(turn) for turn in self.turns),
             times=tuple(self.times),
             peak_host=_peak_host(),
             peak_device=self.peak_device,

@@ -19,7 +19,7 @@ from .batch import plain
 from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
 from .formats import FORMATS
 from .meter import LOST
-from .timing import busy
+from .timing import busy, speed_in_words
 from .trial import Outcome, Trial, not_repeatable, run_trial
 
 SCHEMA: Final = "ampx.compare/1"
@@ -241,7 +241,9 @@ def _compare(name: str, references: Sequence[Outcome], outcomes: Sequence[Outcom
     facts["speed"] = _paired(references, outcomes) if warm else None
     facts["memory_ratio"] = _ratio(outcomes[0].peak_memory, references[0].peak_memory)
     facts["parts_at"] = parting(references[0].losses, outcomes[0].losses, name)
-    facts["ends_alike"] = ends_alike(references[0].losses, outcomes[0].losses, name)
+    curves, others = references[0].curves(), outcomes[0].curves()
+    pairs = zip(curves, others, strict=False)
+    facts["ends_alike"] = 0 < len(curves) == len(others) and all(ends_alike(*pair, name) for pair in pairs)
     return facts
 
 
@@ -317,8 +319,7 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
         faster, slower = speed["least"] > 1 + margin, speed["largest"] < 1 / (1 + margin)
         below, above = speed["least"] < 1 - ALIKE, speed["largest"] > 1 + ALIKE
         undecided = below or above if alone else below and above
-        spread = "one pair of runs" if alone else f"{speed['least']:.2f} to {speed['largest']:.2f}"
-        parts.append(f"{speed['ratio']:.2f} times the speed of float32 ({spread})")
+        parts.append(speed_in_words(speed["pairs"]))
     if memory is not None:
         parts.append(f"{memory:.2f} times the memory")
     parts.append(_of_losses(facts))

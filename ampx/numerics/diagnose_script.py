@@ -278,7 +278,7 @@ def _report(
         "steps": seen.steps,
         "step": step,
         "fault": what or None,
-        "losses": seen.to_json()["losses"],
+        **{name: seen.to_json()[name] for name in ("losses", "losses_of")},
         "skipped": seen.skipped,
         "diagnosis": None if diagnosis is None else diagnosis.to_json(),
         "modules": modules,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ampx.run import page
 from ampx.run.report import VISIBLE, lost_map
 
+# By dtype, the loss of each step, and the optimizer that made the step.
+Losses: TypeAlias = Mapping[str, Sequence[Any]]
+Names: TypeAlias = Mapping[str, Sequence[str | None]]
 KINDS = (".json", ".html", ".png")
 
 
@@ -118,7 +121,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     parts = [page.paragraph(verdict, verdict=True) for verdict in verdicts]
     parts += [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
     parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
-    parts += _loss_parts("Loss", _losses(report))
+    parts += _loss_parts("Loss", *_losses(report))
     if meters := meter_rows(report):
         parts += [page.heading("Updates and gradients"), page.table(METER_HEAD, meters)]
     parts += [lost_map(meter) for facts in report["dtypes"].values() for meter in facts["meters"]]
@@ -135,13 +138,26 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _loss_parts(title: str, losses: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return a heading and curves of losses by step; nothing where no loss is a number."""
+def _loss_parts(title: str, losses: Losses, names: Names) -> list[str]:
+    """Return a heading and curves of losses by step, for each optimizer; nothing where no loss is a number."""
     if not any(isinstance(loss, float) for curve in losses.values() for loss in curve):
         return []
-    figure, axes = page.new_figure(3.2)
-    page.draw_losses(axes, {name: enumerate(curve, 1) for name, curve in losses.items()})
-    return [page.heading(title), page.svg(figure)]
+    parts = [page.heading(title)]
+    for optimizer, curves in _by_optimizer(losses, names).items():
+        figure, axes = page.new_figure(3.2)
+        page.draw_losses(axes, curves)
+        axes.set_title(optimizer)
+        parts.append(page.svg(figure))
+    return parts
+
+
+def _by_optimizer(losses: Losses, names: Names) -> dict[str, dict[str, Any]]:
+    """Return the curves of step and loss in each dtype, by optimizer; of "" where only one has losses."""
+    curves: dict[str, dict[str, Any]] = {}
+    for dtype, values in losses.items():
+        for optimizer, points in page.by_optimizer(count(1), values, names[dtype]).items():
+            curves.setdefault(optimizer, {})[dtype] = points
+    return curves
 
 
 def _heat_map(errors: Mapping[str, Any]) -> str:
@@ -152,11 +168,10 @@ def _heat_map(errors: Mapping[str, Any]) -> str:
     return page.heat_map(names, errors["steps"], errors["errors"], title, missing=page.ALARM)
 
 
-def _losses(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "float32": report["float32"]["losses"],
-        **{name: facts["losses"] for name, facts in report["dtypes"].items()},
-    }
+def _losses(report: Mapping[str, Any]) -> tuple[Losses, Names]:
+    runs = {"float32": report["float32"], **report["dtypes"]}
+    losses, names = ({dtype: facts[key] for dtype, facts in runs.items()} for key in ("losses", "losses_of"))
+    return losses, names
 
 
 def draw(report: Mapping[str, Any]) -> Any:
@@ -166,9 +181,12 @@ def draw(report: Mapping[str, Any]) -> Any:
     figure = Figure(figsize=(12.0, 4.6), layout="constrained")
     halves: Any = figure.subfigures(1, 2)
     left, right = halves
-    axes = left.subplots()
-    page.draw_losses(axes, {name: enumerate(curve, 1) for name, curve in _losses(report).items()})
-    axes.set_title("Loss")
+    losses, names = _losses(report)
+    curves = _by_optimizer(losses, names) or {"": dict.fromkeys(losses, ())}
+    places = left.subplots(len(curves), squeeze=False)[:, 0]
+    for axes, (optimizer, points) in zip(places, curves.items(), strict=True):
+        page.draw_losses(axes, points)
+        axes.set_title(f"Loss of {optimizer}" if optimizer else "Loss")
     if report["sweep"] is not None:
         _draw_sweep(report, right)
     else:
@@ -246,7 +264,10 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         if diagnosis["risks"]:
             parts.append(page.heading("Risks elsewhere"))
             parts += [page.paragraph(risk["text"]) for risk in diagnosis["risks"]]
-    parts += [*map(page.paragraph, report["notes"]), *_loss_parts("Loss", {report["dtype"]: report["losses"]})]
+    parts += [
+        *map(page.paragraph, report["notes"]),
+        *_loss_parts("Loss", *({report["dtype"]: report[key]} for key in ("losses", "losses_of"))),
+    ]
     if report["map"] is not None:
         names = [name or "the model" for name in report["map"]["modules"]]
         title = "largest magnitude of the output; red: not finite, or not run"
@@ -294,7 +315,7 @@ def _tuned(report: Mapping[str, Any]) -> list[str]:
     parts += [page.heading("The policy file"), page.code(report["file"].splitlines())]
     if report["exclusions"]:
         parts += [page.heading("For conversion tools"), page.code(exclusion_lines(report["exclusions"]))]
-    parts += _loss_parts("Loss, before anything was kept in float32", report["losses"])
+    parts += _loss_parts("Loss, before anything was kept in float32", report["losses"], report["losses_of"])
     if report["map"] is not None:
         parts += [page.heading("Modules: relative error to float32"), _heat_map(report["map"])]
     return parts

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 SECONDS: Final = 0.02
@@ -24,6 +25,12 @@ def timed(compute: Callable[[], Any], wait: Callable[[], Any] = lambda: None) ->
         count += 1
     wait()
     return (time.perf_counter() - began) / count
+
+
+def speed_in_words(ratios: Sequence[float]) -> str:
+    """Return what the speed is, of its ratios to float32's in pairs of runs."""
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "one pair of runs"
+    return f"{statistics.median(ratios):.2f} times the speed of float32 ({spread})"
 
 
 def busy() -> list[str]:

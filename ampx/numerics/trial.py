@@ -19,6 +19,7 @@ from typing import Any, Final
 from ampx.backend import Reading, Stats, Watching
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings
+from ampx.run.page import by_optimizer
 from ampx.run.program import Program
 
 _CHILD: Final = "ampx.numerics.child"
@@ -107,6 +108,7 @@ class Outcome:
         versions: Of Python, ampx and the framework.
         raised: The exception that ended the script in the step after the last, and the line of the script that it went
             through: `("ValueError: why", "train.py:12")`; None for none.
+        losses_of: By step, the name of the optimizer that made it; None where it is not known.
     """
 
     run: Mapping[str, Any]
@@ -122,6 +124,7 @@ class Outcome:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     raised: tuple[str, str] | None = None
+    losses_of: tuple[str | None, ...] = ()
 
     @property
     def steps(self) -> int:
@@ -156,6 +159,11 @@ class Outcome:
             return float(scales[-1][1] if scales else optimizer["initial_scale"])
         return None
 
+    def curves(self) -> list[list[float | None]]:
+        """Return the losses of each optimizer's steps; of an optimizer that steps on another's loss there are none."""
+        curves = by_optimizer(range(len(self.losses)), self.losses, self.losses_of)
+        return [[loss for _, loss in points] for points in curves.values()]
+
     def scale_at(self, step: int) -> float:
         """Return the loss scale of a step, of the first optimizer."""
         for optimizer in self.run["optimizers"]:
@@ -170,6 +178,7 @@ class Outcome:
             "skipped": self.skipped,
             "scale": self.last_scale,
             "losses": [loss if loss is None or math.isfinite(loss) else str(loss) for loss in self.losses],
+            "losses_of": list(self.losses_of),
             "seconds_a_step": list(self.times),
             "peak_host": self.peak_host,
             "peak_device": self.peak_device,
@@ -220,7 +229,7 @@ def _read_outcome(text: str) -> Outcome:
         )
         for step, seen in values.pop("readings").items()
     }
-    values.update({name: tuple(values[name]) for name in ("losses", "times", "notes")})
+    values.update({name: tuple(values[name]) for name in ("losses", "losses_of", "times", "notes")})
     values.update({name: None if values[name] is None else tuple(values[name]) for name in ("fault", "raised")})
     return Outcome(**values, readings=readings)
 

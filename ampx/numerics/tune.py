@@ -20,6 +20,7 @@ from ampx.session import listed
 from .batch import FLOAT32, SAMPLES, Batch, Casting, Seen, fitting_scale, plain, scaled
 from .compare import Comparison, ModuleError, bound, check_tolerance, compared, relative_error
 from .operations import failing, family
+from .timing import speed_in_words
 
 # Gradients that are further off than this are of another direction, whatever rounding explains.
 LARGEST_TOLERANCE: Final = 0.25
@@ -121,7 +122,7 @@ class TunedPolicy:
             Choice(_entry(name), f"{1e3 * low:.3g} ms in {self.dtype}, {1e3 * wide:.3g} ms in float32")
             for name, (low, wide) in slow.items()
         ]
-        reason = f"{self.reasons['dtype']}; {_speed(ratios)}"
+        reason = f"{self.reasons['dtype']}; {speed_in_words(ratios)}"
         speed = statistics.median(ratios)
         return replace(self, deny=(*self.deny, *choices), speed=speed, reasons={**self.reasons, "dtype": reason})
 
@@ -291,11 +292,6 @@ def _best(times: Mapping[str, Sequence[float]]) -> tuple[float, list[float]]:
     return statistics.median(best), best
 
 
-def _speed(ratios: Sequence[float]) -> str:
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else "one round"
-    return f"{statistics.median(ratios):.2f} times the speed of float32 ({spread})"
-
-
 def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str:
     """Return why float32 is preferred to a policy in low precision that agrees with it.
 
@@ -307,7 +303,7 @@ def not_faster(policy: TunedPolicy, times: Mapping[str, Sequence[float]]) -> str
     names = [choice.entry for choice in policy.deny]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     kept = f" with {', '.join(names[:3])}{more} in float32" if names else ""
-    reason = f"{policy.dtype}{kept} agrees, and runs at {_speed(best)} here"
+    reason = f"{policy.dtype}{kept} agrees, and runs at {speed_in_words(best)} here"
     return reason if speed <= 1 + ALIKE else f"{reason}, which is not beyond the spread; more repeats may decide"
 
 

@@ -478,6 +478,7 @@ def _report(
             verdict += " the gradients of each step, and keep NaN out of the weights."
     else:
         verdict = f"{policy.dtype}, with {_counted(policy)} in float32: {policy.reasons['dtype']}."
+    runs = {_FLOAT32: search.reference.to_json(), search.dtype: first.to_json()}
     return {
         "schema": SCHEMA,
         "script": trial.program.name,
@@ -488,7 +489,7 @@ def _report(
         "policy": policy.to_json(),
         "file": file.text(),
         "exclusions": list(exclusions(policy)) if search.for_inference else [],
-        "losses": {_FLOAT32: search.reference.to_json()["losses"], search.dtype: first.to_json()["losses"]},
+        **{name: {dtype: run[name] for dtype, run in runs.items()} for name in ("losses", "losses_of")},
         "map": error_map(errors),
         "verdict": verdict,
         "notes": list(search.reference.notes),

@@ -9,8 +9,10 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from itertools import chain, repeat
+from typing import Any, Final, TypeVar
 
+Loss = TypeVar("Loss")
 ALARM: Final = "#b30000"
 MOST_ROWS: Final = 60  # of a heat map
 _LONGEST: Final = 48  # label
@@ -144,7 +146,21 @@ def style_of(name: str, position: int = 0) -> tuple[str, str]:
     return STYLES.get(name) or _OTHERS[position % len(_OTHERS)]
 
 
-def draw_losses(axes: Any, losses: Mapping[str, Iterable[tuple[int, float | str | None]]]) -> None:
+def by_optimizer(
+    steps: Iterable[int], losses: Iterable[Loss | None], names: Iterable[str | None]
+) -> dict[str, list[tuple[int, Loss]]]:
+    """Return the points of step and loss of each optimizer, by its name; of "" where only one has losses.
+
+    In adversarial training the losses of two optimizers take turns: as one curve they would be a saw.
+    """
+    curves: dict[str, list[tuple[int, Loss]]] = {}
+    for step, loss, name in zip(steps, losses, chain(names, repeat(None)), strict=False):
+        if loss is not None:
+            curves.setdefault(name or "", []).append((step, loss))
+    return curves if len(curves) > 1 else dict(zip([""], curves.values(), strict=False))
+
+
+def draw_losses(axes: Any, losses: Mapping[str, Iterable[tuple[int, float | str]]]) -> None:
     """Draw curves of step and loss on each other, by name; a loss that is not finite is text, and a red line."""
     alarmed, lowest, highest = False, math.inf, 0.0
     for position, (name, points) in enumerate(losses.items()):

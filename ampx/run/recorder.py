@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -82,6 +83,20 @@ class OptimizerRecord:
         return {"kind": self.kind, "place": values.pop("optimizers")[0][1], **values}
 
 
+def names_of(optimizers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each optimizer: its class, and where that is not enough the line that made it, or a number."""
+    kinds = [optimizer["kind"] for optimizer in optimizers]
+    names = []
+    for position, optimizer in enumerate(optimizers):
+        kind, place = optimizer["kind"], optimizer["place"]
+        if kinds.count(kind) > 1:
+            same = [other for other in optimizers if (other["kind"], other["place"]) == (kind, place)]
+            number = "" if place and len(same) == 1 else f" {1 + kinds[:position].count(kind)}"
+            kind = f"{kind}{number}" + (f" ({PurePath(place).name})" if place else "")
+        names.append(kind)
+    return names
+
+
 @dataclass
 class MeterRecord:
     """What the meter of one optimizer saw, update by update that it looked at."""
@@ -130,37 +145,37 @@ class LossCurve:
 
     def __init__(self) -> None:
         self._every = 1
-        self._kept: list[tuple[int, Callable[[], tuple[int, float]]]] = []
+        self._kept: list[tuple[int, Callable[[], tuple[int, float]], int | None]] = []
         self._of_this_step: list[Callable[[], float]] = []
 
     def wants(self, before: int) -> bool:
-        """Return whether the loss is kept of the step, or of the call of a compiled function, after so many."""
+        """Return whether the loss is kept of an optimizer's step, or of a compiled function's call, after so many."""
         return before % self._every == 0
 
     def loss(self, read: Callable[[], float]) -> None:
         """Note a loss of this step, as `Observer.loss` does."""
         self._of_this_step.append(read)
 
-    def stepped(self, steps: int) -> None:
-        """Note that so many steps are over."""
-        if readers := self._of_this_step:
-            self.keep(steps - 1, lambda: (steps, sum(read() for read in readers)))
-            self._of_this_step = []
+    def stepped(self, steps: int, group: int, before: int) -> None:
+        """Note that so many steps are over, the last of an optimizer (by group) after so many of its own."""
+        readers, self._of_this_step = self._of_this_step, []
+        if readers and self.wants(before):
+            self.keep(before, lambda: (steps, sum(read() for read in readers)), group)
 
-    def keep(self, before: int, read: Callable[[], tuple[int, float]]) -> None:
+    def keep(self, before: int, read: Callable[[], tuple[int, float]], group: int | None = None) -> None:
         """Keep what reads the number of a step and its loss, where the host learns both later; `before` as `wants`."""
-        self._kept.append((before, read))
+        self._kept.append((before, read, group))
         if len(self._kept) > CURVE_POINTS:
             self._every *= 2
             self._kept = [entry for entry in self._kept if self.wants(entry[0])]
 
-    def points(self) -> list[tuple[int, float | str]]:
-        """Return pairs of step and loss, which is text where it is not finite. Sync: one a loss."""
-        points: list[tuple[int, float | str]] = []
-        for _, read in self._kept:
+    def points(self) -> list[tuple[int, float | str, int | None]]:
+        """Return step, loss, which is text where it is not finite, and group, None if not known. Sync: one a loss."""
+        points: list[tuple[int, float | str, int | None]] = []
+        for _, read, group in self._kept:
             with suppress(Exception):  # a tensor that the framework has freed, say
                 step, loss = read()
-                points.append((step, loss if math.isfinite(loss) else str(loss)))
+                points.append((step, loss if math.isfinite(loss) else str(loss), group))
         return sorted(points, key=lambda point: point[0])
 
 
@@ -182,6 +197,7 @@ class Recorder:
         self.ops: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []  # sentences for the end of the summary
         self.steps = 0  # steps of all optimizers
+        self.turn: int | None = None  # the optimizer that stepped last, by the position of its loss scale
         self.sampled_steps = sampled_steps  # how many steps are sampled
         # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
@@ -208,7 +224,11 @@ class Recorder:
     @property
     def wants_losses(self) -> bool:
         """Whether somebody wants to know the loss of this step: a backend that sees it calls `saw_loss`."""
-        return self.observer is not None or (self.curve is not None and self.curve.wants(self.steps))
+        if self.curve is None:
+            return self.observer is not None
+        # Which optimizer steps next is not known, and each has a curve of its own.
+        counts = [record.steps for record in self.optimizers.values()] or [0]
+        return self.observer is not None or any(map(self.curve.wants, counts))
 
     def saw_loss(self, read: Callable[[], float]) -> None:
         """Hand on the loss of a backward, not scaled, as a function that reads it when it may be waited for."""
@@ -244,12 +264,13 @@ class Recorder:
         before = record.steps // self.meter_every
         record.steps += count
         self.steps += count
+        self.turn = group
         looks = record.steps // self.meter_every
         # Reading a meter may wait for the device: in an ordinary run after 100, 200, 400, 800 ... steps.
         if looks > before and (self.observer is not None or looks & (looks - 1) == 0):
             self.read_meters()
         if self.curve is not None:
-            self.curve.stepped(self.steps)
+            self.curve.stepped(self.steps, group, record.steps - count)
         if self.observer is not None:
             self.observer.stepped(self.steps)
 
@@ -342,16 +363,20 @@ class Recorder:
     # -- the report --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain JSON types."""
+        """Return all of it as plain JSON types. Sync: one a loss that was kept."""
+        optimizers = [{**record.to_json(), "group": group} for group, record in sorted(self.optimizers.items())]
+        names = dict(zip(sorted(self.optimizers), names_of(optimizers), strict=True))
+        points = [] if self.curve is None else self.curve.points()
         return {
             "schema": SCHEMA,
             "steps": self.steps,
             "skipped": sum(len(record.skipped) for record in self.optimizers.values()),
-            "optimizers": [{**record.to_json(), "group": group} for group, record in sorted(self.optimizers.items())],
+            "optimizers": optimizers,
             "seconds": {name: round(value, 6) for name, value in self.seconds.items()},
             "sampled_steps": self.steps_sampled,
             "ops": [{"op": op, "dtype": dtype, "count": count} for (op, dtype), count in self.ops.most_common()],
             "meters": [record.to_json() for record in self.meters.values()],
-            "losses": [] if self.curve is None else self.curve.points(),
+            "losses": [(step, loss) for step, loss, _ in points],
+            "losses_of": [None if group is None else names[group] for _, _, group in points],
             "notes": list(self.notes),
         }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from ampx.protocol import METER_EVERY
 from ampx.run.page import (
     ALARM,
+    by_optimizer,
     code,
     document,
     draw_losses,
@@ -20,7 +20,7 @@ from ampx.run.page import (
     svg,
     table,
 )
-from ampx.run.recorder import FORWARD
+from ampx.run.recorder import FORWARD, names_of
 
 _NAMES = {FORWARD: "forward and the rest of the loop"}
 TOP = 10
@@ -63,20 +63,6 @@ def headline(report: dict[str, Any]) -> str:
     return (
         f"{report['framework']} in {report['dtype']} on {report['device']}, level {report['level']}: {report['reason']}"
     )
-
-
-def names_of(optimizers: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a name for each optimizer: its class, and where that is not enough the line that made it, or a number."""
-    kinds = [optimizer["kind"] for optimizer in optimizers]
-    names = []
-    for position, optimizer in enumerate(optimizers):
-        kind, place = optimizer["kind"], optimizer["place"]
-        if kinds.count(kind) > 1:
-            same = [other for other in optimizers if (other["kind"], other["place"]) == (kind, place)]
-            number = "" if place and len(same) == 1 else f" {1 + kinds[:position].count(kind)}"
-            kind = f"{kind}{number}" + (f" ({PurePath(place).name})" if place else "")
-        names.append(kind)
-    return names
 
 
 def _optimizers(optimizers: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -205,7 +191,9 @@ def _draw_losses(report: dict[str, Any]) -> str | None:
     if not any(isinstance(loss, float) for _, loss in report["losses"]):
         return None
     figure, axes = new_figure(2.6)
-    draw_losses(axes, {report["dtype"]: report["losses"]})
+    steps, losses = zip(*report["losses"], strict=True)
+    curves = by_optimizer(steps, losses, report["losses_of"])
+    draw_losses(axes, {name or report["dtype"]: points for name, points in curves.items()})
     return svg(figure)
 
 

@@ -132,6 +132,13 @@ def check_compare(result, done, folder):
     assert "With --n 2 float32 failed: &lt;b&gt;x&lt;/b&gt;" in report.to_page(swept)
     report.write(folder / "swept.png", swept)
     assert (folder / "swept.png").read_bytes()[:4] == b"\x89PNG"
+    for run in (result["float32"], facts):
+        run["losses_of"] = ["SGD 1", "SGD 2"] * 4
+    pictures = report.draw(result).subfigs[0].axes
+    assert [axes.get_title() for axes in pictures] == ["Loss of SGD 1", "Loss of SGD 2"]
+    assert [list(curve.get_xdata()) for axes in pictures for curve in axes.get_lines()] == [[1, 3, 5, 7]] * 2 + [
+        [2, 4, 6, 8]
+    ] * 2
 
 
 def check_diagnose(result, done, folder):
@@ -169,6 +176,7 @@ def test_a_script_that_is_not_there_is_a_wrong_option_of_every_command(ampx_comm
     for command in ("compare", "diagnose", "tune"):
         done = ampx_command(command, "nothere.py", code=2)
         assert done.stderr.splitlines()[-1].startswith("ampx: the script 'nothere.py' cannot be read: No such file")
+        assert "standard input" not in done.stderr  # which these commands do not take
 
 
 def test_a_report_of_no_kind_is_refused_before_anything_runs(ampx_command, script):

@@ -309,6 +309,7 @@ def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
             "ops": [{"op": "mm", "dtype": "float16", "count": 4}, {"op": "sum", "dtype": "float32", "count": 2}],
             "sampled_steps": 3,
             "losses": [[1, 2.0], [2, 1.5]],
+            "losses_of": ["SGD", "SGD"],
             "processes": [],
             "lines": ["a < b"],
             "notes": ["mind & look"],

@@ -160,6 +160,28 @@ def test_losses_of_few_steps_are_kept_spread_over_all_and_read_at_the_end():
     assert seen.to_json()["losses"] == []
 
 
+def test_losses_of_optimizers_that_take_turns_are_kept_alike_and_told_apart(monkeypatch):
+    monkeypatch.setattr("ampx.run.recorder.CURVE_POINTS", 8)
+    seen = Recorder()
+    critic, actor, idle = (seen.add_optimizer("Adam", 1.0, place=f"/there/gan.py:{line}") for line in (6, 7, 8))
+    seen.curve = recorder.LossCurve()
+    for _ in range(16):
+        for group, loss in ((critic, 0.5), (critic, 0.25), (actor, 2.0)):
+            if seen.wants_losses:
+                seen.saw_loss(lambda loss=loss: loss)
+            seen.stepped(group)
+        seen.stepped(idle)  # on the loss of another
+    report = seen.to_json()
+    losses = {name: [] for name in ("Adam (gan.py:6)", "Adam (gan.py:7)")}
+    for (step, loss), name in zip(report["losses"], report["losses_of"], strict=True):
+        losses[name].append((step, loss))
+    # Each eighth step of its own: of the critic the first of two in each fourth turn, of the actor that in each eighth.
+    assert losses == {
+        "Adam (gan.py:6)": [(step, 0.5) for step in (1, 17, 33, 49)],
+        "Adam (gan.py:7)": [(step, 2.0) for step in (3, 35)],
+    }
+
+
 def test_only_one_framework_is_automated(toy):
     first = Run("toy")
     second = Run("toy-explicit", peers=first.peers)

@@ -383,7 +383,7 @@ def test_the_curve_of_a_report_has_the_losses_that_the_script_sees(style, dtype)
             for factor in factors:
                 weights, state, loss = step(weights, state, factor)
                 losses.append(float(loss))
-    points = curve.points()
+    points = [point[:2] for point in curve.points()]
     if (style, dtype) == ("eager update", "float16"):  # its gradient reads the scale by a callback, and tells nothing
         points += [(number, loss) for number, loss in enumerate(losses[1:], 2)]
     assert points == [(number, pytest.approx(loss)) for number, loss in enumerate(losses, 1)]

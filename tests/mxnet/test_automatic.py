@@ -164,7 +164,7 @@ def test_losses_that_are_numpy_arrays_are_read(run):
             loss = net(mx.np.array([[1.0, 2.0], [3.0, 4.0]]))
         loss.backward()
         trainer.step(1)
-    assert run.recorder.curve.points() == [(1, 5.0)]
+    assert run.recorder.curve.points() == [(1, 5.0, 0)]
 
 
 @pytest.mark.bfloat16

@@ -167,6 +167,18 @@ def test_the_verdict_is_true_of_what_was_seen(change, sentence):
     assert verdict("float16", {**facts, **change}).endswith(sentence)
 
 
+def test_the_losses_of_two_optimizers_both_have_to_end_alike():
+    """In adversarial training the larger loss hides what became of the smaller one."""
+
+    def two(trial):
+        small = 0.1 if trial.settings.dtype == "float32" else 0.2
+        return replace(pretended(trial), losses=(9.0, small) * 4, losses_of=("D", "G") * 4)
+
+    result = compare_script(Program("gan.py"), RunSettings(), ("float16",), steps=4, run=two)
+    assert ends_alike((9.0, 0.1) * 4, (9.0, 0.2) * 4, "float16")  # as one curve
+    assert not result["dtypes"]["float16"]["ends_alike"]
+
+
 def test_steps_that_nothing_warmed_up_are_not_timed():
     result = compare_script(Program("a.py"), RunSettings(), ("float16",), steps=3, run=pretended)
     assert (result["float32"]["steps_a_second"], result["dtypes"]["float16"]["speed"]) == (None, None)

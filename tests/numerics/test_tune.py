@@ -326,7 +326,7 @@ def test_a_speed_that_was_measured_is_said_with_its_spread():
     timed_often, timed_once = (policy.timed(ratios, {}) for ratios in ([1.5, 2.0, 1.25], [1.5]))
     assert (timed_often.speed, timed_once.speed) == (1.5, 1.5)
     assert timed_often.reasons["dtype"] == "it agrees; 1.50 times the speed of float32 (1.25 to 2.00)"
-    assert timed_once.reasons["dtype"].endswith("(one round)")
+    assert timed_once.reasons["dtype"].endswith("(one pair of runs)")
 
 
 def test_rounds_that_differ_too_much_to_decide_are_followed_by_more(monkeypatch):
