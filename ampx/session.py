@@ -855,8 +855,8 @@ def _check_level(backend: Backend, level: Level) -> None:
 def _check_dtype(backend: Backend, device: Device, wanted: Dtype) -> None:
     if wanted not in device.native | device.emulated:
         raise UnsupportedDtypeError(
-            f"{_unsupported(backend, device, wanted)}. Choose one of these, another device, or on_unsupported='warn' "
-            f"to fall back."
+            f"{_unsupported(backend, device, wanted)}. Choose one of these or another device; in code, "
+            f"on_unsupported='warn' falls back."
         )
 
 
@@ -875,7 +875,7 @@ def _choose_dtype(
         return None, f"float32 was asked for (level={level.name}, dtype={wanted or 'auto'})"
     if wanted is None:
         if device.preferred is None:
-            advice = " Pass dtype=… to force it." if device.native | device.emulated else ""
+            advice = " Name a dtype to force it." if device.native | device.emulated else ""
             callers.warn(f"mixed precision is off on {device.name}: {device.reason}.{advice}", PrecisionWarning)
         return device.preferred, device.reason
     if wanted in device.native:

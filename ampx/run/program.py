@@ -100,8 +100,8 @@ def _load_file(name: str) -> _Loaded:
             source = file.read()
     except OSError as error:
         raise InvalidOptionError(
-            f"the script {name!r} cannot be read: {error.strerror}; accepted: a Python file, - for the standard input, "
-            f"or -m and the name of a module. Check the path."
+            f"the script {name!r} cannot be read: {error.strerror}; accepted: a Python file, or -m and the "
+            f"name of a module. Check the path."
         ) from error
     code = compile(source, target, "exec", dont_inherit=True)
     return _Loaded(code, target, folder, {"__file__": target, "__cached__": None, "__package__": None})
