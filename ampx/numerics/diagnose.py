@@ -186,13 +186,23 @@ def first_failing(readings: Sequence[Reading], healthy: Mapping[Key, Reading] | 
             if (key := _key(readings[position])) not in healthy
             or healthy[key].value.nonfinite < readings[position].value.nonfinite
         ]
-    elif meant := [
-        position
-        for position in candidates
-        if not (family(readings[position].operation) == "mask" and not readings[position].value.nan)
-    ]:
-        candidates = meant  # a mask of -inf is no failure, unless there is nothing else
+    elif harmful := [position for position in candidates if not _is_meant(readings, position)]:
+        candidates = harmful
     return candidates[0] if candidates else None
+
+
+def _is_meant(readings: Sequence[Reading], position: int) -> bool:
+    """Return whether an infinity is no failure: a mask's, or one that an operation makes finite numbers of."""
+    if readings[position].value.nan or readings[position].direction == "backward":
+        return False
+    if family(readings[position].operation) == "mask":
+        return True
+    for entry in readings[position + 1 :]:
+        if entry.direction == "backward" or entry.value.nan:
+            return False
+        if entry.inputs.nonfinite and not entry.value.nonfinite:
+            return True
+    return False
 
 
 def _before(readings: Sequence[Reading], position: int) -> Place | None:

@@ -14,9 +14,10 @@ from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import Seen, plain
-from .diagnose import SAMPLES, Diagnosis, diagnosed, refused
+from .diagnose import SAMPLES, Diagnosis, diagnosed, first_failing, refused
 from .operations import normalised
 from .trial import DIFFERS, Outcome, Trial, run_trial
+from .tune import inside
 
 SCHEMA: Final = "ampx.diagnose/1"
 # What reads a variable in TensorFlow, as `normalised` has it.
@@ -174,30 +175,34 @@ def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
 
     Some frameworks read them by an operation of their own. Of others they are what the operations of a module received
     beyond what the module received, where that stands out: magnitudes beyond those of the module's inputs, and elements
-    that are not finite.
+    that are not finite. Only the first operation of a module counts, before any module inside has computed anything:
+    others receive what was computed.
     """
     forward = [entry for entry in readings if entry.direction == "forward"]
     read = [entry for entry in forward if entry.kind and normalised(entry.operation) == _READ]
     if read:
         return {_parameters(module): _joined(read, module) for module in dict.fromkeys(entry.module for entry in read)}
-    inputs = {(entry.module, entry.call): entry.inputs for entry in forward if not entry.operation}
+    inputs = {entry.module: entry.inputs for entry in reversed(forward) if not entry.operation}  # of the first call
+    failing = first_failing(readings, None)
     parameters: dict[str, Stats] = {}
-    met: set[tuple[str, int]] = set()
+    begun: set[str] = set()
     for entry in forward:
-        received = inputs.get((entry.module, 0))
-        first = (entry.module, entry.call) not in met
-        if not entry.operation or not first or received is None:
-            continue
-        if not entry.kind:  # outside of all modules, whose name is that of the model
-            continue
-        met.add((entry.module, entry.call))
-        own = entry.inputs
-        if own.nonfinite > received.nonfinite or (own.largest > received.largest and own.elements > received.elements):
-            parameters[_parameters(entry.module)] = Stats(
-                elements=own.elements - received.elements,
-                nonfinite=max(0, own.nonfinite - received.nonfinite),
-                largest=own.largest,
-            )
+        received = inputs.get(entry.module)
+        first = entry.module not in begun
+        begun.update(name for name in inputs if entry.module == name or inside(entry.module, name))
+        if entry.operation and entry.kind and first and received is not None:  # no kind: outside of all modules
+            own = entry.inputs
+            # A value may be received twice, as by x * x.
+            times = max(1, own.elements // received.elements) if received.elements else 1
+            larger = own.largest > received.largest and own.elements > received.elements
+            if own.nonfinite > times * received.nonfinite or larger:
+                parameters[_parameters(entry.module)] = Stats(
+                    elements=own.elements - received.elements,
+                    nonfinite=max(0, own.nonfinite - times * received.nonfinite),
+                    largest=own.largest,
+                )
+        if failing is not None and entry is readings[failing]:
+            break  # what comes later receives what it made
     return parameters
 
 

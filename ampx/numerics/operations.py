@@ -23,7 +23,7 @@ _FAMILIES: Final[dict[Family, str]] = {
     "softmaxwithcrossentropy softmaxcrossentropywithlogits sparsesoftmaxcrossentropywithlogits softmaxcrossentropy "
     "binarycrossentropy binarycrossentropywithlogits bceloss mseloss l1loss smoothl1loss huberloss kldiv kldivloss "
     "ctcloss l2loss softmaxoutput sigmoidcrossentropywithlogits pickloss",
-    "mask": "maskedfill where select selectn selectv2 fill full fulllike constant triu tril",
+    "mask": "maskedfill where select selectn selectv2 fill full fulllike scalartensor constant triu tril",
     "matmul": "mm addmm bmm baddbmm matmul linear dot dotgeneral batchdot batchmatmul einsum fullyconnected dense "
     "convolution conv1d conv2d conv3d convgeneraldilated conv mkldnnconvolution convolutionoverrideable "
     "scaleddotproductattention scaleddotproductflashattentionforcpu deconvolution inner tensordot addmv mv "

@@ -196,7 +196,7 @@ def by_error(modules: Sequence[str], errors: Sequence[ModuleError]) -> list[str]
         modules: Names of all modules.
         errors: Of the values of modules, in order of execution.
     """
-    holds = {name for name in modules if any(_inside(other, name) for other in modules)}
+    holds = {name for name in modules if any(inside(other, name) for other in modules)}
     added: dict[str, float] = {}
     before = {"forward": 0.0, "backward": 0.0}
     for entry in errors:
@@ -211,7 +211,8 @@ def by_error(modules: Sequence[str], errors: Sequence[ModuleError]) -> list[str]
     return leaves + inner
 
 
-def _inside(name: str, outer: str) -> bool:
+def inside(name: str, outer: str) -> bool:
+    """Return whether a module stands in another."""
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
@@ -220,7 +221,7 @@ def kept_in_float32(names: Iterable[str], modules: Sequence[str]) -> dict[str, s
     forced: dict[str, str] = {}
     for name in sorted(names):
         forced[glob.escape(name)] = "float32"
-        if any(_inside(other, name) for other in modules):
+        if any(inside(other, name) for other in modules):
             forced[f"{glob.escape(name)}.*" if name else "*"] = "float32"
     return forced
 
@@ -252,7 +253,7 @@ def _times(runs: Sequence[Sequence[Reading]]) -> dict[str, list[float]]:
         names = {entry.module for entry in readings}
         sums: dict[str, float] = {}
         for entry in readings:
-            if entry.seconds is not None and not any(_inside(other, entry.module) for other in names):
+            if entry.seconds is not None and not any(inside(other, entry.module) for other in names):
                 sums[entry.module] = sums.get(entry.module, 0.0) + entry.seconds
         for name, seconds in sums.items():
             times.setdefault(name, []).append(seconds)
@@ -558,7 +559,7 @@ def _for_speed(tuning: _Tuning, policy: TunedPolicy, safe: Casting, repeats: int
     slow = {name: times for name, times in slow_modules(low, wide).items() if _entry(name) not in denied}
     # The simplest in front: where nothing pays, nothing is cast.
     castings = {"float32": FLOAT32, "safe": safe}
-    leaves = [name for name in tuning.modules if not any(_inside(other, name) for other in tuning.modules)]
+    leaves = [name for name in tuning.modules if not any(inside(other, name) for other in tuning.modules)]
     if slow and any(name not in slow and _entry(name) not in denied for name in leaves):  # else nothing is left to cast
         castings["tuned"] = replace(safe, forced={**safe.forced, **kept_in_float32(slow, tuning.modules)})
         if not tuning.agrees(tuning.run(castings["tuned"])):

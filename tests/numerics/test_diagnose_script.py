@@ -12,6 +12,7 @@ import pytest
 import ampx
 from ampx.backend import Reading, Stats
 from ampx.numerics import report
+from ampx.numerics.diagnose import first_failing
 from ampx.numerics.diagnose_script import diagnose_script, parameters_of
 from ampx.numerics.trial import Outcome
 from ampx.run import RunSettings
@@ -131,6 +132,38 @@ def test_parameters_are_what_an_operation_receives_beyond_its_module():
     assert parameters_of([read("linear", Stats(24, nonfinite=3)), module])["head.parameters"].nonfinite == 3
     outside = dataclasses.replace(read("square", Stats(24, nonfinite=3)), kind="")  # the loss's, say
     assert parameters_of([outside, module]) == {}
+
+
+def test_what_a_module_computed_of_data_that_is_not_finite_is_no_parameter():
+    """A residual adds its input to what came of it, and a square receives it twice: each NaN counts again."""
+
+    def read(module, operation, value, inputs):
+        nan = [Stats(elements, nonfinite=bad, nan=bad) for elements, bad in (value, inputs)]
+        return Reading(module, "Module", operation, "forward", 0, "float32", *nan)
+
+    readings = [
+        read("block.square", "mul", (8, 1), (16, 2)),
+        read("block.square", "", (8, 1), (8, 1)),
+        read("block", "add", (8, 1), (16, 2)),
+        read("block", "mul", (8, 1), (24, 5)),
+        read("block", "", (8, 1), (8, 1)),
+    ]
+    assert parameters_of(readings) == {}
+    sound = dataclasses.replace(readings[0], value=Stats(8))  # does not end the search
+    assert parameters_of([sound, *readings[1:]]) == {}
+
+
+def test_an_infinity_that_becomes_a_finite_number_is_no_failure():
+    """The scores of a causal attention have one, whether a mask is filled in or added."""
+
+    def read(operation, nonfinite, received, nan=0):
+        values = Stats(16, nonfinite=nonfinite, nan=nan), Stats(32, nonfinite=received)
+        return Reading("attention", "Attention", operation, "forward", 0, "float32", *values)
+
+    causal = [read("scalar_tensor", 1, 0), read("add", 6, 6), read("softmax", 0, 6)]
+    assert first_failing([*causal, read("mm", 3, 0)], None) == 3
+    assert first_failing([read("exp", 2, 0), read("div", 2, 4, nan=2), read("where", 0, 2)], None) == 0
+    assert first_failing(causal[:2], None) == 1
 
 
 def test_parameters_are_what_an_operation_reads_where_a_framework_has_one_for_that():
