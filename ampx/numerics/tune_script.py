@@ -24,7 +24,19 @@ from .compare import ModuleError, bound, error_map, module_errors, relative_erro
 from .operations import failing
 from .timing import busy
 from .trial import Outcome, Trial, not_repeatable, run_trial
-from .tune import Choice, TunedPolicy, by_error, fastest, in_float32, kept_in_float32, minimal, not_faster, slow_modules
+from .tune import (
+    LARGEST_TOLERANCE,
+    Choice,
+    TunedPolicy,
+    by_error,
+    fastest,
+    in_float32,
+    inside,
+    kept_in_float32,
+    minimal,
+    not_faster,
+    slow_modules,
+)
 
 SCHEMA: Final = "ampx.tune/1"
 _SAMPLES: Final = 256
@@ -33,6 +45,14 @@ _FLOAT32: Final = "float32"
 # weight in the error of all together, and may be off by some percent where rounding moves a threshold such as ReLU's.
 _GROSS: Final = 0.25
 _CLEARLY: Final = 1.25  # times as long as the fastest
+_EXPORTED: Final = (
+    "Names of nodes are as torch.onnx.export(dynamo=False) writes them. With dynamo=True nodes are numbered, and the "
+    "modules of each are in its metadata, `pkg.torch.onnx.name_scopes`."
+)
+_EXPORTED_ELSEWHERE: Final = (
+    "Names of nodes are as PyTorch's exporter writes them; exporters of {} have names of their own: compare them with "
+    "the graph."
+)
 
 
 def check_options(purpose: str, what_if: str | None, dtypes: Sequence[str], out: Path) -> None:
@@ -122,7 +142,7 @@ class _Search:
         if scaled(dtype):
             self.scale = fitting_scale(dtype, Seen(Replayed(0.0, {}, {}), readings))
         if self.tolerance is None:
-            self.tolerance = bound(dtype, len(readings))
+            self.tolerance = min(LARGEST_TOLERANCE, bound(dtype, len(readings)))
 
     def low(self, names: Iterable[str] = (), operations: Iterable[str] = (), **options: Any) -> Trial:
         """Return the run in the dtype, with modules and operations in float32."""
@@ -282,7 +302,8 @@ def tune_script(
         settings: As for `ampx run`.
         framework: The only framework to automate.
         steps: End every run after so many steps.
-        tolerance: How far losses may be from float32's, relative to their norm; by default what rounding explains.
+        tolerance: How far losses may be from float32's, relative to their norm; by default what rounding explains,
+            and at most a quarter.
         for_inference: Compare the output of the model in the first step, and nothing else.
         what_if: A dtype to simulate, whatever the device computes.
         repeats: Rounds of timed runs; 0 measures no speed.
@@ -293,10 +314,10 @@ def tune_script(
     Raises:
         TrialError: A run failed, or the backend cannot watch modules.
     """
-    disturbance = busy() if repeats else []
     warm_up = min(5, steps // 4)
     trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up, shares_compiled=True)
     timed = repeats > 0 and what_if is None and not for_inference
+    disturbance = busy() if timed else []
     dtype, why = what_if or settings.dtype, "float32 was asked for"
     if what_if is None and dtype != "auto":
         dtype = normalise_dtype(dtype)
@@ -362,6 +383,9 @@ def tune_script(
     policy = replace(policy, replays=search.runs)
     report = _report(trial, search, policy, first, errors)
     report["notes"] += disturbance
+    if report["exclusions"]:
+        pytorch = policy.framework == "torch"
+        report["notes"].append(_EXPORTED if pytorch else _EXPORTED_ELSEWHERE.format(policy.framework))
     if search.unnamed:
         report["notes"].append(
             f"No part of {program.name} has a name: losses alone were compared, and no part was tried in float32 by "
@@ -443,13 +467,25 @@ def _runs(outcome: Outcome) -> list[tuple[Reading, ...]]:
 def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
     """Return the modules that stay in float32 as names of their nodes in an exported ONNX graph.
 
-    Exported nodes are called `/outer/inner/Operation`. A converter of ONNX models takes a regular expression that
-    matches from the start of the name (`nodes_to_exclude`), an engine builder of TensorRT names with wildcards
-    (`--layerPrecisions`).
+    PyTorch's exporter by traces calls nodes `/outer/inner/Operation`. A converter of ONNX models takes a regular
+    expression that matches from the start of the name (`nodes_to_exclude`), an engine builder of TensorRT names with
+    wildcards (`--layerPrecisions`).
     """
-    names = module_patterns(choice.entry for choice in policy.deny)
-    paths = [_unescaped(name).replace(".", "/") for name in names if name != "*" and not name.endswith(".*")]
-    return tuple({"module": path, "regex": f"/{re.escape(path)}/.*", "wildcard": f"/{path}/*"} for path in paths)
+    patterns = module_patterns(choice.entry for choice in policy.deny)
+    names = [_unescaped(name) for name in patterns if name != "*" and not name.endswith(".*")]
+    result = []
+    for name in names:
+        called = [outer for outer in policy.modules if outer and inside(name, outer)]
+        path = "/".join(map(_segment, [*sorted(called, key=len), name]))
+        result.append({"module": name, "regex": f"/{re.escape(path)}/.*", "wildcard": f"/{path}/*"})
+    return tuple(result)
+
+
+def _segment(name: str) -> str:
+    """Return what the exporter calls a module inside another: its last name, with the numbers behind it."""
+    parts = name.split(".")
+    begin = max((place for place, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join(parts[begin:])
 
 
 def _unescaped(pattern: str) -> str:

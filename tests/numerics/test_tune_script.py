@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 from dataclasses import replace
@@ -269,6 +270,41 @@ def test_a_simulated_dtype_is_forced_upon_the_modules():
     assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("float8_e4m3", ["module:layer4"])
 
 
+def test_a_tolerance_is_a_quarter_at_most_however_coarse_the_dtype():
+    """Rounding to three bits behind forty values would explain anything."""
+    policy, _ = tuned(Pretended(("layer3",), only_gradients=True), what_if="float8_e4m3", tolerance=None)
+    assert (policy.tolerance, [choice.entry for choice in policy.deny]) == (0.25, ["module:layer3"])
+
+
+@pytest.mark.parametrize(("options", "said"), [({"repeats": 1}, True), ({"repeats": 1, "for_inference": True}, False)])
+def test_other_work_on_the_machine_is_said_where_speed_is_measured(monkeypatch, options, said):
+    monkeypatch.setattr("ampx.numerics.tune_script.busy", lambda: ["busy"])
+    assert ("busy" in tuned(Pretended(()), **options)[1]["notes"]) == said
+
+
+@pytest.mark.parametrize(("framework", "words"), [("torch", "dynamo=False"), ("toy", "exporters of toy have names")])
+def test_for_inference_it_is_said_whose_names_of_nodes_are_printed(framework, words):
+    pretended = Pretended(("layer3",))
+
+    def run(trial):
+        outcome = pretended(trial)
+        # What layer 3 computes is what the model returns.
+        readings = {
+            step: tuple(
+                dataclasses.replace(seen[LAYERS.index("layer3")], module="")
+                if (entry.module, entry.direction) == ("", "forward")
+                else entry
+                for entry in seen
+            )
+            for step, seen in outcome.readings.items()
+        }
+        return dataclasses.replace(outcome, run={**outcome.run, "framework": framework}, readings=readings)
+
+    _, report = tuned(run, for_inference=True)
+    assert [entry["regex"] for entry in report["exclusions"]] == ["/layer3/.*"]
+    assert words in report["notes"][-1]
+
+
 def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_no_others():
     policy = TunedPolicy("toy", "cpu", "float16", "O1", 1.0, (Choice("module:layer1", "measured"),))
     (names,) = exclusions(policy)
@@ -276,7 +312,7 @@ def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_n
     assert [bool(re.match(names["regex"], node)) for node in nodes] == [True, True, False, False]
     assert [fnmatch.fnmatchcase(node, names["wildcard"]) for node in nodes] == [True, True, False, False]
     nested = TunedPolicy("toy", "cpu", "float16", "O1", 1.0, (Choice("module:a[[]0].b", ""), Choice("module:a.*", "")))
-    assert exclusions(nested) == ({"module": "a[0]/b", "regex": r"/a\[0\]/b/.*", "wildcard": "/a[0]/b/*"},)
+    assert exclusions(nested) == ({"module": "a[0].b", "regex": r"/b/.*", "wildcard": "/b/*"},)
 
 
 def test_a_policy_is_written_unless_its_dtype_was_simulated(tmp_path):
