@@ -45,6 +45,10 @@ _FLOAT32: Final = "float32"
 # weight in the error of all together, and may be off by some percent where rounding moves a threshold such as ReLU's.
 _GROSS: Final = 0.25
 _CLEARLY: Final = 1.25  # times as long as the fastest
+_SIMULATED: Final = (
+    "Simulated: numbers are rounded where modules take and return them, and not between the operations inside, which "
+    "may overflow where the dtype itself is computed."
+)
 _EXPORTED: Final = (
     "Names of nodes are as torch.onnx.export(dynamo=False) writes them. With dynamo=True nodes are numbered, and the "
     "modules of each are in its metadata, `pkg.torch.onnx.name_scopes`."
@@ -528,6 +532,6 @@ def _report(
         **{name: {dtype: run[name] for dtype, run in runs.items()} for name in ("losses", "losses_of")},
         "map": error_map(errors),
         "verdict": verdict,
-        "notes": list(search.reference.notes),
+        "notes": [*search.reference.notes, *([_SIMULATED] if search.simulated else [])],
         "origin": origin(search.reference.versions),
     }

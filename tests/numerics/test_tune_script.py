@@ -266,7 +266,8 @@ def test_precision_is_not_blamed_where_runs_in_float32_differ():
 
 
 def test_a_simulated_dtype_is_forced_upon_the_modules():
-    policy, _ = tuned(Pretended(("layer4",)), what_if="float8_e4m3")
+    policy, report = tuned(Pretended(("layer4",)), what_if="float8_e4m3")
+    assert "not between the operations inside" in report["notes"][-1]
     assert (policy.dtype, [choice.entry for choice in policy.deny]) == ("float8_e4m3", ["module:layer4"])
 
 
