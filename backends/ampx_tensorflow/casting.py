@@ -20,6 +20,7 @@ from . import oplists, retracing
 # Keras' policies with float32 variables: those of models that were made before `init`, or loaded.
 _REPLACED: Final = ("float32", "mixed_float16", "mixed_bfloat16")
 DTYPES: Final = {"float16": tf.float16, "bfloat16": tf.bfloat16, "float32": tf.float32}
+LOW: Final = ("float16", "bfloat16")  # the low-precision ones
 
 
 class _Session:

@@ -11,9 +11,11 @@ from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
 
+from . import casting
+
 # Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
 _SMALL: Final = 4096
-LOW: Final = (tf.float16, tf.bfloat16)
+LOW: Final = tuple(casting.DTYPES[name] for name in casting.LOW)
 
 
 def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:

@@ -16,6 +16,8 @@ import tensorflow as tf
 
 from ampx.errors import LowPrecisionParametersError, RawStepError
 
+from . import gradients
+
 
 class Wrapper(Protocol):
     """What is asked of the optimizer that wraps a raw one."""
@@ -53,7 +55,7 @@ def native(raw: Any, method: str) -> Callable[..., Any]:
 
 def refuse_low_precision(variables: Iterable[Any]) -> None:
     """Raise for variables in float16 or bfloat16, in which small updates would be lost."""
-    low = [variable for variable in variables if tf.as_dtype(variable.dtype).base_dtype in (tf.float16, tf.bfloat16)]
+    low = [variable for variable in variables if tf.as_dtype(variable.dtype).base_dtype in gradients.LOW]
     if low:
         names = ", ".join(getattr(variable, "path", variable.name) for variable in low[:5])
         raise LowPrecisionParametersError(

@@ -17,6 +17,7 @@ from ampx.backend import Array, Backend, Conversion, Converted
 from ampx.errors import ConversionError, InvalidOptionError
 from ampx.shipping.layers import check_computed, check_fits, denied_names, leaves_first, named_outputs
 
+from .casting import LOW
 from .numerics.names import walk
 
 # These compute in float32 whatever their policy says, and return what it says: where variables are float32, nothing is
@@ -32,7 +33,6 @@ _WIDE: Final = tuple(
     for name in ("Normalization", "UnitNormalization", "RMSNormalization", "SpectralNormalization")
     if hasattr(keras.layers, name)
 )
-_LOW: Final = ("float16", "bfloat16")
 
 
 def convert(backend: Backend, model: Any, conversion: Conversion) -> Converted:
@@ -85,7 +85,7 @@ def _check(model: Any) -> None:
             f"convert got {type(model).__name__} {model.name!r} before it has weights; accepted: a model that is "
             f"built. Call it once, or load its weights."
         )
-    other = [variable.path for variable in model.weights if variable.dtype in _LOW]
+    other = [variable.path for variable in model.weights if variable.dtype in LOW]
     if other:
         raise InvalidOptionError(
             f"convert got a model with weights in low precision ({', '.join(other[:5])}), of which nothing can be told "
@@ -112,7 +112,7 @@ def _policies(layers: Mapping[str, Any], denied: frozenset[str], dtype: str) -> 
     """Return the policy of each layer; one that was made for float32 in a model of mixed precision keeps it."""
     if dtype == "float32":
         return dict.fromkeys(("", *layers), dtype)
-    mixed = any(layer.compute_dtype in _LOW for layer in layers.values() if isinstance(layer, keras.layers.Layer))
+    mixed = any(layer.compute_dtype in LOW for layer in layers.values() if isinstance(layer, keras.layers.Layer))
     wide: list[str] = []
     for name, layer in layers.items():
         chosen = mixed and not _own(layer) and getattr(layer, "compute_dtype", dtype) == "float32"
@@ -130,7 +130,7 @@ def _policies(layers: Mapping[str, Any], denied: frozenset[str], dtype: str) -> 
 def _magnitudes(layers: Mapping[str, Any], policies: Mapping[str, str]) -> dict[str, float]:
     largest: dict[str, float] = {}
     for name, layer in layers.items():
-        for variable in _own(layer) if policies[name] in _LOW else ():
+        for variable in _own(layer) if policies[name] in LOW else ():
             values = np.abs(tf.convert_to_tensor(variable.value).numpy())
             if np.issubdtype(values.dtype, np.floating):
                 largest[f"{name}.{variable.name}"] = float(values[np.isfinite(values)].max(initial=0.0))

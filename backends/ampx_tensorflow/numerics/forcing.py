@@ -146,7 +146,7 @@ class Forcing:
     @property
     def is_low(self) -> bool:
         """Whether some dtype is low precision that computes."""
-        return any(dtype in ("float16", "bfloat16") for dtype in self._dtypes.values())
+        return any(dtype in casting.LOW for dtype in self._dtypes.values())
 
 
 def find_dtype(dtypes: Mapping[str, str], name: str) -> str | None:

@@ -150,7 +150,7 @@ def _policies_set(model: Any, plan: CastPlan | None) -> Iterator[None]:
     layers = [module for _, module in walk(model) if isinstance(module, keras.layers.Layer)]
     policies = Policies()
     free = [layer for layer in layers if not is_forced(layer) and type(layer.dtype_policy) is not casting.AmpPolicy]
-    low = [layer for layer in free if layer.compute_dtype in ("float16", "bfloat16")]
+    low = [layer for layer in free if layer.compute_dtype in casting.LOW]
     with ExitStack() as stack:
         stack.callback(policies.restore)
         if plan is None:

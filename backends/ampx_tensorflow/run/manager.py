@@ -21,7 +21,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
 from ampx.run import Managed, Manager, Run
 from ampx.session import Amp
-from ampx_tensorflow import devices, guard, oplists, replicas, rewrite
+from ampx_tensorflow import casting, devices, guard, oplists, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
@@ -264,7 +264,7 @@ class KerasManager(Manager[Managed]):
 
         Operations in low precision show it; without any, Keras's policy tells.
         """
-        low = {dtype for _, dtype in self.run.recorder.ops} & {"float16", "bfloat16"}
+        low = {dtype for _, dtype in self.run.recorder.ops} & set(casting.LOW)
         if self.run.amp is not None:
             effective = self.run.amp.effective
             if effective.dtype is None or low or not self.run.recorder.ops:
