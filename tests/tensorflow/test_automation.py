@@ -478,6 +478,21 @@ def test_files_hold_what_they_hold_without_ampx_and_training_goes_on_from_them(s
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # as above
+def test_files_of_hdf5_hold_the_optimizer_that_the_script_made(start, tmp_path):
+    """Keras gives it its counter and learning rate back, and not its slots."""
+    ours, path = model(), tmp_path / "model.h5"
+    _, region = start(graphs=False)
+    with region:
+        ours.compile(keras.optimizers.SGD(0.25), keras.losses.MeanSquaredError())
+        ours.optimizer.inner_optimizer.iterations.assign(2)
+        ours.save(path)
+        inside = keras.models.load_model(path).optimizer.inner_optimizer
+    outside = keras.models.load_model(path).optimizer
+    assert type(outside) is type(inside) is keras.optimizers.SGD
+    assert [int(optimizer.iterations) for optimizer in (inside, outside)] == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # as above
 def test_a_model_with_an_optimizer_that_was_wrapped_by_hand_goes_on_and_its_new_steps_are_counted(start, tmp_path):
     path, x, y = tmp_path / "model.keras", np.ones((6, 64), "float32") / 64, np.zeros((6, 1), "float32")
     with ampx.init("tensorflow", dtype="bfloat16", device="cpu") as amp:

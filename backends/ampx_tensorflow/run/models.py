@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+from keras.src.legacy.saving import legacy_h5_format, saving_utils
 from keras.src.models import Functional
 from keras.src.trainers.trainer import Trainer
 
@@ -45,6 +46,7 @@ def _files_of_the_script(manager: KerasManager) -> Iterator[None]:
         AmpOptimizer.load_own_variables,
         base.load_own_variables,
     )
+    describe_hdf5, save_hdf5 = saving_utils.model_metadata, legacy_h5_format.save_optimizer_weights_to_hdf5_group
 
     def stands_beside(optimizer: Any) -> bool:
         return isinstance(optimizer, AmpOptimizer) and manager.find(optimizer.inner_optimizer) is not None
@@ -71,7 +73,26 @@ def _files_of_the_script(manager: KerasManager) -> Iterator[None]:
         if store.keys() or manager.find(self) is None:  # what a wrapper holds has nothing of its own in such a file
             load_raw(self, store)
 
+    # Files of the format HDF5 are written otherwise.
+
+    def model_metadata(model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        metadata: dict[str, Any] = describe_hdf5(model, *args, **kwargs)
+        if "training_config" in metadata and stands_beside(model.optimizer):
+            raw = model.optimizer.inner_optimizer
+            described = {"class_name": keras.saving.get_registered_name(type(raw)), "config": raw.get_config()}
+            metadata["training_config"]["optimizer_config"] = described
+        return metadata
+
+    def save_optimizer_weights(group: Any, optimizer: Any) -> None:
+        save_hdf5(group, optimizer.inner_optimizer if stands_beside(optimizer) else optimizer)
+
+    def set_weights(self: Any, weights: Any) -> None:
+        base.set_weights(self.inner_optimizer if stands_beside(self) else self, weights)
+
     with (
+        mock.patch.object(saving_utils, "model_metadata", model_metadata),
+        mock.patch.object(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", save_optimizer_weights),
+        mock.patch.object(AmpOptimizer, "set_weights", set_weights),
         mock.patch.object(Trainer, "get_compile_config", get_compile_config),
         mock.patch.object(AmpOptimizer, "save_own_variables", save_own_variables),
         mock.patch.object(AmpOptimizer, "load_own_variables", load_own_variables),
@@ -139,7 +160,7 @@ def _adding(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_low(loss: Any) -> bool:
-    return keras.backend.standardize_dtype(loss.dtype) in ("float16", "bfloat16")
+    return keras.backend.standardize_dtype(loss.dtype) in casting.LOW
 
 
 def outputs(model: Any) -> list[Any] | None:
