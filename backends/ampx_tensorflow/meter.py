@@ -1,4 +1,4 @@
-"""The meter in functions: what an update did to a sample of every parameter, counted where somebody asked for it.
+"""The meter in functions: what an update did to a sample of every parameter.
 
 The counts are one variable, which the host reads when it looks. A step takes one of three branches: it is skipped,
 applied, or applied and looked at. Numbers are compared as bits: TensorFlow's kernels and compilers flush small floats

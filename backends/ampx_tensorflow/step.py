@@ -199,10 +199,13 @@ class LedgerOptimizer(WrappedOptimizer):
     def _leaves(self, stage: str, variables: Any, received: Sequence[Any], true: Sequence[Any]) -> Sequence[meter.Leaf]:
         """List what the meter looks at in a trace, with gradients that the step holds anyway; () where it does not."""
         group = self._ledger.contexts.host
-        # A third branch makes every small step some 1 % slower: only where somebody asked for it.
-        if not (group.meter_asked and group.meter_every) or not self._ledger.moves_alone(group) or self._accumulates:
+        if not group.meter_every or not self._ledger.moves_alone(group) or self._accumulates:
             return ()
         updated = [masters.of(variable) for variable in self._updated(variables)]
+        # A third branch makes every small step some 1 % slower: only where somebody asked for it, or updates are lost.
+        low = any(tf.as_dtype(variable.dtype).base_dtype in gradients.LOW for variable in updated)
+        if not (group.meter_asked or low):
+            return ()
         if len(updated) != len(true):  # of which the raw optimizer complains
             return ()
         scaled = stage != "unscaled"

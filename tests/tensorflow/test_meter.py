@@ -96,6 +96,31 @@ def test_steps_of_a_function_are_not_metered_unless_somebody_asks(amp):
     assert opt.meter is None
 
 
+def test_lost_updates_of_low_precision_variables_are_told_in_functions_unasked():
+    """At O3 there is no float32 copy: of weights of 1, bfloat16 loses every update of a thousandth."""
+    with pytest.warns(ampx.PrecisionWarning, match="emulated"):
+        amp = ampx.init("tensorflow", dtype="bfloat16", device="cpu", level="O3")
+    events = []
+    amp.on_event(events.append)
+    ones = keras.initializers.Ones()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, use_bias=False, kernel_initializer=ones)])
+    model, opt = amp.prepare(model, amp.wrap_optimizer(keras.optimizers.SGD(2.0**-10)))
+    variables = model.trainable_variables
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape, ampx.scale_loss(tf.reduce_sum(model(tf.ones((1, 2)))), opt) as scaled:
+            pass
+        opt.apply(tape.gradient(scaled, variables), variables)
+
+    for _ in range(METER_EVERY):
+        step()
+    (entry,) = opt.meter.parameters
+    assert (opt.meter.step, entry.dtype, entry.moved, entry.unchanged) == (METER_EVERY, "bfloat16", 6, 6)
+    assert [event.lost for event in events if isinstance(event, ampx.PrecisionLost)] == [1.0]
+    assert model.get_weights()[0].tolist() == [[1.0] * 3] * 2
+
+
 @pytest.mark.parametrize(
     ("compiled", "clip"),
     [(False, {"max_grad_value": 2.0**-30}), (True, {})],
