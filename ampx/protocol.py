@@ -473,8 +473,17 @@ class Member:
             )
         self._check_interrupted("scale_loss")
 
-    def check_step(self) -> None:
+    def check_step(
+        self,
+        written: str = (
+            "Call backward inside `with ampx.scale_loss(loss, opt) as scaled:` before opt.step(), unscale or "
+            "clip_grad_norm."
+        ),
+    ) -> None:
         """Raise unless scaled or unscaled gradients are pending, for a step or what may come right before it.
+
+        Args:
+            written: What the framework's users write before it.
 
         Raises:
             NotScaledError: No `scale_loss` came since the last step.
@@ -484,8 +493,7 @@ class Member:
         if self.stage == "idle" and self._region is None:
             raise NotScaledError(
                 "the gradients did not go through scale_loss since the last step; dividing them by the loss scale "
-                "would shrink the update. Call backward inside `with ampx.scale_loss(loss, opt) as scaled:` before "
-                "opt.step(), unscale or clip_grad_norm."
+                f"would shrink the update. {written}"
             )
         if self.stage in ("idle", "inside"):
             raise NestedScaleError(

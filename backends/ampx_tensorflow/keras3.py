@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final, NoReturn
@@ -83,7 +82,7 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
         """
         if self.keeps_masters:
             for variable in var_list:
-                if variable.dtype in ("float16", "bfloat16") and isinstance(variable, keras.Variable):
+                if variable.dtype in casting.LOW and isinstance(variable, keras.Variable):
                     masters.attach(variable, variable.dtype)
         elif self._ledger.contexts.host.enabled:
             masters.check_none(var_list)
@@ -234,22 +233,6 @@ class AmpOptimizer(LedgerOptimizer, keras.optimizers.LossScaleOptimizer):
             else:
                 variable.assign(store[name])
         super().load_own_variables(own)
-
-    def _find_other(self, name: str) -> Any:
-        """Return the variable of a loss of another id than 0 that is saved under a name; None where it is not one's."""
-        match = re.fullmatch(r"loss_(\d+)_(scale|counters)", name)
-        return None if match is None else getattr(self._ledger.other(int(match[1])), match[2])
-
-    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
-        children: dict[str, Any] = super()._trackable_children(save_type, **options)
-        if save_type == "checkpoint":
-            for loss_id, (scale, counters) in self._ledger.others.items():
-                children.update({f"loss_{loss_id}_scale": scale, f"loss_{loss_id}_counters": counters})
-        return children
-
-    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        variable = self._find_other(name)
-        return super()._lookup_dependency(name, cached_dependencies) if variable is None else variable
 
     def get_config(self) -> dict[str, Any]:
         """Return what Keras saves to make the optimizer again."""

@@ -79,10 +79,13 @@ def _option(device: str, dtype: Dtype) -> str:
             "Choose dtype='float16', or cast inside the function with ampx.half_function."
         )
     if not _works(device, dtype):
+        other = next(name for name in _OPTIONS if name != dtype)
+        works = not (other == "bfloat16" and device.startswith("gpu")) and _works(device, other)
         raise UnsupportedByBackendError(
             f"graphs were to be computed in {dtype} on {device!r}, where TensorFlow's rewriter casts nothing (it was "
-            f"tried); accepted: devices and dtypes that it knows. Choose the other dtype, or cast inside the function "
-            f"with ampx.half_function."
+            f"tried); accepted there: {other if works else 'no dtype'}. "
+            f"{f'Choose dtype={other!r}' if works else 'Use Keras layers that compile and fit'}, or cast inside the "
+            f"function with ampx.half_function."
         )
     return option
 

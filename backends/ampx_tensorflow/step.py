@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import tensorflow as tf
 
@@ -20,6 +21,12 @@ from . import casting, gradients, losses_by_id, masters, meter, oplists, replica
 from .contexts import on_host
 from .device_scale import Slots, VariableLedger
 from .losses import check_not_scaled, scale_loss, watch_backward, watch_derivative
+
+# What comes before a step.
+_WRITTEN: Final = (
+    "Inside the tape write `with ampx.scale_loss(loss, opt) as scaled: pass`, or in a train_step of yours `scaled = "
+    "self.optimizer.scale_loss(loss)`, and differentiate that: tape.gradient(scaled, variables)."
+)
 
 
 class LedgerOptimizer(WrappedOptimizer):
@@ -466,6 +473,28 @@ class LedgerOptimizer(WrappedOptimizer):
         """Refuse: only `apply` sees the gradients."""
         refuse_values("clip_grad_norm", "tensorflow", "apply")
 
+    # -- saving ---------------------------------------------------------------------------------------
+
+    def _find_other(self, name: str) -> Any:
+        """Return the variable of a loss of another id than 0 that is saved under a name; None where it is not one's."""
+        match = re.fullmatch(r"loss_(\d+)_(scale|counters)", name)
+        return None if match is None else getattr(self._ledger.other(int(match[1])), match[2])
+
+    # By these two, checkpoints of TensorFlow hold the scales of losses of other ids than 0.
+
+    def _trackable_children(self, save_type: str = "checkpoint", **options: Any) -> dict[str, Any]:
+        native: Any = super()
+        children: dict[str, Any] = native._trackable_children(save_type, **options)
+        if save_type == "checkpoint":
+            for loss_id, (scale, counters) in self._ledger.others.items():
+                children.update({f"loss_{loss_id}_scale": scale, f"loss_{loss_id}_counters": counters})
+        return children
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        native: Any = super()
+        variable = self._find_other(name)
+        return native._lookup_dependency(name, cached_dependencies) if variable is None else variable
+
     # -- checks ---------------------------------------------------------------------------------------
 
     def _check_gradients(self, member: Member, grads: Sequence[Any]) -> None:
@@ -510,7 +539,7 @@ class LedgerOptimizer(WrappedOptimizer):
     def _check_step(self, member: Member) -> Any:
         """Return the scale that the gradients carry; raise where they carry none, or nobody can tell which."""
         if member.stage != "idle" or not (elsewhere := self._ledger.contexts.elsewhere(self._place)):
-            member.check_step()
+            member.check_step(_WRITTEN)
             return tf.convert_to_tensor(self._slots.pending) if member.factor is None else member.factor
         # Another function scaled the loss: only the variable tells whether it ran.
         self._losses.check_step_here()
@@ -529,7 +558,7 @@ class LedgerOptimizer(WrappedOptimizer):
         factor = tf.convert_to_tensor(self._slots.pending)
         if on_host():
             if not float(factor) > 0:
-                member.check_step()
+                member.check_step(_WRITTEN)
         else:
             message = (
                 "NotScaledError: the gradients did not go through scale_loss since the last step; dividing them by the "

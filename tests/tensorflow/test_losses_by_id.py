@@ -278,6 +278,17 @@ def test_files_and_checkpoints_hold_the_scales_of_all_losses(amp, way, traced, t
     np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
 
 
+@pytest.mark.parametrize("kind", ["tf_keras", "tf_keras legacy"])
+def test_checkpoints_of_tf_keras_hold_the_scales_of_all_losses(amp, kind, tmp_path):
+    trainee, fresh = Trainee(amp, kind), Trainee(amp, kind)
+    for factors in ([1.0, 1.0], [1.0, INF], [1.0, INF]):
+        trainee.step((0, 1), tf.constant(factors))
+    assert {loss_id: row["scale"] for loss_id, row in rows_of(trainee.opt).items()} == {0: 512.0, 1: 64.0}
+    path = tf.train.Checkpoint(opt=trainee.opt).save(str(tmp_path / "checkpoint"))
+    tf.train.Checkpoint(opt=fresh.opt).restore(path).assert_existing_objects_matched()
+    assert rows_of(fresh.opt) == rows_of(trainee.opt)
+
+
 def test_lists_of_optimizers_keep_losses_apart(amp):
     trainees = [Trainee(amp), Trainee(amp)]
     for trainee in trainees:

@@ -158,7 +158,7 @@ def test_results_inside_a_function_are_tensors(amp):
 def test_forgetting_scale_loss_is_refused_wherever_it_can_be_seen(amp):
     variable = tf.Variable([1.0])
     opt = amp.wrap_optimizer(keras.optimizers.SGD(1.0))
-    with pytest.raises(ampx.NotScaledError):
+    with pytest.raises(ampx.NotScaledError, match=r"self.optimizer.scale_loss.*tape.gradient\(scaled, variables\)"):
         opt.apply([tf.constant([1.0])], [variable])
 
     @tf.function

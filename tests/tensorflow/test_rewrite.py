@@ -117,16 +117,25 @@ def test_an_exception_restores_the_options():
             function(tf.ones([64, 64]))
 
 
-def test_what_is_not_cast_is_refused(monkeypatch):
+def test_what_is_not_cast_is_refused():
     with ampx.init("tensorflow", dtype="bfloat16", device="cpu") as amp:
         with pytest.raises(ampx.UnsupportedByBackendError, match="jit_compile"):
             amp.prepare(tf.function(lambda a: a, jit_compile=True))
         function = prepared(amp, product())
         with pytest.raises(ampx.ProtocolError, match="the outer function"):
             tf.function(lambda a: function(a))(tf.ones([64, 64]))
-        monkeypatch.setattr(rewrite, "_works", lambda device, dtype: False)
-        with pytest.raises(ampx.UnsupportedByBackendError, match="it was tried"):
-            amp.prepare(product())
+
+
+@pytest.mark.parametrize(
+    ("casts", "advice"), [((), "accepted there: no dtype. Use Keras layers"), (("float16",), "Choose dtype='float16'")]
+)
+def test_a_refusal_names_the_dtype_that_is_cast(monkeypatch, casts, advice):
+    monkeypatch.setattr(rewrite, "_works", lambda device, dtype: dtype in casts)
+    with (
+        ampx.init("tensorflow", dtype="bfloat16", device="cpu") as amp,
+        pytest.raises(ampx.UnsupportedByBackendError, match=f"it was tried.*{advice}"),
+    ):
+        amp.prepare(product())
 
 
 def test_the_rest_is_the_functions_own():
