@@ -404,13 +404,51 @@ def high_level():
     return weights(net)
 
 
+def recomputed(use_reentrant):
+    """Layers that are computed again in the backward, by a backward of Paddle's own inside of it or by none."""
+    recompute = paddle.distributed.fleet.utils.recompute
+    net = network()
+    optimizer = paddle.optimizer.SGD(0.01, parameters=net.parameters())
+    for position, x in enumerate(batches(4)):
+        hidden = net[1](net[0](x))
+        recompute(net[2], hidden, use_reentrant=use_reentrant).square().mean().backward()
+        if position % 2:  # the second backward adds to gradients that are there
+            optimizer.step()
+            optimizer.clear_grad()
+    return weights(net)
+
+
+def recomputed_by_a_backward():
+    return recomputed(True)
+
+
+def recomputed_by_hooks():
+    return recomputed(False)
+
+
 @pytest.mark.parametrize(
-    ("train", "steps"), [(never_cleared, [6]), (adversarial, [8, 8]), (with_closure, [3]), (high_level, [4])]
+    ("train", "steps"),
+    [
+        (never_cleared, [6]),
+        (adversarial, [8, 8]),
+        (with_closure, [3]),
+        (high_level, [4]),
+        (recomputed_by_a_backward, [2]),
+        (recomputed_by_hooks, [2]),
+    ],
 )
 def test_other_ways_to_train_give_the_weights_of_float32(run, train, steps):
     expected, trained = both_ways(run, train)
     assert trained == expected
     assert [optimizer.steps for optimizer in run.recorder.optimizers.values()] == steps
+
+
+def test_the_lines_by_hand_of_a_high_level_model_are_those_of_its_scaler(run):
+    """Its loop is Paddle's: the script has no backward to scale."""
+    with automate(run):
+        high_level()
+        assert "GradScaler(optimizer).attach(model)" in run.lines[-1]
+        assert not any("scaled" in line for line in run.lines)
 
 
 def test_the_scripts_optimizer_keeps_its_class(scaling):

@@ -39,6 +39,9 @@ def backward_scaled(manager: PaddleManager) -> Iterator[None]:
 def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> None:
     several = isinstance(losses, (list, tuple))
     listed = list(losses) if several else [losses]
+    if manager.in_backward:  # recompute runs one of its own, whose gradients carry the scale of the outer one
+        true(losses)
+        return
     if manager.stood_down:
         with manager.records_only("backward"):
             true(losses)
@@ -52,13 +55,14 @@ def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> No
         recorder.saw_loss(lambda: sum(float(value.astype("float32").sum()) for value in values))
     with manager.run.recorder.phase("backward"):
         if not manager.scales:
-            true(losses)
+            with _noted(manager):
+                true(losses)
         else:
             # Of an optimizer whose step was skipped the script may clear the gradients later, before its own backward.
             ready = [managed for managed in optimizers if not managed.wrapped.are_unknown()] or optimizers
             factor = _bring_together(manager, ready)
             manager.multiplied = True
-            with _entered(manager, ready, factor), casting.off():
+            with _entered(manager, ready, factor), casting.off(), _noted(manager):
                 scaled = [scale_loss(loss, factor) for loss in listed]
                 true(scaled if several else scaled[0])
             for managed in ready:
@@ -66,6 +70,16 @@ def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> No
                     managed.wrapped.ampx_member.note_scaled(factor)
         for managed in optimizers:
             managed.zero = False
+
+
+@contextmanager
+def _noted(manager: PaddleManager) -> Iterator[None]:
+    """Note that a backward runs."""
+    manager.in_backward = True
+    try:
+        yield
+    finally:
+        manager.in_backward = False
 
 
 @contextmanager

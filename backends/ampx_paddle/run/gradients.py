@@ -25,6 +25,8 @@ def gradients_true(manager: PaddleManager) -> Iterator[None]:
     def look(tensor: Any) -> Any:
         if not manager.multiplied or manager.quiet or manager.stood_down or tensor._grad_ivar() is None:
             return tensor
+        if manager.in_backward and not asked_by_script(OWN, THROUGH):  # recompute looks whether there is one
+            return tensor
         managed = manager.owner(tensor)
         if managed is None:
             manager.run.refuse(

@@ -38,11 +38,12 @@ class PaddleManager(Manager[PaddleManaged]):
 
     Attributes:
         multiplied: Some backward was multiplied by a loss scale.
+        in_backward: A backward of the script runs.
         decorated: The script gave an optimizer to fluid's `decorate`, which uses the session of this run.
     """
 
     def __init__(self, run: Run) -> None:
-        self.multiplied = self.decorated = False
+        self.multiplied = self.in_backward = self.decorated = False
         self._owners: dict[int, PaddleManaged] = {}
         self._runs = 0
         super().__init__(run, PaddleSampler(run.recorder))

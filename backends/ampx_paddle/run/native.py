@@ -54,6 +54,12 @@ def _refusing(manager: PaddleManager, place: Any, name: str) -> Any:
                 f"Turn it off in the script, or edit the script to use ampx and ampx_paddle.scaler.GradScaler"
             )
         if name == "auto_cast" and not (enabled or manager.stood_down) and _asked_by_model():
+            manager.run.lines = (
+                manager.run.init_call(),
+                "optimizer = ampx.wrap_optimizer(optimizer)",
+                "model.prepare(optimizer, loss, amp_configs='O1')",
+                "ampx_paddle.scaler.GradScaler(optimizer).attach(model)",
+            )
             return nullcontext()
         return native(*args, **kwargs)
 
