@@ -51,6 +51,12 @@ def unfollow() -> None:
     _traced.clear()
 
 
+def nodes(symbol: Any) -> list[dict[str, Any]]:
+    """Return the operators and inputs of a graph, casts included, as MXNet writes them down."""
+    content: list[dict[str, Any]] = json.loads(symbol.tojson(remove_amp_cast=False))["nodes"]
+    return content
+
+
 def _looking(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def looking(block: Any, *args: Any) -> Any:
@@ -80,9 +86,9 @@ def _convert(block: Any, plan: CastPlan | None) -> None:
     """Put the casts of a plan into the graph that a symbol block was made with; None puts that graph back."""
     inputs, graph = block._cached_graph
     graph = original = _imported.get(block, graph)
-    operators = {node["op"] for node in json.loads(original.tojson(remove_amp_cast=False))["nodes"]}
+    casts = any(node["op"] == "amp_cast" for node in nodes(original))
     # One that was converted before has its casts, and most operators in NumPy's manner take no low precision.
-    if plan is not None and "amp_cast" not in operators and not isinstance(original, mx.sym.np._Symbol):
+    if plan is not None and not casts and not isinstance(original, mx.sym.np._Symbol):
         _imported[block] = original
         with oplists.corrected():
             graph = amp.convert_symbol(original, plan.dtype, **oplists.conversion(plan))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from ampx_mxnet.casting.hybrid import nodes
 from ampx_mxnet.casting.numpy_extension import computed
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import is_floating, name_of
@@ -49,10 +49,10 @@ def blocks_watched(manager: TrainerManager) -> Iterator[None]:
 
 def _operators(symbol: Any) -> Iterator[tuple[str, str]]:
     """Return the operators of a graph, and what they compute in: the dtype of casts in front of them, else float32."""
-    nodes = json.loads(symbol.tojson(remove_amp_cast=False))["nodes"]
-    for node in nodes:
+    graph = nodes(symbol)
+    for node in graph:
         if node["op"] in ("null", "amp_cast", "amp_multicast"):
             continue
-        sources = [nodes[source[0]] for source in node["inputs"]]
+        sources = [graph[source[0]] for source in node["inputs"]]
         casts = {source["attrs"]["dtype"] for source in sources if source["op"] == "amp_cast"}
         yield node["op"], min(casts, default="float32")
