@@ -318,18 +318,45 @@ def test_two_trainers_get_the_weights_of_float32_each(run):
     assert trained == expected
 
 
-def test_gradients_read_through_an_array_are_true(scaling):
-    net = network()
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    (x,) = batches(1)
-    with autograd.record():
-        loss = net(x).sum()
-    loss.backward()
-    weight = next(iter(net.collect_params().values()))
-    carried = weight._grad[0].asnumpy()
-    assert np.abs(weight.data().grad.asnumpy() * 2.0**10 - carried).max() == 0
-    trainer.step(1)
+@pytest.mark.parametrize("numpy_arrays", [False, True])
+def test_gradients_read_through_an_array_are_true(scaling, numpy_arrays):
+    with mx.util.np_shape(numpy_arrays), mx.util.np_array(numpy_arrays):
+        net = network()
+        trainer = gluon.Trainer(net.collect_params(), "sgd")
+        (x,) = batches(1)
+        with autograd.record():
+            loss = net(x.as_np_ndarray() if numpy_arrays else x).sum()
+        loss.backward()
+        weight = next(iter(net.collect_params().values()))
+        carried = weight._grad[0].asnumpy()
+        assert np.abs(weight.data().grad.asnumpy() * 2.0**10 - carried).max() == 0
+        trainer.step(1)
     assert trainer.last_step.applied
+
+
+def clipped_on_contexts():
+    """As MXNet's manual says: gradients are added up, clipped on each context, and then used."""
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    net = network()
+    net.collect_params().reset_ctx(contexts)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, update_on_kvstore=False)
+    norms = []
+    for x in batches(4):
+        with autograd.record():
+            losses = [(net(x.as_in_context(context)) ** 2).mean() for context in contexts]
+        autograd.backward(losses)
+        trainer.allreduce_grads()
+        for context in contexts:
+            gradients = [parameter.grad(context) for parameter in net.collect_params().values()]
+            norms.append(gluon.utils.clip_global_norm(gradients, 0.25))
+        trainer.update(2)
+    return weights(net), norms
+
+
+def test_gradients_of_several_contexts_are_true_once_they_are_added_up(run):
+    expected, trained = both_ways(run, clipped_on_contexts)
+    assert trained == expected
+    assert run.recorder.steps == 4
 
 
 def averaged_by_hand(bad=()):
@@ -505,6 +532,7 @@ def patched():
         parameter.grad,
         parameter.list_grad,
         mx.nd.NDArray.grad,
+        mx.np.ndarray.grad,
         mx.nd.NDArray.backward,
         autograd.backward,
         autograd.record,
@@ -522,7 +550,7 @@ def test_leaving_restores_every_patch():
 
     def script():
         simple()
-        assert all(now is not then for now, then in zip(patched()[:10], before[:10], strict=True))
+        assert all(now is not then for now, then in zip(patched()[:11], before[:11], strict=True))
         assert mx.contrib.amp is not native_amp
         raise ZeroDivisionError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,22 +19,9 @@ def gradients_true(manager: TrainerManager) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("grad", "list_grad"):
             stack.enter_context(mock.patch.object(mx.gluon.Parameter, name, _by_parameter(manager, name)))
-        native: Any = mx.nd.NDArray.grad
-
-        def read(self: Any) -> Any:
-            # An array does not know whose parameter it is.
-            manager.reveal(lambda trainer: True)
-            return native.__get__(self)
-
-        mx.nd.NDArray.grad = property(read, doc=native.__doc__)
-        stack.callback(setattr, mx.nd.NDArray, "grad", native)
-        attach = mx.nd.NDArray.attach_grad
-
-        def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
-            manager.attached = True
-            return attach(self, *args, **kwargs)
-
-        stack.enter_context(mock.patch.object(mx.nd.NDArray, "attach_grad", attached))
+        for kind in (mx.nd.NDArray, mx.np.ndarray):
+            stack.enter_context(mock.patch.object(kind, "grad", _by_array(manager, kind.grad)))
+            stack.enter_context(mock.patch.object(kind, "attach_grad", _attaching(manager, kind.attach_grad)))
         yield
 
 
@@ -47,3 +35,21 @@ def _by_parameter(manager: TrainerManager, name: str) -> Any:
         return native(self, *args, **kwargs)
 
     return read
+
+
+def _by_array(manager: TrainerManager, native: Any) -> Any:
+    def read(self: Any) -> Any:
+        # An array does not know whose parameter it is.
+        manager.reveal(lambda trainer: True)
+        return native.__get__(self)
+
+    return property(read, doc=native.__doc__)
+
+
+def _attaching(manager: TrainerManager, native: Any) -> Any:
+    @functools.wraps(native)
+    def attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager.attached = True
+        return native(self, *args, **kwargs)
+
+    return attach

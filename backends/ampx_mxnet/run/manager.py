@@ -91,10 +91,11 @@ class TrainerManager(Manager[Managed]):
             return
         for trainer in self._trainers:
             if trainer.ampx_member.stage == "scaled" and owns(trainer):
-                if len(trainer._contexts) > 1:
+                if len(trainer._contexts) > 1 and not trainer._reduced:
                     self.run.refuse(
                         "the script reads gradients of several contexts between backward and step, which carry a loss "
-                        "scale until they are added up; accepted: reading them with one context, or --dtype bfloat16"
+                        "scale until they are added up; accepted: reading them after trainer.allreduce_grads(), one "
+                        "context, or --dtype bfloat16"
                     )
                 with self.working():
                     trainer.ampx_unscale()
