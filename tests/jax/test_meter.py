@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from metering import count
 
 import ampx
 from ampx.numerics import meter
-from ampx.numerics.meter import count
 from ampx.numerics.rounding import sample
 from ampx.protocol import METER_EVERY
 from ampx_jax.state import find_all

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from metering import count
 
 import ampx
-from ampx.numerics.meter import Meter, count
+from ampx.numerics.meter import Meter
 from ampx.numerics.rounding import sample
 from ampx_mxnet.compat import mx
 

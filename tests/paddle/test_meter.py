@@ -3,9 +3,10 @@
 import numpy as np
 import paddle
 import pytest
+from metering import count
 
 import ampx
-from ampx.numerics.meter import Meter, count
+from ampx.numerics.meter import Meter
 from ampx.numerics.rounding import sample
 
 

@@ -4,9 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from metering import count
 
 import ampx
-from ampx.numerics.meter import Meter, count
+from ampx.numerics.meter import Meter
 from ampx.numerics.rounding import sample
 from ampx.protocol import METER_EVERY
 

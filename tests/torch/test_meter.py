@@ -5,11 +5,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from metering import count
 from torch import nn
 
 import ampx
 from ampx.numerics import meter
-from ampx.numerics.meter import count
 from ampx.numerics.rounding import sample
 from ampx.plugins import default_registry
 from ampx.run import Run, RunSettings
