@@ -36,10 +36,10 @@ def start(monkeypatch):
     for name in ("TF_ENABLE_AUTO_MIXED_PRECISION", "TF_ENABLE_AUTO_MIXED_PRECISION_GRAPH_REWRITE"):
         monkeypatch.delenv(name, raising=False)
 
-    def automated(dtype="bfloat16", graphs=True):
+    def automated(dtype="bfloat16", graphs=True, deny=()):
         if graphs and not rewrite._works("cpu", dtype):
             pytest.skip(f"TensorFlow's rewriter casts nothing to {dtype} here: it was tried")
-        run = Run("tensorflow", RunSettings(dtype, "O1", "cpu"))
+        run = Run("tensorflow", RunSettings(dtype, "O1", "cpu", deny=deny))
         return run, Registry().load("tensorflow").automate(run)
 
     return automated
@@ -91,6 +91,14 @@ def loop(variable, optimizer, dtype):
         return gradients[0]
 
     return step
+
+
+def test_a_denied_layer_of_a_compiled_model_is_reported_in_float32(start):
+    run, region = start(graphs=False, deny=("module:first",))
+    layers = [keras.layers.Dense(2, name=name) for name in ("first", "second", "last")]
+    with region:
+        keras.Sequential([keras.Input((4,)), *layers]).compile(optimizer="sgd", loss="mse")
+    assert run.recorder.ops == {("Dense", "float32"): 2, ("Dense", "bfloat16"): 1}
 
 
 def test_a_compiled_model_is_cast_but_for_its_outputs(start):

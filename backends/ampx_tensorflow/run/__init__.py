@@ -49,8 +49,9 @@ def automate(run: Run) -> Iterator[None]:
             stack.enter_context(manager.observing.counting(manager.count_one_by_one))
         elif run.recorder.curve is not None:
             stack.enter_context(manager.observing.drawing(run.recorder.curve, manager.counters))
-        if dtypes := forced_dtypes(run):
-            stack.enter_context(modules_forced(run, dtypes))
+        manager.forced = forced_dtypes(run)
+        if manager.forced:
+            stack.enter_context(modules_forced(run, manager.forced))
         manager.forces = forcing.is_active()
         stack.enter_context(manager.region(*patches))
         yield

@@ -59,6 +59,7 @@ class KerasManager(Manager[Managed]):
         self.operations = Operations(run.recorder)  # casts products outside of graphs, and counts
         self.observing = Observing(run.recorder)
         self.forces = False  # whether modules have dtypes of their own, which the graph rewriter does not know
+        self.forced: dict[str, str] = {}  # by pattern of names of modules, those that the settings give them
         self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
         self._counted: dict[int, int] = {}
         super().__init__(run, self.operations, _kind_of)

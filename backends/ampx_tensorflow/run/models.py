@@ -19,6 +19,8 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
 from ampx_tensorflow import casting
 from ampx_tensorflow.keras3 import AmpOptimizer
+from ampx_tensorflow.numerics.forcing import find_dtype
+from ampx_tensorflow.numerics.names import walk
 
 from .manager import KerasManager, environment_wants_graphs
 
@@ -120,7 +122,7 @@ def _compiling(manager: KerasManager, native: Callable[..., Any]) -> Callable[..
             plan = manager.session(False).casting
             if plan is not None:
                 prepare(self, plan, kept)
-                count_layers(manager.run, self)
+                count_layers(manager, self)
             manager.run.lines = lines(manager.run)
         return native(self, optimizer, *args, **kwargs)
 
@@ -131,7 +133,7 @@ def _go_on(manager: KerasManager, model: Any, optimizer: AmpOptimizer) -> None:
     """Record a model that Keras loads from a file, with the layers and the optimizer that ampx saved there."""
     manager.session(False)
     manager.adopt(optimizer)
-    count_layers(manager.run, model)
+    count_layers(manager, model)
     manager.run.lines = lines(manager.run)
 
 
@@ -185,11 +187,13 @@ def prepare(model: Any, plan: CastPlan, kept: list[Any]) -> None:
             layer.dtype_policy = before[id(layer)]
 
 
-def count_layers(run: Run, model: Any) -> None:
-    """Count in the recorder what layers compute in."""
+def count_layers(manager: KerasManager, model: Any) -> None:
+    """Count in the recorder what layers compute in; those that the settings name are forced when they are called."""
+    names = {id(module): name for name, module in walk(model)}
     for layer in model._flatten_layers(include_self=False, recursive=True):
         if not isinstance(layer, (keras.Model, keras.layers.InputLayer)):
-            run.recorder.count_op(type(layer).__name__, layer.compute_dtype)
+            forced = find_dtype(manager.forced, names.get(id(layer), ""))
+            manager.run.recorder.count_op(type(layer).__name__, forced or layer.compute_dtype)
 
 
 def lines(run: Run) -> tuple[str, ...]:
