@@ -192,6 +192,9 @@ def test_a_saved_model_is_wrapped_again(amp, optimizers, tmp_path):
     assert type(loaded) is type(opt)
     assert loaded.ampx_member.group.config == ampx.LossScale(growth_interval=7)
     assert float(loaded.learning_rate) == 0.25
+    with pytest.warns(UserWarning, match="HDF5 file"):
+        model.save(tmp_path / "model.h5")
+    assert type(tf_keras.models.load_model(tmp_path / "model.h5").optimizer) is type(opt)
     if optimizers is KINDS["keras2"]:  # natively, the older generation forgets its variables in this format
         assert int(loaded.iterations) == 1
     ampx.shutdown()

@@ -154,6 +154,7 @@ class _Scaling(Keras2Optimizer, metaclass=_Meta):
         )
 
 
+@tf_keras.saving.register_keras_serializable("ampx")
 class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):
     """A tf_keras optimizer with its own loss scale."""
 
@@ -192,6 +193,7 @@ class AmpOptimizer(_Scaling, native.LossScaleOptimizerV3):
         guard.native(self._optimizer, "apply_gradients")(pairs, skip_gradients_aggregation=True)
 
 
+@tf_keras.saving.register_keras_serializable("ampx")
 class AmpLegacyOptimizer(_Scaling, native.LossScaleOptimizer):
     """An optimizer of tf_keras.optimizers.legacy with its own loss scale."""
 
