@@ -308,7 +308,8 @@ def _widest(atoms: Sequence[Any], values: Sequence[Any]) -> Any:
     arrays = [jnp.result_type(value) for atom, value in arriving if not isinstance(atom, core.Literal)]
     if not arrays:
         return jnp.result_type(*(value for _, value in arriving)) if arriving else None
-    dtype = jnp.result_type(*arrays)
+    with jax.numpy_dtype_promotion("standard"):  # the script's own mixtures were checked when it was traced
+        dtype = jnp.result_type(*arrays)
     numbers = [float(value) for atom, value in arriving if isinstance(atom, core.Literal)]
     held = all(not math.isfinite(number) or abs(number) <= float(jnp.finfo(dtype).max) for number in numbers)
     return dtype if held else jnp.dtype(jnp.float32)

@@ -420,3 +420,16 @@ def test_equinox_modules_need_no_change():
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result, exact, rtol=0.05, atol=0.05)
     assert not np.array_equal(result, exact)
+
+
+def test_strict_promotion_of_the_script_does_not_refuse_what_casting_mixes(session):
+    weights = jnp.asarray(np.linspace(0.1, 0.9, 6, dtype=np.float32).reshape(2, 3))
+
+    def mixed(x):  # a float16 product meets a float32 bias, each float32 in the script
+        return x @ weights + jnp.float32(1.0) * jnp.ones(3, jnp.float32)
+
+    x = jnp.asarray([[0.5, 0.25]], jnp.float32)
+    with jax.numpy_dtype_promotion("strict"):
+        result, gradient = ampx_jax.autocast(mixed)(x), jax.grad(lambda x: jnp.sum(ampx_jax.autocast(mixed)(x)))(x)
+    np.testing.assert_allclose(result, np.asarray(x) @ np.asarray(weights) + 1, rtol=2.0**-10)
+    np.testing.assert_allclose(gradient, np.asarray(weights).sum(1)[None], rtol=2.0**-9)
