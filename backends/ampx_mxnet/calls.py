@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -32,6 +33,11 @@ calls: Final = Calls(_install, _uninstall)
 def is_traced(inputs: Any) -> bool:
     """Return whether a block is called to be traced: with symbols, not arrays."""
     return any(isinstance(leaf, mx.sym.Symbol) for leaf in leaves(inputs))
+
+
+def in_backward() -> bool:
+    """Return whether this is a thread of MXNet, which run the backward of custom functions only."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def named(block: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ from ampx.policy import Dtype
 from ampx.scaling import check_loss
 
 from . import casting, devices, dtypes
-from .calls import calls, is_traced, named
+from .calls import calls, in_backward, is_traced, named
 from .casting import switch
 from .compat import mx
 from .gradients import all_finite, collect
@@ -226,7 +226,7 @@ class _Watcher:
         written |= {id(value) for value in args[3:5]} if name in _NORMS else set()
         args, options = self._shown((args, options), add, frozenset(written))
         output = operation(*args, **options)
-        entry = self.log.add(module, kind, name, "backward" if _in_backward() else "forward")
+        entry = self.log.add(module, kind, name, "backward" if in_backward() else "forward")
         entry.inputs, entry.place = received, place
         self.note(entry, output)
         return output
@@ -246,11 +246,6 @@ class _Watcher:
     def reduce(self, value: Any) -> list[Reduced]:
         """Reduce the floating arrays of a value, on their device."""
         return [_reduced(tensor, self._format) for tensor in dtypes.floating(value) if tensor.size]
-
-
-def _in_backward() -> bool:
-    """Return whether this is a thread of MXNet, which run the backward of custom functions only."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _values(tensor: Any) -> Any:

@@ -359,6 +359,45 @@ def test_gradients_of_several_contexts_are_true_once_they_are_added_up(run):
     assert run.recorder.steps == 4
 
 
+class Recomputed(autograd.Function):
+    """Computes a block again in the backward, by a backward of its own."""
+
+    def __init__(self, block):
+        super().__init__()
+        self._block = block
+
+    def forward(self, x):
+        self.save_for_backward(x)
+        with autograd.pause():
+            return self._block(x)
+
+    def backward(self, gradient):
+        x = self.saved_tensors[0].copy()
+        x.attach_grad()
+        with autograd.record():
+            output = self._block(x)
+        output.backward(gradient)
+        return x.grad
+
+
+def recomputed():
+    net = network()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for x in batches(4):
+        with autograd.record():
+            loss = (Recomputed(net[1])(net[0](x)) ** 2).mean()
+        loss.backward()
+        mx.nd.waitall()
+        trainer.step(1)
+    return weights(net)
+
+
+def test_a_backward_inside_of_a_backward_is_not_scaled_again(run):
+    expected, trained = both_ways(run, recomputed)
+    assert trained == expected
+    assert run.recorder.steps == 4
+
+
 def averaged_by_hand(bad=()):
     """Gradients that the script sums over processes itself; in some steps the other process overflowed."""
     net = network()

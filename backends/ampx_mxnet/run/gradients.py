@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
 
 from .manager import TrainerManager
@@ -49,7 +50,7 @@ def _by_array(manager: TrainerManager, native: Any) -> Any:
 def _attaching(manager: TrainerManager, native: Any) -> Any:
     @functools.wraps(native)
     def attach(self: Any, *args: Any, **kwargs: Any) -> Any:
-        manager.attached = True
+        manager.attached = manager.attached or not in_backward()
         return native(self, *args, **kwargs)
 
     return attach

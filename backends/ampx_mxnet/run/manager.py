@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from ampx.run import Managed, Manager, Run, script_line
+from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
 from ampx_mxnet.step import AmpTrainer
 from ampx_mxnet.wrapping import is_on_cpu
@@ -87,7 +88,7 @@ class TrainerManager(Manager[Managed]):
 
     def reveal(self, owns: Any) -> None:
         """Make the scaled gradients true of every trainer that this says yes to, because the script looks at one."""
-        if self.quiet or self.stood_down or not self.scales:
+        if self.quiet or self.stood_down or not self.scales or in_backward():
             return
         for trainer in self._trainers:
             if trainer.ampx_member.stage == "scaled" and owns(trainer):
