@@ -76,7 +76,13 @@ class JsonLines(Target):
                 f"log_to got {str(path)!r}, and there is no folder {str(path.parent)!r}; accepted: a file in a folder "
                 f"that exists. Make the folder."
             )
-        self._file = path.open("a", buffering=1, encoding="utf-8")  # by lines: a run that is killed keeps its own
+        try:
+            self._file = path.open("a", buffering=1, encoding="utf-8")  # by lines: a run that is killed keeps its own
+        except OSError as error:
+            raise InvalidOptionError(
+                f"log_to got {str(path)!r}, which cannot be written: {error.strerror}; accepted: a file that you may "
+                f"write. Choose another."
+            ) from error
 
     def write(self, row: Row) -> None:
         """Write a line; a number that is not finite is null, because JSON has none."""

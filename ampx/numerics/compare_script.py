@@ -312,7 +312,7 @@ def verdict(name: str, facts: Mapping[str, Any]) -> str:
     parts = []
     faster = slower = undecided = False
     if speed is None:
-        parts.append(f"{facts['steps']} steps are too few to time")
+        parts.append(f"{facts['steps']} {'step is' if facts['steps'] == 1 else 'steps are'} too few to time")
     else:
         alone = len(speed["pairs"]) == 1
         margin = ALONE if alone else ALIKE

@@ -16,6 +16,7 @@ from ampx.backend import MODULE, Reading, Replayed, Watching, module_patterns
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
+from ampx.run.command import check_writable
 from ampx.run.page import origin
 from ampx.run.program import Program
 
@@ -67,12 +68,11 @@ def check_options(purpose: str, what_if: str | None, dtypes: Sequence[str], out:
     """
     for option, value, accepted in (("--for", purpose, ("training", "inference")), ("--what-if", what_if, dtypes)):
         if value is not None and value not in accepted:
-            raise InvalidOptionError(f"{option} {value!r} is none; accepted: {', '.join(accepted)}. Pass one of these.")
-    if not out.parent.is_dir():
-        raise InvalidOptionError(
-            f"-o {str(out)!r} cannot be written: there is no folder {str(out.parent)!r}; accepted: a file in a folder "
-            f"that exists. Make the folder."
-        )
+            raise InvalidOptionError(
+                f"{option} {value!r} is no choice; accepted: {', '.join(accepted)}. Pass one of these."
+            )
+    if what_if is None:  # else no file is written
+        check_writable("-o", out)
 
 
 class _Search:

@@ -64,11 +64,26 @@ def check_report(report: Path | None, kinds: Sequence[str] = (".json", ".html"))
         )
     if report.suffix != ".json":
         import matplotlib.figure  # noqa: F401 -- a missing extra is told before the script runs
-    if not report.parent.is_dir():
+    check_writable("--report", report)
+
+
+def check_writable(option: str, target: Path) -> None:
+    """Check that a file can be written, and leave what is there as it is."""
+    if not target.parent.is_dir():
         raise InvalidOptionError(
-            f"--report {str(report)!r} cannot be written: there is no folder {str(report.parent)!r}; accepted: a "
+            f"{option} {str(target)!r} cannot be written: there is no folder {str(target.parent)!r}; accepted: a "
             f"file in a folder that exists. Make the folder."
         )
+    existed = target.exists()
+    try:
+        target.open("a").close()
+    except OSError as error:
+        raise InvalidOptionError(
+            f"{option} {str(target)!r} cannot be written: {error.strerror}; accepted: a file that you may write. "
+            f"Choose another."
+        ) from error
+    if not existed:
+        target.unlink(missing_ok=True)
 
 
 def run_to_the_end(request: RunRequest) -> int:

@@ -226,6 +226,8 @@ def test_objects_of_the_script_are_pickled_and_atexit_still_finds_them(tmp_path,
         (("-m", "absent.module"), "-m 'absent.module' names no module to run"),
         (("--report", "out.txt", "script.py"), "--report 'out.txt' is of no known kind"),
         (("--report", "nowhere/out.json", "script.py"), "there is no folder 'nowhere'"),
+        (("--report", "/proc/out.json", "script.py"), "--report '/proc/out.json' cannot be written: "),
+        (("--log", "folder.jsonl", "script.py"), "log_to got 'folder.jsonl', which cannot be written: "),
         (("--framework", "fortran", "script.py"), "'fortran'"),
         (("--framework", "mxnet", "script.py"), "pip install 'mxnet==1.9.1'"),
         (("--level", "O9", "script.py"), "level='O9' is not an opt level"),
@@ -238,6 +240,7 @@ def test_objects_of_the_script_are_pickled_and_atexit_still_finds_them(tmp_path,
 def test_what_cannot_be_run_is_told_before_anything_runs(tmp_path, outcome, arguments, passed):
     (tmp_path / "script.py").write_text("print('ran')")
     (tmp_path / "notebook.ipynb").write_text('{"cells": []}')
+    (tmp_path / "folder.jsonl").mkdir()
     done = outcome(AMPX, "run", *arguments)
     assert done.returncode == 2
     assert ".." not in done.stderr

@@ -142,6 +142,11 @@ def test_the_verdict_says_whether_it_is_right_and_worth_it(compared):
             "4 steps are too few to time, the loss agrees with float32's within rounding in all 4 "
             "steps: more steps, by --steps or by the script, decide whether it is worth it.",
         ),
+        (
+            {"speed": None, "steps": 1},
+            "1 step is too few to time, the loss agrees with float32's within rounding in all 4 "
+            "steps: more steps, by --steps or by the script, decide whether it is worth it.",
+        ),
         ({"skipped": [1, 2, 3, 4]}, "4 of 4 steps were skipped: look before you rely on it."),
         (
             {"losses": [1.0, "nan", "nan", "nan"], "parts_at": 2, "ends_alike": False},
