@@ -21,6 +21,7 @@ from .errors import (
     NoGradientsWarning,
     NotWrappedError,
     ProtocolError,
+    shown,
 )
 from .events import UNCHECKED, StepResult
 from .protocol import Handle, Member, ScaleGroup, refuse_values
@@ -434,10 +435,12 @@ def wrapped_optimizers(opt: Any, call: str) -> list[WrappedOptimizer]:
     return [optimizer.ampx_member.owner_of(optimizer) for optimizer in optimizers]
 
 
-def check_bound(name: str, bound: object) -> None:
-    """Raise unless a bound is None or a positive number."""
-    if bound is not None and (not is_number(bound) or bound <= 0):
-        raise InvalidOptionError(f"{name}={bound!r} is not a bound; accepted: a positive number, or None. Change it.")
+def check_bound(name: str, bound: object, optional: bool = True) -> None:
+    """Raise unless a bound is a positive number, or None where it is optional."""
+    if (bound is None and optional) or (is_number(bound) and bound > 0):
+        return
+    accepted = "a positive number, or None" if optional else "a positive number"
+    raise InvalidOptionError(f"{name}={shown(bound)} is not a bound; accepted: {accepted}. Change it.")
 
 
 def check_clipping(backend: Backend) -> None:

@@ -279,7 +279,7 @@ class Amp:
 
         Sync: at most one.
         """
-        check_bound("max_norm", max_norm)
+        check_bound("max_norm", max_norm, optional=False)
         handle = self.handle(opt, "clip_grad_norm")
         check_clipping(self.backend)
         return handle.ampx_clip_grad_norm(float(max_norm))
@@ -518,7 +518,8 @@ class Amp:
         Sync: where the scale lives on the device.
         """
         state = self.backend.state_handle(opt, "state_dict")
-        return dump_session(self.effective.framework, self._groups_of(opt) if state is None else [state.ampx_group])
+        groups = self._groups_of(opt, "state_dict") if state is None else [state.ampx_group]
+        return dump_session(self.effective.framework, groups)
 
     def load_state_dict(self, state: object, opt: Any = None) -> Any:
         """Take over loss scales, before or after the first step; from any framework.
@@ -540,7 +541,7 @@ class Amp:
         if not self.effective.enabled:
             return opt
         handle = self.backend.state_handle(opt, "load_state_dict")
-        load_session(state, self._groups_of(opt) if handle is None else [handle.ampx_group])
+        load_session(state, self._groups_of(opt, "load_state_dict") if handle is None else [handle.ampx_group])
         return opt if handle is None else handle.ampx_reloaded()
 
     def on_event(self, listener: Listener) -> Callable[[], None]:
@@ -572,11 +573,11 @@ class Amp:
             for (listener,) in reversed(self._listeners):
                 stack.callback(listener, event)
 
-    def _groups_of(self, opt: Any) -> list[ScaleGroup]:
+    def _groups_of(self, opt: Any, call: str) -> list[ScaleGroup]:
         """List the loss scales of some wrapped optimizers; of all for None."""
         if opt is None:
             return self.live_groups()
-        return list(dict.fromkeys(optimizer.ampx_group for optimizer in wrapped_optimizers(opt, "state_dict")))
+        return list(dict.fromkeys(optimizer.ampx_group for optimizer in wrapped_optimizers(opt, call)))
 
     # -- life --------------------------------------------------------------------------------------
 

@@ -279,7 +279,7 @@ def test_max_grad_norm_and_value_clip_true_gradients(amp, alpha, make_trainer):
     assert (by_norm.param.value, by_value.param.value) == (-2.0, 3.0)
 
 
-@pytest.mark.parametrize("bound", [0, -1.0, math.nan, "1", True])
+@pytest.mark.parametrize("bound", [0, -1.0, math.nan, "1", True, None])
 def test_a_bound_that_is_none_is_refused(trainer, bound):
     trainer.backward()
     before = stand(trainer)
@@ -317,7 +317,7 @@ def test_clipping_that_is_not_declared_is_refused_at_once(make_framework, make_t
     assert stand(trainer) == before
 
 
-@pytest.mark.parametrize("call", ["unscale", "clip_grad_norm", "gate", "scale_loss", "state_dict"])
+@pytest.mark.parametrize("call", ["unscale", "clip_grad_norm", "gate", "scale_loss", "state_dict", "load_state_dict"])
 def test_a_raw_optimizer_is_refused_by_every_call(trainer, alpha, call):
     raw = alpha.Sgd()
     calls = {
@@ -326,8 +326,9 @@ def test_a_raw_optimizer_is_refused_by_every_call(trainer, alpha, call):
         "gate": lambda: ampx.gate(object(), raw),
         "scale_loss": lambda: ampx.scale_loss(alpha.Loss(), raw),
         "state_dict": lambda: ampx.state_dict(raw),
+        "load_state_dict": lambda: ampx.load_state_dict(ampx.state_dict(), raw),
     }
-    with pytest.raises(ampx.NotWrappedError, match=call):
+    with pytest.raises(ampx.NotWrappedError, match=f"^{call} got"):
         calls[call]()
 
 
