@@ -29,6 +29,7 @@ def untouched():
     touched = [
         (torch.autograd, "backward"),
         (torch.optim.Optimizer, "__init__"),
+        (torch.optim.Optimizer, "__setstate__"),
         (torch.optim.Optimizer, "add_param_group"),
         (torch.Tensor, "register_hook"),
         (torch.Tensor, "register_post_accumulate_grad_hook"),
@@ -530,13 +531,66 @@ def test_optimizers_are_copied_saved_and_collected_as_ever():
         assert gone() is None
 
 
+@BOTH
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.filterwarnings("error:.*wrap_optimizer")
+def test_a_copied_optimizer_trains_as_the_first_one_does(copied, keeps, dtype):
+    factors = []
+
+    def loop():
+        factors.clear()
+        pairs = [(w := weights(1.0, 2.0), torch.optim.SGD([w], lr=0.5, momentum=0.5))]
+        twin = copied(pairs[0])
+        pairs = [*pairs, twin] if keeps else [twin]
+        del w, twin
+        for _ in range(2):
+            for w, optimizer in pairs:
+                w.register_hook(lambda gradient: factors.append(gradient.tolist()))  # true, as ever
+                (w * w).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return factors, [(w.tolist(), type(optimizer).__name__) for w, optimizer in pairs]
+
+    run = same(loop, dtype)
+    steps = [record["steps"] for record in run.recorder.to_json()["optimizers"]]
+    assert [count for count in steps if count] == [2] * (1 + keeps)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_that_a_script_only_keeps_are_left_out_of_the_report_and_of_the_step(copied):
+    def loop():
+        w, kept = weights(1.0, 2.0), []
+        optimizer = torch.optim.SGD([w], lr=0.5)
+        for _ in range(2):
+            kept.append(copied(optimizer))
+            (w * w).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return w.tolist(), len(kept)
+
+    run = same(loop)
+    (record,) = run.recorder.to_json()["optimizers"]
+    assert record["steps"] == 2
+
+
+def test_the_first_gradients_of_a_copy_carry_a_loss_scale_too():
+    seen = []
+    with automated(run_of()):
+        w, optimizer = copy.deepcopy((w := weights(1.0), torch.optim.SGD([w], lr=0.5)))
+        (Spy.apply(w, seen) * 2.0).sum().backward()
+        optimizer.step()
+    assert (seen, w.item()) == ([2.0**17], 0.0)
+
+
 def test_optimizers_that_outlive_the_run_are_plain_again():
     w = weights(1.0)
     with automated(run_of()):
         optimizer = torch.optim.SGD([w], lr=0.5)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         other = torch.optim.SGD([w], lr=0.5)
-    assert "step" not in vars(other)
+        twin = copy.deepcopy(other)
+    assert "step" not in {**vars(other), **vars(twin)}
     for each in (optimizer, other):
         w.grad = torch.tensor([float("inf")])
         each.step()

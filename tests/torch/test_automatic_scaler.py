@@ -420,3 +420,41 @@ def test_a_refusal_in_a_step_names_its_place_once():
     with automated(run), pytest.raises(ampx.RunRefusedError) as caught:
         loop()
     assert str(caught.value).count("test_automatic_scaler.py") == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_closures_that_leave_the_scaler_out_train_on_true_gradients(kind):
+    """GradScaler refuses closures, so that a script with LBFGS in one of its modes has to step without it."""
+
+    def loop():
+        net, scaler, (x,) = network(), torch.amp.GradScaler("cpu"), batches(1)
+        optimizer = kind(net.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(x).pow(2).mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(2)]
+        return losses, scaler.get_scale(), lists(net.parameters())
+
+    same(loop)
+
+
+def test_a_copied_optimizer_is_unscaled_and_stepped_by_the_scaler():
+    def loop():
+        net, scaler = network(), torch.amp.GradScaler("cpu")
+        pairs = [(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5))]
+        pairs.append(copy.deepcopy(pairs[0]))
+        for x in batches(2):
+            for twin, optimizer in pairs:
+                scaler.scale(twin(x).pow(2).mean()).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        return [lists(twin.parameters()) for twin, _ in pairs]
+
+    run = same(loop)
+    assert [record["steps"] for record in run.recorder.to_json()["optimizers"]] == [2, 2]

@@ -54,6 +54,8 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
             return
         losses = None if manager.inside else _losses(tensors, weights)
         optimizers = manager.all() if losses else []
+        if losses and not optimizers and manager.employ():
+            optimizers = manager.all()
         if losses is None or not optimizers:
             true(tensors, weights, retain_graph, create_graph, inputs=inputs)
             return
@@ -115,6 +117,10 @@ def _backward_scaled(
     if manager.sampler.counts:
         _refuse_by_hand(manager, leaves)
     reached = owners.reached(leaves)
+    if None in reached and manager.employ(leaves):
+        optimizers = manager.all()
+        owners.sort(optimizers)
+        reached = owners.reached(leaves)
     if not hidden:
         optimizers = [managed for managed in optimizers if managed.reference in reached]
     if not optimizers:

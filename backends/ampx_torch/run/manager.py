@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -34,6 +34,8 @@ class TorchManaged(Managed):
     def __init__(self, raw: torch.optim.Optimizer, place: str) -> None:
         super().__init__(raw, place)
         self.skips = 0  # steps in a row that the script's own GradScaler skipped
+        # A copy that trains nothing so far: the script may only keep it.
+        self.idle = False
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # what the script gave to `step` beyond a closure
         self.returned: Any = None  # what the raw `step` returned
         self.reference = weakref.ref(self)
@@ -117,15 +119,30 @@ class TorchManager(Manager[TorchManaged]):
 
     # -- optimizers --------------------------------------------------------------------------------
 
-    def adopt(self, raw: torch.optim.Optimizer) -> None:
-        """Take over an optimizer that the script has just made; casting starts with the first."""
+    def adopt(self, raw: torch.optim.Optimizer, copied: bool = False) -> None:
+        """Take over an optimizer that the script has just made, copied or unpickled; casting starts with the first."""
         if self.stood_down or isinstance(raw, AmpOptimizer):
             return
         if not self.held:
             self.start()
         managed = TorchManaged(raw, script_line())
+        managed.idle = copied
         raw.step = MethodType(self._shadow(managed), raw)
         self.keep(managed)
+
+    def managed(self) -> list[TorchManaged]:
+        """List what is managed, but for copies that train nothing."""
+        return [managed for managed in super().managed() if not managed.idle]
+
+    def employ(self, leaves: Container[int] | None = None) -> bool:
+        """Manage the copies that train these leaves, by their ids, or all copies; return whether there are any."""
+        employed = False
+        for managed in super().managed():
+            if managed.idle:
+                keys = [id(p) for group in managed.raw.param_groups for p in group["params"]]
+                if leaves is None or any(key in leaves and self.owners.of(key) is None for key in keys):
+                    managed.idle, employed = False, True
+        return employed
 
     def start(self) -> None:
         """Start the session with the first optimizer, region or GradScaler of the script."""
@@ -156,6 +173,7 @@ class TorchManager(Manager[TorchManaged]):
         if managed is None or self.run.amp is None or self.stood_down:
             return None
         if managed.wrapped is None:
+            managed.idle = False
             self.all()
         return managed
 
@@ -172,6 +190,7 @@ class TorchManager(Manager[TorchManaged]):
         """Leave every optimizer as it was."""
         if self.held:
             self.stand_down("apex.amp", waits=True)
+        self.employ()
         super().release()
 
     # -- apex.amp and GradScaler -------------------------------------------------------------------
@@ -234,6 +253,7 @@ class TorchManager(Manager[TorchManaged]):
                 f"accepted: steps after backward. Step after loss.backward()"
             )
         if managed.wrapped is None:
+            managed.idle = False
             self.all()
         wrapped, recorder = managed.wrapped, self.run.recorder
         member = wrapped.ampx_member
@@ -245,7 +265,7 @@ class TorchManager(Manager[TorchManaged]):
                 closure, args = args[0], args[1:]
             if closure is not None:
                 self._refuse_shared(managed)
-                closure = self._seen_through(closure)
+                closure = self._seen_through(closure, managed)
         managed.call, managed.returned = (args, kwargs), None
         try:
             with self.uncounted(), self.working(managed), self.step_phase:
@@ -286,17 +306,23 @@ class TorchManager(Manager[TorchManaged]):
                 f"optimizer a parameter, or --dtype bfloat16, which needs no loss scale"
             )
 
-    def _seen_through(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure as the script would call it: its own reads of gradients are watched again."""
+    def _seen_through(self, closure: Callable[[], Any], managed: TorchManaged) -> Callable[[], Any]:
+        """Return the closure as the script would call it: its own reads of gradients are watched again.
+
+        Its gradients are true where the script has a GradScaler, which takes no closures, and does not use it here.
+        """
 
         def evaluate() -> Any:
             quiet, self.quiet = self.quiet, False
             self.sampler.pause(False)
             try:
-                return closure()
+                loss = closure()
             finally:
                 self.quiet = quiet
                 self.sampler.pause(True)
+            if self.native.scales:
+                managed.wrapped.ampx_member.note_scaled(1.0)
+            return loss
 
         return evaluate
 
@@ -338,11 +364,17 @@ class TorchManager(Manager[TorchManaged]):
 @contextmanager
 def optimizers_managed(manager: TorchManager) -> Iterator[None]:
     """Patch the base class of all optimizers: whatever is made inside is managed."""
-    make, add = torch.optim.Optimizer.__init__, torch.optim.Optimizer.add_param_group
+    base = torch.optim.Optimizer
+    make, restore, add = base.__init__, base.__setstate__, base.add_param_group
 
     def make_managed(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         manager.adopt(self)
+
+    def restore_managed(self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        restore(self, state)
+        if Manager.find(manager, self) is None:  # else it loads a checkpoint
+            manager.adopt(self, copied=True)
 
     def add_managed(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         managed = manager.find(self)
@@ -353,8 +385,12 @@ def optimizers_managed(manager: TorchManager) -> Iterator[None]:
             managed.wrapped.notice_groups(true=True)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", make_managed))
-        stack.enter_context(mock.patch.object(torch.optim.Optimizer, "add_param_group", add_managed))
+        patches: dict[str, Any] = {
+            "__init__": make_managed,
+            "__setstate__": restore_managed,
+            "add_param_group": add_managed,
+        }
+        stack.enter_context(mock.patch.multiple(base, **patches))
         recorded = mock.patch.object(AmpOptimizer, "step", manager.recorded(AmpOptimizer.step))
         manager.record_steps = functools.cache(lambda: stack.enter_context(recorded))  # once, where it is needed
         yield

@@ -146,9 +146,10 @@ class _Watch:
         """Divide; from now on the script may change what was tested."""
         native(scaler, optimizer)
         seen = self._seen.get(scaler)
-        if seen is not None:
-            seen.waiting.discard(self.manager.find(optimizer))  # type: ignore[arg-type]
-            if not self._steps(optimizer):
+        managed = self.manager.find(optimizer)
+        if seen is not None and managed is not None:
+            seen.waiting.discard(managed)
+            if not managed.busy:
                 seen.unscaled.add(id(optimizer))
 
     def step(
@@ -205,10 +206,6 @@ class _Watch:
                 unscale_into(bucket, flag, change.to(flag.device))
 
     # -- looking and noting --------------------------------------------------------------------------
-
-    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        managed = self.manager.find(optimizer)
-        return managed is not None and managed.busy
 
     def _look_again(
         self, scaler: GradScaler, optimizer: torch.optim.Optimizer, seen: _Seen, state: dict[str, Any]
