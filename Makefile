@@ -53,7 +53,7 @@ docs-test: .venv-tox/bin/tox ; $(TOX) -e docs-test
 # The oldest and the newest versions; PyTorch's wheels of the index bring gigabytes of CUDA with them.
 versions: .venv-tox/bin/tox ; $(TOX) -e $(VERSIONS)
 bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
-gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick)
+gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick) $(if $(JSON),--out $(JSON))
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build
 
 .venv-tox/bin/tox: ; $(PYTHON) -m venv .venv-tox && .venv-tox/bin/python -m pip install --quiet "tox>=4.44"

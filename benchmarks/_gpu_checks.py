@@ -10,7 +10,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 
@@ -40,6 +40,7 @@ class NotHere(Exception):  # noqa: N818 - no error
 
 Check = Callable[[Setup], Figure]
 STATUSES: Final = ("pass", "FAIL", "ERROR", "not here")
+UNENDED: Final = "did not end"
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,23 @@ class Report:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             self.machine, self.checks = content["machine"], content["checks"]
 
+    def begin(self, outcome: Outcome) -> None:
+        """Put on record that a check has begun, as an error: it stays if the process does not live to its end."""
+        self.add(replace(outcome, status="ERROR", line=UNENDED))
+
+    def unended(self) -> dict[str, Any] | None:
+        """Return the check that has begun and has no end on record."""
+        return self.checks[-1] if self.checks and self.checks[-1]["line"] == UNENDED else None
+
+    def has(self, outcome: Outcome) -> bool:
+        """Return whether a check is on record."""
+        key = (outcome.framework, outcome.check, outcome.quick)
+        return any((check["framework"], check["check"], check["quick"]) == key for check in self.checks)
+
     def add(self, outcome: Outcome) -> None:
-        """Put a check on record."""
+        """Put the end of a check on record, in the place of its beginning."""
+        if self.unended():
+            self.checks.pop()
         self.checks.append(asdict(outcome))
         content = {
             "date": time.strftime("%Y-%m-%d"),
@@ -133,7 +149,7 @@ def show(outcome: Outcome) -> None:
     """Print one line of the table, and where a check broke its traceback."""
     print(f"{outcome.framework:10} {outcome.status:8} {outcome.seconds:7.1f} s  {outcome.check:42} {outcome.line}")
     if outcome.status in ("FAIL", "ERROR"):
-        print("".join(f"    | {line}\n" for line in outcome.data["traceback"].splitlines()), end="", flush=True)
+        print("".join(f"    | {line}\n" for line in outcome.data.get("traceback", "").splitlines()), end="", flush=True)
 
 
 def describe_host() -> dict[str, Any]:

@@ -12,6 +12,7 @@ is no CUDA device and nothing was run. `--device cpu` runs what makes sense ther
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -44,6 +45,8 @@ FRAMEWORKS: dict[str, tuple[str, str]] = {
 SIMULATED = {"torch": "simulated_cuda", "paddle": "simulated_paddle", "mxnet": "simulated_mxnet"}
 STAGES = ("quick", "tests", "full")
 NOTHING_RUN = 2
+# A check that takes longer hangs: it is ended with its process, and a new one goes on with the next check.
+SECONDS = {"quick": 120.0, "full": 300.0}
 
 
 def main(arguments: list[str]) -> int:
@@ -58,6 +61,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="where the JSON goes")
     parser.add_argument("--part", choices=("first", "later"), help="of a run of several processes; later ones add")
     options = parser.parse_args(arguments)
+    # JAX takes most of a GPU's memory when it starts, which other processes then lack.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     stages = [stage for stage in STAGES if stage in ("quick" if options.quick else options.stages).split(",")]
     # A CPU has no tests marked gpu, and nothing that is judged in full size.
     stages = stages if options.device != "cpu" else [stage for stage in stages if stage == "quick"]
@@ -90,17 +95,23 @@ def run_all(options: argparse.Namespace, stages: list[str], report: Report, dead
     present, started = list(installed), time.time()
     for stage in stages:
         for framework in list(present):
-            left = (deadline - time.monotonic()) / 60
-            command = [sys.executable, __file__, "--device", options.device, "--framework", framework]
-            command += ["--stages", stage, "--only", options.only, "--out", str(report.path)]
-            command += ["--part", "later" if report.checks else "first"]
-            command += [] if options.minutes is None else ["--minutes", str(max(left, 1e-9))]
-            sys.stdout.flush()
-            # JAX takes most of a GPU's memory when it starts, which others then lack.
-            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            code = subprocess.run(command, env=environment, check=False).returncode
-            if report.path.exists() and report.path.stat().st_mtime >= started:  # else it is of a former run
-                report.read()
+            while True:
+                left = (deadline - time.monotonic()) / 60
+                command = [sys.executable, __file__, "--device", options.device, "--framework", framework]
+                command += ["--stages", stage, "--only", options.only, "--out", str(report.path)]
+                command += ["--part", "later" if report.checks else "first"]
+                command += [] if options.minutes is None else ["--minutes", str(max(left, 1e-9))]
+                sys.stdout.flush()
+                code = subprocess.run(command, check=False).returncode
+                if report.path.exists() and report.path.stat().st_mtime >= started:  # else it is of a former run
+                    report.read()
+                unended = report.unended()
+                if unended is None:
+                    break
+                # It hung, or took the process with it: the next process goes on behind it.
+                ended = Outcome(**{**unended, "line": f"{unended['line']}: its process ended with {code}"})
+                report.add(ended)
+                show(ended)
             if code == NOTHING_RUN:
                 present.remove(framework)
             elif code not in (0, 1):
@@ -142,11 +153,19 @@ def run_framework(framework: str, stages: list[str], report: Report, only: str, 
         for check in checks.CHECKS if setup.quick else checks.MEASURED:
             if re.search(only, check.__name__):
                 covers = checks.COVERS.get(check.__name__, ())
+                begun = Outcome(framework, check.__name__, "", "", 0.0, [], quick=setup.quick)
+                if report.has(begun):
+                    continue
                 missing = checks.NOT_SIMULATED.get(check.__name__) if simulated else None
                 if missing:
                     outcome = Outcome(framework, check.__name__, "not here", f"needs {missing}", 0.0, [])
                 else:
+                    report.begin(begun)
+                    # A check that has begun has half a minute beyond the deadline of the run.
+                    left = max(deadline - time.monotonic(), 0) + 30
+                    faulthandler.dump_traceback_later(min(SECONDS[stage], left), exit=True)
                     outcome = run_check(framework, check, setup, covers, deadline)
+                    faulthandler.cancel_dump_traceback_later()
                 report.add(outcome)
                 show(outcome)
                 ampx.shutdown()

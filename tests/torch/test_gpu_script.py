@@ -165,3 +165,28 @@ def test_each_framework_runs_in_a_process_of_its_own(tmp_path):
     checks = json.loads(target.read_text())["checks"]
     assert [(check["framework"], check["status"], check["quick"]) for check in checks] == [("torch", "pass", True)]
     assert "1 pass, 0 FAIL, 0 ERROR, 0 not here" in done.stdout
+
+
+@pytest.mark.parametrize("end", ["os._exit(7)", "time.sleep(60)"], ids=["crashes", "hangs"])
+def test_a_check_that_takes_its_process_with_it_is_an_error_and_the_next_check_runs(end, tmp_path):
+    checks = tmp_path / "_gpu_endless.py"
+    checks.write_text(f"""
+import os, time
+from _gpu_checks import Figure
+def ends_all(setup): {end}
+def passes(setup): return Figure("well")
+CHECKS, COVERS, NOT_SIMULATED = (ends_all, passes), {{}}, {{}}
+has, describe = lambda device: True, lambda device: {{}}
+""")
+    source, target = (ROOT / "benchmarks" / "gpu.py").read_text(), tmp_path / "gpu.json"
+    script = tmp_path / "gpu.py"
+    script.write_text(
+        source.replace('("_gpu_torch", "ampx_torch")', '("_gpu_endless", "ampx_torch")').replace("120.0", "1.0")
+    )
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "benchmarks", tmp_path)))
+    arguments = ("--device", "cpu", "--quick", "--only", "ends_all|passes", "--out", target)
+    done = run_python(script, *arguments, nests=True, PYTHONPATH=path)
+    assert done.returncode == 1, done.stderr
+    ends, passes = json.loads(target.read_text())["checks"]
+    assert (ends["status"], passes["status"]) == ("ERROR", "pass")
+    assert ends["line"] == f"did not end: its process ended with {7 if 'exit' in end else 1}"
