@@ -25,7 +25,12 @@ _ENDS = "AMPX_GPU_ENDS"  # the file that the plugin writes
 _PLUGIN = "AMPX_GPU_PLUGIN"  # framework and module of the backend
 _STATUS = {"passed": "pass", "failed": "FAIL", "skipped": "not here"}
 # What the project's settings ask of pytest-timeout, coverage and warnings does not hold where only pytest is.
-_SETTINGS = "[pytest]\naddopts = --import-mode=importlib\n"
+# A test that hangs ends the process, where pytest can do that (from 9.0 on), and leaves time to what comes behind.
+_SETTINGS = """[pytest]
+addopts = --import-mode=importlib
+faulthandler_timeout = 180
+faulthandler_exit_on_timeout = true
+"""
 
 
 def run_tests(
@@ -56,16 +61,25 @@ def run_tests(
             _PLUGIN: f"{framework} {plugin}",
             **({"AMPX_SIMULATE_CUDA": "1"} if simulated else {}),
         }
-        with subprocess.Popen(
-            command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            try:
-                printed, _ = process.communicate(timeout=None if left == float("inf") else left)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                printed, _ = process.communicate()
-        outcomes = [_outcome(framework, json.loads(line)) for line in ends.read_text(encoding="utf-8").splitlines()]
-    yield from outcomes
+        printed = pathlib.Path(folder, "printed")
+        outcomes = []
+        with (
+            printed.open("w", encoding="utf-8") as output,
+            ends.open(encoding="utf-8") as lines,
+            subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT) as process,
+        ):
+            running = True
+            while running:
+                try:
+                    process.wait(1)
+                    running = False
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > deadline:
+                        process.kill()
+                for line in lines:
+                    outcomes.append(_outcome(framework, json.loads(line)))
+                    yield outcomes[-1]
+        text = printed.read_text(encoding="utf-8")
     failed = [outcome for outcome in outcomes if outcome.status == "FAIL"]
     counts = {status: sum(outcome.status == status for outcome in outcomes) for status in _STATUS.values()}
     line = ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -73,7 +87,7 @@ def run_tests(
     broke = process.returncode not in (0, 1, 5) or (process.returncode == 1 and not failed)
     status = "ERROR" if broke else "FAIL" if failed else "pass" if counts["pass"] else "not here"
     line += f"; pytest ended with {process.returncode}" if broke else ""
-    data = {"traceback": printed[-20_000:]} if broke or failed else {}
+    data = {"traceback": text[-20_000:]} if broke or failed else {}
     seconds = round(time.perf_counter() - start, 2)
     whole = Outcome(framework, "tests marked gpu", status, line, seconds, [], data)
     show(whole)
@@ -101,17 +115,26 @@ def pytest_configure() -> None:
         ampx.register_plugin(importlib.import_module(plugin), framework)
 
 
+def pytest_collectreport(report: Any) -> None:
+    """Write which file was left out, because something that it imports is missing, or could not be read."""
+    if not report.passed:
+        _write(report, 0.0, [])
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     """Write how a test ended, and what it has on record, at once."""
-    if report.when != "call" and report.passed:
-        return
-    covers = [value[1] for name, value in report.user_properties if name == "ampx.tested" and report.passed]
+    if report.when == "call" or not report.passed:
+        covers = [value[1] for name, value in report.user_properties if name == "ampx.tested" and report.passed]
+        _write(report, report.duration, covers)
+
+
+def _write(report: Any, seconds: float, covers: list[str]) -> None:
     line = "" if report.passed else str(report.longrepr)[-200:].replace("\n", " ")
     end = {
         "test": report.nodeid,
         "outcome": report.outcome,
         "line": line,
-        "seconds": round(report.duration, 2),
+        "seconds": round(seconds, 2),
         "covers": covers,
     }
     with pathlib.Path(os.environ[_ENDS]).open("a", encoding="utf-8") as file:

@@ -20,7 +20,13 @@ from _gpu_torch_cost import (
     step_takes_no_longer_small,
     syncs_per_step_are_not_more,
 )
-from _gpu_torch_models import bert_base_is_as_fast_as_by_hand, resnet50_is_as_fast_as_by_hand
+from _gpu_torch_models import (
+    bert_base_grows_to_what_fits,
+    bert_base_is_as_fast_as_by_hand,
+    resnet50_grows_to_what_fits,
+    resnet50_is_as_fast_as_by_hand,
+)
+from _gpu_torch_numerics import compare_and_tune_judge_resnet50, optimizer_phase_takes_no_longer
 from _gpu_torch_scaling import (
     float16_overflow_recovers_as_grad_scaler_does,
     resumed_run_is_bit_identical,
@@ -47,6 +53,10 @@ CHECKS: Final[tuple[Check, ...]] = (
     step_takes_no_longer_large,
     resnet50_is_as_fast_as_by_hand,
     bert_base_is_as_fast_as_by_hand,
+    compare_and_tune_judge_resnet50,
+    optimizer_phase_takes_no_longer,
+    resnet50_grows_to_what_fits,
+    bert_base_grows_to_what_fits,
 )
 # Those that are larger in full runs, in the order in which time is spent on them.
 MEASURED: Final[tuple[Check, ...]] = (
@@ -55,7 +65,11 @@ MEASURED: Final[tuple[Check, ...]] = (
     step_takes_no_longer_small,
     resnet50_is_as_fast_as_by_hand,
     bert_base_is_as_fast_as_by_hand,
+    optimizer_phase_takes_no_longer,
+    compare_and_tune_judge_resnet50,
     float16_overflow_recovers_as_grad_scaler_does,
+    resnet50_grows_to_what_fits,
+    bert_base_grows_to_what_fits,
 )
 # Check → what it needs that a simulated CUDA device has not.
 NOT_SIMULATED: Final = {
@@ -65,6 +79,10 @@ NOT_SIMULATED: Final = {
     "step_takes_no_longer_large": "speed",
     "resnet50_is_as_fast_as_by_hand": "speed",
     "bert_base_is_as_fast_as_by_hand": "speed",
+    "resnet50_grows_to_what_fits": "memory of its own",
+    "bert_base_grows_to_what_fits": "memory of its own",
+    "optimizer_phase_takes_no_longer": "speed",
+    "compare_and_tune_judge_resnet50": "kernels of convolutions",
 }
 # Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
 COVERS: Final = {

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from _gpu_checks import Figure, Setup, require
-from _gpu_torch_cost import LIMIT, count_syncs
+from _gpu_torch_cost import LIMIT, count_kernels, count_syncs
 from _paired import paired
 from torch import nn
 from torch.nn import functional
@@ -21,6 +23,8 @@ from torch.nn import functional
 import ampx
 
 Step = Callable[[], object]
+# Batches are doubled for so long, in seconds, for each model.
+GROWING = 150.0
 
 
 class Bottleneck(nn.Module):
@@ -85,10 +89,16 @@ class Model:
     unit: str
 
 
-def images(setup: Setup) -> Model:
-    """Return ResNet-50 and 128 images of 224×224; a tiny one where only the script is tried out."""
-    tiny = setup.quick or not setup.on_gpu
-    batch, size, classes = (4, 32, 10) if tiny else (128, 224, 1000)
+def is_tiny(setup: Setup) -> bool:
+    """Return whether models are small, because the script is only tried out."""
+    return setup.quick or not setup.on_gpu
+
+
+def images(setup: Setup, batch: int | None = None) -> Model:
+    """Return ResNet-50 and 128 images of 224×224, or another number; a tiny one where only the script is tried out."""
+    tiny = is_tiny(setup)
+    usual, size, classes = (4, 32, 10) if tiny else (128, 224, 1000)
+    batch = batch or usual
     return Model(
         (lambda: resnet((1, 1), 8, classes)) if tiny else (lambda: resnet((3, 4, 6, 3), 64, classes)),
         torch.randn(batch, 3, size, size, device=setup.device).to(memory_format=torch.channels_last),
@@ -98,10 +108,11 @@ def images(setup: Setup) -> Model:
     )
 
 
-def tokens(setup: Setup) -> Model:
-    """Return an encoder as large as BERT-base and 32 sequences of 512; a tiny one where the script is tried out."""
-    tiny = setup.quick or not setup.on_gpu
-    batch, length, symbols = (2, 16, 64) if tiny else (32, 512, 30522)
+def tokens(setup: Setup, batch: int | None = None) -> Model:
+    """Return an encoder as large as BERT-base and 32 sequences of 512, or another number; tiny as in `images`."""
+    tiny = is_tiny(setup)
+    usual, length, symbols = (2, 16, 64) if tiny else (32, 512, 30522)
+    batch = batch or usual
     shape = (symbols, 32, 2, 1, length) if tiny else (symbols, 768, 12, 12, length)
     return Model(
         lambda: Encoder(*shape),
@@ -122,6 +133,16 @@ def bert_base_is_as_fast_as_by_hand(setup: Setup) -> Figure:
     return _compare(setup, tokens(setup))
 
 
+def resnet50_grows_to_what_fits(setup: Setup) -> Figure:
+    """ResNet-50 in batches of 32, 64, 128 and so on, until the memory is full: images per second, and memory."""
+    return _grow(setup, images)
+
+
+def bert_base_grows_to_what_fits(setup: Setup) -> Figure:
+    """An encoder as large as BERT-base in batches of 8, 16, 32 and so on: tokens per second, and memory."""
+    return _grow(setup, tokens)
+
+
 def _compare(setup: Setup, model: Model) -> Figure:
     judged = setup.on_gpu and not setup.quick
     pairs, repeat = (20, 5) if judged else (4, 1)
@@ -129,8 +150,9 @@ def _compare(setup: Setup, model: Model) -> Figure:
     for name, tf32 in (("float32", False), ("float32, TF32", True)):
         with _tf32(tf32), _float32(setup, model) as step:
             rows[name] = _alone(setup, model, step, 2 * pairs, repeat)
-    for dtype in ("float16", "bfloat16") if setup.on_gpu else ("bfloat16",):
-        with _tf32(False), _both(setup, model, dtype) as (ours, theirs, on, off):
+    dtypes = ("float16", "bfloat16") if setup.on_gpu else ("bfloat16",)
+    for dtype, scaler in (*((dtype, True) for dtype in dtypes), ("bfloat16", False)):
+        with _tf32(False), _both(setup, model, dtype, scaler) as (ours, theirs, on, off):
             _agree(setup, ours, theirs, on, off, dtype)
             measured = paired(
                 _whole(setup, ours, repeat), _whole(setup, theirs, repeat), pairs=pairs, before_a=on, before_b=off
@@ -138,9 +160,11 @@ def _compare(setup: Setup, model: Model) -> Figure:
             on()
             row: dict[str, Any] = {**measured.to_json(), **_alone(setup, model, ours, 3, repeat)}
             row["per_second"] = model.count * repeat / measured.median_a
+            row["against"] = "GradScaler" if scaler else "steps that nobody checks"
             if setup.on_gpu:
                 row["syncs_in_10_steps"] = [count_syncs(ours), (off(), count_syncs(theirs))[1]]
-        rows[dtype] = row
+                row["kernels_a_step"] = [(on(), count_kernels(ours))[1], (off(), count_kernels(theirs))[1]]
+        rows[dtype if scaler else f"{dtype}, not scaled"] = row
     base = rows["float32"]["per_second"]
     parts = []
     for name, row in rows.items():
@@ -151,9 +175,47 @@ def _compare(setup: Setup, model: Model) -> Figure:
         parts.append(part)
     line = f"{model.unit}: {'; '.join(parts)}"
     if judged:
-        require(all(row.get("ratio", 0) <= LIMIT for row in rows.values()), line)
-        require(all(mine <= native for row in rows.values() for mine, native in _syncs(row)), f"syncs: {rows}")
+        scaled = [row for row in rows.values() if row.get("against") == "GradScaler"]
+        require(all(row["ratio"] <= LIMIT for row in scaled), line)
+        require(all(mine <= native for row in scaled for mine, native in _syncs(row)), f"syncs: {rows}")
     return Figure(line, rows)
+
+
+def _grow(setup: Setup, model_of: Callable[[Setup, int], Model]) -> Figure:
+    first, last = (2, 4) if is_tiny(setup) else (32 if model_of is images else 8, 8192)
+    dtypes = ("float16", "bfloat16") if setup.on_gpu else ("bfloat16",)
+    runs = {"float32": None, **{dtype: dtype for dtype in dtypes}}
+    rows: dict[str, dict[str, Any]] = {name: {} for name in runs}
+    full: set[str] = set()
+    end, batch = time.monotonic() + GROWING, first
+    # By batches, so that all precisions have got as far where time runs out.
+    while batch <= last and len(full) < len(runs) and time.monotonic() < end:
+        for name, dtype in runs.items():
+            if name not in full:
+                try:
+                    rows[name][str(batch)] = _fitting(setup, model_of(setup, batch), dtype)
+                except torch.OutOfMemoryError:
+                    full.add(name)
+                gc.collect()
+                if setup.on_gpu:
+                    torch.cuda.empty_cache()
+        batch *= 2
+    require(all(rows.values()), f"no batch of {first} fits: {rows}")
+    best = {name: max(row["per_second"] for row in by_batch.values()) for name, by_batch in rows.items()}
+    parts = []
+    for name, by_batch in rows.items():
+        largest = f"{'fits' if name in full else 'was tried'} up to {max(map(int, by_batch))}"
+        parts.append(f"{name} {largest}, at best {best[name]:.0f}/s, {best[name] / best['float32']:.2f} of float32")
+    return Figure(f"{model_of.__name__}: {'; '.join(parts)}", rows)
+
+
+def _fitting(setup: Setup, model: Model, dtype: str | None) -> dict[str, Any]:
+    """Time a batch in float32, as None and with TF32, or through ampx in a dtype."""
+    if dtype is None:
+        with _tf32(True), _float32(setup, model) as step:
+            return _alone(setup, model, step, 3, 1)
+    with _tf32(False), _ampx(setup, model, dtype, scaler=True) as step:
+        return _alone(setup, model, step, 3, 1)
 
 
 def _syncs(row: dict[str, Any]) -> list[list[int]]:
@@ -195,15 +257,13 @@ def _float32(setup: Setup, model: Model) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def _both(setup: Setup, model: Model, dtype: str) -> Iterator[tuple[Step, Step, Step, Step]]:
-    """Return one step through ampx, the native one, and for each what switches casting as it needs."""
-    module, other = _made(setup, model), _made(setup, model)
-    native = getattr(torch, dtype)
-    with ampx.init("torch", device=setup.device, dtype=dtype, loss_scale="dynamic") as amp:
+def _ampx(setup: Setup, model: Model, dtype: str, scaler: bool) -> Iterator[Step]:
+    module = _made(setup, model)
+    options: Any = {"loss_scale": "dynamic"} if scaler else {}  # bfloat16 is not scaled, and checked all the same
+    with ampx.init("torch", device=setup.device, dtype=dtype, **options) as amp:
         opt = amp.wrap_optimizer(_sgd(module))
-        raw, scaler = _sgd(other), torch.amp.GradScaler(setup.device)
 
-        def ours() -> torch.Tensor:
+        def step() -> torch.Tensor:
             opt.zero_grad()
             loss = functional.cross_entropy(module(model.inputs).float(), model.labels)
             with ampx.scale_loss(loss, opt) as scaled:
@@ -211,23 +271,38 @@ def _both(setup: Setup, model: Model, dtype: str) -> Iterator[tuple[Step, Step, 
             opt.step()
             return loss
 
-        def theirs() -> torch.Tensor:
-            raw.zero_grad()
-            with torch.autocast(setup.device, dtype=native):
-                loss = functional.cross_entropy(other(model.inputs).float(), model.labels)
-            scaler.scale(loss).backward()
-            scaler.step(raw)
-            scaler.update()
-            return loss
+        yield step
 
-        def casting(on: bool) -> Step:
-            def switch() -> None:
-                torch.set_autocast_enabled(setup.device, on)
-                torch.set_autocast_cache_enabled(not on)
 
-            return switch
+def _native(setup: Setup, model: Model, dtype: str, scaler: bool) -> Step:
+    module = _made(setup, model)
+    raw, native = _sgd(module), torch.amp.GradScaler(setup.device, enabled=scaler)
 
-        yield ours, theirs, casting(True), casting(False)
+    def step() -> torch.Tensor:
+        raw.zero_grad()
+        with torch.autocast(setup.device, dtype=getattr(torch, dtype)):
+            loss = functional.cross_entropy(module(model.inputs).float(), model.labels)
+        native.scale(loss).backward()
+        native.step(raw)
+        native.update()
+        return loss
+
+    return step
+
+
+@contextlib.contextmanager
+def _both(setup: Setup, model: Model, dtype: str, scaler: bool) -> Iterator[tuple[Step, Step, Step, Step]]:
+    """Return one step through ampx, the native one, and for each what switches casting as it needs."""
+
+    def casting(on: bool) -> Step:
+        def switch() -> None:
+            torch.set_autocast_enabled(setup.device, on)
+            torch.set_autocast_cache_enabled(not on)
+
+        return switch
+
+    with _ampx(setup, model, dtype, scaler) as ours:
+        yield ours, _native(setup, model, dtype, scaler), casting(True), casting(False)
         casting(True)()
 
 

@@ -23,18 +23,20 @@ def peak(function: Callable[[], object], before: Callable[[], object] | None = N
         runs: Calls; the largest counts.
 
     Returns:
-        MiB; None where the system does not tell, that is, not on Linux.
+        MiB; None where the system does not tell: not on Linux, and in some containers.
     """
-    if not _CLEAR.exists():
-        return None
     processes = []
     for _ in range(runs):
         if before is not None:
             before()
         gc.collect()
         _give_back()
-        _CLEAR.write_text("5")  # from here on counts what the process holds at most
-        held = resident("VmRSS")
+        try:
+            _CLEAR.write_text("5")  # from here on counts what the process holds at most
+            held = resident("VmRSS")
+            resident("VmHWM")
+        except (OSError, StopIteration):
+            return None
         function()
         processes.append(resident("VmHWM") - held)
     return max(*processes, 0.0)

@@ -45,6 +45,7 @@ FRAMEWORKS: dict[str, tuple[str, str]] = {
 SIMULATED = {"torch": "simulated_cuda", "paddle": "simulated_paddle", "mxnet": "simulated_mxnet"}
 STAGES = ("quick", "tests", "full")
 NOTHING_RUN = 2
+AGAIN = 3  # a check broke: another process goes on, since a GPU that has failed a process may fail all that it asks
 # A check that takes longer hangs: it is ended with its process, and a new one goes on with the next check.
 SECONDS = {"quick": 120.0, "full": 300.0}
 
@@ -72,7 +73,8 @@ def main(arguments: list[str]) -> int:
         # Processes tell each other by the file, even where none is wanted.
         report = Report(target or pathlib.Path(folder, "gpu.json"), options.device, append=options.part == "later")
         if options.framework:
-            ran = run_framework(options.framework, stages, report, options.only, deadline)
+            again = options.part is not None and options.device == "cuda"
+            ran = run_framework(options.framework, stages, report, options.only, deadline, again)
         else:
             ran = run_all(options, stages, report, deadline)
     if not ran:
@@ -106,6 +108,8 @@ def run_all(options: argparse.Namespace, stages: list[str], report: Report, dead
                 if report.path.exists() and report.path.stat().st_mtime >= started:  # else it is of a former run
                     report.read()
                 unended = report.unended()
+                if code == AGAIN:
+                    continue
                 if unended is None:
                     break
                 # It hung, or took the process with it: the next process goes on behind it.
@@ -121,8 +125,13 @@ def run_all(options: argparse.Namespace, stages: list[str], report: Report, dead
     return bool(present)
 
 
-def run_framework(framework: str, stages: list[str], report: Report, only: str, deadline: float) -> bool:
-    """Run the stages of one framework in this process; return whether it has the device."""
+def run_framework(
+    framework: str, stages: list[str], report: Report, only: str, deadline: float, again: bool = False
+) -> bool:
+    """Run the stages of one framework in this process; return whether it has the device.
+
+    With `again` the process ends after a check that broke, and what it leaves is for the next one.
+    """
     simulated = report.device == "simulated"
     device = "cuda" if simulated else report.device
     if simulated and not simulate(framework):
@@ -168,6 +177,8 @@ def run_framework(framework: str, stages: list[str], report: Report, only: str, 
                     faulthandler.cancel_dump_traceback_later()
                 report.add(outcome)
                 show(outcome)
+                if again and outcome.status == "ERROR":
+                    sys.exit(AGAIN)
                 ampx.shutdown()
     return True
 

@@ -64,19 +64,20 @@ def bytes_moved(optimizer: str, clip: bool, elements: int) -> tuple[int, int]:
 class Phase:
     """One set of tensors, one fused optimizer, and both ways to step it."""
 
-    def __init__(self, count: int, shape: tuple[int, ...], optimizer: str, clip: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, count: int, shape: tuple[int, ...], optimizer: str, clip: bool, device: str = "cpu") -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        options: Any = {"generator": generator, "device": device}
         self.clip = clip
-        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
-        self.scaled = [torch.randn(shape, generator=generator) * SCALE for _ in range(count)]
+        self.parameters = [nn.Parameter(torch.randn(shape, **options)) for _ in range(count)]
+        self.scaled = [torch.randn(shape, **options) * SCALE for _ in range(count)]
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter)
         self.raw = OPTIMIZERS[optimizer](self.parameters)
         # Without limit on growth, so that the scale stays as it is.
         scale = ampx.LossScale(init_scale=SCALE, growth_interval=10**9)
         self.opt = ampx.wrap_optimizer(self.raw, loss_scale=scale, max_grad_norm=MAX_NORM if clip else None)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**9)
-        self.loss = torch.ones((), requires_grad=True)
+        self.scaler = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
+        self.loss = torch.ones((), requires_grad=True, device=device)
 
     def fill(self) -> None:
         """Put scaled gradients where backward would."""
@@ -125,23 +126,28 @@ class Phase:
             assert (ours - theirs).abs().max().item() <= limit, (ours, theirs)
 
 
-def measure(count: int, shape: tuple[int, ...], optimizer: str, clip: bool, pairs: int) -> Ratio:
-    """Time one set of tensors.
+def measure(count: int, shape: tuple[int, ...], optimizer: str, clip: bool, pairs: int, device: str = "cpu") -> Ratio:
+    """Time one set of tensors; on a GPU up to the moment when it has finished.
 
     Raises:
         AssertionError: The two recipes do not come to the same weights, so that a ratio would mean nothing.
     """
-    with ampx.init("torch", device="cpu", dtype="bfloat16", process_wide=False):
-        phase = Phase(count, shape, optimizer, clip)
+    with ampx.init("torch", device=device, dtype="bfloat16", process_wide=False):
+        phase = Phase(count, shape, optimizer, clip, device)
         phase.check()
-        return paired(
-            phase.through_ampx,
-            phase.natively,
-            pairs=pairs,
-            warmup=2,
-            before_a=phase.before_ampx,
-            before_b=phase.before_native,
-        )
+        calls = [phase.through_ampx, phase.natively, phase.before_ampx, phase.before_native]
+        ours, theirs, before_ours, before_theirs = calls if device == "cpu" else map(_finished, calls)
+        return paired(ours, theirs, pairs=pairs, warmup=2, before_a=before_ours, before_b=before_theirs)
+
+
+def _finished(call: Callable[[], None]) -> Callable[[], None]:
+    """Return a call that waits for the GPU."""
+
+    def wait() -> None:
+        call()
+        torch.cuda.synchronize()
+
+    return wait
 
 
 def bandwidth(elements: int = 50_000_000, runs: int = 7) -> dict[str, float]:

@@ -58,7 +58,7 @@ def test_all_checks_run_on_the_cpu_and_end_in_a_table_and_json(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(target.read_text())
     status = {check["check"]: check["status"] for check in report["checks"]}
-    assert len(status) == 17
+    assert len(status) == 21
     assert {name for name, outcome in status.items() if outcome != "pass"} == {"syncs_per_step_are_not_more"}
     assert report["machine"]["torch"]["torch"] == torch.__version__
     assert all(f" {name} " in done.stdout for name in status)
@@ -123,8 +123,18 @@ def test_tests_marked_gpu_are_checks_and_what_passed_counts(tree, capsys):
 
 def test_tests_that_pytest_cannot_collect_are_an_error(tree):
     (tree / "tests" / "torch" / "test_a.py").write_text("import pytest\npytest.mark.gpu\nraise RuntimeError\n")
-    (whole,) = run_tests(tree, "torch", "ampx_torch", "", False, float("inf"))
+    file, whole = run_tests(tree, "torch", "ampx_torch", "", False, float("inf"))
+    assert (file.check, file.status) == ("tests/torch/test_a.py", "FAIL")
     assert (whole.status, "RuntimeError" in whole.data["traceback"]) == ("ERROR", True)
+
+
+def test_a_file_that_is_left_out_says_what_it_lacks(tree):
+    (tree / "tests" / "torch" / "test_a.py").write_text(
+        "import pytest\npytest.mark.gpu\npytest.importorskip('amphora')\n"
+    )
+    file, whole = run_tests(tree, "torch", "ampx_torch", "", False, float("inf"))
+    assert (file.check, file.status, "'amphora'" in file.line) == ("tests/torch/test_a.py", "not here", True)
+    assert whole.status == "not here"
 
 
 def test_after_the_deadline_nothing_is_started(tree):
@@ -167,26 +177,44 @@ def test_each_framework_runs_in_a_process_of_its_own(tmp_path):
     assert "1 pass, 0 FAIL, 0 ERROR, 0 not here" in done.stdout
 
 
-@pytest.mark.parametrize("end", ["os._exit(7)", "time.sleep(60)"], ids=["crashes", "hangs"])
-def test_a_check_that_takes_its_process_with_it_is_an_error_and_the_next_check_runs(end, tmp_path):
-    checks = tmp_path / "_gpu_endless.py"
-    checks.write_text(f"""
+@pytest.fixture
+def run_broken(tmp_path):
+    """Run two checks in a run of their own, the first of which breaks; give how they ended."""
+
+    def run(end, device):
+        checks = tmp_path / "_gpu_broken.py"
+        checks.write_text(f"""
 import os, time
 from _gpu_checks import Figure
-def ends_all(setup): {end}
-def passes(setup): return Figure("well")
-CHECKS, COVERS, NOT_SIMULATED = (ends_all, passes), {{}}, {{}}
+def breaks(setup): {end}
+def passes(setup): return Figure(str(os.getpid()))
+CHECKS, COVERS, NOT_SIMULATED = (breaks, passes), {{}}, {{}}
 has, describe = lambda device: True, lambda device: {{}}
 """)
-    source, target = (ROOT / "benchmarks" / "gpu.py").read_text(), tmp_path / "gpu.json"
-    script = tmp_path / "gpu.py"
-    script.write_text(
-        source.replace('("_gpu_torch", "ampx_torch")', '("_gpu_endless", "ampx_torch")').replace("120.0", "1.0")
-    )
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "benchmarks", tmp_path)))
-    arguments = ("--device", "cpu", "--quick", "--only", "ends_all|passes", "--out", target)
-    done = run_python(script, *arguments, nests=True, PYTHONPATH=path)
-    assert done.returncode == 1, done.stderr
-    ends, passes = json.loads(target.read_text())["checks"]
-    assert (ends["status"], passes["status"]) == ("ERROR", "pass")
-    assert ends["line"] == f"did not end: its process ended with {7 if 'exit' in end else 1}"
+        source, target = (ROOT / "benchmarks" / "gpu.py").read_text(), tmp_path / "gpu.json"
+        script = tmp_path / "gpu.py"
+        script.write_text(
+            source.replace('("_gpu_torch", "ampx_torch")', '("_gpu_broken", "ampx_torch")').replace("120.0", "1.0")
+        )
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", ROOT / "benchmarks", tmp_path)))
+        arguments = ("--device", device, "--quick", "--only", "breaks|passes", "--out", target)
+        done = run_python(script, *arguments, nests=True, PYTHONPATH=path)
+        assert done.returncode == 1, done.stderr
+        broken, passed = json.loads(target.read_text())["checks"]
+        assert (broken["status"], passed["status"]) == ("ERROR", "pass")
+        return broken, passed
+
+    return run
+
+
+@pytest.mark.parametrize(("end", "code"), [("os._exit(7)", 7), ("time.sleep(60)", 1)], ids=["crashes", "hangs"])
+def test_a_check_that_takes_its_process_with_it_is_an_error_and_the_next_check_runs(run_broken, end, code):
+    broken, _ = run_broken(end, "cpu")
+    assert broken["line"] == f"did not end: its process ended with {code}"
+
+
+def test_after_a_check_that_broke_on_a_gpu_another_process_goes_on(run_broken):
+    """What failed on the device may fail all that the process asks of it later."""
+    broken, passed = run_broken("raise RuntimeError(os.getpid())", "cuda")
+    assert broken["line"].startswith("RuntimeError: ")
+    assert broken["line"] != f"RuntimeError: {passed['line']}"
