@@ -82,7 +82,6 @@ NOT_SIMULATED: Final = {
     "resnet50_grows_to_what_fits": "memory of its own",
     "bert_base_grows_to_what_fits": "memory of its own",
     "optimizer_phase_takes_no_longer": "speed",
-    "compare_and_tune_judge_resnet50": "kernels of convolutions",
 }
 # Check → what its passing on a GPU shows, as device/dtype/level/aspect, for the table of what is tested.
 COVERS: Final = {

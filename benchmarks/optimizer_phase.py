@@ -65,11 +65,10 @@ class Phase:
     """One set of tensors, one fused optimizer, and both ways to step it."""
 
     def __init__(self, count: int, shape: tuple[int, ...], optimizer: str, clip: bool, device: str = "cpu") -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        options: Any = {"generator": generator, "device": device}
+        generator = torch.Generator().manual_seed(0)
         self.clip = clip
-        self.parameters = [nn.Parameter(torch.randn(shape, **options)) for _ in range(count)]
-        self.scaled = [torch.randn(shape, **options) * SCALE for _ in range(count)]
+        self.parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for _ in range(count)]
+        self.scaled = [torch.randn(shape, generator=generator).to(device) * SCALE for _ in range(count)]
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter)
         self.raw = OPTIMIZERS[optimizer](self.parameters)
