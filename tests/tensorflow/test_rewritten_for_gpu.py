@@ -184,8 +184,10 @@ def check_step(definition, dtype="float16", level="O1"):
     # Float32 copies are rounded into two kernels and two biases.
     rounded = [op for op, kind in nodes if op == "AssignVariableOp" and kind in LOW]
     assert len(rounded) == (4 if level == "O2" else 0), "what is rounded"
-    # Variables are read and written in one branch only; the rewriter makes switches of it.
-    branch = [op for op, kind in nodes if op == "If" or (op, kind) == ("Switch", "resource")]
+    # Variables are read and written in one branch only, or in one of two where the meter looks at some updates; the
+    # rewriter makes switches of it.
+    switches = ("Switch", "resource"), ("_SwitchN", "resource")
+    branch = [op for op, kind in nodes if op in ("If", "Case") or (op, kind) in switches]
     assert branch, "the step that is skipped is no branch of the device"
     assert not [op for op, _ in nodes if "Py" in op or "Print" in op or "Host" in op], "the host has a part"
 

@@ -139,7 +139,9 @@ class ProtocolErrorTests(KitTests):
         bench.train()
         before, saved = bench.snapshot(), bench.saved()
         bench.receive(self.subject.backward(bench.loss(), bench.parameters))
-        with refused(ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="Call backward"):
+        with refused(
+            ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="with ampx.scale_loss"
+        ):
             bench.step()
         assert bench.snapshot() == before
         assert bench.saved() == saved
@@ -172,7 +174,9 @@ class ProtocolErrorTests(KitTests):
         bench.step(forget=False)
         before = bench.snapshot()
         bench.pending = pending
-        with refused(ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="Call backward"):
+        with refused(
+            ampx.NotScaledError, passed="did not go through scale_loss", accepted="", advice="with ampx.scale_loss"
+        ):
             bench.step()
         assert bench.snapshot() == before
 
