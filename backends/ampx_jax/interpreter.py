@@ -11,6 +11,7 @@ inside, and nothing becomes narrower; in a low dtype operations are cast by the 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -359,10 +360,22 @@ def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         return _run(mode, closed.jaxpr, closed.consts, values)
     if explicit:  # shardings belong to the call as it was traced
         return bind(equation, like(values, equation_avals(equation)), params)
-    inner = jax.jit(
-        lambda *args: _run(mode, closed.jaxpr, closed.consts, args), inline=params["inline"], keep_unused=True
-    )
-    return inner(*values)
+    inline = params["inline"]
+    if closed.consts or mode.forced or mode.taps or watch is not None:  # whoever looks has it traced again
+        return _jitted(mode, lambda: closed.jaxpr, closed.consts, inline)(*values)
+    kept = _kept.setdefault(closed.jaxpr, {})
+    if (mode, inline) not in kept:
+        kept[mode, inline] = _jitted(mode, weakref.ref(closed.jaxpr), (), inline)
+    return kept[mode, inline](*values)
+
+
+# Of each function that the script compiles, what runs it, by how it is run: a new one would be compiled anew in each
+# call, where nobody compiles what is around it.
+_kept: weakref.WeakKeyDictionary[Any, dict[tuple[Mode, bool], Callable[..., list[Any]]]] = weakref.WeakKeyDictionary()
+
+
+def _jitted(mode: Mode, jaxpr: Callable[[], Any], consts: Sequence[Any], inline: bool) -> Callable[..., list[Any]]:
+    return jax.jit(lambda *args: _run(mode, jaxpr(), consts, args), inline=inline, keep_unused=True)
 
 
 def equation_avals(equation: Any) -> list[Any]:

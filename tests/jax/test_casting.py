@@ -286,6 +286,23 @@ def other_root(x):
 other_root.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, up: (7.0 * jnp.exp(0.0 * x) * up,))
 
 
+def test_what_the_script_compiles_is_compiled_once_in_loops_that_nobody_compiles(caplog):
+    start(dtype="float16")
+    cast = ampx_jax.autocast(lambda a, b: jax.nn.gelu(jnp.where(a @ b > 0, a @ b, 0.1)).sum())
+
+    def compiled(function):
+        caplog.clear()
+        with jax.log_compiles():
+            jax.grad(function)(A, B)
+        return [record.message for record in caplog.records if record.message.startswith("Compiling")]
+
+    assert compiled(cast)
+    assert not compiled(cast)
+    # By another plan it is compiled anew.
+    with ampx.autocast(dtype="bfloat16"):
+        assert compiled(cast)
+
+
 @pytest.mark.parametrize("option", ["allow", "deny", "promote", "neither"])
 @pytest.mark.parametrize("own", [root, other_root], ids=["custom_jvp", "custom_vjp"])
 @pytest.mark.parametrize("nested", [False, True])

@@ -155,6 +155,8 @@ class Automation:
     def _count(self, name: str, dtype: str) -> None:
         if self.run.recorder.sampling:
             self.run.recorder.count_op(name, dtype)
+        else:
+            interpreter.watch = None  # where nobody compiles the step, what is watched is traced in every call
 
     def hiding(self) -> outcomes.Outcomes | None:
         """Return what takes the outcomes of compiled functions; None while there is no session."""
