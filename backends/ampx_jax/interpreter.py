@@ -346,7 +346,7 @@ def _label(equation: Any) -> str | None:
 
 def _wholly_low(plan: JaxPlan) -> JaxPlan:
     """Return a plan by which every operation computes in the plan's dtype, those of derivative rules included."""
-    return replace(plan, low=primitives() - NESTED.keys(), full=frozenset())
+    return replace(plan, low=frozenset(primitives() - NESTED.keys()), full=frozenset())
 
 
 # -- primitives that hold functions ---------------------------------------------------------------------------
