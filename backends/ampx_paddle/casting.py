@@ -12,6 +12,7 @@ from typing import Any, Final
 import paddle
 from paddle.amp.amp_lists import black_list
 from paddle.amp.auto_cast import amp_global_state
+from paddle.base.framework import _dygraph_tracer
 from paddle.incubate.autograd.phi_ops_map import op_map
 
 from ampx.backend import CastPlan, is_module, leaves, map_leaves
@@ -39,6 +40,7 @@ class _Active(threading.local):
     """The regions that `activate` entered: Paddle keeps its switch by thread."""
 
     region: AbstractContextManager[Any] | None = None
+    before: tuple[Any, ...] | None = None  # Paddle's switch before the last of them
 
 
 _active = _Active()
@@ -186,17 +188,32 @@ def _dtype_restored() -> Iterator[None]:
 
 def activate(plan: CastPlan) -> None:
     """Switch casting on in the calling thread until `deactivate`; a region entered before is left first."""
+    _active.before = None
     deactivate()
+    before = _switch()
     entered = region(plan, True)
     entered.__enter__()
-    _active.region = entered
+    _active.region, _active.before = entered, before
 
 
 def deactivate() -> None:
-    """Leave the region that `activate` entered, if there is one."""
+    """Leave the region that `activate` entered; again, if there is none: one inside it has put casting back."""
     entered, _active.region = _active.region, None
     if entered is not None:
         entered.__exit__(None, None, None)
+    elif _active.before is not None:
+        tracer = _dygraph_tracer()
+        tracer._amp_level, tracer._amp_dtype, tracer._use_promote, lists, amp_global_state().amp_dtype = _active.before
+        tracer._set_amp_op_list(*lists)
+
+
+def _switch() -> tuple[Any, ...] | None:
+    """Return what `auto_cast` changes; None in a static graph, where it changes the graph."""
+    tracer = _dygraph_tracer()
+    if tracer is None:
+        return None
+    lists = tuple(map(set, tracer._get_amp_op_list()))
+    return tracer._amp_level, tracer._amp_dtype, tracer._use_promote, lists, amp_global_state().amp_dtype
 
 
 def cast(tree: Any, dtype: Dtype) -> Any:
