@@ -25,6 +25,11 @@ class Setup:
     def on_gpu(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def is_tiny(self) -> bool:
+        """Whether sizes are tiny and times are not judged: on a CPU, where `make bench` measures them, and if quick."""
+        return self.quick or not self.on_gpu
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -109,7 +109,7 @@ def a_step_reads_nothing_back(setup: Setup) -> Figure:
 
 def step_takes_no_longer_than_a_masked_update(setup: Setup) -> Figure:
     """Against the recipe by hand: unscale, test, update, choose leaf by leaf between new and old."""
-    width, layers, repeat = (16, 2, 1) if setup.quick or not setup.on_gpu else (1024, 12, 10)
+    width, layers, repeat = (16, 2, 1) if setup.is_tiny else (1024, 12, 10)
     with _session(setup, level="O0", loss_scale="dynamic"):
         raw = optax.adam(1e-3)
         tx = ampx.wrap_optimizer(raw)
@@ -117,10 +117,10 @@ def step_takes_no_longer_than_a_masked_update(setup: Setup) -> Figure:
         x = jnp.ones((width, width)) / width
         ours = _Carried(_compiled(tx, _deep), params, tx.init(params), x)
         theirs = _Carried(_masked(raw, _deep), params, (jnp.float32(2.0**16), jnp.int32(0), raw.init(params)), x)
-        pairs = 8 if setup.quick or not setup.on_gpu else 100
+        pairs = 8 if setup.is_tiny else 100
         ratio = paired(ours.steps(repeat), theirs.steps(repeat), pairs=pairs)
     line = f"{ratio.ratio:.3f} [{ratio.ratio_low:.3f}, {ratio.ratio_high:.3f}]"
-    if setup.on_gpu and not setup.quick:
+    if not setup.is_tiny:
         require(ratio.ratio <= LIMIT, f"ampx/by hand: {line}")
     return Figure(f"ampx/by hand: {line}, {ratio.median_b / repeat * 1e6:.0f} us by hand", ratio.to_json())
 

@@ -36,14 +36,7 @@ def _both(
         opt = amp.wrap_optimizer(make(model.parameters()))
         raw, scaler = make(other.parameters()), torch.amp.GradScaler(setup.device)
 
-        def casting(on: bool) -> Step:
-            def switch() -> None:
-                torch.set_autocast_enabled(setup.device, on)
-                torch.set_autocast_cache_enabled(not on)
-
-            return switch
-
-        on, off = casting(True), casting(False)
+        on, off = casting(setup, True), casting(setup, False)
         yield (
             lambda: through_ampx(model, opt, x, y),
             lambda: by_hand(other, raw, scaler, x, y, native_dtype),
@@ -51,6 +44,16 @@ def _both(
             off,
         )
         on()
+
+
+def casting(setup: Setup, on: bool) -> Step:
+    """Return what switches casting on, as a step through ampx needs it, or off for one by torch's recipe."""
+
+    def switch() -> None:
+        torch.set_autocast_enabled(setup.device, on)
+        torch.set_autocast_cache_enabled(not on)
+
+    return switch
 
 
 def syncs_per_step_are_not_more(setup: Setup) -> Figure:
@@ -151,21 +154,16 @@ def _count_operators(step: Step) -> float:
 
 def step_takes_no_longer_small(setup: Setup) -> Figure:
     """A small perceptron: what counts is the work of the host."""
-    if _tiny(setup):
+    if setup.is_tiny:
         return _compare_times(setup, mlp(16, 2), (64, 16), 8, 5)
     return _compare_times(setup, mlp(256, 6), (64, 256), 300, 10)
 
 
 def step_takes_no_longer_large(setup: Setup) -> Figure:
     """A transformer: what counts is the work of the device."""
-    if _tiny(setup):
+    if setup.is_tiny:
         return _compare_times(setup, Transformer(16, 2, 1), (2, 4, 16), 8, 1)
     return _compare_times(setup, Transformer(1024, 16, 8), (16, 512, 1024), 40, 2)
-
-
-def _tiny(setup: Setup) -> bool:
-    """On a CPU times are only tried out: `make bench` measures them there."""
-    return setup.quick or not setup.on_gpu
 
 
 def _compare_times(setup: Setup, model: nn.Module, shape: tuple[int, ...], pairs: int, repeat: int) -> Figure:
@@ -176,8 +174,8 @@ def _compare_times(setup: Setup, model: nn.Module, shape: tuple[int, ...], pairs
         x = torch.randn(*shape, device=setup.device)
         with _both(setup, model, x, make, dtype) as (ours, theirs, on, off):
             ratio = paired(
-                _whole(ours, repeat, setup),
-                _whole(theirs, repeat, setup),
+                whole(setup, ours, repeat),
+                whole(setup, theirs, repeat),
                 pairs=pairs,
                 before_a=on,
                 before_b=off,
@@ -188,12 +186,12 @@ def _compare_times(setup: Setup, model: nn.Module, shape: tuple[int, ...], pairs
         f"{row['median_b'] / repeat * 1e6:.0f} us natively"
         for name, row in rows.items()
     )
-    if setup.on_gpu and not setup.quick:
+    if not setup.is_tiny:
         require(all(row["ratio"] <= LIMIT for row in rows.values()), f"ampx/torch: {line}")
     return Figure(f"ampx/torch: {line}", rows)
 
 
-def _whole(step: Step, repeat: int, setup: Setup) -> Step:
+def whole(setup: Setup, step: Step, repeat: int) -> Step:
     """Return some steps up to the moment when the device has finished them."""
 
     def steps() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from _gpu_checks import Figure, Setup, require
-from _gpu_torch_cost import LIMIT, count_kernels, count_syncs
+from _gpu_torch_cost import LIMIT, casting, count_kernels, count_syncs, whole
 from _paired import paired
 from torch import nn
 from torch.nn import functional
@@ -89,14 +89,9 @@ class Model:
     unit: str
 
 
-def is_tiny(setup: Setup) -> bool:
-    """Return whether models are small, because the script is only tried out."""
-    return setup.quick or not setup.on_gpu
-
-
 def images(setup: Setup, batch: int | None = None) -> Model:
     """Return ResNet-50 and 128 images of 224×224, or another number; a tiny one where only the script is tried out."""
-    tiny = is_tiny(setup)
+    tiny = setup.is_tiny
     usual, size, classes = (4, 32, 10) if tiny else (128, 224, 1000)
     batch = batch or usual
     return Model(
@@ -110,7 +105,7 @@ def images(setup: Setup, batch: int | None = None) -> Model:
 
 def tokens(setup: Setup, batch: int | None = None) -> Model:
     """Return an encoder as large as BERT-base and 32 sequences of 512, or another number; tiny as in `images`."""
-    tiny = is_tiny(setup)
+    tiny = setup.is_tiny
     usual, length, symbols = (2, 16, 64) if tiny else (32, 512, 30522)
     batch = batch or usual
     shape = (symbols, 32, 2, 1, length) if tiny else (symbols, 768, 12, 12, length)
@@ -144,7 +139,7 @@ def bert_base_grows_to_what_fits(setup: Setup) -> Figure:
 
 
 def _compare(setup: Setup, model: Model) -> Figure:
-    judged = setup.on_gpu and not setup.quick
+    judged = not setup.is_tiny
     pairs, repeat = (20, 5) if judged else (4, 1)
     rows: dict[str, dict[str, Any]] = {}
     for name, tf32 in (("float32", False), ("float32, TF32", True)):
@@ -155,7 +150,7 @@ def _compare(setup: Setup, model: Model) -> Figure:
         with _tf32(False), _both(setup, model, dtype, scaler) as (ours, theirs, on, off):
             _agree(setup, ours, theirs, on, off, dtype)
             measured = paired(
-                _whole(setup, ours, repeat), _whole(setup, theirs, repeat), pairs=pairs, before_a=on, before_b=off
+                whole(setup, ours, repeat), whole(setup, theirs, repeat), pairs=pairs, before_a=on, before_b=off
             )
             on()
             row: dict[str, Any] = {**measured.to_json(), **_alone(setup, model, ours, 3, repeat)}
@@ -182,7 +177,7 @@ def _compare(setup: Setup, model: Model) -> Figure:
 
 
 def _grow(setup: Setup, model_of: Callable[[Setup, int], Model]) -> Figure:
-    first, last = (2, 4) if is_tiny(setup) else (32 if model_of is images else 8, 8192)
+    first, last = (2, 4) if setup.is_tiny else (32 if model_of is images else 8, 8192)
     dtypes = ("float16", "bfloat16") if setup.on_gpu else ("bfloat16",)
     runs = {"float32": None, **{dtype: dtype for dtype in dtypes}}
     rows: dict[str, dict[str, Any]] = {name: {} for name in runs}
@@ -293,17 +288,10 @@ def _native(setup: Setup, model: Model, dtype: str, scaler: bool) -> Step:
 @contextlib.contextmanager
 def _both(setup: Setup, model: Model, dtype: str, scaler: bool) -> Iterator[tuple[Step, Step, Step, Step]]:
     """Return one step through ampx, the native one, and for each what switches casting as it needs."""
-
-    def casting(on: bool) -> Step:
-        def switch() -> None:
-            torch.set_autocast_enabled(setup.device, on)
-            torch.set_autocast_cache_enabled(not on)
-
-        return switch
-
+    on, off = casting(setup, True), casting(setup, False)
     with _ampx(setup, model, dtype, scaler) as ours:
-        yield ours, _native(setup, model, dtype, scaler), casting(True), casting(False)
-        casting(True)()
+        yield ours, _native(setup, model, dtype, scaler), on, off
+        on()
 
 
 def _agree(setup: Setup, ours: Step, theirs: Step, on: Step, off: Step, dtype: str) -> None:
@@ -322,24 +310,12 @@ def _agree(setup: Setup, ours: Step, theirs: Step, on: Step, off: Step, dtype: s
 
 def _alone(setup: Setup, model: Model, step: Step, times: int, repeat: int) -> dict[str, Any]:
     """Time one step by itself and find the most memory that was allocated during it, in MiB."""
-    whole = _whole(setup, step, repeat)
-    whole()
+    steps = whole(setup, step, repeat)
+    steps()
     if setup.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    ratio = paired(whole, lambda: None, pairs=max(times, 3), warmup=1)
+    ratio = paired(steps, lambda: None, pairs=max(times, 3), warmup=1)
     row: dict[str, Any] = {"per_second": model.count * repeat / ratio.median_a}
     if setup.on_gpu:
         row["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return row
-
-
-def _whole(setup: Setup, step: Step, repeat: int) -> Step:
-    """Return some steps up to the moment when the device has finished them."""
-
-    def steps() -> None:
-        for _ in range(repeat):
-            step()
-        if setup.on_gpu:
-            torch.cuda.synchronize()
-
-    return steps

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from _gpu_checks import Figure, Setup, require
 from _gpu_torch_cost import LIMIT
-from _gpu_torch_models import images, is_tiny
+from _gpu_torch_models import images
 from optimizer_phase import measure
 from torch.nn import functional
 
@@ -19,7 +19,7 @@ SETS = ((110, (1000, 1000)), (300, (64, 64)))
 
 def compare_and_tune_judge_resnet50(setup: Setup) -> Figure:
     """ResNet-50, one batch: how far from float32, which modules stay in it, and what that makes of the speed."""
-    model = images(setup, None if is_tiny(setup) else 32)
+    model = images(setup, None if setup.is_tiny else 32)
     torch.manual_seed(0)
     network = model.make().to(setup.device, memory_format=torch.channels_last)
 
@@ -31,7 +31,7 @@ def compare_and_tune_judge_resnet50(setup: Setup) -> Figure:
     for dtype in ("float16", "bfloat16") if setup.on_gpu else ("bfloat16",):
         place: Any = {"dtype": dtype, "framework": "torch", "device": setup.device}
         compared = ampx.compare(step, network, **place)
-        policy = ampx.tune(step, network, repeats=0 if is_tiny(setup) else 8, **place)
+        policy = ampx.tune(step, network, repeats=0 if setup.is_tiny else 8, **place)
         rows[dtype] = {
             "loss_error": compared.loss_error,
             "gradient_error": compared.gradient_error,
@@ -49,7 +49,7 @@ def compare_and_tune_judge_resnet50(setup: Setup) -> Figure:
 
 def optimizer_phase_takes_no_longer(setup: Setup) -> Figure:
     """From scaled gradients to new weights, against GradScaler: fused AdamW and SGD, without clipping and with it."""
-    judged = setup.on_gpu and not setup.quick
+    judged = not setup.is_tiny
     rows: dict[str, Any] = {}
     for count, shape in SETS if judged else ((4, (16, 16)),):
         for optimizer in ("AdamW", "SGD"):

@@ -271,6 +271,7 @@ def _report(
         )
     else:
         verdict = f"Step {step}: {diagnosis.kind}: {diagnosis.why}"
+    run = seen.to_json()
     return {
         "schema": SCHEMA,
         "script": trial.program.name,
@@ -283,7 +284,7 @@ def _report(
         "steps": seen.steps,
         "step": step,
         "fault": what or None,
-        **{name: seen.to_json()[name] for name in ("losses", "losses_of")},
+        **{name: run[name] for name in ("losses", "losses_of")},
         "skipped": seen.skipped,
         "diagnosis": None if diagnosis is None else diagnosis.to_json(),
         "modules": modules,

@@ -224,11 +224,11 @@ class Recorder:
     @property
     def wants_losses(self) -> bool:
         """Whether somebody wants to know the loss of this step: a backend that sees it calls `saw_loss`."""
-        if self.curve is None:
+        if self.observer is not None or self.curve is None:
             return self.observer is not None
         # Which optimizer steps next is not known, and each has a curve of its own.
         counts = [record.steps for record in self.optimizers.values()] or [0]
-        return self.observer is not None or any(map(self.curve.wants, counts))
+        return any(map(self.curve.wants, counts))
 
     def saw_loss(self, read: Callable[[], float]) -> None:
         """Hand on the loss of a backward, not scaled, as a function that reads it when it may be waited for."""
