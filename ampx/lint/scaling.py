@@ -392,13 +392,26 @@ def made_in_a_loop(script: Script) -> Iterator[Place]:
     """Each pass begins with a new scale."""
     for call in script.calls_of(SCALERS):
         loops = script.program.loops(call)
-        scales = [
+        function = script.program.function(call)
+        inside = [
             event
-            for event in script.events.get(script.program.function(call), [])
-            if event.kind == "scaled" and loops and all(loop in script.program.loops(event.node) for loop in loops)
+            for event in script.events.get(function, [])
+            if loops and all(loop in script.program.loops(event.node) for loop in loops)
         ]
-        if scales and not _is_off(call):
+        scales = any(event.kind == "scaled" for event in inside)
+        stepped = {event.subject for event in inside if event.kind == "step"}
+        if scales and not _is_off(call) and not _assigned(script, function, loops, stepped):
             yield (
                 call,
                 "a scaler made in a loop begins with its first scale in every pass; make it once, before the loop",
             )
+
+
+def _assigned(script: Script, function: ast.AST, loops: Sequence[ast.AST], names: set[str]) -> bool:
+    """Return whether each pass of some loops assigns one of some names: where it is the optimizer, training is new."""
+    return any(
+        script.program.function(assign) is function
+        and all(loop in script.program.loops(assign) for loop in loops)
+        and any(dotted(node) in names for target in assign.targets for node in ast.walk(target))
+        for assign in script.program.every(ast.Assign)
+    )

@@ -186,6 +186,7 @@ def too_large(script: Script) -> Iterator[Place]:
                 if (
                     constant is not None
                     and -float("inf") < constant < -_LARGEST
+                    and number(other) is None  # of two numbers Python makes one
                     and not _is_float32(script, product, other)
                 ):
                     yield _constant(script, product, side)

@@ -112,8 +112,21 @@ for x, y in data:
         "def safe(x):\n    return x / (x.norm() + 1e-12)\n",
         # bfloat16 has the range of float32.
         'import torch\nwith torch.autocast("cpu", dtype=torch.bfloat16):\n    y = (a @ b) + 1e-12\n',
+        # Python multiplies two numbers by itself.
+        'import torch\nscaler = torch.amp.GradScaler("cuda")\nlowest = -1e6 * 3.0\n',
+        # Each seed has an optimizer, and so a loss scale, of its own.
+        """\
+import torch
+for seed in range(3):
+    model, optimizer = build(seed)
+    scaler = torch.amp.GradScaler("cuda")
+    for x, y in data:
+        scaler.scale(loss_fn(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
     ],
-    ids=["helper", "features", "branch", "nanoseconds", "float32", "bfloat16"],
+    ids=["helper", "features", "branch", "nanoseconds", "float32", "bfloat16", "numbers", "seeds"],
 )
 def test_what_looks_alike_and_is_right_raises_no_alarm(text, tmp_path):
     assert codes(tmp_path, text) == []
