@@ -48,7 +48,7 @@ app = typer.Typer(
 
 
 def run() -> int:
-    """Run the command line; give the exit code."""
+    """Run the command line; return the exit code."""
     from ampx.errors import AmpxError, FrameworkNotInstalledError, InvalidOptionError, UnknownFrameworkError
 
     for stream in (sys.stdout, sys.stderr):
@@ -99,7 +99,9 @@ def options(
 _DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")
 _LEVEL = typer.Option(help="As in ampx.init.")
 _DEVICE = typer.Option(help="As in ampx.init.")
-_SCRIPT = typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False)
+_SCRIPT = typer.Argument(metavar="SCRIPT", help="The script to run.", show_default=False)
+_ARGUMENTS = typer.Argument(metavar="ARGS", help="The script's own arguments.", show_default=False)
+_PATHS = typer.Argument(metavar="PATH", help="Files, and folders to search.", show_default=False)
 _MODULE = typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")
 _STEPS = typer.Option(min=1, help="End every run after so many steps.")
 _PAGE = typer.Option(dir_okay=False, help="Write a report: out.html or out.json.", show_default=False)
@@ -107,12 +109,14 @@ _SEED = typer.Option(help="What the random numbers of every run start from.")
 _OWN = typer.Option("--replace-native", help="Carry out the script's own mixed precision with ampx.")
 
 
-# `--help` lists the commands in the order in which they stand here: what most users came for goes first.
+# `--help` lists the commands in the order in which they stand here: what most users came for goes first. It keeps the
+# line ends of all paragraphs but the first, so those lines are short.
 # What follows the script's name is the script's: parsing stops there.
 @app.command("run", context_settings={"allow_interspersed_args": False})
 def run_script(
     context: typer.Context,
-    command: Annotated[list[str], _SCRIPT],
+    script: Annotated[str, _SCRIPT],
+    arguments: Annotated[list[str] | None, _ARGUMENTS] = None,
     framework: Annotated[str | None, _FRAMEWORK] = None,
     dtype: Annotated[str, _DTYPE] = "auto",
     level: Annotated[str, _LEVEL] = "O1",
@@ -146,7 +150,7 @@ def run_script(
     from ampx.run.program import Program
 
     check_report(report)
-    program = Program(command[0], is_module, (*context.obj, *command[1:]))
+    program = Program(script, is_module, (*context.obj, *(arguments or ())))
     settings = RunSettings(dtype, level, device, replace_native, stand_ins_only)
     if policy is not None:
         settings = settings.by_policy(policy)
@@ -156,7 +160,8 @@ def run_script(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def compare(
-    command: Annotated[list[str], _SCRIPT],
+    script: Annotated[str, _SCRIPT],
+    arguments: Annotated[list[str] | None, _ARGUMENTS] = None,
     dtype: Annotated[str, typer.Option(help="Compare float32 with these, with commas between.")] = "auto",
     steps: Annotated[int, _STEPS] = 60,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each dtype.")] = 3,
@@ -188,7 +193,7 @@ def compare(
     swept = None if sweep is None else compare_script.Sweep.parse(sweep)
     with _progress() as progress:
         result = compare_script.compare_script(
-            Program(command[0], is_module, tuple(command[1:])),
+            Program(script, is_module, tuple(arguments or ())),
             RunSettings(level=level, device=device, replace_native=replace_native),
             dtypes,
             framework=framework,
@@ -214,7 +219,8 @@ def compare(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def diagnose(
-    command: Annotated[list[str], _SCRIPT],
+    script: Annotated[str, _SCRIPT],
+    arguments: Annotated[list[str] | None, _ARGUMENTS] = None,
     at: Annotated[int | None, typer.Option(min=1, help="Look at this step.", show_default=False)] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Wait no longer than so many steps for a failure.", show_default=False)
@@ -239,7 +245,7 @@ def diagnose(
     check_report(report)
     with _progress() as progress:
         diagnosis, result = diagnose_script(
-            Program(command[0], is_module, tuple(command[1:])),
+            Program(script, is_module, tuple(arguments or ())),
             RunSettings(dtype, level, device, replace_native),
             framework=framework,
             at=at,
@@ -264,7 +270,8 @@ def diagnose(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def tune(
-    command: Annotated[list[str], _SCRIPT],
+    script: Annotated[str, _SCRIPT],
+    arguments: Annotated[list[str] | None, _ARGUMENTS] = None,
     steps: Annotated[int, _STEPS] = 20,
     tolerance: Annotated[
         float | None,
@@ -299,7 +306,7 @@ def tune(
     tune_script.check_options(purpose, what_if, tuple(FORMATS), out)
     with _progress() as progress:
         policy, result = tune_script.tune_script(
-            Program(command[0], is_module, tuple(command[1:])),
+            Program(script, is_module, tuple(arguments or ())),
             RunSettings(dtype, "O1", device),
             framework=framework,
             steps=steps,
@@ -333,9 +340,7 @@ def tune(
 
 @app.command()
 def lint(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files, and folders to search.", show_default=False)
-    ] = None,
+    paths: Annotated[list[Path] | None, _PATHS] = None,
     select: Annotated[str, typer.Option(help="Only these rules: AMP101,AMP2; what codes begin with.")] = "",
     ignore: Annotated[str, typer.Option(help="Not these rules.")] = "",
     style: Annotated[str, typer.Option("--format", help="text, json, github or sarif.")] = "text",
@@ -343,8 +348,9 @@ def lint(
 ) -> None:
     """Find misuse of mixed precision in code, without running it.
 
-    A comment `# ampx: ignore[AMP101]` at the end of a line opts out of a rule there. The exit code is 0 if nothing is
-    found, 1 if something is, and 2 if a file cannot be read.
+    A comment `# ampx: ignore[AMP101]` at the end of a line opts out there.
+    The exit code is 0 if nothing is found, 1 if something is, and 2 if a file
+    cannot be read.
     """
     from . import lint_command
 
@@ -354,7 +360,7 @@ def lint(
 
 @app.command()
 def migrate(
-    paths: Annotated[list[Path], typer.Argument(help="Files, and folders to search.", show_default=False)],
+    paths: Annotated[list[Path], _PATHS],
     diff: Annotated[bool, typer.Option("--diff", help="Print the changes as a unified diff.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Make the changes.")] = False,
     check: Annotated[bool, typer.Option("--check", help="End with exit code 1 if a file would change.")] = False,
@@ -362,8 +368,9 @@ def migrate(
 ) -> None:
     """Rewrite scripts that use apex.amp, torch.amp, MXNet's, Paddle's or TensorFlow's AMP into calls of ampx.
 
-    Without --write nothing is changed. What needs a human is listed with file and line. The exit code is 0 if that is
-    nothing, 1 if it is something, and 2 if a file cannot be read or written.
+    Without --write nothing is changed. What needs a human is listed with file
+    and line. The exit code is 0 if that is nothing, 1 if it is something, and 2
+    if a file cannot be read or written.
     """
     from . import migrate_command
 
@@ -379,7 +386,8 @@ def doctor(
 ) -> None:
     """Print what this machine can do in mixed precision, and what is broken.
 
-    The exit code is 0 if the framework (without one: any) can train in mixed precision here, else 1.
+    The exit code is 0 if the framework (without one: any) can train in mixed
+    precision here, else 1.
     """
     from rich.console import Console
 
@@ -488,7 +496,9 @@ def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:
 
 @app.command("new-backend")
 def new_backend(
-    name: Annotated[str, typer.Argument(help="Name of the framework's module, such as mylib.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the framework's module, such as mylib.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder in which the package's folder is made.")] = Path(),
 ) -> None:
     """Write the package of a backend for another framework, ready to be filled in."""

@@ -23,10 +23,10 @@ from typing import Any, Final
 from ampx.errors import InvalidOptionError
 from ampx.events import Event, ScaleCollapsed
 
+NAMES: Final = "a path that ends in .jsonl, tensorboard:FOLDER, wandb:PROJECT, mlflow:TRACKING_URI"
 ACCEPTED: Final = (
-    "a path that ends in .jsonl, tensorboard:FOLDER, wandb:PROJECT, mlflow:TRACKING_URI; a SummaryWriter, a writer of "
-    "tf.summary, a W&B run, an MLflow run, a function of (values, step=…), an object with log_metrics, or a plugin "
-    "with the hook ampx_event"
+    f"{NAMES}; a SummaryWriter, a writer of tf.summary, a W&B run, an MLflow run, a function of (values, step=…), an "
+    f"object with log_metrics, or a plugin with the hook ampx_event"
 )
 
 
@@ -165,7 +165,7 @@ def _named(name: str | bytes) -> Target:
     kind, _, place = name.partition(":")
     if kind in _KINDS and place:
         return _KINDS[kind](place)
-    raise InvalidOptionError(f"log_to got {name!r}; accepted: {ACCEPTED}. Pass one of these.")
+    raise InvalidOptionError(f"log_to got {name!r}; accepted: {NAMES}; in code an object, too. Pass one of these.")
 
 
 def _module(name: str, kind: str, package: str) -> Any:
