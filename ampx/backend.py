@@ -416,7 +416,11 @@ class Backend(abc.ABC):
         self.refuse("process-wide casting")
 
     def enter_thread(self, plan: CastPlan) -> None:
-        """Switch casting on in the calling thread, where the framework keeps it by thread."""
+        """Switch casting on in the calling thread, where the framework keeps it by thread.
+
+        It comes again at the end of a region in which `init` was called: the region may have put back the casting of
+        the session before.
+        """
         self.activate(plan)
 
     def widest(self, tree: Tree, at_least: Dtype) -> Dtype:

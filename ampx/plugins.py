@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,7 +69,10 @@ def ampx_register_backends(register: Register) -> None:
 
 @hookspec
 def ampx_event(event: Event) -> Any:
-    """Receive every event of every framework, in order. An exception reaches the user's `step`."""
+    """Receive every event of every framework, in order.
+
+    An exception reaches the user's `step`, when all other plugins and listeners have received the event.
+    """
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,17 @@ class Registry:
                 )
                 broken.__cause__ = error
                 self.broken[label] = broken
+
+    def send(self, event: Event) -> None:
+        """Hand an event to the plugins: to all of them, whatever one raises."""
+        hook = self.manager.hook.ampx_event
+        implementations = hook.get_hookimpls()
+        if any(implementation.wrapper or implementation.hookwrapper for implementation in implementations):
+            hook(event=event)  # those around others are called by pluggy, which ends with the first that raises
+            return
+        with ExitStack() as stack:  # which calls the last one first, as pluggy does
+            for implementation in implementations:
+                stack.callback(implementation.function, **dict.fromkeys(implementation.argnames, event))
 
     def names(self) -> list[str]:
         """List the registered frameworks."""

@@ -375,9 +375,15 @@ class Amp:
         return _SessionRegion(self, self.backend.autocast(plan, enabled))
 
     def restore_casting(self) -> None:
-        """Leave the framework as it was once more: a region in which `shutdown` was called has put back casting."""
+        """Switch casting once more as the last `init` or `shutdown` left it, at the end of a region that began before.
+
+        The region has put back what was before it, which was this session's.
+        """
         later = sessions.get(self.framework)
-        if self.plan is not None and self.effective.process_wide and (later is None or later.casting is None):
+        if later is not None and later.casting is not None:
+            if later.effective.process_wide:
+                later.backend.enter_thread(later.casting)
+        elif self.plan is not None and self.effective.process_wide:
             self.backend.deactivate(self.plan)
 
     @property
@@ -702,7 +708,7 @@ class Amp:
 
 
 class _SessionRegion:
-    """A backend's region, after which casting is off if the session ended inside."""
+    """A backend's region, after which casting is that of `init` or `shutdown` if one of them was called inside."""
 
     __slots__ = ("_amp", "_region")
 
@@ -1077,7 +1083,7 @@ class Sessions:
         with ExitStack() as stack:  # whatever a listener raises
             if isinstance(event, ScaleCollapsed):
                 stack.callback(_warn_of_collapse, framework, event)
-            stack.callback(default_registry().manager.hook.ampx_event, event=event)
+            stack.callback(default_registry().send, event)
             if session is not None:
                 session.emit(event)
 

@@ -1,5 +1,6 @@
 """Results, events, the warning of a collapsed scale, and the gate."""
 
+import contextlib
 import copy
 import math
 import types
@@ -127,6 +128,31 @@ def test_a_listener_that_raises_keeps_no_event_from_the_others(trainer):
     with pytest.raises(ZeroDivisionError):
         trainer.opt.step()
     assert heard == [(who, event) for event in ("StepSkipped", "ScaleChanged") for who in ("listener", "plugin")]
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["plugins", "with-a-wrapper"])
+def test_a_plugin_that_raises_keeps_no_event_from_the_others(trainer, around):
+    def listening(name, listener, **marks):
+        plugin = types.ModuleType(name)
+        plugin.ampx_event = ampx.hookimpl(**marks)(listener)
+        ampx.register_plugin(plugin)
+
+    def wrapper(event):
+        heard.append(("around", type(event).__name__))
+        return (yield)
+
+    heard = []
+    listening("first", lambda event: heard.append(("first", type(event).__name__)))
+    listening("second", (lambda event: None) if around else (lambda event: 1 / 0))
+    listening("third", lambda: heard.append(("third", "whatever it is")))  # pluggy lets it take less
+    if around:
+        listening("around", wrapper, wrapper=True)
+    trainer.backward(INF)
+    with contextlib.nullcontext() if around else pytest.raises(ZeroDivisionError):
+        trainer.opt.step()
+    each = [("third", "whatever it is"), ("first", None)]
+    each = [("around", None), *each] if around else each
+    assert heard == [(who, what or event) for event in ("StepSkipped", "ScaleChanged") for who, what in each]
 
 
 def test_a_listener_may_call_back(trainer, alpha):

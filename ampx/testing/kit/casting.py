@@ -208,6 +208,17 @@ class RegionTests(KitTests):
         assert self.subject.casting() == self.outside
 
     @requires("regions")
+    def test_a_region_leaves_the_session_that_begins_in_it(self) -> None:
+        """Where `init` is called inside, its dtype holds after it, and not that of the session before."""
+        for enabled in (True, False):
+            for dtype in sorted(self.backend.capabilities.dtypes & self._usable()):
+                with self.start().autocast(enabled=enabled):
+                    self.start(dtype=dtype)
+                assert self.subject.computes_in() == dtype
+                ampx.shutdown()
+                assert self.subject.casting() == self.outside
+
+    @requires("regions")
     def test_regions_decorate_functions(self) -> None:
         """Every call runs inside; the module-level region looks its session up when it is entered."""
         off = ampx.autocast(enabled=False)(self.subject.computes_in)
