@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+import shutil
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import packages_distributions
@@ -63,6 +64,7 @@ def write_package(name: str, parent: Path) -> tuple[Path, list[Written]]:
             f"{distribution}. Move it away, or pass another with --out."
         ) from error
     except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)  # half a package is none
         raise InvalidOptionError(
             f"{str(folder)!r} cannot be written: {error.strerror}; accepted: a folder that you may write to. Pass "
             f"another with --out."
@@ -77,7 +79,9 @@ def _requirement(name: str) -> dict[str, str]:
     """
     distributions = sorted(set(packages_distributions().get(name, ())))
     requires = distributions[0] if len(distributions) == 1 else ""
-    return {"and_framework": f', "{requires}"' if requires else "", "requires": requires or name}
+    complete = f'["ampx-precision", "{requires}"]'
+    dependencies = complete if requires else f'["ampx-precision"]  # and the distribution that {name} comes from'
+    return {"dependencies": dependencies, "requires": requires or name}
 
 
 def _check_name(name: str) -> list[str]:
