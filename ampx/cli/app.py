@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ampx.errors import InvalidOptionError
+
 _FRAMEWORK = typer.Option(help="Name of the framework, such as torch.", show_default=False)
 _JSON = typer.Option("--json", help="Print JSON instead of tables.")
 
@@ -25,18 +27,31 @@ def _progress() -> Iterator[Callable[[str], Any]]:
     A termination (SIGTERM) of the command meanwhile ends the script that it runs, too.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if console.is_terminal:
             with console.status("Starting …") as status:
-                yield status.update
+                yield lambda text: status.update(escape(text))
         else:
             began = time.monotonic()
             yield lambda text: typer.echo(f"[{time.monotonic() - began:.0f} s] {text}", err=True)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _written(option: str, target: Path) -> Iterator[None]:
+    """Say in a sentence that a file cannot be written any more. It comes last: what was measured is printed by then."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidOptionError(
+            f"{option} {str(target)!r} cannot be written: {error.strerror}; accepted: a file that you may write, in a "
+            f"folder that stays. What it would say stands above; for the file, run the command again."
+        ) from error
 
 
 app = typer.Typer(
@@ -49,7 +64,7 @@ app = typer.Typer(
 
 def run() -> int:
     """Run the command line; return the exit code."""
-    from ampx.errors import AmpxError, FrameworkNotInstalledError, InvalidOptionError, UnknownFrameworkError
+    from ampx.errors import AmpxError, FrameworkNotInstalledError, UnknownFrameworkError
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -203,17 +218,17 @@ def compare(
             sweep=swept,
             progress=progress,
         )
-    if report is not None:
-        write(report, result)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
         from .compare_command import print_comparison, wide_console
 
-        console = wide_console()
-        print_comparison(console, result)
-        if report is not None:
-            console.print(f"Report: {report}", soft_wrap=True)
+        print_comparison(wide_console(), result)
+    if report is not None:
+        with _written("--report", report):
+            write(report, result)
+        if not as_json:
+            typer.echo(f"Report: {report}")
     raise typer.Exit(1 if result["failed"] else 0)
 
 
@@ -253,19 +268,19 @@ def diagnose(
             seed=seed,
             progress=progress,
         )
-    if report is not None:
-        write(report, result)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
-        return
-    if diagnosis is None:
-        typer.echo(result["verdict"])
     else:
-        typer.echo(
-            f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}: {diagnosis}"
-        )
-    for note in result["notes"]:
-        typer.echo(f"note: {note}")
+        text = result["verdict"]
+        if diagnosis is not None:
+            place = f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}"
+            text = f"{place}: {diagnosis}"
+        typer.echo(text)
+        for note in result["notes"]:
+            typer.echo(f"note: {note}")
+    if report is not None:
+        with _written("--report", report):
+            write(report, result)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -318,24 +333,26 @@ def tune(
             progress=progress,
         )
     simulated = what_if is not None
-    if not simulated:
-        policy.write(out)
-    if report is not None:
-        write(report, result)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
-        return
-    typer.echo(result["verdict"])
-    for choice in policy.deny:
-        typer.echo(f"  {choice.entry:<32} {choice.reason}")
-    if policy.operations:
-        typer.echo(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
-    for line in exclusion_lines(result["exclusions"]):
-        typer.echo(f"  {line}")
+    else:
+        typer.echo(result["verdict"])
+        for choice in policy.deny:
+            typer.echo(f"  {choice.entry:<32} {choice.reason}")
+        if policy.operations:
+            typer.echo(f"  instead of the modules, wherever they are: {', '.join(policy.operations)}")
+        for line in exclusion_lines(result["exclusions"]):
+            typer.echo(f"  {line}")
+        for note in result["notes"]:
+            typer.echo(f"note: {note}")
     if not simulated:
-        typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
-    for note in result["notes"]:
-        typer.echo(f"note: {note}")
+        with _written("--out", out):
+            policy.write(out)
+        if not as_json:
+            typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
+    if report is not None:
+        with _written("--report", report):
+            write(report, result)
 
 
 @app.command()

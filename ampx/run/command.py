@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -92,6 +92,8 @@ def run_to_the_end(request: RunRequest) -> int:
     Sync: none of its own.
     """
     stderr = sys.stderr  # the script may replace it
+    if request.report is not None:  # or change the folder
+        request = replace(request, report=request.report.absolute())
     finished, own = Finished(), os.getpid()
     if request.report is not None:
         finished.recorder.curve = LossCurve()
@@ -144,11 +146,16 @@ def _tell(request: RunRequest, finished: Finished) -> list[str]:
         return []
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
+    unwritten = []
     if request.report is not None:
-        write_report(report_of(request.report, rank), report)
+        target = report_of(request.report, rank)
+        try:
+            write_report(target, report)
+        except OSError as error:  # the script ends as it ended all the same
+            unwritten = [f"  {'report':<11} {target} could not be written: {error.strerror}"]
     if rank:
-        return []
-    lines = list(summary_lines(report, finished.failed))
+        return unwritten
+    lines = [*summary_lines(report, finished.failed), *unwritten]
     low = report["dtype"] not in (None, "float32")
     if low and isinstance(finished.error, Exception) and request.program.name != "-":
         lines.append(

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import ampx
+from ampx.cli import app
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -81,3 +82,26 @@ def test_terminal_without_unicode_gets_a_table_too(ampx_command, command):
 
 def test_unknown_command_is_a_usage_error(ampx_command):
     assert "No such command" in ampx_command("dem", code=2).stderr
+
+
+def test_names_in_the_progress_are_shown_as_they_are(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with app._progress() as progress:
+        progress("a[/b].py, run 1 …")
+    assert "a[/b].py, run 1 …" in capsys.readouterr().err
+
+
+def test_what_was_found_is_printed_where_the_report_cannot_be_written_any_more(monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "reports"
+    folder.mkdir()
+
+    def diagnose_script(*_, **__):
+        folder.rmdir()
+        return None, {"verdict": "Nothing failed.", "notes": []}
+
+    monkeypatch.setattr("ampx.numerics.diagnose_script.diagnose_script", diagnose_script)
+    monkeypatch.setattr(sys, "argv", ["ampx", "diagnose", "--report", str(folder / "out.json"), "train.py"])
+    assert app.run() == 2
+    out, err = capsys.readouterr()
+    assert out == "Nothing failed.\n"
+    assert "out.json' cannot be written: No such file or directory; accepted: " in err

@@ -263,6 +263,22 @@ def test_the_report_is_written_even_if_the_script_fails(tmp_path, outcome):
     assert (facts["script"], facts["arguments"]) == ("script.py", ["-x"])
 
 
+def test_the_report_stands_where_it_was_asked_for_wherever_the_script_goes(tmp_path, outcome):
+    (tmp_path / "script.py").write_text("import os\nos.mkdir('runs')\nos.chdir('runs')\n")
+    assert outcome(AMPX, "run", "--report", "out.json", "script.py").returncode == 0
+    assert (tmp_path / "out.json").exists()
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_any_more_is_told_and_the_script_ends_as_it_ended(tmp_path, outcome):
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "script.py").write_text("import os\nos.rmdir('reports')\nraise SystemExit(7)\n")
+    done = outcome(AMPX, "run", "--report", "reports/out.json", "script.py")
+    assert done.returncode == 7
+    assert "reports/out.json could not be written: No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_python_programs_that_the_script_starts_are_named(tmp_path, outcome):
     (tmp_path / "other.py").write_text("print('other')")
     (tmp_path / "script.py").write_text(
