@@ -436,9 +436,11 @@ class Member:
     @property
     def result(self) -> StepResult | None:
         """The last step's result as far as the host knows it."""
-        if type(self._result) is tuple:
-            self._result = StepResult(*self._result)
-        return self._result  # type: ignore[return-value]
+        result = self._result
+        if result is None or isinstance(result, StepResult):
+            return result
+        self._result = StepResult(*result)
+        return self._result
 
     @property
     def factor(self) -> Scalar:

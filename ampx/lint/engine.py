@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from ampx.errors import InvalidOptionError
 from ampx.syntax.processes import on_all_processors
 from ampx.syntax.program import Modules, import_graph
-from ampx.syntax.source import Source
+from ampx.syntax.source import Source, located
 
 from .problem import Problem, Rule
 from .rules import BY_CODE, RULES
@@ -113,11 +113,11 @@ def _problems(script: Script, rule: Rule) -> Iterable[Problem]:
     seen = set()
     lines = script.source.text.splitlines()
     for node, what in rule.check(script):
-        line, column = node.lineno, node.col_offset + 1  # type: ignore[attr-defined]
-        end = node.end_lineno  # type: ignore[attr-defined]
-        if (line, column) not in seen and not _is_opted_out(rule.code, lines[line - 1], lines[end - 1]):
+        place = located(node)
+        line, column = place.lineno, place.col_offset + 1
+        if (line, column) not in seen and not _is_opted_out(rule.code, lines[line - 1], lines[place.end_lineno - 1]):
             seen.add((line, column))
-            yield Problem(script.source.path, line, column, rule.code, what, end)
+            yield Problem(script.source.path, line, column, rule.code, what, place.end_lineno)
 
 
 def _is_opted_out(code: str, *lines: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 
 from ampx.syntax.flow import Flow
 from ampx.syntax.program import Program
-from ampx.syntax.source import Source, comments
+from ampx.syntax.source import Source, comments, located
 
 from .report import Finding, Kind, NeedsHumanError
 
@@ -63,7 +63,7 @@ class Edits:
 
     def tell(self, node: ast.AST, kind: Kind, what: str, advice: str) -> None:
         """Add a finding."""
-        self.findings.append(Finding(node.lineno, kind, what, advice))  # type: ignore[attr-defined]
+        self.findings.append(Finding(located(node).lineno, kind, what, advice))
 
     # -- what is done ------------------------------------------------------------------------------------
 

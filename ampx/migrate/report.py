@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from ampx.syntax.source import located
+
 # todo: a human must act. note: worth reading; nothing has to be done.
 Kind: TypeAlias = Literal["todo", "note"]
 # unchanged: nothing to rewrite. changed: rewritten. blocked: left as it is, see the findings. error: not readable.
@@ -39,9 +41,10 @@ class NeedsHumanError(Exception):
     """Raised by a dialect at what it does not fully understand; the program is then left alone."""
 
     def __init__(self, node: ast.AST, what: str, advice: str) -> None:
-        super().__init__(f"line {node.lineno}: {what}")  # type: ignore[attr-defined]
+        line = located(node).lineno
+        super().__init__(f"line {line}: {what}")
         self.node = node
-        self.finding = Finding(node.lineno, "todo", what, advice)  # type: ignore[attr-defined]
+        self.finding = Finding(line, "todo", what, advice)
 
 
 def exit_code(reports: list[FileReport]) -> int:

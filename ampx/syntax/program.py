@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-from .source import Source
+from .source import Source, located
 
 Node = TypeVar("Node", bound=ast.AST)
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -253,11 +253,13 @@ class Program:
 
     def order(self, node: ast.AST) -> tuple[int, int]:
         """Return a key by which the nodes of a file sort as they stand in the text."""
-        return (node.lineno, node.col_offset)  # type: ignore[attr-defined]
+        place = located(node)
+        return (place.lineno, place.col_offset)
 
     def end(self, node: ast.AST) -> tuple[int, int]:
         """Return a key that comes after all that is in a node."""
-        return (node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        place = located(node)
+        return (place.end_lineno, place.end_col_offset)
 
     def code(self, node: ast.AST) -> str:
         """Return the text of a node."""

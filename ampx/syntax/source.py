@@ -9,7 +9,7 @@ import tokenize
 import warnings
 from bisect import bisect_right
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, cast
 
 _NEWLINE: Final = re.compile(r"\r\n|\r|\n")
 _MARK: Final = b"\xef\xbb\xbf"
@@ -38,10 +38,8 @@ class Source:
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return where a node begins and ends; parentheses around it are outside."""
-        return (
-            self._index(node.lineno, node.col_offset),  # type: ignore[attr-defined]
-            self._index(node.end_lineno, node.end_col_offset),  # type: ignore[attr-defined]
-        )
+        place = located(node)
+        return self._index(place.lineno, place.col_offset), self._index(place.end_lineno, place.end_col_offset)
 
     def _index(self, line: int, column: int) -> int:
         """Return the index of a column, which Python counts in bytes of UTF-8."""
@@ -95,6 +93,20 @@ class Source:
     def _indentation(self, statement: ast.stmt) -> str:
         start, _ = self.span(statement)
         return self.text[self.line_start(start) : start]
+
+
+class Located(Protocol):
+    """Where a node stands, as `ast` counts: lines from 1, columns from 0 in bytes of UTF-8."""
+
+    lineno: int
+    col_offset: int
+    end_lineno: int
+    end_col_offset: int
+
+
+def located(node: ast.AST) -> Located:
+    """Return a node by its place, which all nodes have that come from a text, but for the module and operators."""
+    return cast("Located", node)
 
 
 def parse(text: str) -> ast.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -222,7 +223,8 @@ class PerLossTests(KitTests):
     def test_a_loss_id_is_a_number_from_0(self) -> None:
         """Anything else is refused before anything happens."""
         bench = self.bench(self.start())
+        wrong: Any
         for wrong in (-1, "a", True):
             with refused(ampx.InvalidOptionError, passed=f"loss_id={wrong!r}", accepted="from 0", advice="Change"):
-                bench.accumulate(loss_id=wrong)  # type: ignore[arg-type]
+                bench.accumulate(loss_id=wrong)
         assert bench.train().applied
