@@ -12,10 +12,10 @@ from typing import Any
 import ampx
 from ampx.errors import UnknownFrameworkError
 from ampx.plugins import DISABLE_VARIABLE
+from ampx.run.machine import describe_machine
 
 from .frameworks import Framework, find_frameworks
 from .installation import other_distributions
-from .machine import describe_machine
 from .probe import TIME_LIMIT, probe
 
 SCHEMA = "ampx.doctor/1"

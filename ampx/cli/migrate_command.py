@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,6 @@ def migrate(
             if report.status == "changed":
                 files.write(report)
     if as_json:
-        import json
-
         echo(json.dumps(_to_json(reports, write), indent=2))
     else:
         for report in reports:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import html
 import io
 import math
+import platform
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
 from itertools import chain, repeat
 from typing import Any, Final, TypeVar
+
+import ampx
+from ampx.plugins import default_registry
+
+from .machine import describe_cpu, describe_gpus
 
 Loss = TypeVar("Loss")
 ALARM: Final = "#b30000"
@@ -59,11 +66,6 @@ def document(title: str, parts: Iterable[str], origin: Mapping[str, Any] | None 
 
 def origin(versions: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return versions, machine and date, for the end of a report."""
-    import platform
-
-    import ampx
-    from ampx.cli.machine import describe_cpu, describe_gpus
-
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "platform": platform.platform(),
@@ -75,10 +77,6 @@ def origin(versions: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 def framework_versions(framework: str | None) -> dict[str, str]:
     """Return the versions of the packages of a framework, as they are installed."""
-    from importlib import metadata
-
-    from ampx.plugins import default_registry
-
     versions: dict[str, str] = {}
     for root in default_registry().registration(framework).roots if framework else ():
         with suppress(metadata.PackageNotFoundError):

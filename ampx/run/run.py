@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast, runtime_checkable
 
+import ampx
 from ampx.backend import Backend
 from ampx.callers import script_line
 from ampx.errors import AmpxError, InvalidOptionError, RunRefusedError
@@ -151,8 +152,6 @@ class Run:
                 f"the script trains with {others[0]} and with {self.framework}; accepted: one framework. Name the one "
                 f"to automate with --framework"
             )
-        import ampx
-
         settings = self.settings
         chosen: dict[str, Any] = {
             "dtype": settings.dtype,

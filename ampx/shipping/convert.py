@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -205,8 +206,6 @@ def _advice(needed: frozenset[str] | None, dtype: str, deny: Sequence[Any]) -> s
 
 
 def _entry(name: str) -> str:
-    import glob
-
     return f"module:{glob.escape(name)}"
 
 

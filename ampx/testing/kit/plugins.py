@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import ClassVar
@@ -102,8 +103,6 @@ class PluginSuite:
         assert registry.load(self.framework) is backend
 
     def _module(self) -> object:
-        import importlib
-
         return importlib.import_module(self.plugin)
 
     def _run(self, script: str) -> None:
