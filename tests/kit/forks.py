@@ -162,8 +162,10 @@ def nest():
         code = ask(requests, replies, {"wait": number, "timeout": timeout or 240})
         if code is None:
             raise subprocess.TimeoutExpired(command, timeout)
-        assert not check
-        return subprocess.CompletedProcess(command, code)
+        completed = subprocess.CompletedProcess(command, code)
+        if check:
+            completed.check_returncode()
+        return completed
 
     subprocess.run = run_copy
     os.execv = lambda path, command: end(run_copy(command).returncode)
