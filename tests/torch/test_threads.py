@@ -1,5 +1,6 @@
 """Casting in threads: torch keeps the switch by thread."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -110,3 +111,36 @@ def test_module_rules_do_not_reach_into_other_threads():
         assert product_dtype() == torch.bfloat16
         finished.set()
         assert future.result() == torch.float32
+
+
+class Products(torch.utils.data.Dataset):
+    """Items that are computed by a matrix product."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+def dtype_of_a_forked_worker():
+    loader = torch.utils.data.DataLoader(Products(), num_workers=1, multiprocessing_context="fork")
+    return {batch.dtype for batch in loader}
+
+
+def test_native_autocast_reaches_into_forked_workers_of_data_loaders():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dtype_of_a_forked_worker() == {torch.bfloat16}
+
+
+def test_workers_of_data_loaders_compute_as_without_a_session():
+    loop = torch.utils.data._utils.worker._worker_loop
+    ampx.init("torch", dtype="bfloat16", device="cpu")
+    assert dtype_of_a_forked_worker() == {torch.float32}
+    assert product_dtype() == torch.bfloat16
+    # Spawned workers import it by its name, which stands for torch's own there.
+    ours = torch.utils.data._utils.worker._worker_loop
+    assert pickle.loads(pickle.dumps(ours)) is ours
+    assert b"ampx" not in pickle.dumps(ours)
+    ampx.shutdown()
+    assert torch.utils.data._utils.worker._worker_loop is loop

@@ -23,7 +23,7 @@ from ampx.policy import Dtype
 from ampx_torch import trees
 from ampx_torch.trees import DTYPES, LOW
 
-from . import compiled, module_rules, oplists, rules
+from . import compiled, loaders, module_rules, oplists, rules
 
 # Names for callers that cannot afford a region: read the flag, switch off, restore in `finally`.
 is_on = torch.is_autocast_enabled
@@ -70,6 +70,7 @@ def check_resolved(plan: CastPlan | None) -> None:
 def activate(plan: CastPlan) -> None:
     """Switch autocast on for the calling thread and put the rules in force for the process."""
     rules.install(plan)
+    loaders.keep_uncast()
     enter_thread(plan)
 
 
@@ -80,6 +81,7 @@ def deactivate(plan: CastPlan) -> None:
     another.
     """
     rules.uninstall(plan, last=True)
+    loaders.release()
     before, _thread.before = _thread.before, None
     _thread.switched += 1
     if before is not None:
