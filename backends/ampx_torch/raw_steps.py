@@ -1,13 +1,15 @@
 """Steps of optimizers that nobody wrapped, while a session scales losses: what is certainly a mistake is said.
 
-They are seen by one step hook of the process, which is there only as long as such a session is. An optimizer of a model
-that computes in float32 is none of its business, and is looked at in its first steps only.
+They are seen by one step hook of the process, which is there only as long as such a session is, or a model that
+`prepare` put in low precision without its optimizer. An optimizer of a model that computes in float32 is none of its
+business, and is looked at in its first steps only.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,7 @@ from ampx import callers
 from ampx.errors import PrecisionWarning, RawStepError
 
 from .leftovers import Leftovers, Sight, look
+from .trees import LOW
 
 _WRAPPED: Final = "ampx_wrapped"  # on a raw optimizer
 # So many steps of an optimizer are looked at, each at so many elements of its gradients.
@@ -42,6 +45,7 @@ class _Watch:
         self.bodies = 0
         self.before: list[Sight] = []
         self.leftovers = Leftovers()
+        self.lowered: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters without the float32 copies of their level
 
     def stop(self) -> None:
         if self.handle is not None:
@@ -68,6 +72,21 @@ def end(user: object) -> None:
     _watch.users.discard(id(user))
     if not _watch.users:
         _watch.stop()
+
+
+def note_lowered(parameters: Iterable[torch.Tensor]) -> None:
+    """Look at steps as long as these parameters live, which a level with float32 copies gave none."""
+    for parameter in parameters:
+        key = id(parameter)
+        _watch.lowered[key] = weakref.ref(parameter, partial(_forget_lowered, key))
+    if _watch.lowered:
+        watch(_watch.lowered)
+
+
+def _forget_lowered(key: int, reference: weakref.ref[torch.Tensor]) -> None:
+    _watch.lowered.pop(key, None)
+    if not _watch.lowered:
+        end(_watch.lowered)
 
 
 def note_wrapped(optimizer: torch.optim.Optimizer, wrapped: bool = True) -> None:
@@ -147,6 +166,15 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if steps == 0:
         follow(parameters)
         _watch.before = []  # no body runs
+        low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter, _ in pairs)
+        if low:
+            callers.warn(
+                f"{name} was stepped on {low} low-precision parameters that ampx.prepare gave no float32 copies, "
+                f"because it did not get the optimizer: small updates round to nothing, and no loss is scaled. Call "
+                f"model, opt = ampx.prepare(model, opt), then opt = ampx.wrap_optimizer(opt); or use level='O3', "
+                f"which has no copies.",
+                PrecisionWarning,
+            )
     if _from_float16([gradient for _, gradient in pairs]):
         _watch.steps[optimizer] = _STEPS
         callers.warn(

@@ -1,5 +1,8 @@
 """Optimizers that nobody wrapped: their mistakes are said, and those of a float32 model are left alone."""
 
+import gc
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -232,3 +235,46 @@ def test_master_weights_without_a_wrapper_are_refused(init):
         scaled.backward()
     opt.step()
     assert opt.last_step.applied
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_parameters_without_the_copies_of_o2_are_warned_of_once(init, dtype, recwarn):
+    init(dtype=dtype, level="O2")
+    recwarn.clear()
+    model = ampx.prepare(network())
+    raw = sgd(model)
+    for _ in range(3):
+        loss_of(model).backward()
+        raw.step()
+        raw.zero_grad()
+    (message,) = messages(recwarn)
+    assert "4 low-precision parameters" in message
+    assert "ampx.prepare(model, opt)" in message
+    assert recwarn.list[0].filename == __file__
+
+
+def test_steps_are_looked_at_no_longer_than_such_parameters_live(init):
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    init(dtype="bfloat16", level="O2")
+    model = ampx.prepare(network())
+    assert len(hooks) == 1
+    del model
+    gc.collect()
+    assert not hooks
+
+
+@pytest.mark.parametrize("how", ["O3", "frozen", "with its optimizer"])
+def test_low_precision_parameters_that_may_be_so_are_left_alone(init, how, recwarn):
+    init(dtype="bfloat16", level="O3" if how == "O3" else "O2")
+    model, head = network(), nn.Linear(1, 1)
+    if how == "with its optimizer":
+        model, opt = ampx.prepare(model, ampx.wrap_optimizer(sgd(model)))
+        with ampx.scale_loss(loss_of(model), opt) as scaled:
+            scaled.backward()
+        opt.step()
+    else:
+        model = ampx.prepare(model).requires_grad_(how == "O3")
+    raw = sgd(model if how == "O3" else head)
+    head(loss_of(model).reshape(1, 1)).sum().backward()
+    raw.step()
+    assert messages(recwarn) == []
