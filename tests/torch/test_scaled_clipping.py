@@ -21,16 +21,20 @@ def to_unit_length(parameters, step):
         parameter.grad /= norm
 
 
-def train(opt, model, write, steps=6, accumulates=1, change=lambda step: 1.0 + step, before_write=None):
+def train(opt, model, write, steps=6, accumulates=1, change=lambda step: 1.0 + step, before_write=None, inside=False):
     """Train with losses that change from step to step, as those of different batches do."""
     parameters = list(model.parameters())
     for step in range(steps):
+        inputs = torch.full((4, 8), change(step) % 4) if inside else torch.ones(4, 8)
         for _ in range(accumulates):
-            with ampx.scale_loss(model(torch.ones(4, 8)).square().mean() * change(step), opt) as scaled:
+            with ampx.scale_loss(model(inputs).square().mean() * change(step), opt) as scaled:
                 scaled.backward()
+                if inside:
+                    write(parameters, step)
         if before_write is not None:
             before_write(opt)
-        write(parameters, step)
+        if not inside:
+            write(parameters, step)
         opt.step()
         opt.zero_grad()
 
@@ -57,6 +61,16 @@ def test_gradients_clipped_with_their_scale_are_said_once(start, write, case):
     run = step_by_closure if case == "closure" else train
     with pytest.warns(ampx.PrecisionWarning, match=r"max_grad_norm") as caught:
         run(opt, model, write, steps=12, accumulates=1 + (case == "accumulated"))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("write", [by_norm, to_unit_length])
+@pytest.mark.parametrize("case", ["", "accumulated", "dynamic", "O2"])
+def test_gradients_clipped_inside_the_block_are_said_once(start, write, case):
+    opt, model = start("O2" if case == "O2" else "O1", loss_scale="dynamic" if case == "dynamic" else None)
+    with pytest.warns(ampx.PrecisionWarning, match=r"inside scale_loss.*max_grad_norm") as caught:
+        train(opt, model, write, steps=14, accumulates=1 + (case == "accumulated"), inside=True)
     assert len(caught) == 1
     assert caught[0].filename == __file__
 
@@ -111,6 +125,26 @@ def test_what_may_be_right_is_left_alone(start, case, recwarn):
     opt, model = start()
     recwarn.clear()
     train(opt, model, **RIGHT[case])
+    assert [str(warning.message) for warning in recwarn.list] == []
+
+
+INSIDE = {
+    "accumulated": {"write": leave, "accumulates": 3},
+    "proportional": {"write": halve},
+    "the same gradients again and again": {
+        "write": halve,
+        "change": lambda step: 1.0,
+        "before_write": lambda opt: opt.param_groups[0].update(lr=0.0),
+    },
+    "cleared": {"write": clear},
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_what_may_be_right_inside_the_block_is_left_alone(start, case, recwarn):
+    opt, model = start()
+    recwarn.clear()
+    train(opt, model, steps=12, inside=True, **INSIDE[case])
     assert [str(warning.message) for warning in recwarn.list] == []
 
 
