@@ -815,3 +815,34 @@ def test_operations_are_counted_by_the_dtype_they_ran_in():
     assert run.recorder.ops["addmm", "bfloat16"] == run.recorder.sampled_steps
     assert run.recorder.ops["mm", "bfloat16"] == run.recorder.sampled_steps
     assert set(run.recorder.seconds) == {"forward", "backward", "step"}
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_a_compiled_step_trains_uncompiled_and_that_is_said(backward_inside):
+    """torch puts back, behind a compiled function, the dispatch keys of the mode that counts operations."""
+
+    def loop(compiles):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=0.25)
+
+        def loss_of(factor):
+            return (weight * factor).square().sum()
+
+        def step(factor):
+            if backward_inside:
+                loss_of(factor).backward()
+            optimizer.step()
+
+        function = torch.compile(step, backend="eager") if compiles else step
+        for factor in (1.0, 0.5, 0.25, 0.125, 0.5, 0.25):
+            if not backward_inside:
+                loss_of(factor).backward()
+            function(factor)
+            optimizer.zero_grad()
+        return weight.tolist()
+
+    run = run_of()
+    with automated(run):
+        weights = loop(True)
+    assert weights == loop(False)
+    assert any("runs uncompiled" in note for note in run.recorder.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,6 +16,7 @@ from ampx.run import Recorder, Sampler
 _IDLE: Final = frozenset(
     ("_to_copy", "detach", "clone", "copy_", "lift_fresh", "zero_", "fill_", "ones_like", "zeros_like")
 )
+_RESTORED: Final = "saved_include_set"  # what torch's call of a compiled function keeps the dispatch keys in
 
 
 class _Counter(TorchDispatchMode):
@@ -63,12 +65,32 @@ class TorchSampler(Sampler):
 
     def pause(self, paused: bool) -> None:
         """Leave out what the optimizers do."""
-        if self._mode is not None:
+        if self._mode is not None and self.counts:
             self._mode.paused = paused
 
     def stop(self) -> None:
         """Stop, unless the script has entered a mode of its own meanwhile: modes end in the order of a stack."""
-        if self._mode is not None and _get_current_dispatch_mode() is self._mode:
+        if self._mode is None or _get_current_dispatch_mode() is not self._mode:
+            return
+        if _inside_compiled_function():
+            # At its end torch has operations look for the mode again that was there when it began: it must stay.
+            if self.counts:
+                self.recorder.note(
+                    "The script compiles a function that steps the optimizer: it runs uncompiled. Compile the model, "
+                    "or the function that computes the loss."
+                )
+            self._mode.paused = True
+        else:
             self._mode.__exit__(None, None, None)
             self._mode = None
-            self.counts = False
+        self.counts = False
+
+
+def _inside_compiled_function() -> bool:
+    """Return whether a function that `torch.compile` made is running."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and _RESTORED in frame.f_code.co_varnames:
+            return True
+    return False
