@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -90,7 +90,7 @@ class TorchBackend(ampx.Backend):
         elements = loss.numel()
         floating = loss.is_floating_point()
         nan: bool | None = None
-        if elements == 1 and floating and check_nan is not False and (check_nan or loss.is_cpu):
+        if elements == 1 and floating and check_nan is not False and (check_nan or loss.is_cpu) and not _traced(loss):
             value = loss.item()
             nan = value != value
         # Only a message would need the name of a floating dtype, and spelling it takes as long as all of the above.
@@ -117,6 +117,8 @@ class TorchBackend(ampx.Backend):
         return loss * scale
 
     def watch_backward(self, loss: Any, scaled: Any) -> Callable[[], bool | None]:
+        if _traced(loss):  # whose gradients are values: nobody calls backward on it
+            return lambda: None
         if raw_steps.follows():
             raw_steps.follow(leaves_of([loss])[0].values())
         loss.retain_grad()
@@ -147,6 +149,10 @@ class TorchBackend(ampx.Backend):
         from .demo import TorchTrainer  # scikit-learn is needed for the demo only
 
         return TorchTrainer()
+
+
+# Whether a tensor stands for values inside a function that torch.func differentiates or maps.
+_traced: Final[Callable[[torch.Tensor], bool]] = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 @functools.lru_cache(maxsize=32)
