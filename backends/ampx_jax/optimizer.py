@@ -287,10 +287,12 @@ def _looked_at(params: Any, seen: Any, updates: Any, grads: Any) -> list[meter.L
     def note(param: Any, before: Any, update: Any, grad: Any) -> None:
         if not all(leaf is not None and _is_floating(leaf) for leaf in (param, update, grad)):
             leaves.append(None)
-        elif before.dtype == param.dtype:
-            leaves.append(meter.Leaf(param, before, update, grad, functools.partial(_sum, param.dtype)))
+            return
+        whole = map(varying.unsharded, (param, before, update, grad))
+        if before.dtype == param.dtype:
+            leaves.append(meter.Leaf(*whole, functools.partial(_sum, param.dtype)))
         else:
-            leaves.append(meter.Leaf(param, before, update, grad, functools.partial(masters.after, param.dtype)))
+            leaves.append(meter.Leaf(*whole, functools.partial(masters.after, param.dtype)))
 
     jax.tree.map(note, params, seen, updates, grads)
     return leaves
@@ -326,7 +328,7 @@ def apply_or_skip(finite: Any, run: Callable[[], tuple[Any, Any]], skip_to: Call
 
 def _nothing(shape: Any) -> Any:
     # Adding -0.0 leaves every number as it is; adding 0.0 would turn -0.0 into 0.0.
-    return jnp.full(shape.shape, -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0, shape.dtype)
+    return varying.full(shape, -0.0 if jnp.issubdtype(shape.dtype, jnp.floating) else 0)
 
 
 def _check_parameters(params: Any) -> None:

@@ -1,4 +1,7 @@
-"""Values that differ between the devices of a `shard_map`: all branches of a condition must say the same of theirs."""
+"""What the types of values say of devices: on which they differ in a `shard_map`, and how they are sharded.
+
+All branches of a condition must say the same of theirs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def switch(index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
@@ -16,6 +20,26 @@ def switch(index: Any, branches: Sequence[Callable[[], Any]]) -> Any:
         return lambda: jax.tree.map(lambda value, *shapes: _like(value, shapes), branch(), *kinds)
 
     return jax.lax.switch(index, [marked(branch) for branch in branches])
+
+
+def full(shape: Any, number: float) -> Any:
+    """Return an array of a shape and dtype, sharded as its type says."""
+    array, sharding = jax.numpy.full(shape.shape, number, shape.dtype), _sharding(shape)
+    if sharding is None or jax.sharding.get_abstract_mesh().empty:  # outside of traces it goes with any other
+        return array
+    return jax.sharding.reshard(array, sharding)
+
+
+def unsharded(array: Any) -> Any:
+    """Return an array that any operation takes, where its type says how it is sharded."""
+    sharding = _sharding(jax.typeof(array))
+    return array if sharding is None else jax.sharding.reshard(array, sharding.update(spec=PartitionSpec()))
+
+
+def _sharding(shape: Any) -> NamedSharding | None:
+    """Return how a type says that an array is sharded; None where it says nothing."""
+    sharding = getattr(shape, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and any(sharding.spec) else None
 
 
 def _like(value: Any, shapes: tuple[Any, ...]) -> Any:

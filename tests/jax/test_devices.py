@@ -1,5 +1,6 @@
 """What is trained on several devices, and what is lowered for a device that is absent."""
 
+import contextlib
 import functools
 import re
 import warnings
@@ -104,6 +105,39 @@ def test_autocast_goes_into_shard_map(checked, dtype):
     for function in (ampx_jax.autocast(mapped), jax.jit(ampx_jax.autocast(mapped))):
         np.testing.assert_array_equal(function(close, ones), np.full((4, 8), 16.0))
     np.testing.assert_array_equal(mapped(close, ones), np.full((4, 8), 16 + 2.0**-8))
+
+
+@pytest.mark.parametrize(
+    ("level", "compiled", "mesh_is_set"),
+    [*((level, True, level == "O1") for level in ("O1", "O2", "O3")), ("O1", False, True), ("O1", False, False)],
+)
+def test_parameters_with_shardings_in_their_types_are_updated_and_skipped(level, compiled, mesh_is_set, quiet_end):
+    """So are those that `jax.make_mesh` places by default."""
+    amp = ampx.init("jax", dtype="bfloat16", level=level, device="cpu", loss_scale=8.0)
+    amp.meter_every = 1
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Explicit,))
+    places = {"weight": NamedSharding(mesh, P(None, "model")), "bias": NamedSharding(mesh, P())}
+    start = jax.device_put({"weight": WEIGHT, "bias": np.ones(8, np.float32)}, places)
+    tx = ampx.wrap_optimizer(optax.sgd(1.0), max_grad_norm=2.0**20)
+
+    def step(params, state, slopes):
+        scale = jnp.asarray(ampx.loss_scale(state))
+        scaled = jax.tree.map(lambda slope: slope * scale.astype(slope.dtype), slopes)
+        updates, state = tx.update(scaled, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = ampx.prepare(start, tx.init(start))
+    slopes = jax.tree.map(jnp.ones_like, params)
+    step = jax.jit(step) if compiled else step
+    types = jax.tree.map(jax.typeof, params)
+    with jax.set_mesh(mesh) if mesh_is_set else contextlib.nullcontext():
+        for factor, applied in ((1.0, True), (jnp.inf, False), (1.0, True)):
+            params, state = step(params, state, jax.tree.map(lambda slope, factor=factor: slope * factor, slopes))
+            assert ampx.last_step(state).applied is applied
+    np.testing.assert_array_equal(params["weight"], WEIGHT - 2)
+    assert jax.tree.map(jax.typeof, params) == types
+    if level == "O3":
+        assert [entry.moved for entry in ampx.meter(state).parameters] == [8, 128]
 
 
 @pytest.mark.parametrize(
