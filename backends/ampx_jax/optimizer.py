@@ -288,11 +288,9 @@ def _looked_at(params: Any, seen: Any, updates: Any, grads: Any) -> list[meter.L
         if not all(leaf is not None and _is_floating(leaf) for leaf in (param, update, grad)):
             leaves.append(None)
             return
-        whole = map(varying.unsharded, (param, before, update, grad))
-        if before.dtype == param.dtype:
-            leaves.append(meter.Leaf(*whole, functools.partial(_sum, param.dtype)))
-        else:
-            leaves.append(meter.Leaf(*whole, functools.partial(masters.after, param.dtype)))
+        add = functools.partial(_sum if before.dtype == param.dtype else masters.after, param.dtype)
+        param, before, update, grad = map(varying.unsharded, (param, before, update, grad))
+        leaves.append(meter.Leaf(param, before, update, grad, add))
 
     jax.tree.map(note, params, seen, updates, grads)
     return leaves

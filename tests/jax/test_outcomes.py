@@ -3,13 +3,16 @@
 import functools
 import gc
 import inspect
+import itertools
 import weakref
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import ampx
 import ampx_jax
@@ -218,6 +221,75 @@ def test_what_is_traced_elsewhere_is_told_by_callbacks(way, dtype):
     assert record(run) == (8, skipped, scales if dtype == "float16" else [])
     assert jnp.all(jnp.isfinite(weights))
     assert state[0].count == 5
+
+
+def on_two(way, step):
+    """Return a step of two devices, or elements, each with weights, a state and a factor of its own."""
+    if way == "vmap":
+        return jax.jit(jax.vmap(step))
+    if way == "pmap":
+        return jax.pmap(step)
+    if way == "lowered":
+        whole = on_two("shard_map", step)
+        return lambda *arrays: whole.lower(*arrays).compile()(*arrays)
+    mesh = jax.make_mesh((2, 1), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
+    rows = PartitionSpec("data")
+
+    def local(*arrays):
+        arrays = jax.tree.map(lambda array: array[0], arrays)
+        if way == "scan in shard_map":
+            *arrays, factor = arrays
+            _, results = jax.lax.scan(lambda carry, _: ((step(*carry, factor)),) * 2, tuple(arrays), None, 1)
+            return results
+        return jax.tree.map(lambda array: array[None], step(*arrays))
+
+    axes = {"data"} if way == "shard_map of one axis" else {"data", "other"}
+    checked = way == "checked shard_map"
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, axis_names=axes, check_vma=checked))
+
+
+WAYS = ["shard_map", "checked shard_map", "scan in shard_map", "pmap", "vmap", "lowered"]
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_several_devices_counts_once_and_halves_the_scale_once(way, observed):
+    if jax.device_count() < 2:
+        pytest.skip("JAX has one device here")
+    run, region = automate("float16")
+    losses = []
+    if observed:
+        run.recorder.observer = mock.Mock(loss=lambda read: losses.append(read()))
+    with region:
+        step, weights, state = make()
+        weights, state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (weights, state))
+        both = on_two(way, lambda *arrays: step(*arrays)[:2])
+        seen = [weights]
+        for factors in ([1.0, 3.0], [1.0, INFINITE], [INFINITE, INFINITE], [1.0, 1.0]):
+            weights, state = both(weights, state, jnp.asarray(factors))
+            seen.append(weights)
+    assert record(run) == (4, [2, 3], [(2, 2.0**15), (3, 2.0**14)])
+    # An element of a batch may be a network of its own, and only that skips; what a device has may be part of one.
+    alone = way == "vmap"
+    for device, applied in ((0, [True, alone, False, True]), (1, [True, False, False, True])):
+        pairs = itertools.pairwise(weights[device] for weights in seen)
+        assert [bool((after != before).any()) for before, after in pairs] == applied
+    if observed:
+        mean = float(jnp.mean(loss_of(B, 1.0) * jnp.array([1.0, 3.0])))
+        assert losses[0] == pytest.approx(mean, rel=2.0**-10)
+        assert len(losses) == 4
+
+
+def test_a_step_from_which_jax_calls_nobody_back_is_refused_with_what_to_write():
+    if jax.device_count() < 2:
+        pytest.skip("JAX has one device here")
+    run, region = automate("bfloat16")
+    with region:
+        step, weights, state = make()
+        weights, state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (weights, state))
+        both = on_two("shard_map of one axis", lambda *arrays: step(*arrays)[:2])
+        with pytest.raises(ampx.RunRefusedError, match=r"axis_name=\('data',\)"):
+            both(weights, state, jnp.ones(2))
 
 
 def test_a_whole_training_in_one_function_counts_every_step():

@@ -34,7 +34,7 @@ from ampx.protocol import Member, ScaleGroup
 from ampx.run import Run
 from ampx.scale_state import is_one
 from ampx.session import Amp, new_group
-from ampx_jax import casting, devices, interpreter, masters, modules, numerics, optimizer, state as states
+from ampx_jax import casting, devices, interpreter, masters, modules, numerics, optimizer, state as states, varying
 from ampx_jax.taps import is_floating
 from ampx_jax.transform import autocast, traced_by
 
@@ -42,10 +42,14 @@ from . import outcomes
 
 _OWN_SCALING: Final = ("jmp", "flax.training.dynamic_scale")
 _UNTOLD: Final = 8  # losses that may wait for an update of their own
+# Of what all elements of a `jax.vmap` tell: a step is finite where all are.
+_least, _mean = varying.over_elements(jnp.min), varying.over_elements(jnp.mean)
 NO_GRADIENTS: Final = (
     "No function went through jax.grad or jax.value_and_grad: gradients that are made in another way, with jax.vjp "
     "say, computed in float32."
 )
+
+UNCOUNTED: Final = "Steps under shard_map over some axes of its mesh are not counted: JAX calls nobody back from there."
 
 
 class _Call:
@@ -78,6 +82,7 @@ class Automation:
         self._thread = threading.get_ident()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # what callbacks told, by their place in the trace
         self._places = itertools.count()
+        self._devices: dict[int, int] = {}  # by the place of a callback, the number of the device that tells
         # For a report: losses whose update has not come, each with its trace, which is None where it has a value.
         self._untold: list[tuple[Any, Any]] = []
         self._positions: dict[ScaleGroup, int] = {}
@@ -169,7 +174,9 @@ class Automation:
         if scale is not None:
             return scale
         self.outcomes.mix()
-        return jax.experimental.io_callback(self._scale_now, jax.ShapeDtypeStruct((), jnp.float32))
+        self._check_callbacks()
+        scale = jax.experimental.io_callback(self._scale_now, jax.ShapeDtypeStruct((), jnp.float32))
+        return varying.of_the_first(scale)  # others may read before it has told of the last step
 
     def _scale_now(self) -> Any:
         assert self.member is not None
@@ -218,7 +225,7 @@ class Automation:
                 self._keep_for_update(trace, loss)
         elif traced:
             self.outcomes.mix()
-            self._call_back(self.lost, loss)
+            self._call_back(self.lost, varying.agreed(_mean(loss), jax.lax.pmean))
         else:
             self.lost(loss)
 
@@ -247,9 +254,26 @@ class Automation:
         if self.observed and not isinstance(value, jax.core.Tracer):
             tell(value)
         else:
-            jax.debug.callback(functools.partial(self._called_back, next(self._places), tell), value, losses)
+            self._check_callbacks()
+            value, losses = _least(value), tuple(varying.agreed(_mean(loss), jax.lax.pmean) for loss in losses)
+            called_back = functools.partial(self._called_back, next(self._places), tell)
+            jax.debug.callback(called_back, varying.place(), value, losses)
 
-    def _called_back(self, place: int, tell: Callable[[Any], None], value: Any, losses: tuple[Any, ...]) -> None:
+    def _check_callbacks(self) -> None:
+        """Refuse a step from which JAX calls nobody back."""
+        mapped, others = varying.axes(), varying.axes_left()
+        if mapped and others:
+            self.run.refuse(
+                f"the script steps under shard_map over {', '.join(mapped)} and not over {', '.join(others)}, from where "
+                f"JAX calls nobody back; accepted: shard_map over all axes of the mesh. Write the lines of ampx in the "
+                f"script, with wrap_optimizer(tx, axis_name={mapped!r})"
+            )
+
+    def _called_back(
+        self, place: int, tell: Callable[[Any], None], device: Any, value: Any, losses: tuple[Any, ...]
+    ) -> None:
+        if self._devices.setdefault(place, int(device)) != device:  # all devices agree: one of this process tells
+            return
         self.calls.place = place
         try:
             for loss in losses:
@@ -305,10 +329,14 @@ class Automation:
     def follow_step(self, group: ScaleGroup, state: states.AmpState) -> None:
         """Have the step that led to a state reach `followed`."""
         if self.live and group in self._positions:
+            if varying.axes() and varying.axes_left():
+                self.run.recorder.note(UNCOUNTED)
+                return
             now = state.numbers
             numbers = (self._positions[group], now.finite, now.step_scale, now.scale)
             # An array of its own: the script may donate those of its state.
-            self.report(jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers]), self.followed)
+            told = jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+            self.report(varying.agreed(told, jax.lax.pmin), self.followed)
 
     def followed(self, numbers: Any) -> None:
         """Take one step of the script's own session: count it. Called at run time."""
@@ -355,6 +383,7 @@ def automate(run: Run) -> Iterator[None]:
     # Named tuples: every transformation, of optax and of the script, is made here.
     patches = (
         mock.patch.object(jax, "jit", outcomes.jit(jax.jit, this.hiding, this.called if this.observed else None)),
+        *_calls_to_note(this),
         mock.patch.object(jax, "grad", _differentiating(this, jax.grad, False)),
         mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
         mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),
@@ -375,6 +404,17 @@ def automate(run: Run) -> Iterator[None]:
             this.live = False
             this.regions.close()
             run.close()
+
+
+def _calls_to_note(this: Automation) -> tuple[Any, ...]:
+    """Return patches for compiled functions that are none of `jax.jit`, where somebody looks on."""
+    if not this.observed:
+        return ()
+    compiled = jax.stages.Compiled
+    return (
+        mock.patch.object(jax, "pmap", outcomes.mapping(jax.pmap, this.hiding, this.called)),
+        mock.patch.object(compiled, "__call__", outcomes.noted(compiled.__call__, this.hiding, this.called)),
+    )
 
 
 def _keep_compiled(folder: str) -> None:
@@ -531,6 +571,7 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
                 return native(updates, state, params, **extra)
             this.refuse_own_scaling()
             finite = optimizer.all_finite(optimizer.unscale(updates, jnp.float32(1.0))[1])
+            finite = varying.agreed(finite.astype(jnp.int32), jax.lax.pmin) > 0
             this.report(finite, this.stepped)
             return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), lambda: state)
 

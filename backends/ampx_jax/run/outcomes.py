@@ -264,8 +264,27 @@ def _told(
     return call
 
 
+def mapping(
+    native: Callable[..., Any], find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None]
+) -> Callable[..., Any]:
+    """Return `jax.pmap` whose functions each call `called`."""
+
+    @functools.wraps(native)
+    def managed(*args: Any, **options: Any) -> Any:
+        return _noted(native(*args, **options), find, called)
+
+    return managed
+
+
 def _noted(plain: Any, find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None]) -> Any:
     """Return a compiled function that tells by callbacks, after each of whose calls `called` is called."""
+    call = noted(plain, find, called)
+    _copy_attributes(plain, call)
+    return call
+
+
+def noted(plain: Any, find: Callable[[], Outcomes | None], called: Callable[[Outcomes], None]) -> Any:
+    """Return a function after each of whose calls `called` is called."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -274,7 +293,6 @@ def _noted(plain: Any, find: Callable[[], Outcomes | None], called: Callable[[Ou
             called(outcomes)
         return result
 
-    _copy_attributes(plain, call)
     return call
 
 
