@@ -15,19 +15,52 @@ from ampx.numerics.watching import stride
 from .compat import mx
 from .dtypes import name_of
 
-# The original, as in MXNet's own scaler: what `amp.init` makes of it looks at every gradient's dtype.
+# The originals: what `amp.init` makes of the first two looks at every gradient's dtype, and of the last one casts.
 _multi_all_finite: Final = mx.nd.multi_all_finite
+_all_finite: Final = mx.nd.all_finite
+_dot: Final = mx.nd.dot
 _read_fresh: Final = mx.base._LIB.MXNDArrayGetGradState
 
 # As many as MXNet's own scaler gives its kernel in one call.
 CHUNK: Final = 200
+# A call takes as long as this many elements of the largest array do in a call for many on the CPU.
+CALL: Final = 250
 # The kernel takes one dtype a call, and not bfloat16.
 _CHECKED: Final = frozenset({"float16", "float32", "float64"})
+# As many squares as one call adds up in float32, which is exact to 4e-6 then.
+_SQUARED: Final = 2**20
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
 _SMALLEST_FACTOR: Final = 2.0**-64
 
+
+class Batch(list[Any]):
+    """Gradients of one dtype on one context, the largest first.
+
+    Native defects, both on the CPU: `multi_all_finite` copies its table of 200 arrays once for every element of the
+    largest one, and takes 60 times as long for a large array as `all_finite`; `multi_sum_sq` adds up an array's squares
+    one by one in float32, which loses 0.4 % of 4 million elements and can lose all beyond 2**24.
+
+    Attributes:
+        alone: How many of the first ones are too large for such calls; 0 on other devices.
+    """
+
+    alone: int
+
+    def __init__(self, gradients: Sequence[Any], sizes: Sequence[int]) -> None:
+        order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+        super().__init__(_classic([gradients[place] for place in order]))
+        on_cpu = self[0].context.device_type != "gpu"
+        self.alone = _count_alone([sizes[place] for place in order]) if on_cpu else 0
+
+
+def _count_alone(sizes: Sequence[int]) -> int:
+    """Return how many of the largest arrays to leave out of calls for many, so that all calls take the least time."""
+    costs = [CALL * count + sum(CALL + largest for largest in sizes[count::CHUNK]) for count in range(len(sizes) + 1)]
+    return costs.index(min(costs))
+
+
 # Gradients by context, and in each by dtype; sparse ones apart, as "row_sparse".
-Batches: TypeAlias = list[dict[str, list[Any]]]
+Batches: TypeAlias = list[dict[str, Batch]]
 
 
 def parameters(trainer: Any) -> Iterator[Any]:
@@ -101,9 +134,9 @@ def clear(trainer: Any) -> None:
 
 def collect(trainer: Any, only_fresh: bool) -> Batches:
     """List the gradients, or only those that a backward wrote since the last step."""
-    result: Batches = []
+    result: list[dict[str, tuple[list[Any], list[int]]]] = []
     last: Any = None
-    targets: list[list[Any]] = []
+    targets: list[tuple[list[Any], list[int]]] = []
     for parameter in trainer._params:
         gradients = parameter._grad
         if gradients is None:
@@ -112,14 +145,12 @@ def collect(trainer: Any, only_fresh: bool) -> Batches:
         if kind != last:  # most are the same, and naming a dtype is slow
             last = kind
             targets = _targets(result, parameter, len(gradients))
-        if only_fresh:
-            for batch, gradient, data in zip(targets, gradients, parameter._data, strict=True):
-                if data._fresh_grad:
-                    batch.append(gradient)
-        else:
-            for batch, gradient in zip(targets, gradients, strict=True):
-                batch.append(gradient)
-    return [{kind: _classic(batch) for kind, batch in batches.items() if batch} for batches in result]
+        size = math.prod(parameter._shape)
+        for (arrays, sizes), gradient, data in zip(targets, gradients, parameter._data, strict=True):
+            if not only_fresh or data._fresh_grad:
+                arrays.append(gradient)
+                sizes.append(size)
+    return [{kind: Batch(arrays, sizes) for kind, (arrays, sizes) in batches.items() if arrays} for batches in result]
 
 
 class Layout:
@@ -145,11 +176,13 @@ class Layout:
         return self._batches
 
 
-def _targets(result: Batches, parameter: Any, contexts: int) -> list[list[Any]]:
-    """Return the lists, one a context, in which gradients like a parameter's belong."""
+def _targets(
+    result: list[dict[str, tuple[list[Any], list[int]]]], parameter: Any, contexts: int
+) -> list[tuple[list[Any], list[int]]]:
+    """Return the lists, two a context, in which gradients like a parameter's and their sizes belong."""
     kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
     result.extend({} for _ in range(contexts - len(result)))
-    return [batches.setdefault(kind, []) for batches in result]
+    return [batches.setdefault(kind, ([], [])) for batches in result]
 
 
 def _classic(batch: list[Any]) -> list[Any]:
@@ -158,7 +191,7 @@ def _classic(batch: list[Any]) -> list[Any]:
 
 
 def all_finite(gradients: Batches) -> Any:
-    """Return one float32 element on the first context, by MXNet's own kernel: 1 where all are finite, else 0."""
+    """Return one float32 element on the first context, by MXNet's own kernels: 1 where all are finite, else 0."""
     flags: list[Any] = []
     with mx.autograd.pause():
         for batches in gradients:
@@ -168,7 +201,9 @@ def all_finite(gradients: Batches) -> Any:
             flag = None
             for kind, batch in batches.items():
                 dense = batch if kind in _CHECKED else [_testable(kind, gradient) for gradient in batch]
-                for start in range(0, len(dense), CHUNK):
+                for gradient in dense[: batch.alone]:
+                    flag = _all_finite(gradient, init_output=flag is None, out=flag)
+                for start in range(batch.alone, len(dense), CHUNK):
                     chunk = dense[start : start + CHUNK]
                     flag = _multi_all_finite(*chunk, num_arrays=len(chunk), init_output=flag is None, out=flag)
             flags.append(flag)
@@ -242,7 +277,7 @@ def _read(scalars: list[Any]) -> list[float]:
     return numbers
 
 
-def _shrink(batches: dict[str, list[Any]], factor: float) -> None:
+def _shrink(batches: dict[str, Batch], factor: float) -> None:
     """Multiply gradients by a factor below 1, however small."""
     while factor < _SMALLEST_FACTOR:
         _shrink(batches, _SMALLEST_FACTOR)
@@ -252,7 +287,7 @@ def _shrink(batches: dict[str, list[Any]], factor: float) -> None:
             mx.nd._internal._mul_scalar(gradient, scalar=factor, out=gradient)
 
 
-def _sum_of_squares(batches: dict[str, list[Any]], max_value: float | None) -> Any:
+def _sum_of_squares(batches: dict[str, Batch], max_value: float | None) -> Any:
     """Return the sum of squares as clipped by value, a float32 array of one element; inf where float32 overflows."""
     sums: list[Any] = []
     for kind, batch in batches.items():
@@ -260,15 +295,23 @@ def _sum_of_squares(batches: dict[str, list[Any]], max_value: float | None) -> A
         if kind == "row_sparse":
             sums.extend(mx.nd.norm(value).square().reshape((1,)).astype("float32") for value in values)
         elif kind == "float32":
-            for start in range(0, len(values), CHUNK):
+            sums.extend(square for value in values[: batch.alone] for square in _squares(value))
+            for start in range(batch.alone, len(values), CHUNK):
                 chunk = values[start : start + CHUNK]
                 sums.append(mx.nd.multi_sum_sq(*chunk, num_arrays=len(chunk)).sum())
         else:
-            sums.extend(value.astype("float32").square().sum() for value in values)
+            sums.extend(square for value in values for square in _squares(value.astype("float32")))
     return mx.nd.add_n(*sums)
 
 
-def _wide_sum_of_squares(batches: dict[str, list[Any]]) -> float:
+def _squares(values: Any) -> Iterator[Any]:
+    """Return a float32 array's sums of squares, each an array of one element."""
+    flat = values.reshape((-1,))
+    parts = (flat[start : start + _SQUARED] for start in range(0, flat.shape[0], _SQUARED))
+    return (_dot(part, part) for part in parts)
+
+
+def _wide_sum_of_squares(batches: dict[str, Batch]) -> float:
     """Return the sum of squares in float64, which no float32 elements overflow. Sync: one a gradient."""
     values = [
         gradient.data if kind == "row_sparse" else gradient for kind, batch in batches.items() for gradient in batch
