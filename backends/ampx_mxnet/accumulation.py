@@ -15,6 +15,7 @@ from typing import Any
 from ampx.errors import ProtocolError
 
 from .compat import mx
+from .losses import second_derivatives_refused
 
 
 class _Body(threading.local):
@@ -131,6 +132,7 @@ def _apart(backward: Callable[..., Any]) -> Callable[..., Any]:
         for entry in _body.running:
             if (accumulation := entry()) is not None:
                 accumulation.part()
-        return backward(*args, **kwargs)
+        with second_derivatives_refused():
+            return backward(*args, **kwargs)
 
     return apart

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 
 from ampx.backend import LossInfo
-from ampx.errors import DetachedLossError, LossDtypeError
+from ampx.errors import DetachedLossError, LossDtypeError, UnsupportedByBackendError
 
 from .compat import mx
 from .dtypes import FLOATING, cast_tensor, name_of
@@ -47,6 +49,21 @@ def _is_recorded(loss: Any) -> bool:
         return False
     _LIBRARY.MXSymbolFree(symbol)
     return True
+
+
+@contextmanager
+def second_derivatives_refused() -> Iterator[None]:
+    """Say what to do where MXNet fails because its casts have no second derivative."""
+    try:
+        yield
+    except mx.MXNetError as error:
+        if "_backward_amp_cast is non-differentiable" not in str(error):
+            raise
+        raise UnsupportedByBackendError(
+            "the loss holds gradients (autograd.grad with create_graph=True) of what was cast to low precision, and "
+            "MXNet's casts have no second derivative; accepted: such gradients of what is computed in float32. Put the "
+            "forward that they come from, and autograd.grad, into `with ampx.autocast(enabled=False):`."
+        ) from error
 
 
 def scale_loss(loss: Any, scale: float) -> Any:

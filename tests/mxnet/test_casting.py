@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import ampx
+from ampx.run import Run, RunSettings
 from ampx_mxnet.compat import amp as native_amp, mx
 from ampx_mxnet.devices import describe
 from ampx_mxnet.dtypes import name_of
+from ampx_mxnet.run import automate
 
 
 def _modules():
@@ -475,3 +477,42 @@ def test_a_custom_function_of_low_precision_values_hands_its_gradient_on():
             loss = Behind()(mx.nd.FullyConnected(inputs, weight, num_hidden=1, no_bias=True)).astype("float32").sum()
         loss.backward()
         assert weight.grad.asscalar() == 32.0
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("automated", [False, True])
+def test_a_gradient_penalty_on_what_is_cast_is_refused_and_trains_in_float32(weights, automated):
+    """MXNet's casts have no second derivative, which its own error tells in the name of an internal operator."""
+    parameter = weights(1.0, 2.0)
+    x = mx.nd.array([[3.0, 4.0]])
+    x.attach_grad()
+
+    def penalty():
+        product = mx.nd.FullyConnected(x, parameter.data().reshape((1, 2)), no_bias=True, num_hidden=1)
+        (slope,) = mx.autograd.grad(product, [x], create_graph=True, retain_graph=True)
+        return (slope**2).sum()
+
+    if automated:
+        run = Run("mxnet", RunSettings(dtype="bfloat16", device="cpu"))
+        with automate(run):
+            mx.gluon.Trainer([parameter], "sgd", {"learning_rate": 0.5})
+            with mx.autograd.record():
+                loss = penalty()
+            with pytest.raises(ampx.RunRefusedError, match=r"no second derivative; .*autocast\(enabled=False\)"):
+                loss.backward()
+        return
+    amp = ampx.init("mxnet", dtype="bfloat16", loss_scale=4.0)
+    opt = amp.wrap_optimizer(mx.gluon.Trainer([parameter], "sgd", {"learning_rate": 0.125}))
+    with mx.autograd.record():
+        loss = penalty()
+        with (
+            pytest.raises(ampx.UnsupportedByBackendError, match=r"no second derivative"),
+            ampx.scale_loss(loss, opt) as scaled,
+        ):
+            scaled.backward()
+        with amp.autocast(enabled=False):
+            loss = penalty()
+        with ampx.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+    opt.step(1)
+    assert parameter.data().asnumpy().tolist() == [0.75, 1.5]  # less an eighth of two weights

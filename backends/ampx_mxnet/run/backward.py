@@ -13,7 +13,7 @@ from ampx_mxnet.calls import in_backward
 from ampx_mxnet.casting import switch
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import cast_tensor, is_floating
-from ampx_mxnet.losses import scale_loss
+from ampx_mxnet.losses import scale_loss, second_derivatives_refused
 
 from .manager import ManagedTrainer, TrainerManager
 
@@ -65,7 +65,7 @@ def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> No
             for trainer in trainers:
                 trainer.ampx_before_backward(0, factor)
                 prepared.append(trainer)
-            with switch.Region(None):
+            with switch.Region(None), second_derivatives_refused():
                 scaled = listed if factor == 1 else [scale_loss(head, factor) for head in listed]
                 true(scaled if several else scaled[0])
         except BaseException as error:
