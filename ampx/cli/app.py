@@ -271,11 +271,13 @@ def diagnose(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        text = result["verdict"]
-        if diagnosis is not None:
+        if diagnosis is None:
+            typer.echo(result["verdict"])
+            for risk in result["risks"]:
+                typer.echo(f"  risk: {risk['text']}")
+        else:
             place = f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}"
-            text = f"{place}: {diagnosis}"
-        typer.echo(text)
+            typer.echo(f"{place}: {diagnosis}")
         for note in result["notes"]:
             typer.echo(f"note: {note}")
     if report is not None:

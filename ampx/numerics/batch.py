@@ -45,10 +45,17 @@ FLOAT32: Final = Casting("float32", None, {})
 
 @dataclass(frozen=True)
 class Seen:
-    """What a replay returned and, where it was watched, what was read in it."""
+    """What a replay returned and, where it was watched, what was read in it.
+
+    Attributes:
+        replayed: What the replay returned; gradients may be samples of the true ones.
+        readings: What was read.
+        shapes: Of the parameters, by name; None where they are those of the gradients.
+    """
 
     replayed: Replayed
     readings: tuple[Reading, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def finite(self) -> bool:

@@ -9,7 +9,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from .trial import MISUSED, REFUSED, Outcome, Trial, write_outcome
 
 if TYPE_CHECKING:
     from ampx.backend import Backend, Reading, Watch
-    from ampx.run import Run
+    from ampx.run import Run, SampledGradient
 
 
 class TrialEnded(SystemExit):
@@ -52,6 +52,7 @@ class TrialObserver:
         self.turns: list[int | None] = []  # by step, the group of the optimizer that made it
         self.times: list[float] = []
         self.readings: dict[int, tuple[Reading, ...]] = {}
+        self.gradients: dict[int, tuple[SampledGradient, ...]] = {}
         self.fault: tuple[int, str] | None = None
         self.ended_early = False
         self.notes: list[str] = []
@@ -84,6 +85,7 @@ class TrialObserver:
             if self.trial.forced:
                 regions.enter_context(backend.force(None, self.trial.forced))
             self._runs.append((run, backend))
+            self._sample(run, 1)
             if 1 in self.trial.watched:
                 self._watch(backend)
             try:
@@ -169,12 +171,23 @@ class TrialObserver:
     def _prepare(self, step: int) -> None:
         """Watch the next step, or switch casting off for it, where that is asked for."""
         for run, backend in self._runs:
+            self._sample(run, step)
+            run.float32 = step in self.trial.float32  # for regions of the script's own
             if run.amp is None and not run.stood_down:
                 continue
-            if step in self.trial.float32 and run.amp is not None and run.amp.casting is not None:
+            if run.float32 and run.amp is not None and run.amp.casting is not None:
                 self._watching.enter_context(backend.autocast(run.amp.casting, False))
             if step in self.trial.watched:
                 self._watch(backend)
+
+    def _sample(self, run: Run, step: int) -> None:
+        """Have the gradients of a step sampled, where that is asked for."""
+
+        def take(sampled: Iterable[SampledGradient]) -> None:
+            if os.getpid() == self._process:
+                self.gradients[step] = (*self.gradients.get(step, ()), *sampled)
+
+        run.recorder.takes_gradients = take if step in self.trial.gradients else None
 
     def _watch(self, backend: Backend) -> None:
         if backend.capabilities.watches:
@@ -209,6 +222,7 @@ class TrialObserver:
             peak_host=_peak_host(),
             peak_device=self.peak_device,
             readings=self.readings,
+            gradients=self.gradients,
             fault=self.fault,
             watches=any(backend.capabilities.watches for _, backend in began),
             native=tuple(sorted(native)),

@@ -672,19 +672,18 @@ def risks(low: Seen, reference: Seen, dtype: str, scale: float | None = None) ->
         return ()
     result: list[Risk] = []
     multiple = 16 if FORMATS[dtype].bits < 8 else 8
-    odd = [
-        name
-        for name, gradient in reference.replayed.gradients.items()
-        if len(gradient.shape) >= 2 and any(size % multiple for size in sorted(gradient.shape)[-2:])
-    ]
+    shapes = reference.shapes
+    if shapes is None:
+        shapes = {name: gradient.shape for name, gradient in reference.replayed.gradients.items()}
+    odd = {
+        name: "x".join(map(str, shape))
+        for name, shape in shapes.items()
+        if len(shape) >= 2 and any(size % multiple for size in sorted(shape)[-2:])
+    }
     if odd:
-        result.append(
-            Risk(
-                "shape",
-                tuple(odd),
-                f"dimensions of {_listed(odd)} are no multiples of {multiple}: matrix units of accelerators pad them",
-            )
-        )
+        named = _listed([f"{name} ({shape})" for name, shape in odd.items()])
+        text = f"dimensions of {named} are no multiples of {multiple}: matrix units of accelerators pad them"
+        result.append(Risk("shape", tuple(odd), text))
     constants = _modules(
         entry for entry in reference.readings if entry.direction == "forward" and _is_constant_beyond(entry, dtype)
     )

@@ -23,6 +23,8 @@ SCHEMA: Final = "ampx.diagnose/1"
 # What reads a variable in TensorFlow, as `normalised` has it.
 _READ: Final = "readvariable"
 _BEFORE: Final = (1, 2, 4, 8)  # steps before the one that fails, for the map
+# Where nothing fails this step is looked at, or the last before it that was not skipped: early, to cost little.
+_HEALTHY: Final = 20
 
 
 def diagnose_script(
@@ -37,6 +39,8 @@ def diagnose_script(
     progress: Callable[[str], Any] = lambda text: None,
 ) -> tuple[Diagnosis | None, dict[str, Any]]:
     """Return the diagnosis, None where nothing failed, and the report, whose layout docs/reference/cli.md tells.
+
+    Where nothing fails, an early step is looked at all the same: for a loss that is finite and wrong, and for risks.
 
     Args:
         program: The script.
@@ -67,13 +71,46 @@ def diagnose_script(
         elif 2 * len(first.skipped) >= first.steps:  # which trains nothing, though no loss fails
             step, what = first.skipped[-1], "skipped"
         else:
-            return None, _report(trial, first, None, None, "", notes)
+            step, what = max(set(range(1, min(first.steps, _HEALTHY) + 1)) - set(first.skipped), default=None), ""
+            if step is None or first.dtype == "float32" or not first.watches:
+                return None, _report(trial, first, None, None, "", notes)
     assert step is not None
+    try:
+        return _look(trial, step, what, first, notes, run, progress)
+    except TrialError as error:
+        if what or first is None:
+            raise
+        notes.append(f"What may do harm elsewhere was not looked for: {error}")
+        return None, _report(trial, first, None, None, "", notes)
+
+
+def _look(
+    trial: Trial,
+    step: int,
+    what: str,
+    first: Outcome | None,
+    notes: list[str],
+    run: Callable[[Trial], Outcome],
+    progress: Callable[[str], Any],
+) -> tuple[Diagnosis | None, dict[str, Any]]:
+    """Look at a step: see `diagnose_script`.
+
+    Args:
+        trial: The run that came to it.
+        step: The step.
+        what: Why it; "" where nothing failed.
+        first: What was seen of that run; None where the user named the step.
+        notes: What is to be said besides, to which this adds.
+        run: Runs a trial.
+        progress: Is called with what is done now.
+    """
+    program, settings = trial.program, trial.settings
     watched = replace(
         trial,
         settings=replace(settings, watched=True),
         steps=step,
         watched=(step,),
+        gradients=(step,),
         watching=Watching("float16", operations=True, samples=SAMPLES),
         stop_at_fault=False,
     )
@@ -112,15 +149,17 @@ def diagnose_script(
         unscaled = _seen(_reach(replace(watched, settings=replace(watched.settings, loss_scale=1.0)), step, run), step)
     diagnosis = diagnosed(_seen(low, step), _seen(reference, step), dtype, low.scale_at(step), unscaled)
     notes += [*_off(settings, low), *(note for outcome in (low, reference) for note in outcome.notes)]
-    return diagnosis, _report(trial, first or low, low, diagnosis, what, notes, step)
+    report = _report(trial, first or low, low, diagnosis, what, notes, step)
+    return (diagnosis if what or diagnosis.kind != "healthy" else None), report
 
 
 def _off(settings: RunSettings, outcome: Outcome) -> list[str]:
     """Return a sentence where mixed precision was asked for, and is off."""
     if outcome.dtype != "float32" or settings.dtype == "float32":
         return []
+    named = f" Name what this device computes: --dtype {' or '.join(outcome.native)}." if outcome.native else ""
     return [
-        f"Nothing was computed in low precision: {outcome.run['reason']}. What a dtype would do is simulated by "
+        f"Nothing was computed in low precision: {outcome.run['reason']}.{named} What a dtype would do is simulated by "
         f"`ampx tune --what-if float16`."
     ]
 
@@ -166,8 +205,11 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     broken = step in outcome.skipped or any(
         entry.value.nonfinite for entry in readings if entry.direction == "backward"
     )
-    gradients = {"gradients": np.array([math.inf if broken else 0.0], np.float32)}
-    return Seen(Replayed(_loss(outcome, step), gradients, parameters_of(readings)), readings)
+    sampled = outcome.gradients.get(step, ())
+    gradients = {entry.name: entry.values for entry in sampled if entry.values is not None}
+    gradients["whether the step was skipped"] = np.array([math.inf if broken else 0.0], np.float32)
+    shapes = {entry.name: entry.shape for entry in sampled}
+    return Seen(Replayed(_loss(outcome, step), gradients, parameters_of(readings)), readings, shapes)
 
 
 def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:
@@ -262,13 +304,19 @@ def _report(
             for entry in low.readings.get(step, ())
             if not entry.operation
         ]
-    if diagnosis is None:
+    risks = () if diagnosis is None else diagnosis.risks
+    looked_at = step if diagnosis is not None else None
+    if diagnosis is None or (not what and diagnosis.kind == "healthy"):
         reported = any(loss is not None for loss in seen.losses)
         losses = "the losses are finite" if reported else "no loss was seen"
         verdict = (
             f"Nothing failed in {seen.steps} steps in {seen.dtype}: {losses}, {_skips(seen.skipped)}, and the loss "
             f"scale is {seen.last_scale or 1:g}."
         )
+        if looked_at is not None:
+            seen_there = "some risks, which did no harm" if risks else "no risks"
+            verdict += f" Step {looked_at} was compared with float32: every module agrees, and there are {seen_there}."
+        diagnosis, step = None, None
     else:
         verdict = f"Step {step}: {diagnosis.kind}: {diagnosis.why}"
     run = seen.to_json()
@@ -283,10 +331,12 @@ def _report(
         "seed": trial.seed,
         "steps": seen.steps,
         "step": step,
-        "fault": what or None,
+        "looked_at": looked_at,
+        "fault": what or (None if diagnosis is None else "wrong"),
         **{name: run[name] for name in ("losses", "losses_of")},
         "skipped": seen.skipped,
         "diagnosis": None if diagnosis is None else diagnosis.to_json(),
+        "risks": plain(risks),
         "modules": modules,
         "map": None if low is None else _map(low),
         "verdict": verdict,

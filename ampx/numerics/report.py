@@ -261,9 +261,9 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
             parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
         if diagnosis["advice"]:
             parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
-        if diagnosis["risks"]:
-            parts.append(page.heading("Risks elsewhere"))
-            parts += [page.paragraph(risk["text"]) for risk in diagnosis["risks"]]
+    if report["risks"]:
+        parts.append(page.heading("Risks"))
+        parts += [page.paragraph(risk["text"]) for risk in report["risks"]]
     parts += [
         *map(page.paragraph, report["notes"]),
         *_loss_parts("Loss", *({report["dtype"]: report[key]} for key in ("losses", "losses_of"))),
@@ -273,7 +273,7 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
         title = "largest magnitude of the output; red: not finite, or not run"
         largest, steps = report["map"]["largest"], report["map"]["steps"]
         parts += [
-            page.heading("Before it failed"),
+            page.heading("Before it failed" if diagnosis is not None else "Steps that were looked at"),
             page.heat_map(names, steps, largest, title, missing=page.ALARM),
         ]
     if report["modules"]:
@@ -281,7 +281,7 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
             (entry["module"] or "the model", entry["kind"], entry["direction"], entry["dtype"], _range(entry["value"]))
             for entry in report["modules"]
         ]
-        parts += [page.heading(f"Modules in step {report['step']}")]
+        parts += [page.heading(f"Modules in step {report['looked_at']}")]
         parts.append(page.table(("module", "class", "pass", "dtype", "value"), rows))
     return parts
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ampx.backend import Reading, Stats, Watching
 from ampx.errors import InvalidOptionError, TrialError
-from ampx.run import RunSettings
+from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import by_optimizer
 from ampx.run.program import Program
 
@@ -50,6 +50,7 @@ class Trial:
         watching: What is looked at there.
         float32: Steps, from 2, in which casting is off.
         forced: By pattern of names of modules, the dtype to force them into during the whole run.
+        gradients: Steps in which the gradients of parameters are sampled.
         stop_at_fault: End after the first step with a loss that is not finite, or in which the loss scale collapses.
         shares_compiled: What is compiled is kept for other trials of this process; its memory is not comparable then.
         may_raise: An exception of the script is part of what is seen, once it has an optimizer.
@@ -66,6 +67,7 @@ class Trial:
     watching: Watching = field(default_factory=Watching)
     float32: tuple[int, ...] = ()
     forced: Mapping[str, str] = field(default_factory=dict)
+    gradients: tuple[int, ...] = ()
     stop_at_fault: bool = False
     shares_compiled: bool = False
     may_raise: bool = False
@@ -83,7 +85,7 @@ class Trial:
                 "program": Program(**{**values["program"], "arguments": tuple(values["program"]["arguments"])}),
                 "settings": RunSettings(**values["settings"]),
                 "watching": Watching(**values["watching"]),
-                **{name: tuple(values[name]) for name in ("watched", "float32")},
+                **{name: tuple(values[name]) for name in ("watched", "float32", "gradients")},
             }
         )
 
@@ -100,6 +102,7 @@ class Outcome:
         peak_host: Most memory that the process held, in bytes.
         peak_device: The same on the accelerator; None without one, or where nothing counts.
         readings: By step, what the watched modules computed.
+        gradients: By step in which they were sampled, what was trained, where the backend can tell.
         fault: `(step, what)` at which a run that was to stop at a fault did so: "loss" or "scale"; None for none.
         watches: The backend can watch modules.
         native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
@@ -117,6 +120,7 @@ class Outcome:
     peak_host: int | None = None
     peak_device: int | None = None
     readings: Mapping[int, tuple[Reading, ...]] = field(default_factory=dict)
+    gradients: Mapping[int, tuple[SampledGradient, ...]] = field(default_factory=dict)
     fault: tuple[int, str] | None = None
     watches: bool = False
     native: tuple[str, ...] = ()
@@ -202,15 +206,22 @@ def not_repeatable(program: Program) -> str:
 
 def write_outcome(target: Path, outcome: Outcome) -> None:
     """Write what a child has seen, for `run_trial`."""
-    values = {name: value for name, value in vars(outcome).items() if name != "readings"}
+    values = {name: value for name, value in vars(outcome).items() if name not in ("readings", "gradients")}
     values["readings"] = {str(step): [_reading(entry) for entry in seen] for step, seen in outcome.readings.items()}
+    values["gradients"] = {
+        str(step): [[entry.name, list(map(int, entry.shape)), _listed(entry.values)] for entry in seen]
+        for step, seen in outcome.gradients.items()
+    }
     target.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _reading(reading: Reading) -> dict[str, Any]:
     values = {name: value for name, value in vars(reading).items() if name not in ("value", "inputs", "sample")}
-    sample = None if reading.sample is None else [float(element) for element in reading.sample]
-    return {**values, "value": vars(reading.value), "inputs": vars(reading.inputs), "sample": sample}
+    return {**values, "value": vars(reading.value), "inputs": vars(reading.inputs), "sample": _listed(reading.sample)}
+
+
+def _listed(sample: Any) -> list[float] | None:
+    return None if sample is None else [float(element) for element in sample]
 
 
 def _read_outcome(text: str) -> Outcome:
@@ -228,6 +239,10 @@ def _read_outcome(text: str) -> Outcome:
             for entry in seen
         )
         for step, seen in values.pop("readings").items()
+    }
+    values["gradients"] = {
+        int(step): tuple(SampledGradient(name, tuple(shape), _array(sample)) for name, shape, sample in seen)
+        for step, seen in values["gradients"].items()
     }
     values.update({name: tuple(values[name]) for name in ("losses", "losses_of", "times", "notes")})
     values.update({name: None if values[name] is None else tuple(values[name]) for name in ("fault", "raised")})

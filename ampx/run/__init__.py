@@ -18,6 +18,8 @@ The contract of `automate(run)`, which a backend has beside its verbs (`Automate
   `run.recorder.phase("step")`, and `run.recorder.stepped(group)` follows. What the script reads between the two,
   gradients that it clips for instance, is unscaled.
 - While `run.recorder.sampling`, `run.recorder.count_op` is told what ran in which dtype.
+- Where `run.recorder.takes_gradients` is there and the backend can tell, it is called with the shapes of what an
+  optimizer trains, and a sample of the gradients, in every step: `ampx diagnose` names risks by them.
 - What cannot be automated safely is refused by `run.refuse(reason)`: mixed precision of the script's own (unless
   `run.settings.replace_native`, where the backend can put ampx underneath), gradients that come by ways which it does
   not see, closures that it cannot see through. Errors of ampx that come from the script's calls are refusals, too.
@@ -42,5 +44,10 @@ from .manager import (
     Sampler as Sampler,
     asked_by_script as asked_by_script,
 )
-from .recorder import LossCurve as LossCurve, Recorder as Recorder
+from .recorder import (
+    GRADIENT_SAMPLES as GRADIENT_SAMPLES,
+    LossCurve as LossCurve,
+    Recorder as Recorder,
+    SampledGradient as SampledGradient,
+)
 from .run import Automates as Automates, Run as Run, RunSettings as RunSettings, automation as automation

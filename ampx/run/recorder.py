@@ -16,7 +16,7 @@ from ampx.events import Event, PrecisionLost, ScaleChanged, ScaleCollapsed, Step
 from ampx.protocol import METER_EVERY
 
 if TYPE_CHECKING:
-    from ampx.backend import Backend
+    from ampx.backend import Array, Backend
     from ampx.numerics.meter import Meter
 
     from .run import Run
@@ -25,6 +25,8 @@ SCHEMA: Final = "ampx.run/1"
 # The first steps tell which operations run in which dtype; the others do not pay for being counted.
 SAMPLED_STEPS: Final = 3
 CURVE_POINTS: Final = 256
+# Elements that are kept of a gradient.
+GRADIENT_SAMPLES: Final = 256
 FORWARD: Final = "forward"
 
 
@@ -123,6 +125,22 @@ class MeterRecord:
         }
 
 
+@dataclass(frozen=True)
+class SampledGradient:
+    """One parameter in the step of its optimizer.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Its shape.
+        values: Up to `GRADIENT_SAMPLES` elements of its gradient as float32, at multiples of a stride, scaled or not;
+            None where it has no gradient, or a sparse one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: Array | None
+
+
 class Observer(Protocol):
     """Who looks at a run while it goes on: see `ampx.numerics`."""
 
@@ -201,6 +219,9 @@ class Recorder:
         self.sampled_steps = sampled_steps  # how many steps are sampled
         # Who looks on; None in an ordinary run. A backend that sees a loss before its backward calls `observer.loss`.
         self.observer: Observer | None = None
+        # Takes what an optimizer trains in this step: a backend calls it before `stepped`, while gradients are there.
+        # None where nobody wants to know.
+        self.takes_gradients: Callable[[Iterable[SampledGradient]], None] | None = None
         # Keeps losses for a report; None where none is written.
         self.curve: LossCurve | None = None
         # Returns what the meters of the optimizers say, each with the optimizer's number and the name of its class.

@@ -106,6 +106,7 @@ class Run:
         lines: The lines of code that do the same by hand, or none. Set it where those of `explain` do not fit.
         noun: What users of the framework call an optimizer, for those lines.
         backward: What stands in the body of `scale_loss` by hand.
+        float32: The step under way is to compute in float32, whatever the regions of the script say.
         effective: What was in effect, where no session says it or another dtype computed; else the session's counts.
     """
 
@@ -121,6 +122,7 @@ class Run:
     lines: tuple[str, ...] | None = None
     noun: str = "optimizer"
     backward: str = "scaled.backward()"
+    float32: bool = False
     effective: Effective | None = None
     _followed: list[Following] = field(default_factory=list)
     _starting: bool = False

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
+from ampx.run import GRADIENT_SAMPLES, SampledGradient
 
 from .compat import mx
 from .dtypes import name_of
@@ -360,11 +361,21 @@ def meter_samples(trainer: Any, gradients: bool) -> list[Sampled]:
     return sampled
 
 
-def _sample(tensor: Any) -> Any:
+def sample(trainer: Any) -> list[SampledGradient]:
+    """Sample the dense gradients of the first context. Sync: one for each of them."""
+    with mx.autograd.pause():
+        return [
+            SampledGradient(parameter.name, tuple(parameter.shape), _sample(gradient, GRADIENT_SAMPLES))
+            for parameter in parameters(trainer)
+            for gradient in parameter._grad[:1]
+        ]
+
+
+def _sample(tensor: Any, samples: int = SAMPLES) -> Any:
     """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
     values = _classic([tensor])[0]
-    if values.size > SAMPLES:
-        values = values.reshape((-1,))[:: stride(values.size, SAMPLES)]
+    if values.size > samples:
+        values = values.reshape((-1,))[:: stride(values.size, samples)]
     if name_of(values.dtype) != "float32":
         values = values.astype("float32")
     return values.asnumpy().reshape(-1)

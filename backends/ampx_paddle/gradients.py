@@ -13,6 +13,7 @@ from ampx.errors import UnsupportedByBackendError
 from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
+from ampx.run import GRADIENT_SAMPLES, SampledGradient
 from ampx.scale_state import FLOAT32_MAX, FLOAT32_TINY
 
 # By so much at once are gradients shrunk: the factor itself would leave float32's range.
@@ -226,12 +227,24 @@ def meter_samples(optimizer: Any, gradients: bool) -> list[Sampled]:
     return sampled
 
 
-def _sample(tensor: Any) -> Any:
+@paddle.no_grad()
+def sample(optimizer: Any) -> list[SampledGradient]:
+    """Sample the dense gradients of a raw optimizer's parameters. Sync: one for each of them."""
+    sampled = []
+    for parameter in parameters(optimizer):
+        gradient = gradient_of(parameter)
+        dense = gradient is not None and gradient.is_dense() and not gradient.is_selected_rows()
+        values = _sample(gradient, GRADIENT_SAMPLES) if dense else None
+        sampled.append(SampledGradient(parameter.name, tuple(parameter.shape), values))
+    return sampled
+
+
+def _sample(tensor: Any, samples: int = SAMPLES) -> Any:
     """Return elements as float32; few elements come as they are, because four calls take longer than they do."""
     elements = math.prod(tensor.shape)
     values = tensor.detach()
-    if elements > SAMPLES:
-        values = values.reshape([-1])[:: stride(elements, SAMPLES)]
+    if elements > samples:
+        values = values.reshape([-1])[:: stride(elements, samples)]
     if values.dtype != paddle.float32:
         values = values.astype("float32")
     return values.numpy().reshape(-1)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from ampx.numerics.host_meter import Sampled
 from ampx.numerics.meter import SAMPLES
 from ampx.numerics.watching import stride
+from ampx.run import GRADIENT_SAMPLES, SampledGradient
 
 from . import casting
 
@@ -65,11 +66,21 @@ def meter_samples(grads: Sequence[Any], variables: Sequence[Any], gradients: boo
     return sampled
 
 
-def _sample(values: Any) -> Any:
+def sample(grads: Sequence[Any], variables: Sequence[Any]) -> list[SampledGradient]:
+    """Sample the dense gradients of variables. Sync: one for each of them."""
+    sampled = []
+    for grad, variable in zip(grads, variables, strict=False):
+        dense = grad is not None and not isinstance(grad, tf.IndexedSlices)
+        values = _sample(tf.cast(grad, tf.float32), GRADIENT_SAMPLES) if dense else None
+        sampled.append(SampledGradient(name(variable), tuple(variable.shape), values))
+    return sampled
+
+
+def _sample(values: Any, samples: int = SAMPLES) -> Any:
     """Return elements; few elements come as they are, because a copy of them takes less than two operations."""
     elements = values.shape.num_elements()
-    if elements > SAMPLES:
-        return tf.reshape(values, [-1])[:: stride(elements, SAMPLES)].numpy()
+    if elements > samples:
+        return tf.reshape(values, [-1])[:: stride(elements, samples)].numpy()
     return values.numpy().reshape(-1).copy()  # the weights' own memory, otherwise
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from ampx.numerics.watching import stride
+from ampx.run import GRADIENT_SAMPLES, SampledGradient
+
 from .casting.module_rules import plain_name
 from .numerics.reductions import stored
 
@@ -33,6 +36,19 @@ def nonfinite_parameters(optimizer: Any, model: torch.nn.Module | None) -> list[
     read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in counts.items()}
     listed = [(name, next(read[gradient.device]), gradient.numel()) for name, gradient in named]
     return [entry for entry in listed if entry[1]]
+
+
+def sample_gradients(optimizer: Any) -> list[SampledGradient]:
+    """Sample the gradients of a wrapped optimizer's parameters as they are now. Sync: one a gradient."""
+    named = name_parameters(optimizer.param_groups, None, optimizer.masters)
+    return [SampledGradient(name, tuple(parameter.shape), _sample(parameter.grad)) for name, parameter in named]
+
+
+def _sample(gradient: torch.Tensor | None) -> Any:
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    values = stored(gradient).reshape(-1)
+    return values[:: stride(values.numel(), GRADIENT_SAMPLES)].float().cpu().numpy()
 
 
 def name_parameters(

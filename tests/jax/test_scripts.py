@@ -153,3 +153,43 @@ def test_a_watched_trial_keeps_what_it_compiles_for_the_next_one(tmp_path, scrip
     environment = {COMPILED: str(compiled), "JAX_COMPILATION_CACHE_DIR": ""}
     run_python("-m", "ampx.numerics.child", request, check=True, **environment)
     assert len(list(compiled.iterdir())) > 20
+
+
+PADDED = """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    weights = {"wide": {"w": jnp.full((16, WIDTH), 0.1)}, "out": {"w": jnp.full((WIDTH, 8), 0.1), "b": jnp.zeros(8)}}
+    tx = optax.sgd(0.01)
+    state = tx.init(weights)
+
+
+    @jax.jit
+    def train(weights, state, x):
+        def loss_of(weights):
+            y = jax.nn.relu(x @ weights["wide"]["w"]) @ weights["out"]["w"] + weights["out"]["b"]
+            return jnp.square(y.astype(jnp.float32)).mean() * FACTOR
+
+        gradients = jax.grad(loss_of)(weights)
+        updates, state = tx.update(gradients, state)
+        return optax.apply_updates(weights, updates), state
+
+
+    for seed in range(3):
+        weights, state = train(weights, state, np.random.default_rng(seed).normal(size=(8, 16)).astype("float32"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "factor", "kinds"), [("64", "1.0", []), ("1021", "1.0", ["shape"]), ("64", "1e-8", ["gradient"])]
+)
+def test_diagnose_names_risks_by_what_a_compiled_step_trains(here, script, width, factor, kinds):
+    settings = RunSettings(dtype="float16", loss_scale=1.0)
+    program = script(PADDED.replace("WIDTH", width).replace("FACTOR", factor))
+    diagnosis, report = diagnose_script(program, settings, framework="jax", run=here)
+    assert (diagnosis, report["looked_at"], [risk["kind"] for risk in report["risks"]]) == (None, 3, kinds)
+    for risk in report["risks"]:
+        assert {"out.w", "wide.w"} <= set(risk["where"])
+        assert risk["kind"] != "shape" or "wide.w (16x1021)" in risk["text"]

@@ -77,3 +77,33 @@ def test_tune_denies_the_block_that_bfloat16_has_no_digits_for_and_no_other(aske
     policy, report = asked(tune_script, "1.0", steps=2, repeats=0)
     assert [choice.entry for choice in policy.deny] == ["module:1"]
     assert '"module:1",  # relative error' in report["file"]
+
+
+PADDED = """
+import mxnet as mx
+from mxnet import autograd, gluon
+
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Dense(WIDTH, in_units=16), gluon.nn.Dense(8, in_units=WIDTH))
+net.initialize(mx.init.Xavier())
+trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+for _ in range(3):
+    with autograd.record():
+        loss = (net(mx.nd.random.normal(shape=(8, 16))) ** 2).mean()
+    loss.backward()
+    trainer.step(1)
+"""
+
+
+@pytest.mark.bfloat16
+@pytest.mark.parametrize("width", [64, 1021])
+def test_diagnose_names_weights_that_matrix_units_pad_and_nothing_else(tmp_path, width):
+    (tmp_path / "train.py").write_text(PADDED.replace("WIDTH", str(width)))
+    program, run = Program(str(tmp_path / "train.py")), functools.partial(run_here, folder=tmp_path)
+    settings = RunSettings("bfloat16", device="cpu")
+    diagnosis, report = diagnose_script(program, settings, framework="mxnet", run=run)
+    assert (diagnosis, report["looked_at"]) == (None, 3)
+    assert [risk["kind"] for risk in report["risks"]] == (["shape"] if width == 1021 else [])
+    for risk in report["risks"]:
+        assert [name.rpartition("_")[2] for name in risk["where"]] == ["weight", "weight"]
+        assert "_weight (1021x16)" in risk["text"]

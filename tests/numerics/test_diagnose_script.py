@@ -109,6 +109,17 @@ def test_a_script_that_does_not_fail_is_accused_of_nothing(diagnosed):
     diagnosis, result = diagnosed("1.0")
     assert diagnosis is None
     assert result["verdict"].startswith("Nothing failed in 6 steps in float16: the losses are finite, 0 steps were")
+    assert (result["looked_at"], result["risks"]) == (6, [])
+
+
+@pytest.mark.parametrize(("watches", "words"), [(True, "could be watched"), (False, None)])
+def test_a_script_that_does_not_fail_and_cannot_be_watched_is_no_error(watches, words):
+    report = {"framework": "x", "device": "cpu", "dtype": "float16", "level": "O1", "reason": "asked for", "steps": 3}
+    report |= {"optimizers": [], "notes": []}
+    outcome = Outcome(run=report, losses=(1.0, 1.0, 1.0), watches=watches, readings={3: ()})
+    diagnosis, result = diagnose_script(Program("train.py"), RunSettings("float16"), run=lambda trial: outcome)
+    assert (diagnosis, result["looked_at"], result["risks"]) == (None, None, [])
+    assert [words in note for note in result["notes"]] == ([True] if words else [])
 
 
 def test_a_step_that_was_asked_for_and_is_healthy_is_called_so(diagnosed):

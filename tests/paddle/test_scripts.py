@@ -144,3 +144,12 @@ def test_tune_of_an_eager_script_says_why_nothing_is_cast_and_simulates_what_it_
         "module:2",
         "module:3",
     }  # the second receives what the first made
+
+
+@pytest.mark.parametrize("mode", ["eager", "to_static", "fit"])
+def test_what_is_trained_is_told_with_its_shape_and_gradients_in_the_steps_that_are_asked_for(here, script, mode):
+    trial = Trial(script(mode), RunSettings("float32", device="cpu"), "paddle", steps=2, gradients=(2,))
+    (sampled,) = here(trial).gradients.values()
+    assert [entry.shape for entry in sampled] == [(2, 2), (2,), (2, 1), (1,)]
+    assert [entry.values.size for entry in sampled] == [4, 2, 2, 1]
+    assert all(entry.values.any() for entry in sampled[-2:])

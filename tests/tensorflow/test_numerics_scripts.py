@@ -109,3 +109,41 @@ def test_a_watched_step_of_a_loop_holds_the_layers_and_the_loss_and_no_update(he
     assert not [entry for entry in readings if entry.place.endswith(f":{update}")]
     directions = [entry.direction for entry in readings]
     assert directions == sorted(directions, reverse=True)
+
+
+PADDED = """
+import keras
+import numpy as np
+
+x = np.random.RandomState(0).normal(size=(12, 16)).astype("float32")
+layers = [keras.layers.Dense(WIDTH, name="wide", activation="relu"), keras.layers.Dense(8, name="out")]
+model = keras.Sequential([keras.Input((16,)), *layers])
+optimizer = keras.optimizers.SGD(0.01)
+if FIT:
+    model.compile(optimizer, "mse", jit_compile=False)
+    model.fit(x, x[:, :8], batch_size=4, epochs=1, verbose=0)
+else:
+    import tensorflow as tf
+
+    @tf.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(batch) - batch[:, :8]) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+    for batch in np.split(x, 3):
+        step(batch)
+"""
+
+
+@pytest.mark.parametrize(("fit", "width"), [(True, 64), (True, 1021), (False, 1021)])
+def test_diagnose_names_weights_that_matrix_units_pad_and_nothing_else(here, script, fit, width):
+    text = PADDED.replace("WIDTH", str(width)).replace("FIT", str(fit))
+    settings = RunSettings(dtype="bfloat16")
+    diagnosis, report = diagnose_script(script(text), settings, framework="tensorflow", run=here)
+    assert (diagnosis, report["looked_at"]) == (None, 3)
+    assert [risk["kind"] for risk in report["risks"]] == (["shape"] if width == 1021 else [])
+    for risk in report["risks"]:
+        assert [name.split("/")[-2:] for name in risk["where"]] == [["wide", "kernel"], ["out", "kernel"]]
+        assert "wide/kernel (16x1021)" in risk["text"]

@@ -30,8 +30,9 @@ import optax
 
 from ampx.events import ScaleChanged, StepSkipped
 from ampx.numerics.trial import COMPILED
+from ampx.numerics.watching import stride
 from ampx.protocol import Member, ScaleGroup
-from ampx.run import Run
+from ampx.run import GRADIENT_SAMPLES, Run, SampledGradient
 from ampx.scale_state import is_one
 from ampx.session import Amp, new_group
 from ampx_jax import casting, devices, interpreter, masters, modules, numerics, optimizer, state as states, varying
@@ -196,6 +197,17 @@ class Automation:
             self.outcomes.mix()
             self._call_back(tell, outcome, self._untold_of(outcome))
 
+    def sample(self, gradients: Any) -> None:
+        """Hand on the gradients of an update that is not traced, where somebody wants to know. Sync: one a gradient."""
+        takes = self.run.recorder.takes_gradients
+        named = jax.tree_util.tree_flatten_with_path(gradients)[0] if takes is not None else []
+        if takes is not None and not any(isinstance(gradient, jax.core.Tracer) for _, gradient in named):
+            takes(
+                SampledGradient(states.path_name(path), tuple(gradient.shape), _sampled(gradient))
+                for path, gradient in named
+                if is_floating(gradient)
+            )
+
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
         if not self.automates or self.member is None:  # a step that was compiled inside runs on outside
@@ -357,6 +369,11 @@ class Automation:
                 recorder.hear(StepSkipped(*labels))
             if scale != next_scale:
                 recorder.hear(ScaleChanged(*labels))
+
+
+def _sampled(gradient: Any) -> Any:
+    values = np.ravel(np.asarray(gradient))
+    return values[:: stride(values.size, GRADIENT_SAMPLES)].astype(np.float32)
 
 
 def _kind_of(init: Callable[..., Any]) -> str:
@@ -566,6 +583,7 @@ def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
         with _inside(this) as outermost:
             if not outermost or this.member is None or not jax.tree.leaves(updates):
                 return native(updates, state, params, **extra)
+            this.sample(updates)
             if not this.member.group.enabled:  # float32: the step counts, and is the script's own
                 this.report(jnp.array(True), this.stepped)
                 return native(updates, state, params, **extra)

@@ -11,6 +11,7 @@ from unittest import mock
 from ampx.run import Managed, Manager, Run, script_line
 from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
+from ampx_mxnet.gradients import sample
 from ampx_mxnet.step import AmpTrainer
 from ampx_mxnet.wrapping import is_on_cpu
 
@@ -119,6 +120,8 @@ class TrainerManager(Manager[Managed]):
         with self.run.recorder.phase("step"), self.working():
             call()
         if group.steps != before:
+            if self.run.recorder.takes_gradients is not None:
+                self.run.recorder.takes_gradients(sample(trainer))
             self.run.recorder.stepped(group.index)
 
 

@@ -12,7 +12,7 @@ import paddle
 
 from ampx.protocol import ScaleGroup
 from ampx.run import Managed, Manager, Run, script_line
-from ampx_paddle.gradients import collect, gradient_of, parameters
+from ampx_paddle.gradients import collect, gradient_of, parameters, sample
 from ampx_paddle.sot import untranslated
 from ampx_paddle.static import GraphLedger, StaticOptimizer
 from ampx_paddle.step import AmpOptimizer
@@ -144,6 +144,9 @@ class PaddleManager(Manager[PaddleManaged]):
         with self.run.recorder.phase("step"), self.working(managed):
             result = getattr(wrapped, name)(*args, **kwargs)
         if group.steps != before:
+            if self.run.recorder.takes_gradients is not None:
+                with self.working(managed):
+                    self.run.recorder.takes_gradients(sample(managed.raw))
             self.run.recorder.stepped(managed.group)
             self.sampler.after_step()
         return result

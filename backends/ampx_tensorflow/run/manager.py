@@ -21,7 +21,7 @@ from ampx.optimizer import WrappedOptimizer
 from ampx.policy import Effective, Policy, normalise_dtype
 from ampx.run import Managed, Manager, Run
 from ampx.session import Amp
-from ampx_tensorflow import casting, devices, guard, oplists, replicas, rewrite
+from ampx_tensorflow import casting, devices, gradients, guard, oplists, replicas, rewrite
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
@@ -143,6 +143,14 @@ class KerasManager(Manager[Managed]):
         self.run.recorder.add_optimizer(kind, group.config.init_scale, group.index)
         self._counted.setdefault(group.index, 0)
         self.wrapped.append(wrapped)
+
+    def sample(self, optimizer: AmpOptimizer, grads: Any, trainable_variables: Any = None) -> None:
+        """Hand on the gradients of a step outside of functions, where somebody wants to know. Sync: one a gradient."""
+        takes = self.run.recorder.takes_gradients
+        if takes is not None:
+            variables = optimizer.inner_optimizer._trainable_variables
+            variables = variables if trainable_variables is None else trainable_variables
+            takes(gradients.sample(list(grads), list(variables)))
 
     def count(self, wrapped: Any) -> None:
         """Count in the recorder what an optimizer has stepped since the last time. Sync: one."""
@@ -385,6 +393,8 @@ def _applying_own(manager: KerasManager, native: Callable[..., Any]) -> Callable
         if manager.stood_down:
             manager.run.look()
         with stats.unwatched():  # as above
+            if on_host() and self in manager.wrapped and not manager.depth.value:
+                manager.sample(self, *args, **kwargs)
             if not manager.stood_down or not on_host():
                 result = native(self, *args, **kwargs)
                 if manager.observing.wanted and on_host() and self in manager.wrapped:

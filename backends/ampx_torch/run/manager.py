@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from ampx.run import Managed, Manager, Run, script_line
+from ampx_torch.debug import sample_gradients
 from ampx_torch.delegation import TakenOver
 from ampx_torch.step import AmpOptimizer
 
@@ -276,6 +277,8 @@ class TorchManager(Manager[TorchManaged]):
         if self.pending:
             self.look()
         if counts and member.counted:  # else its gradients had been cleared
+            if recorder.takes_gradients is not None:
+                recorder.takes_gradients(sample_gradients(wrapped))
             recorder.stepped(managed.group)
             if self.sampler.counts:
                 self.sampler.after_step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
@@ -137,7 +137,7 @@ class Native:
 @contextmanager
 def autocast_watched(manager: TorchManager) -> Iterator[None]:
     """Patch the class behind `torch.autocast` and its older names. Regions that switch casting off stay as they are."""
-    true = autocast.__init__
+    true, true_enter = autocast.__init__, autocast.__enter__
     run = manager.run
 
     @functools.wraps(true)
@@ -157,8 +157,19 @@ def autocast_watched(manager: TorchManager) -> Iterator[None]:
             device_type, dtype, enabled = manager.native.replacement(device_type, dtype)
         true(self, device_type, dtype, enabled, cache_enabled)
 
+    @functools.wraps(true_enter)
+    def enter(self: autocast) -> Any:
+        enabled = self._enabled
+        self._enabled = enabled and not run.float32  # a script may enter one region in every step
+        try:
+            return true_enter(self)
+        finally:
+            self._enabled = enabled
+
     try:
-        with mock.patch.object(autocast, "__init__", make):
+        with mock.patch.object(autocast, "__init__", make), ExitStack() as stack:
+            if run.recorder.observer is not None:
+                stack.enter_context(mock.patch.object(autocast, "__enter__", enter))
             yield
     finally:
         manager.native.close()

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from ampx.errors import AmpxError
 from ampx.run import asked_by_script
 from ampx.scale_state import LossScale, LossScaleState
+from ampx_torch.debug import sample_gradients
 from ampx_torch.fused import makes_momentum
 from ampx_torch.gradients import GradientSet, unscale_into
 from ampx_torch.reach import leaves_of
@@ -249,6 +250,8 @@ class _Watch:
                 record.initial_scale = seen.scale
         if not seen.now.steps:
             seen.now.before = _held(scaler._scale)
+        if recorder.takes_gradients is not None:
+            recorder.takes_gradients(sample_gradients(managed.wrapped))
         recorder.stepped(managed.group)
         flags = list(state["found_inf_per_device"].values())
         skipped: Any = _held(flags[0]) if len(flags) == 1 else sum(float(flag) for flag in flags)

@@ -1,0 +1,93 @@
+"""`ampx diagnose` on whole scripts that nothing is wrong with, and that nobody edits: the risks that it names."""
+
+import pytest
+
+from ampx.numerics.diagnose_script import diagnose_script
+from ampx.run import RunSettings
+from ampx.run.program import Program
+from processes import run_here
+
+SCRIPT = """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(16, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    loss = model(torch.randn(8, 16)).float().square().mean() * FACTOR
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCALES = """
+scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+for step in range(4):
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = model(torch.randn(8, 16))
+    loss = output.float().square().mean() * FACTOR
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+OWN = SCRIPT.partition("for step")[0] + SCALES
+WEIGHTS = {"0.weight": "1021x16", "2.weight": "8x1021"}
+
+
+@pytest.fixture
+def looked_at(tmp_path):
+    """Return a function that diagnoses the script, in this process."""
+
+    def look(text=SCRIPT, width="64", factor="1.0", replace_native=False, **options):
+        (tmp_path / "train.py").write_text(text.replace("WIDTH", width).replace("FACTOR", factor))
+        settings = RunSettings("float16", device="cpu", loss_scale=None if replace_native else 1.0)
+        settings = RunSettings(**{**vars(settings), "replace_native": replace_native})
+        program = Program(str(tmp_path / "train.py"))
+        return diagnose_script(program, settings, framework="torch", run=lambda t: run_here(t, tmp_path), **options)
+
+    return look
+
+
+def test_a_script_that_nothing_is_wrong_with_is_accused_of_nothing(looked_at):
+    diagnosis, report = looked_at()
+    assert (diagnosis, report["step"], report["fault"], report["risks"]) == (None, None, None, [])
+    assert report["looked_at"] == 4
+    assert "every module agrees, and there are no risks" in report["verdict"]
+
+
+def test_a_finite_loss_that_is_wrong_is_found_though_nothing_fails(looked_at):
+    small = "class Small(torch.nn.ReLU):\n    def forward(self, x):\n        return (x * 1e-9).relu()\n\n\n"
+    text = SCRIPT.replace("model =", small + "model =").replace("torch.nn.ReLU(),", "Small(),")
+    diagnosis, report = looked_at(text)
+    assert (diagnosis.kind, report["step"], report["looked_at"], report["fault"]) == ("flush", 4, 4, "wrong")
+    assert diagnosis.first_nonfinite.module == "1"
+    assert report["verdict"].startswith("Step 4: flush: ")
+
+
+@pytest.mark.parametrize("at", [None, 2])
+def test_weights_whose_dimensions_matrix_units_pad_are_named_with_their_shapes(looked_at, at):
+    diagnosis, report = looked_at(width="1021", at=at)
+    assert (diagnosis and diagnosis.kind, report["looked_at"]) == (("healthy", 2) if at else (None, 4))
+    (risk,) = report["risks"]
+    assert (risk["kind"], risk["where"]) == ("shape", list(WEIGHTS))
+    for name, shape in WEIGHTS.items():
+        assert f"{name} ({shape})" in risk["text"]
+
+
+@pytest.mark.parametrize("region", ["torch.autocast('cpu', dtype=torch.float16)", "region"], ids=["made", "kept"])
+def test_float32_is_float32_in_the_regions_of_a_script_s_own_too(looked_at, region):
+    """A value that only float16 cannot hold was said to fail in float32, too, where the script casts by itself."""
+    made = "scaler = torch.amp.GradScaler('cpu', init_scale=1.0)\nregion = torch.autocast('cpu', dtype=torch.float16)"
+    text = OWN.replace('scaler = torch.amp.GradScaler("cpu", init_scale=1.0)', made)
+    text = text.replace('torch.autocast("cpu", dtype=torch.float16)', region)
+    text = text.replace("torch.randn(8, 16)", "torch.randn(8, 16) * (3e5 if step == 2 else 1)")
+    diagnosis, report = looked_at(text, replace_native=True)
+    assert (report["step"], diagnosis.kind, diagnosis.float32_fails) == (3, "overflow", False)
+
+
+@pytest.mark.parametrize(("text", "replace_native"), [(SCRIPT, False), (OWN, True)], ids=["plain", "scaler"])
+def test_gradients_that_flush_at_the_loss_scale_are_named(looked_at, text, replace_native):
+    _, report = looked_at(text, factor="1e-8", replace_native=replace_native)
+    (risk,) = report["risks"]
+    assert risk["kind"] == "gradient"
+    assert {"0.weight", "2.weight"} <= set(risk["where"])
+    assert "flush to zero in float16 at a loss scale of 1" in risk["text"]
