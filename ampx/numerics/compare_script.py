@@ -20,7 +20,7 @@ from .compare import WORST, ModuleError, error_map, module_errors, unscaled, wor
 from .formats import FORMATS
 from .meter import LOST
 from .timing import busy, speed_in_words
-from .trial import Outcome, Trial, not_repeatable, run_trial
+from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial
 
 SCHEMA: Final = "ampx.compare/1"
 # What a comparison on a CPU cannot say.
@@ -155,6 +155,7 @@ def compare_script(
             *dict.fromkeys(
                 note for runs in (references, *timed.values()) for outcome in runs for note in outcome.notes
             ),
+            *([_nameless(reference)] if any(_is_nameless(facts, timed) for facts in compared.items()) else []),
             *([not_repeatable(program)] if any(facts["float32_parts_at"] for facts in compared.values()) else []),
             *([_ON_CPU] if reference.run["device"] == "cpu" else []),
             *disturbance,
@@ -364,6 +365,16 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
     broken = sum(isinstance(loss, str) for loss in losses)
     end = "ends alike" if facts["ends_alike"] else f"has {broken} values not finite" if broken else "ends elsewhere"
     return f"the loss parts from float32's at step {facts['parts_at']} of {len(losses)}{skips}{where}, and {end}"
+
+
+def _is_nameless(facts: tuple[str, Mapping[str, Any]], timed: Mapping[str, Sequence[Outcome]]) -> bool:
+    """Return whether modules were watched in a dtype, and there were none."""
+    name, seen = facts
+    return timed[name][0].watches and seen["modules"] is None and seen["float32_parts_at"] is None
+
+
+def _nameless(outcome: Outcome) -> str:
+    return f"No module computed anything that could be compared by name. {how_to_name(outcome)}."
 
 
 def _named(module: str) -> str:

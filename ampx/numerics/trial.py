@@ -204,6 +204,16 @@ def not_repeatable(program: Program) -> str:
     )
 
 
+def how_to_name(outcome: Outcome) -> str:
+    """Return what to do to a script whose modules have no names; no final stop."""
+    if outcome.run["framework"] == "jax":
+        return (
+            "Write `with jax.named_scope('encoder'):` around the parts of the model, or make them modules of flax or "
+            "layers of equinox.nn, which have names"
+        )
+    return "Make the parts of the model modules of the framework"
+
+
 def write_outcome(target: Path, outcome: Outcome) -> None:
     """Write what a child has seen, for `run_trial`."""
     values = {name: value for name, value in vars(outcome).items() if name not in ("readings", "gradients")}

@@ -24,7 +24,7 @@ from .batch import Seen, fitting_scale, scaled
 from .compare import ModuleError, bound, error_map, module_errors, relative_error, unscaled
 from .operations import failing
 from .timing import busy
-from .trial import Outcome, Trial, not_repeatable, run_trial
+from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial
 from .tune import (
     LARGEST_TOLERANCE,
     Choice,
@@ -262,18 +262,9 @@ def _nothing_watched(trial: Trial, outcome: Outcome) -> str:
         )
     return (
         f"no named module computed anything in the first step of {script}, and tune chooses among modules by their "
-        f"names; accepted: a model of named modules, called in what is differentiated. {_how_to_name(outcome)}. "
+        f"names; accepted: a model of named modules, called in what is differentiated. {how_to_name(outcome)}. "
         f"`ampx compare` and `ampx diagnose` need no names. {' '.join(outcome.run['notes'])}".rstrip()
     )
-
-
-def _how_to_name(outcome: Outcome) -> str:
-    if outcome.run["framework"] == "jax":
-        return (
-            "Write `with jax.named_scope('encoder'):` around the parts of the model, or make them modules of flax or "
-            "layers of equinox.nn, which have names"
-        )
-    return "Make the parts of the model modules of the framework"
 
 
 def _gradients(readings: Iterable[Reading]) -> dict[tuple[str, int], Any]:
@@ -393,7 +384,7 @@ def tune_script(
     if search.unnamed:
         report["notes"].append(
             f"No part of {program.name} has a name: losses alone were compared, and no part was tried in float32 by "
-            f"itself. {_how_to_name(search.reference)}."
+            f"itself. {how_to_name(search.reference)}."
         )
     return policy, report
 

@@ -301,9 +301,13 @@ class Recorder:
             return
         for key, kind, meter in self.metering():
             if meter is not None:
-                record = self.meters.setdefault(key, MeterRecord(kind))
-                if not record.meters or record.meters[-1].step != meter.step:
-                    record.meters.append(meter)
+                self.metered(key, kind, meter)
+
+    def metered(self, key: int, kind: str, meter: Meter) -> None:
+        """Take down what a meter says of an optimizer, by a number for it and the name of its class."""
+        record = self.meters.setdefault(key, MeterRecord(kind))
+        if not record.meters or record.meters[-1].step != meter.step:
+            record.meters.append(meter)
 
     def hear(self, event: Event) -> None:
         """Take an event of the session; `Run.session` has made this a listener."""

@@ -3,8 +3,11 @@
 import json
 import textwrap
 
+import numpy as np
 import pytest
 
+from ampx.backend import Watching
+from ampx.numerics.compare_script import compare_script
 from ampx.numerics.diagnose_script import diagnose_script
 from ampx.numerics.trial import COMPILED, Trial
 from ampx.numerics.tune_script import tune_script
@@ -193,3 +196,56 @@ def test_diagnose_names_risks_by_what_a_compiled_step_trains(here, script, width
     for risk in report["risks"]:
         assert {"out.w", "wide.w"} <= set(risk["where"])
         assert risk["kind"] != "shape" or "wide.w (16x1021)" in risk["text"]
+
+
+LOST = """
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    params = {"w": jnp.linspace(0.5, 3.0, 64), "b": jnp.float32(0.0)}
+    tx = optax.sgd(3e-8)
+    state = tx.init(params)
+
+
+    @jax.jit
+    def train(params, state):
+        loss = lambda params: (params["w"] * jnp.linspace(-4.0, 4.0, 64)).sum() + params["b"]
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(gradients, state)  # without the parameters, as SGD needs none
+        return optax.apply_updates(params, updates), state, value
+
+
+    for _ in range(12):
+        params, state, loss = train(params, state)
+"""
+
+
+def test_compare_meters_watched_updates_of_compiled_steps_and_says_why_it_lists_no_modules(here, script):
+    settings, options = RunSettings(), {"framework": "jax", "steps": 12, "repeats": 1, "run": here}
+    report = compare_script(script(LOST), settings, ["float16"], **options)
+    weights, slopes = np.linspace(0.5, 3.0, 64, dtype=np.float32), np.linspace(-4.0, 4.0, 64, dtype=np.float32)
+    lost = int((weights + np.float32(-3e-8) * slopes == weights).sum())
+    assert 0 < lost < 64
+    for meters in (report["float32"]["meters"], report["dtypes"]["float16"]["meters"]):
+        (meter,) = meters
+        assert meter["steps"] == [1, 3, 5, 7, 9]  # the last watched step ends the run before its update is applied
+        assert meter["map"]["parameters"] == ["b", "w"]
+        assert meter["map"]["lost"][1][0] == lost / 64
+    assert sum("jax.named_scope" in note for note in report["notes"]) == 1
+    assert report["dtypes"]["float16"]["modules"] is None
+
+
+EQUINOX_STYLE = LOST.replace("tx.update(gradients, state)", "tx.update(gradients, state, params)").replace(
+    "optax.apply_updates(params, updates)", "jax.tree.map(jnp.add, params, updates)"
+)
+
+
+@pytest.mark.parametrize("text", [LINEN, NNX, EQUINOX_STYLE], ids=["linen", "nnx", "added by hand"])
+def test_compare_meters_the_updates_of_other_libraries(here, script, text):
+    run, watching = RunSettings("bfloat16", watched=True), Watching()
+    outcome = here(Trial(script(text), run, "jax", steps=3, watched=(2,), watching=watching))
+    (meter,) = outcome.run["meters"]
+    assert meter["steps"] == [2]
+    sizes = [1, 64] if text is EQUINOX_STYLE else [16, 16]
+    assert [entry["sampled"] for entry in meter["last"]["parameters"]] == sizes

@@ -29,6 +29,7 @@ import numpy as np
 import optax
 
 from ampx.events import ScaleChanged, StepSkipped
+from ampx.numerics.meter import SAMPLES, Meter, count, report
 from ampx.numerics.trial import COMPILED
 from ampx.numerics.watching import stride
 from ampx.protocol import Member, ScaleGroup
@@ -86,6 +87,8 @@ class Automation:
         self._devices: dict[int, int] = {}  # by the place of a callback, the number of the device that tells
         # For a report: losses whose update has not come, each with its trace, which is None where it has a value.
         self._untold: list[tuple[Any, Any]] = []
+        # Of the last update in a watched step: the class of its transformation, its number, and its gradients.
+        self._watched_update: tuple[str, int, Any] | None = None
         self._positions: dict[ScaleGroup, int] = {}
         run.record_own_sessions(self.follow)
 
@@ -197,16 +200,42 @@ class Automation:
             self.outcomes.mix()
             self._call_back(tell, outcome, self._untold_of(outcome))
 
-    def sample(self, gradients: Any) -> None:
-        """Hand on the gradients of an update that is not traced, where somebody wants to know. Sync: one a gradient."""
-        takes = self.run.recorder.takes_gradients
-        named = jax.tree_util.tree_flatten_with_path(gradients)[0] if takes is not None else []
-        if takes is not None and not any(isinstance(gradient, jax.core.Tracer) for _, gradient in named):
-            takes(
-                SampledGradient(states.path_name(path), tuple(gradient.shape), _sampled(gradient))
-                for path, gradient in named
-                if is_floating(gradient)
+    def look_at(self, kind: str, gradients: Any) -> None:
+        """Look at the gradients of an update in a watched step, where nothing is traced. Sync: one a gradient."""
+        if not (self.observed and numerics.watched()) or _is_traced(gradients):
+            return
+        recorder = self.run.recorder
+        self._watched_update = kind, recorder.steps + 1, gradients
+        if recorder.takes_gradients is not None:
+            recorder.takes_gradients(
+                SampledGradient(name, tuple(gradient.shape), _sampled(gradient, GRADIENT_SAMPLES))
+                for name, gradient in _named(gradients).items()
             )
+
+    def applied(self, params: Any, returned: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Meter the update of a watched step where the parameters are known; return what the update returned."""
+        if self._watched_update is not None and params is not None and not _is_traced(returned):
+            self.meter(params, optax.apply_updates(params, returned[0]))
+        return returned
+
+    def meter(self, before: Any, after: Any) -> None:
+        """Meter the update of a watched step, once its updates are applied. Sync: three a parameter."""
+        if self._watched_update is None or self.member is None or self.run.amp is None:
+            return
+        kind, step, gradients = self._watched_update
+        named, old, new = _named(gradients), _named(before), _named(after)
+        if _is_traced((before, after)) or named.keys() != old.keys():  # updates of something else
+            return
+        self._watched_update = None
+        scale, compute = float(self.member.group.states[0].scale), self.run.amp.effective.dtype or "float32"
+        entries = []
+        for name, gradient in named.items():
+            values, updated, slopes = (_sampled(array, SAMPLES) for array in (old[name], new[name], gradient))
+            entries.append(count(name, str(old[name].dtype), values, updated, slopes * np.float32(scale), compute))
+        if all(entry.nonfinite == 0 for entry in entries):  # else the step is skipped
+            seen = Meter(step, compute, scale, tuple(entries))
+            self.run.recorder.metered(hash(tuple(named)), kind, seen)
+            report(self.member.group, step, seen.lost, seen.flushed, seen.headroom)
 
     def stepped(self, finite: Any) -> None:
         """Take one step's finiteness: count it and move the loss scale. Called at run time."""
@@ -371,9 +400,19 @@ class Automation:
                 recorder.hear(ScaleChanged(*labels))
 
 
-def _sampled(gradient: Any) -> Any:
-    values = np.ravel(np.asarray(gradient))
-    return values[:: stride(values.size, GRADIENT_SAMPLES)].astype(np.float32)
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Return the floating arrays of a tree by name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {states.path_name(path): leaf for path, leaf in leaves if is_floating(leaf)}
+
+
+def _sampled(array: Any, samples: int) -> Any:
+    values = np.ravel(np.asarray(array))
+    return values[:: stride(values.size, samples)].astype(np.float32)
 
 
 def _kind_of(init: Callable[..., Any]) -> str:
@@ -405,6 +444,7 @@ def automate(run: Run) -> Iterator[None]:
         mock.patch.object(jax, "value_and_grad", _differentiating(this, jax.value_and_grad, True)),
         mock.patch.object(optax.GradientTransformation, "__new__", _making(this, optax.GradientTransformation.__new__)),
         mock.patch.object(optimizer.Update, "__call__", _followed(this, optimizer.Update.__call__)),
+        *((mock.patch.object(optax, "apply_updates", _metered(this, optax.apply_updates)),) if this.observed else ()),
     )
     try:
         with ExitStack() as stack:
@@ -534,7 +574,8 @@ def _making(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(update, optimizer.Update):
             this.meet(update)
             return native(cls, init, update)
-        return native(cls, _initialising(this, init, _kind_of(init)), _updating(this, update))
+        kind = _kind_of(init)
+        return native(cls, _initialising(this, init, kind), _updating(this, update, kind))
 
     return make
 
@@ -550,6 +591,18 @@ def _followed(this: Automation, native: Callable[..., Any]) -> Callable[..., Any
         return returned
 
     return update
+
+
+def _metered(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `optax.apply_updates`, which knows what became of parameters."""
+
+    @functools.wraps(native)
+    def apply_updates(params: Any, updates: Any) -> Any:
+        applied = native(params, updates)
+        this.meter(params, applied)
+        return applied
+
+    return apply_updates
 
 
 @contextmanager
@@ -577,20 +630,21 @@ def _initialising(this: Automation, native: Callable[..., Any], kind: str) -> Ca
     return init
 
 
-def _updating(this: Automation, native: Callable[..., Any]) -> Callable[..., Any]:
+def _updating(this: Automation, native: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(native)
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         with _inside(this) as outermost:
             if not outermost or this.member is None or not jax.tree.leaves(updates):
                 return native(updates, state, params, **extra)
-            this.sample(updates)
+            this.look_at(kind, updates)
             if not this.member.group.enabled:  # float32: the step counts, and is the script's own
                 this.report(jnp.array(True), this.stepped)
-                return native(updates, state, params, **extra)
+                return this.applied(params, native(updates, state, params, **extra))
             this.refuse_own_scaling()
             finite = optimizer.all_finite(optimizer.unscale(updates, jnp.float32(1.0))[1])
             finite = varying.agreed(finite.astype(jnp.int32), jax.lax.pmin) > 0
             this.report(finite, this.stepped)
-            return optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), lambda: state)
+            returned = optimizer.apply_or_skip(finite, lambda: native(updates, state, params, **extra), lambda: state)
+            return this.applied(params, returned)
 
     return update
