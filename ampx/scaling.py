@@ -43,7 +43,7 @@ class Session(Protocol):
         """List the living wrapped optimizers of the session but these."""
 
     def restore_casting(self) -> None:
-        """Leave the framework as it was once more, after a region in which the session ended."""
+        """Switch casting once more as it is now, after a region in which the session ended."""
 
 
 LossT = TypeVar("LossT")

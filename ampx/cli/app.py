@@ -482,15 +482,16 @@ def demo(
     if framework is None:
         raise typer.Exit(_demo_everywhere(out, options, as_json))
     results, notes = demo_command.train(framework, **options)
-    demo_command.write(out, results)
     if as_json:
         typer.echo(json.dumps(results, indent=1))
-        return
-    from .render import print_demo
+    else:
+        from .render import print_demo
 
-    console = Console(highlight=False)
-    print_demo(console, results, notes)
-    console.print(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}", soft_wrap=True)
+        print_demo(Console(highlight=False), results, notes)
+    with _written("--out", out):
+        demo_command.write(out, results)
+    if not as_json:
+        typer.echo(f"Curves and loss scale: {out / 'demo.png'}; all numbers: {out / 'results.json'}")
 
 
 def _demo_everywhere(out: Path, options: dict[str, Any], as_json: bool) -> int:

@@ -181,7 +181,7 @@ def find_earlier(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 def write_comparison(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Write comparison.json and, where there is something to draw, comparison.png; give what the JSON holds."""
+    """Write comparison.json and, where there is something to draw, comparison.png; return what the JSON holds."""
     from .plot import draw_all
 
     comparison = {

@@ -21,7 +21,7 @@ def run(
     if not paths:
         raise InvalidOptionError("no file was passed; accepted: files and folders. Pass `.` for this folder.")
     if style not in output.FORMATS:
-        raise InvalidOptionError(f"--format {style!r} is unknown; accepted: {', '.join(output.FORMATS)}.")
+        raise InvalidOptionError(f"--format {style!r} is unknown; accepted: {', '.join(output.FORMATS)}. Pass one.")
     rules = selected(select.split(","), ignore.split(","))
     findings = lint(list(find(paths)), rules)
     printed = output.FORMATS[style](findings)
@@ -33,6 +33,6 @@ def run(
 def _explain(code: str, echo: Callable[[str], None]) -> int:
     rule = BY_CODE.get(code.upper())
     if rule is None:
-        raise InvalidOptionError(f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}.")
+        raise InvalidOptionError(f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}. Pass one.")
     echo(output.explained(rule))
     return 0

@@ -19,7 +19,7 @@ SCHEMA = "ampx.migrate/1"
 def migrate(
     paths: Sequence[Path], *, diff: bool, write: bool, check: bool, as_json: bool, echo: Callable[[str], None]
 ) -> int:
-    """Look at the files, write or show what is asked for, tell the rest; return the exit code."""
+    """Look at the files, write or show what is asked for, print the rest; return the exit code."""
     if check and write:
         raise InvalidOptionError("--check and --write exclude each other: the first one writes nothing. Pass one.")
     if diff and as_json:

@@ -53,7 +53,7 @@ def plugins() -> dict[str, Any]:
 
 
 def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
-    """Import a framework and its backend; tell its devices and what `init` would choose."""
+    """Import a framework and its backend; return its devices and what `init` would choose."""
     answer: dict[str, Any] = {}
     try:
         # The backend comes first: it may have to make its framework importable, as MXNet's does.
@@ -96,7 +96,7 @@ def has_demo(name: str) -> dict[str, Any]:
 
 
 def demo(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train as `ampx demo --framework` does; give the report and the warnings about precision."""
+    """Train as `ampx demo --framework` does; return the report and the warnings about precision."""
     from .demo import trainer_of
     from .demo_command import train
 

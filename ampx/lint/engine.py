@@ -53,7 +53,10 @@ def selected(select: Iterable[str], ignore: Iterable[str]) -> tuple[Rule, ...]:
     chosen, left_out = ([code.strip().upper() for code in codes if code.strip()] for codes in (select, ignore))
     for code in (*chosen, *left_out):
         if not any(rule.code.startswith(code) for rule in RULES):
-            raise InvalidOptionError(f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}, and what they begin with.")
+            raise InvalidOptionError(
+                f"{code!r} is no rule; accepted: {', '.join(BY_CODE)}, and what they begin with. Pass one, or some "
+                f"with commas between."
+            )
     return tuple(
         rule
         for rule in RULES

@@ -58,7 +58,7 @@ class Bench:
         self.amp.load_state_dict(state)
 
     def gradients(self, slopes: Chosen) -> list[Any] | None:
-        """Run one backward without ampx; give the gradients where they are values."""
+        """Run one backward without ampx; return the gradients where they are values."""
         return self.harness.backward(self.loss(slopes), self.parameters)
 
     def loss(self, gradients: Chosen = FINITE) -> Any:
@@ -80,7 +80,7 @@ class Bench:
             self.receive(self.harness.backward(scaled, self.parameters))
 
     def step(self, forget: bool = True) -> Any:
-        """Step, and forget the gradients; give what the step did."""
+        """Step, and forget the gradients; return what the step did."""
         explicit = self.amp.backend.capabilities.gradients == "explicit"
         grads, self.pending = self.pending, None
         self.harness.step(self.opt, (grads or []) if explicit else None)
@@ -105,7 +105,7 @@ class Bench:
             harness.zero_grad(self.raw)
 
     def trace(self, pattern: Sequence[Any]) -> list[float]:
-        """Train over a pattern of overflows; give the scale after each step."""
+        """Train over a pattern of overflows; return the scale after each step."""
         return [self.train(chosen(bool(overflow))).next_scale for overflow in pattern]
 
     @property

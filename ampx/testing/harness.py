@@ -79,7 +79,7 @@ class Harness(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, scaled: Any, parameters: list[Any]) -> list[Any] | None:
-        """Run backward on a scaled loss; give the gradients where they are values, else None."""
+        """Run backward on a scaled loss; return the gradients where they are values, else None."""
 
     @abc.abstractmethod
     def gradients(self, parameters: list[Any]) -> list[list[float] | None]:
