@@ -782,7 +782,7 @@ def init(
             file.check_framework(framework)
         dtype, level, loss_scale, allow, deny = file.combined(dtype, level, loss_scale, allow, deny)
         enabled = enabled and file.enabled if isinstance(enabled, bool) else enabled
-    found_level = find_level(level)
+    opt_level = find_level(level)
     wanted = None if isinstance(dtype, str) and dtype == "auto" else normalise_dtype(dtype)
     scale = None if isinstance(loss_scale, str) and loss_scale == "auto" else LossScale.parse(loss_scale)
     allowed, denied = listed("allow", allow), listed("deny", deny)
@@ -792,31 +792,31 @@ def init(
     _check_choice("enabled", enabled, (True, False))
     registry = default_registry()
     backend = registry.load(registry.guess() if framework is None else framework)
-    _check_level(backend, found_level)
+    _check_level(backend, opt_level)
     target = backend.device(device)
-    chosen, reason = _choose_dtype(backend, target, wanted, found_level, on_unsupported, enabled)
-    casts = chosen not in (None, "float32") and found_level.name != "O0" and enabled
-    scale = scale or _default_scale(chosen if casts else None, found_level)
+    chosen, reason = _choose_dtype(backend, target, wanted, opt_level, on_unsupported, enabled)
+    casts = chosen not in (None, "float32") and opt_level.name != "O0" and enabled
+    scale = scale or _default_scale(chosen if casts else None, opt_level)
     plan = None
     if casts and chosen is not None:
-        plan = backend.check_plan(CastPlan(target.name, chosen, found_level.name, allowed, denied, not is_one(scale)))
+        plan = backend.check_plan(CastPlan(target.name, chosen, opt_level.name, allowed, denied, not is_one(scale)))
     elif enabled and (allowed or denied):  # for its errors: entries that no device could honour are mistakes here too
-        assumed: OptLevel = "O1" if found_level.name == "O0" else found_level.name
+        assumed: OptLevel = "O1" if opt_level.name == "O0" else opt_level.name
         backend.check_plan(CastPlan(target.name, "float16", assumed, allowed, denied))
     effective = Effective(
         framework=backend.name,
         device=target.name,
         dtype=chosen if casts else None,
-        level=found_level.name,
-        policy=found_level.policy(chosen if casts and chosen is not None else "float32"),
+        level=opt_level.name,
+        policy=opt_level.policy(chosen if casts and chosen is not None else "float32"),
         loss_scale=scale,
         native=chosen in target.native,
         # Where only functions are cast that the script names, their operations are cast at every level.
-        process_wide=process_wide and (found_level.casts_ops or backend.capabilities.autocast == "explicit"),
+        process_wide=process_wide and (opt_level.casts_ops or backend.capabilities.autocast == "explicit"),
         enabled=enabled,
         reason=reason,
     )
-    session = Amp(backend, plan, found_level, effective, nan_loss)
+    session = Amp(backend, plan, opt_level, effective, nan_loss)
     sessions.replace(session)
     return session
 
@@ -842,12 +842,12 @@ def check_settings(backend: Backend, dtype: str, level: str, device: str) -> Non
         UnsupportedDtypeError, UnsupportedDeviceError, UnsupportedLevelError, UnsupportedByBackendError: A setting
             cannot be honoured.
     """
-    found_level = find_level(level)
-    _check_level(backend, found_level)
+    opt_level = find_level(level)
+    _check_level(backend, opt_level)
     wanted = None if dtype == "auto" else normalise_dtype(dtype)
     if device != "auto":
         target = backend.device(device)
-        if wanted is not None and wanted != "float32" and found_level.name != "O0":
+        if wanted is not None and wanted != "float32" and opt_level.name != "O0":
             _check_dtype(backend, target, wanted)
 
 

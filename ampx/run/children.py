@@ -81,7 +81,7 @@ def handed_on(finished: Finished, message: str) -> Iterator[None]:
             self._preload_modules = [_PRELOADED, *self._preload_modules]
         ensure_running(self)
 
-    def bootstrap_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def bootstrap_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
         if os.getpid() != own:
             finished.begin_child()
         if self._identity[-1:] != (1,):
@@ -89,20 +89,20 @@ def handed_on(finished: Finished, message: str) -> Iterator[None]:
         try:
             return bootstrap(self, *args, **kwargs)
         finally:
-            tell(finished, self.name)
+            leave_report(finished, self.name)
 
     with ExitStack() as patches:
         for owner, name, patched in (
             (multiprocessing.spawn, "get_command_line", command_line_through_ampx),
             (multiprocessing.forkserver.ForkServer, "ensure_running", ensure_running_through_ampx),
-            (multiprocessing.process.BaseProcess, "_bootstrap", bootstrap_and_tell),
+            (multiprocessing.process.BaseProcess, "_bootstrap", bootstrap_and_report),
         ):
             patches.enter_context(mock.patch.object(owner, name, patched))
         patches.enter_context(mock.patch.dict(os.environ, {VARIABLE: message}))
         yield
 
 
-def tell(finished: Finished, name: str) -> None:
+def leave_report(finished: Finished, name: str) -> None:
     """Leave a report, where the process trained or was refused."""
     finished.close()
     if finished.recorder.steps or finished.refusal or finished.misuse:

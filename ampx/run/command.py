@@ -97,7 +97,7 @@ def run_to_the_end(request: RunRequest) -> int:
     finished, own = Finished(), os.getpid()
     if request.report is not None:
         finished.recorder.curve = LossCurve()
-    with _logs(request, finished) as logs, _termination_told(request, finished, logs):
+    with _logs(request, finished) as logs, _termination_handled(request, finished, logs):
         supervise(request.program, request.settings, request.framework, finished)
     if finished.misuse is not None:
         _flush(sys.stdout)
@@ -114,7 +114,7 @@ def run_to_the_end(request: RunRequest) -> int:
     _flush(sys.stdout)
     code = 1 if error is not None else 0
     if os.getpid() == own:  # else a copy that the script made by os.fork
-        for line in _tell(request, finished):
+        for line in _conclude(request, finished):
             stderr.write(f"{line}\n")
     _flush(stderr)
     if isinstance(error, SystemExit):
@@ -139,7 +139,7 @@ def _logs(request: RunRequest, finished: Finished) -> Iterator[ExitStack]:
         )
 
 
-def _tell(request: RunRequest, finished: Finished) -> list[str]:
+def _conclude(request: RunRequest, finished: Finished) -> list[str]:
     """Write the report, and return the lines of the summary: one process of a job prints it."""
     settings = request.settings
     if settings.stand_ins_only and settings.enabled and request.report is None:  # who started the script anew has told
@@ -181,7 +181,7 @@ def _diagnosing(request: RunRequest, dtype: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _termination_told(request: RunRequest, finished: Finished, logs: ExitStack) -> Iterator[None]:
+def _termination_handled(request: RunRequest, finished: Finished, logs: ExitStack) -> Iterator[None]:
     """Write summary and report when the process is told to end (SIGTERM), and end by that signal, as `python` does.
 
     A script that handles the signal itself goes on to do so.
@@ -192,7 +192,7 @@ def _termination_told(request: RunRequest, finished: Finished, logs: ExitStack) 
         finished.settle()
         children.gather(finished)
         logs.close()
-        text = "".join(f"{line}\n" for line in _tell(request, finished))
+        text = "".join(f"{line}\n" for line in _conclude(request, finished))
         os.write(2, text.encode())  # the signal may have come in the middle of a write to sys.stderr
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

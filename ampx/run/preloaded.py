@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
     is_module = words[0] == "-m"
     name, *arguments = words[1:] if is_module else words
     error = finished.error = run_program(Program(name, is_module, tuple(arguments)))
-    children.tell(finished, f"{os.path.basename(name)}, process {os.getpid()}")
+    children.leave_report(finished, f"{os.path.basename(name)}, process {os.getpid()}")
     if isinstance(error, SystemExit):
         raise error
     if error is not None:
