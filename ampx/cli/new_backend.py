@@ -79,9 +79,9 @@ def _requirement(name: str) -> dict[str, str]:
     """
     distributions = sorted(set(packages_distributions().get(name, ())))
     requires = distributions[0] if len(distributions) == 1 else ""
-    complete = f'["ampx-precision", "{requires}"]'
-    dependencies = complete if requires else f'["ampx-precision"]  # and the distribution that {name} comes from'
-    return {"dependencies": dependencies, "requires": requires or name}
+    if requires:
+        return {"and_framework": f', "{requires}"', "note": "", "requires": requires}
+    return {"and_framework": "", "note": f"  # and the distribution that {name} comes from", "requires": name}
 
 
 def _check_name(name: str) -> list[str]:
