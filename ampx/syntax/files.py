@@ -25,6 +25,13 @@ def find(paths: Iterable[Path]) -> Iterator[Path]:
             raise InvalidOptionError(f"{path} is a symbolic link; accepted: files and folders. Pass what it points to.")
         if not path.exists():
             raise InvalidOptionError(f"{path} is not there; accepted: files and folders. Check the spelling.")
+        if path.suffix.lower() == ".ipynb":  # which Python would parse as a dict
+            raise InvalidOptionError(
+                f"{path} is a notebook; accepted: Python files, and folders. Convert it: "
+                f"jupyter nbconvert --to script {path}"
+            )
+        if not path.is_file() and not path.is_dir():
+            raise InvalidOptionError(f"{path} is neither a file nor a folder; accepted: these. Pass one.")
         for file in [path] if path.is_file() else _below(path):
             if file not in seen:
                 seen.add(file)

@@ -1,6 +1,7 @@
 """`ampx lint`: each rule finds what its page calls wrong, and nothing in what its page calls right."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -227,6 +228,15 @@ def test_wrong_use_of_the_command_is_refused():
         run(ROOT / "docs", style="xml")
     with pytest.raises(ampx.InvalidOptionError, match="'AMP999' is no rule"):
         run(explain="AMP999")
+
+
+def test_what_holds_no_python_is_refused_and_not_called_clean(tmp_path):
+    (tmp_path / "train.ipynb").write_text('{"cells": []}')
+    with pytest.raises(ampx.InvalidOptionError, match=r"train\.ipynb is a notebook; accepted: .*nbconvert"):
+        run(tmp_path / "train.ipynb")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ampx.InvalidOptionError, match="pipe is neither a file nor a folder"):
+        run(tmp_path / "pipe")
 
 
 def test_explain_says_why_and_what_to_do():
