@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ampx.errors import InvalidOptionError
+from ampx.errors import InvalidOptionError, RunRefusedError
 from ampx.loggers.log import EVERY, Log
 from ampx.run import children
 from ampx.run.ranks import process_rank
@@ -98,7 +98,12 @@ def run_to_the_end(request: RunRequest) -> int:
     if request.report is not None:
         finished.recorder.curve = LossCurve()
     with _logs(request, finished) as logs, _termination_handled(request, finished, logs):
-        supervise(request.program, request.settings, request.framework, finished)
+        try:
+            supervise(request.program, request.settings, request.framework, finished)
+        except (
+            RunRefusedError
+        ) as refusal:  # of a framework that was named, and so is looked at before the script begins
+            finished.refusal = str(refusal)
     if finished.misuse is not None:
         _flush(sys.stdout)
         raise finished.misuse

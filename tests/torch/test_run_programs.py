@@ -111,3 +111,12 @@ def test_a_program_with_mixed_precision_of_its_own_is_refused_and_runs_unchanged
     assert "the script makes a GradScaler of its own" in err
     assert "starting the script again, without ampx" in err
     assert results(out) == results(train(program, "--niter", "1")[0])
+
+
+@pytest.mark.parametrize(("options", "code", "printed"), [((), 3, ""), (("--unchanged-if-refused",), 0, "trained\n")])
+def test_what_is_refused_before_the_script_begins_is_refused_like_all_else(options, code, printed, tmp_path):
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    arguments = ("--framework", "torch", "--level", "O2", *options, str(tmp_path / "train.py"))
+    done = run_python("-m", "ampx", "run", *arguments, nests=True)
+    assert (done.returncode, done.stdout) == (code, printed)
+    assert "ampx run: refused: --level O2 needs ampx.prepare" in done.stderr
