@@ -152,6 +152,11 @@ GROUP = "ampx"
 DISABLE_VARIABLE = "AMPX_DISABLE_PLUGINS"
 
 
+def disabled_plugins() -> set[str]:
+    """Return the names of entry points that the environment switches off."""
+    return set(filter(None, map(str.strip, os.environ.get(DISABLE_VARIABLE, "").split(","))))
+
+
 class Registry:
     """Plugins, the frameworks they register, and the backends loaded so far."""
 
@@ -256,7 +261,7 @@ class Registry:
             import importlib.metadata  # most of the cost of `import ampx` otherwise
 
             entry_points = importlib.metadata.entry_points(group=GROUP)
-        blocked = {name.strip() for name in os.environ.get(DISABLE_VARIABLE, "").split(",")}
+        blocked = disabled_plugins()
         for entry_point in entry_points:
             if entry_point.name in blocked:
                 continue
@@ -302,9 +307,13 @@ class Registry:
         if isinstance(name, str) and name in self.broken:
             raise self.broken[name]
         hint = f" (broken plugins: {', '.join(sorted(self.broken))})" if self.broken else ""
+        advice = "install a plugin for it"
+        if isinstance(name, str) and name in disabled_plugins():
+            hint += f" (switched off by {DISABLE_VARIABLE}: {name})"
+            advice = f"take it out of {DISABLE_VARIABLE}"
         raise UnknownFrameworkError(
             f"framework={name!r} is registered by no plugin; accepted: {', '.join(self.names()) or '(none)'}{hint}. "
-            f"Pass one of these, or install a plugin for it."
+            f"Pass one of these, or {advice}."
         )
 
     def load(self, name: str) -> Backend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any
 
 import ampx
 from ampx.errors import UnknownFrameworkError
-from ampx.plugins import DISABLE_VARIABLE
+from ampx.plugins import disabled_plugins
 from ampx.run.machine import describe_machine
 
 from .frameworks import Framework, find_frameworks
@@ -37,7 +36,7 @@ def examine(only: str | None = None, time_limit: float = TIME_LIMIT) -> dict[str
         "machine": describe_machine(),
         "plugins": {
             "found": scan.get("plugins", []),
-            "disabled": sorted(filter(None, map(str.strip, os.environ.get(DISABLE_VARIABLE, "").split(",")))),
+            "disabled": sorted(disabled_plugins()),
             "broken": scan.get("broken", {}),
             "error": scan.get("error"),
         },
