@@ -944,10 +944,8 @@ class Sessions:
                 former.shutdown()
             session.activate()
         except BaseException:
-            if (
-                self._active.get(session.framework) is session
-            ):  # what it switched on before the exception goes off again
-                session.shutdown()
+            if self._active.get(session.framework) is session:
+                session.shutdown()  # what it switched on before the exception goes off again
             if former is not None:
                 former.activate()
             raise
@@ -1059,9 +1057,8 @@ class Sessions:
             member = getattr(item, "ampx_member", None)
             if member is not None:
                 return self._active.get(member.group.framework)
-            session = self._owner(
-                item
-            )  # first: a named tuple such as optax's has an owner, and functions inside that have none
+            # First: a named tuple such as optax's has an owner, and functions inside that have none.
+            session = self._owner(item)
             if session is None and isinstance(item, (list, tuple)):
                 session = self.search(item)
             elif session is None and isinstance(item, dict):

@@ -100,9 +100,7 @@ def run_to_the_end(request: RunRequest) -> int:
     with _logs(request, finished) as logs, _termination_handled(request, finished, logs):
         try:
             supervise(request.program, request.settings, request.framework, finished)
-        except (
-            RunRefusedError
-        ) as refusal:  # of a framework that was named, and so is looked at before the script begins
+        except RunRefusedError as refusal:  # by a framework that was named: it is looked at before the script begins
             finished.refusal = str(refusal)
     if finished.misuse is not None:
         _flush(sys.stdout)
