@@ -201,11 +201,20 @@ class Registry:
         label = name or str(getattr(plugin, "__name__", repr(plugin)))
         module = str(getattr(plugin, "__name__", type(plugin).__module__))
         hooks = {hook for hook in globals() if hook.startswith("ampx_")}
-        misspelt = sorted(hook for hook in implemented_hooks(plugin) if hook not in hooks)
+        marked = implemented_hooks(plugin)
+        misspelt = sorted(hook for hook in marked if hook not in hooks)
         if misspelt:
             raise PluginError(
                 f"plugin {label!r} (module {module}) implements {', '.join(misspelt)}, which is no hook of ampx; "
                 f"accepted: {', '.join(sorted(hooks))}. Correct the name in the plugin."
+            )
+        present = {hook for hook in hooks if callable(getattr(plugin, hook, None))}
+        silent = sorted(present - {*marked, "ampx_register_backends"})  # which is called below, marked or not
+        if silent or not {*marked, *present}:
+            lacks = f"{', '.join(silent)} without @ampx.hookimpl" if silent else "no hook of ampx"
+            raise PluginError(
+                f"plugin {label!r} (module {module}) has {lacks}, so that it would never be called; accepted: a module "
+                f"or an object with {' or '.join(sorted(hooks))}, marked by @ampx.hookimpl. Correct the plugin."
             )
         if manager.has_plugin(label) or manager.is_registered(plugin):
             raise PluginError(

@@ -216,6 +216,18 @@ def test_registering_a_plugin_twice_is_refused():
     assert registry.load("one").name == "one"
 
 
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_hook_that_would_never_be_called_is_refused(registers):
+    listening = plugin("one") if registers else types.ModuleType("listening")
+    listening.ampx_event = lambda event: None
+    registry = Registry([])
+    with pytest.raises(ampx.PluginError, match=r"has ampx_event without @ampx\.hookimpl.*accepted: .*Correct"):
+        registry.register_plugin(listening)
+    assert registry.names() == []
+    with pytest.raises(ampx.PluginError, match="has no hook of ampx"):
+        registry.register_plugin(types.ModuleType("empty"))
+
+
 @pytest.mark.parametrize("value", ["bad", "bad,other", " other , bad "])
 def test_disabled_plugins_are_not_even_imported(monkeypatch, value):
     monkeypatch.setenv("AMPX_DISABLE_PLUGINS", value)
