@@ -554,8 +554,9 @@ class StateHandle(Handle):
             for name in _LOSS_SCALE:
                 value = getattr(first, name)
                 packed[..., _SCALARS.index(name)] = np.float32(value).view(np.int32) if name in _FLOATS else value
-            on_device = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer)
-            return jax.device_put(packed, old.sharding) if on_device else jnp.asarray(packed)
+            # Only what was put somewhere by name: an array that is free goes to where the others of a step are.
+            placed = isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer) and old.committed
+            return jax.device_put(packed, old.sharding) if placed else jnp.asarray(packed)
 
         def replace(node: Any) -> Any:
             if not isinstance(node, AmpState):

@@ -6,6 +6,8 @@ That it runs, its numbers and its speed this does not show.
 import collections
 import contextlib
 import itertools
+import json
+import pickle
 import re
 import warnings
 
@@ -35,11 +37,14 @@ def network(params, x):
     return jax.nn.log_softmax(x * params["norm"]["scale"] + params["norm"]["bias"])
 
 
-def lowered(dtype, level="O1", network=network, finite=True, tell=None, shards=1):
-    """Return the text of a step with two products, which are five with their derivatives."""
+def begin(dtype, level):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)  # a CPU is slow in these
-        ampx.init("jax", device="cpu", dtype=dtype, level=level, loss_scale="dynamic")
+        return ampx.init("jax", device="cpu", dtype=dtype, level=level, loss_scale="dynamic")
+
+
+def make(network, finite=True, tell=None):
+    """Return a step, parameters, the optimizer's state, and a batch."""
     tx = optax.adam(1e-3)
     if finite:
         tx = ampx.wrap_optimizer(tx)
@@ -59,10 +64,21 @@ def lowered(dtype, level="O1", network=network, finite=True, tell=None, shards=1
         updates, after = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), after, loss
 
+    return step, params, state, x
+
+
+def lower(step, *arguments, **options):
+    """Return the text of the program that JAX's compiler for NVIDIA GPUs would get."""
+    return jax.jit(step, **options).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def lowered(dtype, level="O1", network=network, finite=True, tell=None, shards=1):
+    """Return the text of a step with two products, which are five with their derivatives."""
+    begin(dtype, level)
+    step, params, state, x = make(network, finite, tell)
     mesh = Mesh(np.array(jax.devices()[:shards]), ("data",))
     everywhere, split = (NamedSharding(mesh, PartitionSpec(*names)) for names in ((), ("data",)))
-    arguments = *jax.device_put((params, state), everywhere), jax.device_put(x, split)
-    return jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    return lower(step, *jax.device_put((params, state), everywhere), jax.device_put(x, split))
 
 
 def check(text, dtype, level="O1"):
@@ -115,6 +131,61 @@ def test_each_level_computes_in_its_dtypes_and_the_host_has_no_part(dtype, level
     assert f"mhlo.num_partitions = {shards} " in text
     for aspect in ["distributed"] if shards == 2 else SHOWN[level]:
         covers(aspect, "jax", f"cuda/{dtype}/{level}", "lowered for CUDA")
+
+
+def trained(step, params, state, x):
+    """Return parameters and state after two steps and one that was skipped between them."""
+    for factor in (1.0, jnp.inf, 1.0):
+        params, state, _ = jax.jit(step)(params, state, x * factor)
+    return params, state
+
+
+def bits(tree):
+    return [(leaf.dtype, np.asarray(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(("dtype", "level"), COMBINATIONS)
+def test_a_loaded_state_goes_into_the_program_of_the_saved_one(dtype, level, covers, quiet_end):
+    """Every bit of it, and the loss scale in it, is an argument of the program: a GPU goes on with what was loaded.
+
+    That arrays come to a GPU and back as they are, and that the program runs, this does not show.
+    """
+    amp = begin(dtype, level)
+    step, params, state, x = make(network)
+    params, state = trained(step, params, state, x)
+    program = lower(step, params, state, x, donate_argnums=(0, 1))
+    saved = pickle.dumps([np.asarray(leaf) for leaf in jax.tree.leaves((params, state))])
+    scale = json.dumps(amp.state_dict(state))
+    ampx.shutdown()
+
+    amp = begin(dtype, level)
+    step, *fresh, x = make(network)
+    loaded = jax.tree.unflatten(jax.tree.structure(tuple(fresh)), map(jnp.asarray, pickle.loads(saved)))
+    assert bits(loaded) == bits((params, state))
+    assert lower(step, *loaded, x, donate_argnums=(0, 1)) == program
+    moved = amp.load_state_dict(json.loads(scale), fresh[1])
+    assert lower(step, fresh[0], moved, x, donate_argnums=(0, 1)) == program
+    (before,) = json.loads(scale)["groups"][0]["losses"]
+    assert ampx.loss_scale(loaded[1]) == ampx.loss_scale(moved) == before["scale"] < 2.0**16
+    donated = re.findall(r"(?:tf\.aliasing_output|jax\.buffer_donor)", program)
+    assert len(donated) == len(jax.tree.leaves(loaded))
+    covers("state", "jax", f"cuda/{dtype}/{level}", "lowered for CUDA")
+
+
+def test_a_loss_scale_that_is_no_argument_and_a_state_of_another_dtype_make_another_program(dtype):
+    begin(dtype, "O2")
+    step, params, state, x = make(network)
+    program = lower(step, params, state, x)
+
+    def with_a_constant(state):
+        return lower(lambda params, x: step(params, state, x), params, x)
+
+    assert with_a_constant(state) != with_a_constant(trained(step, params, state, x)[1])
+    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(leaf.dtype), state)
+    assert lower(step, params, rounded, x) == program
+    assert bits(rounded) != bits(trained(step, params, state, x)[1])
+    low = jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float32 else leaf, state)
+    assert lower(step, params, low, x) != program
 
 
 @pytest.mark.parametrize(("level", "other"), list(itertools.permutations(["O1", "O2", "O3"], 2)))

@@ -638,3 +638,17 @@ def test_the_tests_see_two_devices():
         [sys.executable, "-c", "import jax; assert jax.device_count() >= 2"], capture_output=True, check=False
     )
     assert done.returncode == 0
+
+
+def test_a_loaded_state_goes_where_the_parameters_are_and_compiles_nothing_anew(session):
+    tx = ampx.wrap_optimizer(optax.sgd(0.5))
+    step = jax.jit(lambda params, state, slope: train_step(tx, params, state, slope))
+    last = jax.devices()[-1]
+    params = jax.device_put(jnp.asarray(START), last)
+    _, state = step(params, tx.init(jnp.asarray(START)), slopes(1))
+    compiled = step._cache_size()
+    loaded = session.load_state_dict(session.state_dict(state), tx.init(jnp.asarray(START)))
+    assert ampx.loss_scale(loaded) == 32768.0
+    step(params, loaded, slopes(0))
+    assert step._cache_size() == compiled
+    assert session.load_state_dict(session.state_dict(state), state).packed.devices() == {last}

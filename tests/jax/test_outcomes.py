@@ -283,7 +283,7 @@ def test_a_step_of_several_devices_counts_once_and_halves_the_scale_once(way, ob
 def test_a_step_from_which_jax_calls_nobody_back_is_refused_with_what_to_write():
     if jax.device_count() < 2:
         pytest.skip("JAX has one device here")
-    run, region = automate("bfloat16")
+    _, region = automate("bfloat16")
     with region:
         step, weights, state = make()
         weights, state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (weights, state))

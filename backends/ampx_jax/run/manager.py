@@ -305,9 +305,9 @@ class Automation:
         mapped, others = varying.axes(), varying.axes_left()
         if mapped and others:
             self.run.refuse(
-                f"the script steps under shard_map over {', '.join(mapped)} and not over {', '.join(others)}, from where "
-                f"JAX calls nobody back; accepted: shard_map over all axes of the mesh. Write the lines of ampx in the "
-                f"script, with wrap_optimizer(tx, axis_name={mapped!r})"
+                f"the script steps under shard_map over {', '.join(mapped)} and not over {', '.join(others)}, from "
+                f"where JAX calls nobody back; accepted: shard_map over all axes of the mesh. Write the lines of ampx "
+                f"in the script, with wrap_optimizer(tx, axis_name={mapped!r})"
             )
 
     def _called_back(
