@@ -17,6 +17,10 @@ from .interpreter import evaluate
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _Array:
+    """Stands for an array among what a traced function returns."""
+
+
 def autocast(function: Function) -> Function:
     """Return a function that computes in mixed precision, as the session of `ampx.init("jax")` says.
 
@@ -57,21 +61,24 @@ def traced_by(run: Callable[[Any, list[Any]], list[Any]], function: Callable[...
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
-        results: list[Any] = []
+        returned: list[Any] = []  # the structure of what the function returns, and its leaves but for the arrays
 
         def traced(*arrays: Any) -> list[Any]:
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
             args, kwargs = jax.tree.unflatten(structure, filled)
-            result, shape = jax.tree.flatten(function(*args, **kwargs))
-            results[:] = [shape, result]
-            return [leaf for leaf in result if is_array(leaf)]
+            results, shape = jax.tree.flatten(function(*args, **kwargs))
+            returned[:] = [
+                shape,
+                [_Array if is_array(leaf) else leaf for leaf in results],
+            ]  # no tracer leaves the trace
+            return [leaf for leaf in results if is_array(leaf)]
 
         arrays = [leaves[place] for place in places]
         closed = jax.make_jaxpr(traced)(*arrays)
-        shape, result = results
+        shape, results = returned
         computed = iter(run(closed, arrays))
-        return jax.tree.unflatten(shape, [next(computed) if is_array(leaf) else leaf for leaf in result])
+        return jax.tree.unflatten(shape, [next(computed) if leaf is _Array else leaf for leaf in results])
 
     return call

@@ -450,3 +450,22 @@ def test_strict_promotion_of_the_script_does_not_refuse_what_casting_mixes(sessi
         result, gradient = ampx_jax.autocast(mixed)(x), jax.grad(lambda x: jnp.sum(ampx_jax.autocast(mixed)(x)))(x)
     np.testing.assert_allclose(result, np.asarray(x) @ np.asarray(weights) + 1, rtol=2.0**-10)
     np.testing.assert_allclose(gradient, np.asarray(weights).sum(1)[None], rtol=2.0**-9)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_no_tracer_leaves_its_trace(dtype):
+    start(dtype=dtype)
+
+    @ampx_jax.autocast
+    def network(a, b):
+        hidden = jax.checkpoint(lambda a: jax.nn.relu(a @ b))(a)
+        return {"hidden": hidden, "name": "network"}
+
+    def loss(a, b):
+        out = network(a, b)
+        assert out["name"] == "network"
+        return out["hidden"].sum()
+
+    with jax.checking_leaks():
+        gradient = jax.jit(jax.grad(loss))(A, B)
+    assert gradient.shape == A.shape
