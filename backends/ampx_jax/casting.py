@@ -69,3 +69,15 @@ def widest(tree: Any, at_least: Dtype) -> Dtype:
     """Return the widest dtype among the floating arrays of a tree."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
     return "float32" if any(jnp.finfo(leaf.dtype).bits >= 32 for leaf in leaves) else at_least
+
+
+def in_float64(parameters: Any) -> str | None:
+    """Return what is to be said of parameters in float64, which casting leaves alone; None where there are none."""
+    leaves = jax.tree.leaves(parameters)
+    count = sum(jnp.result_type(leaf) == jnp.float64 for leaf in leaves)
+    if not count:
+        return None
+    return (
+        f"{count} of {len(leaves)} parameters are float64, which mixed precision leaves alone: what they meet computes "
+        f"in float64. Cast them to float32, or leave jax_enable_x64 off"
+    )

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import optax
 
 import ampx
+from ampx import callers
 from ampx.backend import CastPlan
 from ampx.protocol import ScaleGroup
 from ampx.scale_state import next_state
 
 from . import masters, meter, prepare, state as states, varying
 from .accumulation import let_multi_steps_recover
+from .casting import in_float64
 from .state import AmpState, DisabledState, Settings
 
 
@@ -79,6 +81,9 @@ def wrap(
     def init(params: Any) -> AmpState | DisabledState:
         if enabled and level not in ("O2", "O3"):
             _check_parameters(params)
+        wide = None if compute == "float32" else in_float64(params)
+        if wide is not None:
+            callers.warn(f"{wide}.", ampx.PrecisionWarning)
         copies = masters.make(params, plan) if plan is not None and level == "O2" else None
         whole = params if copies is None else masters.full(copies, params)
         if plan is not None and level == "O3":

@@ -370,3 +370,10 @@ def test_an_unedited_script_reaches_the_accuracy_of_float32(tmp_path, dtype):
     facts = json.loads(report.read_text())
     assert (facts["steps"], facts["skipped"]) == (len(mixed["losses"]), 0)
     assert {operation["dtype"] for operation in facts["ops"] if operation["op"] == "dot_general"} == {dtype}
+
+
+def test_parameters_in_float64_which_nothing_casts_are_told_of():
+    run = Run("jax", RunSettings(dtype="bfloat16", device="cpu"))
+    with ampx_jax.load().automate(run), jax.enable_x64(True):
+        optax.sgd(0.5).init(jnp.ones(2, jnp.float64))
+    assert [note for note in run.recorder.notes if "1 of 1 parameters are float64" in note]

@@ -652,3 +652,9 @@ def test_a_loaded_state_goes_where_the_parameters_are_and_compiles_nothing_anew(
     step(params, loaded, slopes(0))
     assert step._cache_size() == compiled
     assert session.load_state_dict(session.state_dict(state), state).packed.devices() == {last}
+
+
+def test_parameters_in_float64_which_nothing_casts_are_told_of(session):
+    tx = ampx.wrap_optimizer(optax.sgd(0.5))
+    with jax.enable_x64(True), pytest.warns(ampx.PrecisionWarning, match="1 of 2 parameters are float64"):
+        tx.init({"a": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.float32)})

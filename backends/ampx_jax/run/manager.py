@@ -136,6 +136,9 @@ class Automation:
                 f"the script keeps parameters in {', '.join(low)}, mixed precision of its own; accepted: float32 "
                 f"parameters. Run it without ampx"
             )
+        wide = casting.in_float64(params) if self.casts else None
+        if wide is not None:
+            self.run.recorder.note(f"{wide}.")
         assert self.member is not None
         self.run.recorder.add_optimizer(kind, float(self.member.group.states[0].scale), 0)
 
