@@ -161,6 +161,38 @@ def test_parameters_are_their_masters_rounded(optimizer, dtype):
         assert (master.numpy() != parameter.astype("float32").numpy()).any()
 
 
+WRITES = {
+    "set_value": lambda model, values: model.weight.set_value(values.astype("float16")),
+    "set_state_dict": lambda model, values: model.set_state_dict({"weight": paddle.to_tensor(values)}),
+    "copy_": lambda model, values: model.weight.copy_(paddle.to_tensor(values).astype("float16"), True),
+    "assign": lambda model, values: paddle.assign(paddle.to_tensor(values).astype("float16"), model.weight),
+    "initializer": lambda model, values: nn.initializer.Assign(values)(model.weight),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("first", ["prepare", "wrap"])
+def test_weights_written_between_prepare_and_the_first_step_count(write, first):
+    """Each loses half of its slope, in the parameter and in its master."""
+    amp = ampx.init("paddle", level="O2", dtype="float16", loss_scale=8.0)
+    model = nn.Linear(2, 1, bias_attr=False)
+    opt = paddle.optimizer.SGD(0.5, parameters=model.parameters())
+    if first == "wrap":
+        opt = amp.wrap_optimizer(opt)
+    model, opt = amp.prepare(model, opt)
+    if first == "prepare":
+        opt = amp.wrap_optimizer(opt)
+    with paddle.no_grad():
+        WRITES[write](model, np.array([[0.25], [0.75]], "float32"))
+    with amp.autocast():
+        loss = model(paddle.to_tensor([[1.0, 2.0]])).sum()
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    opt.step()
+    masters = opt.optimizer._master_weights.values()
+    assert [values.numpy().ravel().tolist() for values in (model.weight, *masters)] == [[-0.25, -0.25]] * 2
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_the_meter_counts_lost_updates_as_numpy_does(level):
     """At O3 most updates of a sixteenth of a float16 digit and less are lost; the master copies of O2 take them all."""
