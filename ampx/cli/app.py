@@ -111,7 +111,13 @@ def options(
     """Look at a machine, at the backends, and at a model that trains in mixed precision."""
 
 
-_DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.")
+def _spelled(dtype: str) -> str:
+    from ampx.numerics.formats import spelled
+
+    return spelled(dtype)
+
+
+_DTYPE = typer.Option(help="As in ampx.init: auto, float16 or bfloat16.", callback=_spelled)
 _LEVEL = typer.Option(help="As in ampx.init.")
 _DEVICE = typer.Option(help="As in ampx.init.")
 _SCRIPT = typer.Argument(metavar="SCRIPT", help="The script to run.", show_default=False)
@@ -313,14 +319,13 @@ def tune(
 ) -> None:
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
     from ampx.numerics import tune_script
-    from ampx.numerics.formats import FORMATS
     from ampx.numerics.report import exclusion_lines, write
     from ampx.run import RunSettings
     from ampx.run.command import check_report
     from ampx.run.program import Program
 
     check_report(report)
-    tune_script.check_options(purpose, what_if, tuple(FORMATS), out)
+    simulated = tune_script.check_options(purpose, what_if, out)
     with _progress() as progress:
         policy, result = tune_script.tune_script(
             Program(script, is_module, tuple(arguments or ())),
@@ -329,12 +334,11 @@ def tune(
             steps=steps,
             tolerance=tolerance,
             for_inference=purpose == "inference",
-            what_if=what_if,
+            what_if=simulated,
             repeats=repeats,
             seed=seed,
             progress=progress,
         )
-    simulated = what_if is not None
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -347,7 +351,7 @@ def tune(
             typer.echo(f"  {line}")
         for note in result["notes"]:
             typer.echo(f"note: {note}")
-    if not simulated:
+    if simulated is None:
         with _written("--out", out):
             policy.write(out)
         if not as_json:

@@ -15,7 +15,7 @@ from ampx.plugins import default_registry
 from ampx.policy import Dtype, OptLevel, find_level, normalise_dtype
 from ampx.session import listed, sessions
 
-from .formats import FORMATS
+from .formats import FORMATS, find_format
 from .watching import module_dtypes
 
 SAMPLES: Final = 4096
@@ -100,10 +100,8 @@ class Batch:
         Raises:
             UnsupportedDtypeError: There is no such dtype, or none that this device computes.
         """
-        if isinstance(wanted, str) and wanted in FORMATS:
-            return wanted
         if wanted is not None:
-            return normalise_dtype(wanted)
+            return find_format(wanted)
         effective = self.session.effective.dtype if self.session is not None else None
         computed = [*sorted(self.device.native), *sorted(self.device.emulated)]
         choice = effective or self.device.preferred or next(iter(computed), None)

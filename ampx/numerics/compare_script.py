@@ -10,14 +10,13 @@ from typing import Any, Final
 
 from ampx.backend import Watching
 from ampx.errors import InvalidOptionError, TrialError
-from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.page import origin
 from ampx.run.program import Program
 
 from .batch import plain
 from .compare import WORST, ModuleError, error_map, module_errors, unscaled, worst_errors
-from .formats import FORMATS
+from .formats import FORMATS, spelled
 from .meter import LOST
 from .timing import busy, speed_in_words
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial
@@ -87,7 +86,7 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
         InvalidOptionError: One is no low-precision dtype, or there are none.
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
-    dtypes = tuple(dict.fromkeys("auto" if name == "auto" else normalise_dtype(name) for name in names))
+    dtypes = tuple(dict.fromkeys(map(spelled, names)))
     if not dtypes or REFERENCE in dtypes:
         raise InvalidOptionError(
             f"--dtype {text!r} leaves nothing to compare with float32; accepted: auto, or float16 and bfloat16, with "

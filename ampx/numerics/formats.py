@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from ampx.errors import UnsupportedDtypeError
+from ampx.policy import normalise_dtype
+
 
 @dataclass(frozen=True)
 class Format:
@@ -48,3 +51,40 @@ FORMATS: Final[dict[str, Format]] = {
     "float8_e5m2": Format(57344.0, 2.0**-14, 2.0**-16, 3),
     "float8_e4m3": Format(448.0, 2.0**-6, 2.0**-9, 4, infinite=False),
 }
+# As frameworks call those that are no dtypes of `ampx.init`.
+_ALIASES: Final = {"float8_e4m3fn": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2"}
+
+
+def find_format(dtype: object) -> str:
+    """Return the name in `FORMATS` of a dtype that can be simulated, by any usual name of it.
+
+    Raises:
+        UnsupportedDtypeError: There is none.
+    """
+    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2].strip().lower().replace("fp8_", "float8_")
+    name = _ALIASES.get(name, name)
+    if name in FORMATS:
+        return name
+    try:
+        return normalise_dtype(dtype)
+    except UnsupportedDtypeError as error:
+        raise UnsupportedDtypeError(
+            f"{dtype!r} is no dtype whose rounding is known; accepted: {', '.join(FORMATS)}, and usual names of these, "
+            f"such as fp16. Pass one of these."
+        ) from error
+
+
+def spelled(name: str) -> str:
+    """Return the one spelling of a dtype that an option of a command names; `"auto"` as it is.
+
+    Raises:
+        UnsupportedDtypeError: Nothing trains in it.
+    """
+    try:
+        return "auto" if name == "auto" else normalise_dtype(name)
+    except UnsupportedDtypeError as error:
+        try:
+            simulated = f" What {name} would do is simulated by `ampx tune --what-if {find_format(name)}`."
+        except UnsupportedDtypeError:
+            simulated = ""
+        raise UnsupportedDtypeError(f"--dtype: {error}{simulated}") from error

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ampx.backend import MODULE, Reading, Replayed, Watching, module_patterns
-from ampx.errors import InvalidOptionError, TrialError
+from ampx.errors import InvalidOptionError, TrialError, UnsupportedDtypeError
 from ampx.policy import normalise_dtype
 from ampx.run import RunSettings
 from ampx.run.command import check_writable
@@ -22,6 +22,7 @@ from ampx.run.program import Program
 
 from .batch import Seen, fitting_scale, scaled
 from .compare import ModuleError, bound, error_map, module_errors, relative_error, unscaled
+from .formats import find_format
 from .operations import failing
 from .timing import busy
 from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial
@@ -60,19 +61,21 @@ _EXPORTED_ELSEWHERE: Final = (
 )
 
 
-def check_options(purpose: str, what_if: str | None, dtypes: Sequence[str], out: Path) -> None:
-    """Check options before anything runs.
+def check_options(purpose: str, what_if: str | None, out: Path) -> str | None:
+    """Check options before anything runs; return the dtype to simulate, None for none.
 
     Raises:
         InvalidOptionError: One cannot be honoured.
     """
-    for option, value, accepted in (("--for", purpose, ("training", "inference")), ("--what-if", what_if, dtypes)):
-        if value is not None and value not in accepted:
-            raise InvalidOptionError(
-                f"{option} {value!r} is no choice; accepted: {', '.join(accepted)}. Pass one of these."
-            )
+    if purpose not in ("training", "inference"):
+        raise InvalidOptionError(f"--for {purpose!r} is no choice; accepted: training, inference. Pass one of these.")
     if what_if is None:  # else no file is written
         check_writable("-o", out)
+        return None
+    try:
+        return find_format(what_if)
+    except UnsupportedDtypeError as error:
+        raise UnsupportedDtypeError(f"--what-if: {error}") from error
 
 
 class _Search:

@@ -313,3 +313,5 @@ def test_dtypes_are_names_with_commas():
     for wrong in ("float32", "", "int8"):
         with pytest.raises(ampx.InvalidOptionError):
             parse_dtypes(wrong)
+    with pytest.raises(ampx.UnsupportedDtypeError, match=r"--dtype.*ampx tune --what-if float8_e4m3"):
+        parse_dtypes("float16,fp8_e4m3")

@@ -347,7 +347,18 @@ def test_losses_and_errors_by_module_and_step_are_those_before_anything_was_kept
 
 
 def test_wrong_options_are_refused_before_anything_runs(tmp_path):
-    check_options("training", None, ("float16",), tmp_path / "a.toml")
+    assert check_options("training", None, tmp_path / "a.toml") is None
     for purpose, what_if, out in (("fun", None, "a"), ("training", "int8", "a"), ("training", None, "no/where.toml")):
         with pytest.raises(ampx.InvalidOptionError, match="accepted"):
-            check_options(purpose, what_if, ("float16",), tmp_path / out)
+            check_options(purpose, what_if, tmp_path / out)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *(("fp16", "float16"), ("torch.bfloat16", "bfloat16"), ("float8_e4m3fn", "float8_e4m3")),
+        *(("fp8_e5m2", "float8_e5m2"), ("E4M3", "float8_e4m3"), ("float8_e5m2", "float8_e5m2")),
+    ],
+)
+def test_a_dtype_to_simulate_is_named_as_init_and_frameworks_name_it(tmp_path, name, found):
+    assert check_options("training", name, tmp_path / "a.toml") == found
