@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,3 +250,25 @@ def test_compare_meters_the_updates_of_other_libraries(here, script, text):
     assert meter["steps"] == [2]
     sizes = [1, 64] if text is EQUINOX_STYLE else [16, 16]
     assert [entry["sampled"] for entry in meter["last"]["parameters"]] == sizes
+
+
+PLAIN = Path(__file__).parents[1] / "programs" / "plain" / "jax_plain.py"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial" / "characters_jax.py"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [(PLAIN, ()), pytest.param(TUTORIAL, ("--steps", "6", "--width", "32"), marks=pytest.mark.nightly)],
+    ids=["plain", "tutorial"],
+)
+def test_compare_of_the_project_s_programs_finds_bfloat16_right_and_meters_both(here, program, arguments):
+    settings, options = RunSettings(device="cpu"), {"framework": "jax", "steps": 3, "repeats": 1, "run": here}
+    report = compare_script(Program(str(program), arguments=arguments), settings, ["bfloat16"], **options)
+    facts = report["dtypes"]["bfloat16"]
+    assert [len(run["losses"]) for run in (facts, report["float32"])] == [3, 3]
+    assert facts["losses"] == pytest.approx(report["float32"]["losses"], rel=2.0**-5)  # eight roundings
+    assert facts["losses"] != report["float32"]["losses"]
+    assert (facts["skipped"], facts["ends_alike"], report["failed"]) == ([], True, {})
+    assert all(meter["last"]["parameters"] for run in (facts, report["float32"]) for meter in run["meters"])
+    assert facts["meters"]
+    assert report["verdict"].startswith("bfloat16: ")

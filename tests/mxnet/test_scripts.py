@@ -2,6 +2,7 @@
 
 import functools
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +108,17 @@ def test_diagnose_names_weights_that_matrix_units_pad_and_nothing_else(tmp_path,
     for risk in report["risks"]:
         assert [name.rpartition("_")[2] for name in risk["where"]] == ["weight", "weight"]
         assert "_weight (1021x16)" in risk["text"]
+
+
+@pytest.mark.bfloat16
+def test_compare_of_the_project_s_program_finds_bfloat16_right_and_names_blocks_and_updates(tmp_path):
+    program = Program(str(Path(__file__).parents[1] / "programs" / "plain" / "mxnet_plain.py"))
+    settings, run = RunSettings(device="cpu"), functools.partial(run_here, folder=tmp_path)
+    report = compare_script(program, settings, ["bfloat16"], framework="mxnet", steps=4, repeats=1, run=run)
+    facts = report["dtypes"]["bfloat16"]
+    assert facts["losses"] == pytest.approx(report["float32"]["losses"], rel=2.0**-5)  # eight roundings
+    assert facts["losses"] != report["float32"]["losses"]
+    assert (facts["skipped"], facts["ends_alike"], report["failed"]) == ([], True, {})
+    assert {entry["module"] for entry in facts["modules"]["worst_outputs"]} >= {"8", ""}
+    assert facts["meters"][0]["last"]["parameters"]
+    assert report["verdict"].startswith("bfloat16: ")

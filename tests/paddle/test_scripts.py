@@ -2,11 +2,13 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 import paddle
 import pytest
 
 import ampx
+from ampx.numerics.compare_script import compare_script
 from ampx.numerics.diagnose_script import diagnose_script
 from ampx.numerics.trial import Trial
 from ampx.numerics.tune_script import tune_script
@@ -17,6 +19,7 @@ from processes import run_here
 pytestmark = pytest.mark.filterwarnings(
     "ignore:To copy construct from a tensor:UserWarning",
     "ignore:Tensor do not have 'place' interface:UserWarning",
+    "ignore:When training, we now always track global mean and variance:UserWarning",
     "ignore:mixed precision is off on cpu:ampx.PrecisionWarning",
 )
 # Its second layer takes the logarithm of 0 in the third batch; its third is beyond float16 in all of them.
@@ -153,3 +156,26 @@ def test_what_is_trained_is_told_with_its_shape_and_gradients_in_the_steps_that_
     assert [entry.shape for entry in sampled] == [(2, 2), (2,), (2, 1), (1,)]
     assert [entry.values.size for entry in sampled] == [4, 2, 2, 1]
     assert all(entry.values.any() for entry in sampled[-2:])
+
+
+PLAIN = Program(str(Path(__file__).parents[1] / "programs" / "plain" / "paddle_plain.py"))
+
+
+def test_compare_of_the_project_s_program_says_that_the_cpu_computes_float32_only(here):
+    settings, options = RunSettings(device="cpu"), {"framework": "paddle", "steps": 4, "repeats": 1, "run": here}
+    report = compare_script(PLAIN, settings, ["auto"], **options)
+    assert (len(report["float32"]["losses"]), report["dtypes"], report["failed"]) == (4, {}, {})
+    assert report["verdict"].startswith("Nothing was compared, since `auto` is float32 on this machine: eager Paddle")
+
+
+@pytest.mark.gpu
+def test_compare_of_the_project_s_program_finds_float16_right_and_names_layers_and_updates(here):
+    report = compare_script(
+        PLAIN, RunSettings(device="gpu"), ["float16"], framework="paddle", steps=4, repeats=1, run=here
+    )
+    facts = report["dtypes"]["float16"]
+    assert facts["losses"] == pytest.approx(report["float32"]["losses"], rel=2.0**-8)  # eight roundings
+    assert facts["losses"] != report["float32"]["losses"]
+    assert (facts["skipped"], facts["ends_alike"], report["failed"]) == ([], True, {})
+    assert facts["modules"]["worst_outputs"]
+    assert facts["meters"][0]["last"]["parameters"]
