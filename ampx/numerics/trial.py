@@ -20,7 +20,7 @@ from ampx.backend import Reading, Stats, Watching
 from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import by_optimizer
-from ampx.run.program import Program
+from ampx.run.program import WRONG_OPTIONS, Program, misplaced
 
 _CHILD: Final = "ampx.numerics.child"
 # Exit codes of a child whose script `ampx run` refuses, or whose options it cannot honour.
@@ -324,6 +324,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
                 f"{trial.program.name} in {trial.settings.dtype} ended with exit code {done.returncode}; accepted: a "
                 f"script that trains to its end and reads nothing from the standard input. Its own "
                 f"options follow its name. Mend what this shows: `{_running(trial)}`."
+                + (f" {hint}" if done.returncode == WRONG_OPTIONS and (hint := misplaced(trial.program)) else "")
                 + (f" Its last words:\n{text[-2000:]}" if text else "")
             )
         outcome = _read_outcome(answer.read_text(encoding="utf-8"))

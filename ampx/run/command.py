@@ -22,6 +22,7 @@ from ampx.run import children
 from ampx.run.ranks import process_rank
 from ampx.run.supervisor import Finished, supervise
 
+from .program import WRONG_OPTIONS, misplaced
 from .recorder import LossCurve
 from .report import summary_lines
 
@@ -112,6 +113,8 @@ def run_to_the_end(request: RunRequest) -> int:
         if error.code is not None and not isinstance(error.code, int):  # a message, which Python would print last
             stderr.write(f"{error.code}\n")
             error = SystemExit(1)
+        elif error.code == WRONG_OPTIONS and (hint := misplaced(request.program)):
+            stderr.write(f"ampx run: {hint}\n")
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
     _flush(sys.stdout)

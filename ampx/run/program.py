@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, Final
 
 from ampx.errors import InvalidOptionError
 
@@ -25,6 +25,29 @@ class Program:
     def command(self, through: Sequence[str] = ()) -> list[str]:
         """Return the command line that runs it without ampx, or `through` a module with arguments."""
         return [sys.executable, *through, *(["-m"] if self.is_module else []), self.name, *self.arguments]
+
+
+# Options of `ampx run`, `compare`, `diagnose` and `tune`, but those of one letter.
+OPTIONS: Final = frozenset(
+    {
+        *("--at", "--device", "--dtype", "--for", "--framework", "--json", "--level", "--log", "--log-every"),
+        *("--out", "--policy", "--repeats", "--replace-native", "--report", "--seed", "--steps"),
+        *("--sweep", "--tolerance", "--unchanged-if-refused", "--what-if"),
+    }
+)
+# How `argparse` and others like it end a program that got an option which it does not know.
+WRONG_OPTIONS: Final = 2
+
+
+def misplaced(program: Program) -> str:
+    """Return a sentence where a program that refuses its arguments got an option of ampx's commands; "" for none."""
+    names = [word.partition("=")[0] for word in program.arguments]
+    option = next((name for name in names if name in OPTIONS), None)
+    if option is None:
+        return ""
+    return (
+        f"What stands behind {program.name} is its own: if {option} was meant for ampx, write it before {program.name}."
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from ampx.cli.app import app
+from ampx.run import program
+
+RUNNING = ("run", "compare", "diagnose", "tune")
 AMPX = str(Path(sys.executable).with_name("ampx"))
 SPY = """
 import json, sys
@@ -253,6 +258,20 @@ def test_options_after_the_script_are_not_those_of_ampx(tmp_path, outcome):
     assert outcome(AMPX, "run", "--unknown", "script.py").returncode == 2
     (tmp_path / "script.py").write_text("import sys\nprint(sys.argv[1:])")
     assert outcome(AMPX, "run", "script.py", "--unknown").stdout == "['--unknown']\n"
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    done = outcome(AMPX, "run", "script.py", "--dtype=float16")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "ampx run: What stands behind script.py is its own: if --dtype was meant for ampx, write it before script.py.",
+    )
+    assert "ampx run" not in outcome(AMPX, "run", "script.py", "--unknown").stderr
+
+
+def test_the_options_that_a_script_may_get_by_mistake_are_those_of_the_commands():
+    commands = [command for command in typer.main.get_command(app).commands.values() if command.name in RUNNING]
+    assert len(commands) == len(RUNNING)
+    options = {option for command in commands for parameter in command.params for option in parameter.opts}
+    assert {option for option in options if option.startswith("--")} - {"--stand-ins-only"} == program.OPTIONS
 
 
 def test_the_report_is_written_even_if_the_script_fails(tmp_path, outcome):

@@ -103,6 +103,14 @@ def test_a_script_that_ends_itself_is_told_of_with_its_own_exit_code(trial, endi
     assert type(raised.value) is ampx.TrialError
     assert words in str(raised.value)
     assert "Traceback" not in str(raised.value)
+    assert "meant for ampx" not in str(raised.value)
+
+
+def test_a_script_that_refuses_an_option_of_ampx_is_told_where_that_belongs(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(2)")
+    program = Program(str(tmp_path / "train.py"), arguments=("--repeats", "1"))
+    with pytest.raises(ampx.TrialError, match=r"if --repeats was meant for ampx, write it before .*train\.py"):
+        run_trial(Trial(program, RunSettings("float32")))
 
 
 def test_a_script_that_trains_nothing_is_an_error(trial):
