@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ampx.backend import Reading, Replayed, Stats, Watching
 from ampx.errors import TrialError
-from ampx.run import RunSettings
+from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import origin
 from ampx.run.program import Program
 
@@ -105,17 +105,17 @@ def _look(
         progress: Is called with what is done now.
     """
     program, settings = trial.program, trial.settings
+    before = tuple(sorted({max(1, step - distance) for distance in (0, *_BEFORE)}))
     watched = replace(
         trial,
         settings=replace(settings, watched=True),
         steps=step,
         watched=(step,),
-        gradients=(step,),
+        gradients=before,  # in adversarial training, optimizers take turns
         watching=Watching("float16", operations=True, samples=SAMPLES),
         stop_at_fault=False,
     )
     progress(f"{program.name}: step {step} again, watched …")
-    before = tuple(sorted({max(1, step - distance) for distance in (0, *_BEFORE)}))
     low = _reach(replace(watched, watched=before), step, run)
     dtype = low.dtype
     if (
@@ -205,11 +205,23 @@ def _seen(outcome: Outcome, step: int) -> Seen:
     broken = step in outcome.skipped or any(
         entry.value.nonfinite for entry in readings if entry.direction == "backward"
     )
-    sampled = outcome.gradients.get(step, ())
-    gradients = {entry.name: entry.values for entry in sampled if entry.values is not None}
+    trained = _trained(outcome)
+    gradients = {name: entry.values for name, entry in trained.get(step, {}).items() if entry.values is not None}
     gradients["whether the step was skipped"] = np.array([math.inf if broken else 0.0], np.float32)
-    shapes = {entry.name: entry.shape for entry in sampled}
+    shapes = {name: entry.shape for sampled in trained.values() for name, entry in sampled.items()}
     return Seen(Replayed(_loss(outcome, step), gradients, parameters_of(readings)), readings, shapes)
+
+
+def _trained(outcome: Outcome) -> dict[int, dict[str, SampledGradient]]:
+    """Return by step and name what was trained; where optimizers take turns, names say whose they are."""
+    owners = dict(enumerate(outcome.losses_of, 1))
+    several = len({owners.get(step) for step in outcome.gradients}) > 1
+
+    def name_of(step: int, entry: SampledGradient) -> str:
+        owner = owners.get(step) if several else None
+        return entry.name if owner is None else f"{entry.name} of {owner}"
+
+    return {step: {name_of(step, entry): entry for entry in seen} for step, seen in outcome.gradients.items()}
 
 
 def parameters_of(readings: Sequence[Reading]) -> dict[str, Stats]:

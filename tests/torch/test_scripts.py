@@ -73,6 +73,24 @@ def test_weights_whose_dimensions_matrix_units_pad_are_named_with_their_shapes(l
         assert f"{name} ({shape})" in risk["text"]
 
 
+def test_weights_of_optimizers_that_take_turns_are_all_named(looked_at):
+    text = """
+import torch
+
+models = [torch.nn.Linear(16, 1021), torch.nn.Linear(16, 77)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+for step in range(2):
+    for model, optimizer in zip(models, optimizers):
+        optimizer.zero_grad()
+        model(torch.randn(8, 16)).float().square().mean().backward()
+        optimizer.step()
+"""
+    _, report = looked_at(text)
+    (risk,) = report["risks"]
+    assert len(risk["where"]) == 2
+    assert all(shape in risk["text"] for shape in ("1021x16", "77x16"))
+
+
 @pytest.mark.parametrize("region", ["torch.autocast('cpu', dtype=torch.float16)", "region"], ids=["made", "kept"])
 def test_float32_is_float32_in_the_regions_of_a_script_s_own_too(looked_at, region):
     """A value that only float16 cannot hold was said to fail in float32, too, where the script casts by itself."""
