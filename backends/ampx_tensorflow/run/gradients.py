@@ -18,6 +18,7 @@ from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
 
 from .manager import KerasManager
+from .operations import compiles
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def tapes_watched(manager: KerasManager) -> Iterator[None]:
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
-        if on_host() and not manager.stood_down:  # the first forward is to be cast, too
+        # The first forward is to be cast, too: a graph that XLA compiles is not rewritten later.
+        if (on_host() or compiles()) and not manager.stood_down:
             manager.manage_all()
         return enter(self)
 

@@ -1,7 +1,8 @@
-"""Products outside of any graph are cast, and what computed in which dtype is counted.
+"""Products that TensorFlow's rewriter does not see are cast, and what computed in which dtype is counted.
 
-TensorFlow's rewriter sees graphs only. Outside of them the same operations are cast one by one, where Python calls
-them: float32 operands become low precision and the result float32 again, as a script sees them under the rewriter.
+The rewriter sees graphs only, and none that XLA compiles. Outside of those that it sees, the same operations are cast
+one by one, where Python calls them: float32 operands become low precision and the result float32 again, as a script
+sees them under the rewriter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 from tensorflow.python.eager import context
+from tensorflow.python.ops import control_flow_util
 
 from ampx.policy import Dtype
 from ampx.run import Recorder, Sampler
@@ -25,8 +27,15 @@ if TYPE_CHECKING:
 _IN_GRAPHS: Final = re.compile("MatMul|Einsum|Conv[23]D|Conv2d|RNN|LSTM|GRU")
 
 
+def compiles() -> bool:
+    """Return whether a function is traced that XLA compiles."""
+    if tf.executing_eagerly():
+        return False
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
 class Operations(Sampler):
-    """Casts products outside of graphs from `start` on, and counts products there and in graphs."""
+    """Casts products that are not rewritten from `start` on, and counts these and those of graphs."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
@@ -102,10 +111,10 @@ class Operations(Sampler):
     @property
     def applies(self) -> bool:
         """Whether products are looked at one by one."""
-        return self._on and (self._in_graphs or tf.executing_eagerly())
+        return self._on and (self._in_graphs or tf.executing_eagerly() or compiles())
 
     def dtype(self) -> Dtype:
-        """Return the dtype of products outside of graphs."""
+        """Return the dtype of products that are looked at one by one."""
         return compute_dtype() if self._casts and not self._resting else "float32"
 
     @contextmanager
@@ -118,9 +127,13 @@ class Operations(Sampler):
             self._resting = before
 
     def count_product(self, kind: str, dtype: str) -> None:
-        """Count a product outside of graphs."""
-        if self.recorder.sampling and tf.executing_eagerly():
+        """Count a product outside of graphs each time, and one that XLA compiles once a trace."""
+        if not self.recorder.sampling:
+            return
+        if tf.executing_eagerly():
             self._only_graphs = False
+            self.recorder.count_op(kind, dtype)
+        elif compiles():
             self.recorder.count_op(kind, dtype)
 
 
