@@ -193,7 +193,8 @@ def _draw_losses(report: dict[str, Any]) -> str | None:
     figure, axes = new_figure(2.6)
     steps, losses = zip(*report["losses"], strict=True)
     curves = by_optimizer(steps, losses, report["losses_of"])
-    draw_losses(axes, {name or report["dtype"]: points for name, points in curves.items()})
+    whole = report["dtype"] or "not automated"
+    draw_losses(axes, {name or whole: points for name, points in curves.items()})
     return svg(figure)
 
 

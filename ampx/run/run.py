@@ -361,8 +361,11 @@ class Run:
         Args:
             *between: What stands before the line that scales the loss.
         """
+        records = list(self.recorder.optimizers.values())
+        # Keras's `compile` makes one that a training step of the script's own never uses.
+        trained = [record for record in records if record.steps] or records
         # Once for each line that makes optimizers: that is where somebody writes it.
-        groups = list(dict.fromkeys(tuple(record.optimizers) for record in self.recorder.optimizers.values()))
+        groups = list(dict.fromkeys(tuple(record.optimizers) for record in trained))
         count = sum(map(len, groups))
         if count < 2:
             scale = f"with ampx.scale_loss(loss, {self.noun}) as scaled: {self.backward}"

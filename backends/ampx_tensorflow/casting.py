@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
 
 from ampx.backend import CastPlan, map_leaves
 from ampx.errors import InvalidOptionError
@@ -39,6 +41,7 @@ class _Before(threading.local):
 
 
 _session = _Session()
+_added: Final = Trainer._aggregate_additional_loss
 _before = _Before()
 _regions: Final[dict[int, tuple[weakref.ref[Region], ...]]] = {}  # by thread, the innermost last
 
@@ -150,10 +153,19 @@ def activate(plan: CastPlan) -> None:
     """Switch casting on in the process, and for new layers in the calling thread."""
     _regions.pop(threading.get_ident(), None)
     _before.switched += 1
+    # Native defect: what a layer adds to the loss in low precision, Keras cannot add to one in float32, and raises.
+    Trainer._aggregate_additional_loss = _added_in_float32
     if plan.level == "O1":  # beyond, `prepare` makes layers low precision
         _session.dtype = plan.dtype
     oplists.warn_of_layers(plan)
     enter_thread(plan)
+
+
+@functools.wraps(_added)
+def _added_in_float32(self: Any, loss: Any) -> Any:
+    """Return the sum of what a layer added to the loss: a penalty of its outputs, or what `add_loss` got."""
+    low = keras.ops.is_tensor(loss) and keras.backend.standardize_dtype(loss.dtype) in LOW
+    return _added(self, keras.ops.cast(loss, "float32") if low else loss)
 
 
 def enter_thread(plan: CastPlan) -> None:
@@ -169,6 +181,7 @@ def deactivate() -> None:
     """Undo `activate` and `prepare`."""
     _regions.pop(threading.get_ident(), None)
     _before.switched += 1
+    Trainer._aggregate_additional_loss = _added
     _session.dtype = None
     if _before.policies:
         (policy,), _before.policies = _before.policies, ()

@@ -130,6 +130,15 @@ def test_lines_by_hand_wrap_every_optimizer(toy):
     )
 
 
+def test_lines_by_hand_leave_out_optimizers_that_never_stepped(toy):
+    run = Run("toy", RunSettings("float16"))
+    run.session()
+    run.recorder.add_optimizer("Adam", 8.0, group=1)
+    run.recorder.add_optimizer("RMSprop", 8.0, group=2)
+    run.recorder.stepped(1)
+    assert run.explain()[1] == "optimizer = ampx.wrap_optimizer(optimizer)"
+
+
 def test_lines_by_hand_deny_what_the_run_denied(toy):
     run = Run("toy", RunSettings("float16", deny=("product",), loss_scale=8.0))
     run.session()

@@ -49,7 +49,7 @@ def patched():
     base = keras.optimizers.Optimizer
     return [
         *(getattr(base, name) for name in ("__init__", "apply")),
-        *(getattr(keras.Model, name) for name in ("compile", "fit", "train_on_batch")),
+        *(getattr(keras.Model, name) for name in ("compile", "fit", "train_on_batch", "_aggregate_additional_loss")),
         *(getattr(tf.GradientTape, name) for name in ("__enter__", "gradient")),
         *(getattr(gen_math_ops, name) for name in ("mat_mul", "batch_mat_mul_v2")),
         *(getattr(gen_nn_ops, name) for name in ("conv2d", "conv2d_backprop_input", "depthwise_conv2d_native")),

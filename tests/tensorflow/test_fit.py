@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
 
 import ampx
 from processes import run_python
@@ -135,6 +136,32 @@ def test_fit_trains_in_low_precision(dtype):
     history = model.fit(X, Y, epochs=20, verbose=0)
     assert history.history["loss"][-1] < 0.2 * history.history["loss"][0]
     assert opt.loss_scale == (2.0**16 if dtype == "float16" else 1.0)
+
+
+class Added(keras.layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.sum(x))
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
+def test_what_layers_in_low_precision_add_to_the_loss_is_added(options):
+    """Keras itself cannot add it: it is in the layer's dtype, and the loss in float32."""
+    added = Trainer._aggregate_additional_loss
+    amp = ampx.init("tensorflow", dtype="float16", device="cpu")
+    penalty = keras.regularizers.L1(0.5)
+    layers = [
+        keras.layers.Dense(2, kernel_initializer="ones", activity_regularizer=penalty),
+        Added(),
+        keras.layers.Dense(1, kernel_initializer="zeros", dtype="float32"),
+    ]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    model.compile(amp.wrap_optimizer(keras.optimizers.SGD(0.0)), "mse", **options)
+    history = model.fit(np.ones((2, 64), "float32"), np.zeros((2, 1), "float32"), verbose=0)
+    # Of two rows: half the mean of the sums of two outputs, each 64; and the sum of all four.
+    assert history.history["loss"] == [0.5 * 2 * 64 + 4 * 64]
+    amp.shutdown()
+    assert Trainer._aggregate_additional_loss is added
 
 
 def test_callbacks_see_the_steps_and_set_the_learning_rate(amp):

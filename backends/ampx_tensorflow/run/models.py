@@ -30,7 +30,6 @@ def models_cast(manager: KerasManager) -> Iterator[None]:
     """Patch how Keras compiles and trains models."""
     with (
         mock.patch.object(Trainer, "compile", _compiling(manager, Trainer.compile)),
-        mock.patch.object(Trainer, "_aggregate_additional_loss", _adding(Trainer._aggregate_additional_loss)),
         mock.patch.object(keras.Model, "fit", _training(manager, keras.Model.fit, counts=True)),
         mock.patch.object(keras.Model, "train_on_batch", _training(manager, keras.Model.train_on_batch, counts=False)),
         _files_of_the_script(manager),
@@ -149,20 +148,6 @@ def _training(manager: KerasManager, native: Callable[..., Any], counts: bool) -
         return result
 
     return train
-
-
-def _adding(native: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what sums an added loss, in float32: Keras adds no activity regularizer of a cast layer to the loss."""
-
-    @functools.wraps(native)
-    def add(self: Any, loss: Any) -> Any:
-        return native(self, keras.ops.cast(loss, "float32") if keras.ops.is_tensor(loss) and _is_low(loss) else loss)
-
-    return add
-
-
-def _is_low(loss: Any) -> bool:
-    return keras.backend.standardize_dtype(loss.dtype) in casting.LOW
 
 
 def outputs(model: Any) -> list[Any] | None:
