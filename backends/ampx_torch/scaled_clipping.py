@@ -4,7 +4,8 @@ The bound of torch's functions is not known here. But a write to scaled gradient
 say, keeps their proportions, and a bound gives one norm in every step, whatever the norm was before. Of scripts that
 write nothing between `scale_loss` and the step, versions of tensors are compared in the first steps, and no more. In
 the body of `scale_loss` the norm before is not known: gradients that were written to more than once there, which
-accumulation does, too, must end at one norm in all of the first steps.
+accumulation does, too, must end at one norm in all of the first steps. To read it there waits for the device, so that
+steps which never do, as fused ones on an accelerator, are not looked at in this way.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class ScaledClipping:
         wanted = self._writes is not None or any(self._versions)
         self._end = _norms(gradients) if wanted and _comparable(gradients) else None
 
-    def begin_step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Compare them with those of the step, which is about to unscale them.
+    def begin_step(self, gradients: Sequence[torch.Tensor], waits: bool) -> None:
+        """Compare them with those of the step, which is about to unscale them, and waits for its device or never does.
 
         Sync: one where somebody wrote after a body; once one where gradients were written to more than once in bodies.
         """
@@ -57,7 +58,7 @@ class ScaledClipping:
             self._ends.append(self._end)
         rounding = _ROUNDING[bool(gradients) and gradients[0].dtype in LOW]
         if self._versions == [gradient._version for gradient in gradients]:
-            if self._steps == _STEPS and _comparable(gradients) and _all_end_alike(self._ends, rounding):
+            if self._steps == _STEPS and waits and _comparable(gradients) and _all_end_alike(self._ends, rounding):
                 self._warn("inside scale_loss")
             return
         if self._writes is None:

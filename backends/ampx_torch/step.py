@@ -220,7 +220,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         if self._incomplete and gradients:
             fused.check_momentum(self.optimizer)
         if self._clipping is not None and member.stage == "scaled":
-            self._clipping.begin_step(self._written())
+            self._clipping.begin_step(self._written(), not self.on_device)
             if self._clipping.ended:
                 self._clipping = None
         return gradients
