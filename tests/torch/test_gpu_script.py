@@ -121,6 +121,29 @@ def test_tests_marked_gpu_are_checks_and_what_passed_counts(tree, capsys):
     assert "1 pass, 1 FAIL, 1 not here" in capsys.readouterr().out
 
 
+STARTS_A_PROCESS = """
+import subprocess, sys
+import pytest
+
+@pytest.mark.gpu
+def test_starts_a_process():
+    code = "import ampx; raise SystemExit('amphora' not in ampx.backends())"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+"""
+
+
+def test_processes_that_tests_start_find_a_backend_that_is_not_installed(tmp_path):
+    for name, text in (("conformance/test_amphora.py", ""), ("amphora/test_a.py", STARTS_A_PROCESS)):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True)
+        (tmp_path / "tests" / name).write_text(text)
+    (tmp_path / "ampx_amphora.py").write_text(
+        "import ampx\n\n\n@ampx.hookimpl\ndef ampx_register_backends(register):\n"
+        "    register('amphora', None, roots=('amphora',), requires='amphora')\n"
+    )
+    outcomes = list(run_tests(tmp_path, "amphora", "ampx_amphora", "", False, float("inf")))
+    assert [outcome.status for outcome in outcomes] == ["pass", "pass"], outcomes[-1].data
+
+
 def test_tests_that_pytest_cannot_collect_are_an_error(tree):
     (tree / "tests" / "torch" / "test_a.py").write_text("import pytest\npytest.mark.gpu\nraise RuntimeError\n")
     file, whole = run_tests(tree, "torch", "ampx_torch", "", False, float("inf"))
