@@ -157,6 +157,8 @@ def wrap(
         # What it looks at is in memory by now: in the branch that updates, XLA would fuse less in every step.
         looks = finite & (steps % every == 0) if every else None
         numbers = state.meter if looks is None else varying.switch(looks.astype(jnp.int32), [lambda: state.meter, look])
+        if isinstance(looks, jax.core.Tracer):
+            returned = jax.tree.map(functools.partial(_behind, numbers), returned)
         if copies is not None:
             returned, copies = masters.step(returned, state.masters, copies, params, finite)
         moved = next_state(state.settings.config, last.loss_scale, finite, where=_where)
@@ -299,6 +301,17 @@ def _looked_at(params: Any, seen: Any, updates: Any, grads: Any) -> list[meter.L
 
     jax.tree.map(note, params, seen, updates, grads)
     return leaves
+
+
+def _behind(numbers: Any, update: Any) -> Any:
+    """Return the update as it is, in a form that says to the compiler that the meter has looked.
+
+    Nothing else orders the look before the addition that overwrites a parameter, and XLA would keep a copy of every
+    parameter in every step. A barrier it has dropped by then. The first number is a step, which is never negative.
+    """
+    if not _is_floating(update) or not varying.follows(update, numbers):
+        return update
+    return jnp.where(numbers[0] >= 0, update, jnp.asarray(-0.0, update.dtype))
 
 
 def _sum(dtype: Any, param: Any, before: Any, update: Any) -> Any:

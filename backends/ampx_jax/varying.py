@@ -97,6 +97,11 @@ def _sharding(shape: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and any(sharding.spec) else None
 
 
+def follows(value: Any, other: Any) -> bool:
+    """Return whether a value is marked as different wherever another one is."""
+    return _varying(jax.typeof(other)) <= _varying(jax.typeof(value))
+
+
 def _like(value: Any, shapes: tuple[Any, ...]) -> Any:
     missing = frozenset[str]().union(*map(_varying, shapes)) - _varying(jax.typeof(value))
     return jax.lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value

@@ -1,10 +1,13 @@
 """The meter: updates that round to nothing and gradients that flush, counted again by NumPy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 from metering import count
 
 import ampx
@@ -172,6 +175,52 @@ def test_it_counts_in_scan_and_where_states_are_stacked_there_is_none():
     assert (ampx.meter(state).step, ampx.meter(state).lost) == (6, 1.0)
     stacked = jax.vmap(tx.init)({"w": jnp.ones((2, 4))})
     assert ampx.meter(stacked) is None
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_a_compiled_step_copies_no_parameter_for_it(level):
+    first = {"first": jnp.ones((256, 256)), "last": jnp.ones((256, 512))}
+    copies, held = {}, {}
+    for every in (0, 2):
+        amp = init(level=level, every=every)
+        tx = amp.wrap_optimizer(optax.adam(1e-3))
+        state = tx.init(first)
+        params = amp.prepare(first)
+
+        def step(params, state, x, amp=amp, tx=tx):
+            def scaled_loss(params):
+                loss = jnp.mean(jnp.tanh(x @ params["first"]) @ params["last"])
+                with amp.scale_loss(loss, state) as scaled:
+                    return scaled
+
+            updates, state = tx.update(jax.grad(scaled_loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        x = jnp.ones((4, 256), params["first"].dtype)
+        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile()
+        copies[every] = re.findall(r"= \S+\[256,\d+\]\S* copy\(", compiled.as_text().partition("ENTRY")[2])
+        held[every] = compiled.memory_analysis().temp_size_in_bytes
+        amp.shutdown()
+    assert copies == {0: [], 2: []}
+    # One gradient of low precision waits for the look, too; a copy of all parameters would be twice that, or more.
+    assert held[2] < held[0] + params["first"].nbytes + 4096
+
+
+def test_beside_a_parameter_that_is_split_another_one_stays_the_same_on_all_devices():
+    amp = init(every=1, loss_scale=1.0)
+    tx = amp.wrap_optimizer(optax.sgd(0.5), axis_name="x")
+    params = {"split": jnp.ones(4), "whole": jnp.ones(3)}
+    state = tx.init({"split": jnp.ones(2), "whole": jnp.ones(3)})
+    ampx.loss_scale(state)
+    specs = {"split": P("x"), "whole": P()}
+
+    def step(params):
+        updates, _ = tx.update(params, state, params)
+        return optax.apply_updates(params, updates)
+
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,))
+    after = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))(params)
+    assert jax.tree.all(jax.tree.map(lambda leaf: bool((leaf == 0.5).all()), after))
 
 
 def test_nothing_in_a_step_asks_the_host():
