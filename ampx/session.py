@@ -453,8 +453,9 @@ class Amp:
             opt: A wrapped optimizer, or an optimizer state outside traced code.
 
         Returns:
-            The meter; None before the first such update, and where the backend does not meter. In JAX float32
-            parameters are metered only where `amp.meter_every = 100` was set before `wrap_optimizer`.
+            The meter; None before the first such update, and where the backend does not meter. In JAX, and in functions
+            of TensorFlow, float32 parameters are metered only where `amp.meter_every = 100` was set before
+            `wrap_optimizer`: the smallest compiled steps would take more than 1 % longer.
 
         Raises:
             NotWrappedError: It is neither.

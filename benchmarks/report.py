@@ -179,7 +179,11 @@ LAYOUT: dict[str, tuple[str, int, tuple[Column, ...]]] = {
     "meter_cost": ("what the meter takes of the time of all steps, PyTorch", 1, _METER),
     "meter_cost_mxnet": ("what the meter takes of the time of all steps, MXNet", 1, _METER),
     "meter_cost_paddle": ("what the meter takes of the time of all steps, PaddlePaddle", 1, _METER),
-    "meter_cost_jax": ("what the meter takes of compiled steps in JAX, where it looks", 1, (_WORKLOAD, *_WITH_METER)),
+    "meter_cost_jax": (
+        "what the meter takes of compiled steps in JAX, where it looks",
+        1,
+        (_WORKLOAD, *_WITH_METER, ("two builds without", lambda row: f"{100 * row['twice']:.2f} %")),
+    ),
     "meter_cost_tensorflow": (
         "what the meter takes of functions of TensorFlow, where it was asked for",
         2,

@@ -125,7 +125,13 @@ def page(report: dict[str, Any]) -> str:
     for meter in report["meters"]:
         parts += meter_parts(meter)
     if report["framework"] and not report["meters"]:
-        parts.append(paragraph(f"Updates are metered every {METER_EVERY} steps, where the backend can: none was here."))
+        parts.append(
+            paragraph(
+                f"No update was metered here. Every {METER_EVERY}th step is, but not of float32 in compiled functions "
+                f"(jit, tf.function, fit), where the smallest steps would take more than 1 % longer for it. In an "
+                f"edited script amp.meter_every = {METER_EVERY} before wrap_optimizer asks for it there, too."
+            )
+        )
     if report["lines"]:
         parts += [heading("The same by hand"), code(report["lines"])]
     if report["processes"]:
