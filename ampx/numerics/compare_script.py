@@ -362,7 +362,8 @@ def _of_losses(facts: Mapping[str, Any]) -> str:
     first = None if modules is None else modules["first"]
     where = "" if first is None else f", first in {_named(first['module'])}"
     broken = sum(isinstance(loss, str) for loss in losses)
-    end = "ends alike" if facts["ends_alike"] else f"has {broken} values not finite" if broken else "ends elsewhere"
+    values = "1 value" if broken == 1 else f"{broken} values"
+    end = "ends alike" if facts["ends_alike"] else f"has {values} not finite" if broken else "ends elsewhere"
     return f"the loss parts from float32's at step {facts['parts_at']} of {len(losses)}{skips}{where}, and {end}"
 
 
