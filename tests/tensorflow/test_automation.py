@@ -262,21 +262,23 @@ def test_what_the_script_computes_in_a_dtype_of_its_own_stays_in_it(start):
     assert "bfloat16" not in {computed for _, computed in run.recorder.ops}
 
 
-@pytest.mark.parametrize("where", ["eager", "function", "session"])
+@pytest.mark.parametrize("where", ["eager", "function", "session", "monitored session"])
 def test_the_operations_told_are_those_that_ran(start, where):
     """Two products forward and three backward, the first of which has no gradient for its input."""
     run, region = start(graphs=where != "eager")
-    with region, tf.Graph().as_default() if where == "session" else contextlib.nullcontext():
+    in_session = where.endswith("session")
+    with region, tf.Graph().as_default() if in_session else contextlib.nullcontext():
         weights = [v1.get_variable(name, initializer=np.ones((4, 4), "float32")) for name in "ab"]
 
         def forward():
             hidden = tf.nn.relu(tf.matmul(tf.ones((8, 4)) * 0.5, weights[0]))
             return tf.reduce_mean(tf.square(tf.matmul(hidden, weights[1])))
 
-        if where == "session":
+        if in_session:
             train = v1.train.GradientDescentOptimizer(0.1).minimize(forward())
-            with v1.Session() as session:
-                session.run(v1.global_variables_initializer())
+            initialize = v1.global_variables_initializer()
+            with v1.Session() if where == "session" else v1.train.MonitoredSession() as session:
+                session.run(initialize)
                 for _ in range(4):
                     session.run(train)
         else:

@@ -84,12 +84,14 @@ class Operations(Sampler):
 
     def run_session(self, run: Callable[..., Any], session: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a session of TensorFlow 1, counting products in the first runs that have any."""
-        own = len(args) > 2 or "options" in kwargs or "run_metadata" in kwargs
+        # A MonitoredSession passes options that ask for nothing, and metadata that stays empty.
+        asked = kwargs.get("options")
+        own = len(args) > 2 or (asked is not None and bool(asked.ListFields()))
         if own or not self._on or self._sampled_runs >= self.recorder.sampled_steps:
             return run(session, *args, **kwargs)
         v1 = tf.compat.v1
         metadata, options = v1.RunMetadata(), v1.RunOptions(output_partition_graphs=True)
-        result = run(session, *args, **kwargs, options=options, run_metadata=metadata)
+        result = run(session, *args, **{**kwargs, "options": options, "run_metadata": metadata})
         before = self.recorder.ops.total()
         for graph in metadata.partition_graphs:
             self.count_graph(graph)
