@@ -19,7 +19,7 @@ from .compare import WORST, ModuleError, error_map, module_errors, unscaled, wor
 from .formats import FORMATS, spelled
 from .meter import LOST
 from .timing import busy, speed_in_words
-from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial
+from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
 
 SCHEMA: Final = "ampx.compare/1"
 # What a comparison on a CPU cannot say.
@@ -127,7 +127,7 @@ def compare_script(
             than `"auto"` was asked for.
     """
     disturbance = busy() if repeats else []
-    warm_up = min(10, steps // 4)
+    warm_up = warm_up_of(steps, 10)
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
     if failed and timed.keys() == {REFERENCE}:

@@ -21,6 +21,7 @@ from ampx.errors import InvalidOptionError, TrialError
 from ampx.run import RunSettings, SampledGradient
 from ampx.run.page import by_optimizer
 from ampx.run.program import WRONG_OPTIONS, Program, misplaced
+from ampx.run.recorder import SAMPLED_STEPS
 
 _CHILD: Final = "ampx.numerics.child"
 # Exit codes of a child whose script `ampx run` refuses, or whose options it cannot honour.
@@ -28,6 +29,14 @@ REFUSED: Final = 3
 MISUSED: Final = 2
 # Names the folder in which a trial may keep what it compiles for the next one, if its memory is not to be measured.
 COMPILED: Final = "AMPX_COMPILED"
+
+
+def warm_up_of(steps: int, most: int) -> int:
+    """Return how many of so many steps are not to be timed: a quarter, and those in which operations are counted.
+
+    It is 0 where nothing would be left, and nothing is timed.
+    """
+    return min(most, max(steps // 4, SAMPLED_STEPS)) if steps > SAMPLED_STEPS else 0
 
 
 class InvalidTrialError(TrialError, InvalidOptionError):
@@ -44,7 +53,8 @@ class Trial:
         framework: The only framework to automate, or None.
         seed: What random numbers of Python, NumPy and the framework start from.
         steps: End the script after so many steps; None to run it to its end.
-        warm_up: So many steps are not timed: they compile, allocate and fill caches.
+        warm_up: So many steps are not timed: they compile, allocate and fill caches, and operations are counted in the
+            first of them.
         block: So many steps are timed together, and the device is waited for at their end.
         watched: Steps, from 1, in which modules are watched.
         watching: What is looked at there.

@@ -25,7 +25,7 @@ from .compare import ModuleError, bound, error_map, module_errors, relative_erro
 from .formats import find_format
 from .operations import failing
 from .timing import busy
-from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial
+from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
 from .tune import (
     LARGEST_TOLERANCE,
     Choice,
@@ -312,7 +312,7 @@ def tune_script(
     Raises:
         TrialError: A run failed, or the backend cannot watch modules.
     """
-    warm_up = min(5, steps // 4)
+    warm_up = warm_up_of(steps, 5)
     trial = Trial(program, settings, framework, seed, 1 if for_inference else steps, warm_up, shares_compiled=True)
     timed = repeats > 0 and what_if is None and not for_inference
     disturbance = busy() if timed else []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ampx
-from ampx.numerics.trial import Outcome, Trial, run_trial, write_outcome
+from ampx.numerics.trial import Outcome, Trial, run_trial, warm_up_of, write_outcome
 from ampx.run import RunSettings
 from ampx.run.program import Program
 
@@ -48,6 +48,10 @@ def test_a_script_ends_after_its_steps_and_what_is_to_run_at_the_end_runs(trial,
     assert (outcome.steps, len(outcome.losses), outcome.ended_early) == (7, 7, True)
     assert len(outcome.times) == 5
     assert (tmp_path / "ended.txt").read_text() == "at exit"
+
+
+def test_steps_in_which_operations_are_counted_are_not_timed():
+    assert [warm_up_of(steps, 10) for steps in (1, 3, 4, 8, 20, 40, 1000)] == [0, 0, 3, 3, 5, 10, 10]
 
 
 def test_losses_are_the_script_s_own(trial):
