@@ -354,11 +354,11 @@ def test_wrong_options_are_refused_before_anything_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "dtype"),
     [
         *(("fp16", "float16"), ("torch.bfloat16", "bfloat16"), ("float8_e4m3fn", "float8_e4m3")),
         *(("fp8_e5m2", "float8_e5m2"), ("E4M3", "float8_e4m3"), ("float8_e5m2", "float8_e5m2")),
     ],
 )
-def test_a_dtype_to_simulate_is_named_as_init_and_frameworks_name_it(tmp_path, name, found):
-    assert check_options("training", name, tmp_path / "a.toml") == found
+def test_a_dtype_to_simulate_is_named_as_init_and_frameworks_name_it(tmp_path, name, dtype):
+    assert check_options("training", name, tmp_path / "a.toml") == dtype

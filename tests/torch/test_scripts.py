@@ -94,8 +94,9 @@ for step in range(2):
 @pytest.mark.parametrize("region", ["torch.autocast('cpu', dtype=torch.float16)", "region"], ids=["made", "kept"])
 def test_float32_is_float32_in_the_regions_of_a_script_s_own_too(looked_at, region):
     """A value that only float16 cannot hold was said to fail in float32, too, where the script casts by itself."""
-    made = "scaler = torch.amp.GradScaler('cpu', init_scale=1.0)\nregion = torch.autocast('cpu', dtype=torch.float16)"
-    text = OWN.replace('scaler = torch.amp.GradScaler("cpu", init_scale=1.0)', made)
+    scaler = "scaler = torch.amp.GradScaler('cpu', init_scale=1.0)"
+    both = f"{scaler}\nregion = torch.autocast('cpu', dtype=torch.float16)"
+    text = OWN.replace('scaler = torch.amp.GradScaler("cpu", init_scale=1.0)', both)
     text = text.replace('torch.autocast("cpu", dtype=torch.float16)', region)
     text = text.replace("torch.randn(8, 16)", "torch.randn(8, 16) * (3e5 if step == 2 else 1)")
     diagnosis, report = looked_at(text, replace_native=True)

@@ -379,8 +379,8 @@ class Automation:
             now = state.numbers
             numbers = (self._positions[group], now.finite, now.step_scale, now.scale)
             # An array of its own: the script may donate those of its state.
-            told = jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
-            self.report(varying.agreed(told, jax.lax.pmin), self.followed)
+            outcome = jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+            self.report(varying.agreed(outcome, jax.lax.pmin), self.followed)
 
     def followed(self, numbers: Any) -> None:
         """Take one step of the script's own session: count it. Called at run time."""
