@@ -329,7 +329,7 @@ class Digest:
     def __init__(self, definition, inputs):
         """Take a graph, and the names of its inputs in their order."""
         self._functions = {function.signature.name: function for function in definition.library.function}
-        self.nodes = collections.Counter(self._hash(definition.node, inputs).values())
+        self.nodes = collections.Counter(self._computed(definition.node, self._hash(definition.node, inputs)))
 
     def _hash(self, definitions, inputs):
         """Return the hash of each node by its name."""
@@ -360,7 +360,13 @@ class Digest:
         function = self._functions[name]
         hashes = self._hash(function.node_def, [argument.name for argument in function.signature.input_arg])
         returned = [function.ret[argument.name].partition(":") for argument in function.signature.output_arg]
-        return sorted(hashes.values()), [(hashes[name], output) for name, _, output in returned]
+        return self._computed(function.node_def, hashes), [(hashes[name], output) for name, _, output in returned]
+
+    @staticmethod
+    def _computed(definitions, hashes):
+        """Return the hashes of nodes, sorted; of equal constants, of which the rewriter leaves one or more, one."""
+        constants = {hashes[node.name] for node in definitions if node.op == "Const"}
+        return sorted([*constants, *(hashes[node.name] for node in definitions if node.op != "Const")])
 
 
 def digest(traced):
