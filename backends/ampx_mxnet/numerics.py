@@ -468,7 +468,11 @@ def clock(backend: MXNetBackend, model: Any, step: Step, plan: CastPlan | None) 
             all_finite(collect(owner, True)).asscalar()
 
     def seconds() -> float:
-        with _restored(model):
+        with _restored(model), ExitStack() as regions:
+            if plan is not None:
+                # To put in place what casts takes milliseconds, which no step of a training pays.
+                regions.enter_context(casting.region(plan, True))
+                regions.enter_context(switch.Region(None))
             compute()
             mx.nd.waitall()
             return timed(compute, mx.nd.waitall)

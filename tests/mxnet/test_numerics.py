@@ -12,7 +12,7 @@ from ampx.errors import LossError, UnsupportedDtypeError, UnsupportedOpError
 from ampx.numerics.rounding import describe, round_to, sample
 from ampx_mxnet import dtypes, numerics
 from ampx_mxnet.backend import MXNetBackend
-from ampx_mxnet.compat import mx
+from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.numerics import rounded
 
 nn = mx.gluon.nn
@@ -303,6 +303,17 @@ def test_a_clock_waits_for_the_check_of_gradients_where_something_is_cast(
     monkeypatch.setattr(numerics, "all_finite", look)
     assert backend.clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
     assert seen == [len(trained(net))] * looks  # once before the clock starts, and once in it
+
+
+@pytest.mark.bfloat16
+def test_a_clock_puts_in_place_what_casts_once_and_not_in_every_step(backend, net, batch, monkeypatch):
+    """It takes as long as a step of two products of a thousand."""
+    put, init = [], amp.init
+    monkeypatch.setattr(amp, "init", lambda *args, **kwargs: put.append(args) or init(*args, **kwargs))
+    monkeypatch.setattr(numerics, "timed", lambda compute, wait: compute() or compute() or 1.0)
+    plan = CastPlan("cpu", "bfloat16")
+    assert backend.clock(net, lambda model: (model(batch) ** 2).mean(), plan)() == 1.0
+    assert put == [("bfloat16",)]
 
 
 @pytest.mark.parametrize("plan", [None, pytest.param(CastPlan("cpu", "bfloat16"), marks=pytest.mark.bfloat16)])
