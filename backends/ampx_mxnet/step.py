@@ -108,6 +108,8 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
 
     def _narrow(self) -> None:
         """Undo `_widen`, as far as it came; what hangs on the parameters then is rounded."""
+        if not self._widened:
+            return
         with mx.autograd.pause():
             while self._widened:
                 self._widened[-1].narrow_gradients()
@@ -202,10 +204,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if callable(batch_size):
             self._backend.refuse("arguments of step beyond MXNet's (closures)")
         if not member.group.enabled:
-            self._apply(run, batch_size, ignore_stale_grad, None)
-            self._hook.leave(raw)
-            self._forget_pending()
-            member.note_result(UNCHECKED)
+            self._step_unchecked(run, batch_size, ignore_stale_grad)
             return
         fresh = gradients.any_fresh(raw)
         if fresh or member.stage != "idle" or (self._used and not ignore_stale_grad):
@@ -224,6 +223,23 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         if not finite:
             self._skip()
         self._close(finite, divisor)
+
+    def _step_unchecked(self, run: Any, batch_size: float, ignore_stale_grad: bool) -> None:
+        """Step where the session is off: as the raw trainer, with clipping where that was asked for."""
+        raw = self.trainer
+        if self._clips:
+            self._apply(run, batch_size, ignore_stale_grad, None)
+            self._hook.leave(raw)
+        else:
+            try:
+                with switch.Region(None):
+                    (raw.update if self._reduced else run)(batch_size, ignore_stale_grad)
+            except UserWarning as error:
+                gradients.restore_fresh(raw, str(error))
+                self._reduced = not raw._update_on_kvstore  # a second try must not add up again
+                raise
+        self._forget_pending()
+        self.ampx_member.note_result(UNCHECKED)
 
     @property
     def _clips(self) -> bool:

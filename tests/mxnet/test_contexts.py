@@ -85,10 +85,14 @@ def test_allreduce_grads_and_update_are_a_step(amp, dense):
             assert _weights(net) == [[after, after]] * 2
 
 
-def test_a_second_try_does_not_add_up_again(amp, weights, backward):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_second_try_does_not_add_up_again(amp, weights, backward, enabled):
     """MXNet raises for a stale gradient after it has added up the contexts."""
+    if not enabled:
+        amp = ampx.init("mxnet", enabled=False)
     used, unused = (weights(1.0, 1.0, name=name, ctx=CONTEXTS) for name in ("used", "unused"))
-    opt = amp.wrap_optimizer(mx.gluon.Trainer([used, unused], "sgd", {"learning_rate": 0.25}))
+    raw = mx.gluon.Trainer([used, unused], "sgd", {"learning_rate": 0.25}, update_on_kvstore=False)
+    opt = amp.wrap_optimizer(raw)
     slopes = zip(CONTEXTS, (1.0, 2.0), strict=True)
     backward(lambda: [(used.data(context) * slope).sum() for context, slope in slopes], opt)
     with pytest.raises(UserWarning, match="`unused`"):
