@@ -313,7 +313,7 @@ def plots(results: Path) -> list[Path]:
         axes.axvline(1, color="black", linewidth=0.8)
         names = [f"{row['against']}: {row['workload']}" for row in reversed(steps)]
         axes.set_yticks(range(len(steps)), names, fontsize=7)
-        axes.set_xlabel("time of one step, ampx / other (median and middle half; left of 1: ampx is faster)")
+        axes.set_xlabel("time of one step, ampx / other\n(median and middle half; left of 1: ampx is faster)")
         written.append(_save(figure, "steps.png"))
     if phase := [row for run in runs for row in run.get("optimizer_phase", ()) if row.get("threads", 1) == 1]:
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
