@@ -62,6 +62,8 @@ def _count_alone(sizes: Sequence[int]) -> int:
 
 # Gradients by context, and in each by dtype; sparse ones apart, as "row_sparse".
 Batches: TypeAlias = list[dict[str, Batch]]
+# Arrays and their sizes, of what becomes a batch.
+_Listed: TypeAlias = tuple[list[Any], list[int]]
 
 
 def parameters(trainer: Any) -> Iterator[Any]:
@@ -135,9 +137,9 @@ def clear(trainer: Any) -> None:
 
 def collect(trainer: Any, only_fresh: bool) -> Batches:
     """List the gradients, or only those that a backward wrote since the last step."""
-    result: list[dict[str, tuple[list[Any], list[int]]]] = []
+    result: list[dict[str, _Listed]] = []
     last: Any = None
-    targets: list[tuple[list[Any], list[int]]] = []
+    targets: list[_Listed] = []
     for parameter in trainer._params:
         gradients = parameter._grad
         if gradients is None:
@@ -177,9 +179,7 @@ class Layout:
         return self._batches
 
 
-def _targets(
-    result: list[dict[str, tuple[list[Any], list[int]]]], parameter: Any, contexts: int
-) -> list[tuple[list[Any], list[int]]]:
+def _targets(result: list[dict[str, _Listed]], parameter: Any, contexts: int) -> list[_Listed]:
     """Return the lists, two a context, in which gradients like a parameter's and their sizes belong."""
     kind = name_of(parameter._dtype) if parameter._grad_stype == "default" else "row_sparse"
     result.extend({} for _ in range(contexts - len(result)))

@@ -309,7 +309,7 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
     def _check_and_clip(self, batches: gradients.Batches, flag: Any) -> bool:
         """Return whether gradients are finite, and clip them then. Sync: one, for the flag and the norm together."""
         if not self._clips:
-            return flag is None or bool(flag.asnumpy())
+            return bool(flag.asnumpy())
         finite, norm = gradients.clip(batches, self._max_grad_norm, self._max_grad_value, flag)
         self._norm = norm if self._norm is None else self._norm
         return finite

@@ -547,7 +547,7 @@ def _read(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose values are read where somebody watches; what is traced by others is not."""
 
     def call(*args: Any) -> Any:
-        if not numerics.watched() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        if not numerics.watched() or _is_traced(args):
             return function(*args)
         return modules.call(functools.partial(traced_by, numerics.read), function, args, {})
 
@@ -560,7 +560,7 @@ def _explained(this: Automation, inputs: Any, named: Any) -> Iterator[None]:
     try:
         yield
     except jax.errors.ConcretizationTypeError:
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((inputs, named))):
+        if _is_traced((inputs, named)):
             raise  # the script's own trace has the same trouble
         this.run.refuse(
             "the script differentiates a function whose Python code depends on the values of arrays, which cannot be "
