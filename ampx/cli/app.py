@@ -54,6 +54,15 @@ def _written(option: str, target: Path) -> Iterator[None]:
         ) from error
 
 
+def _write_report(report: Path | None, result: dict[str, Any]) -> None:
+    """Write the report of `compare`, `diagnose` or `tune`, where one was asked for."""
+    if report is not None:
+        from ampx.numerics.report import write
+
+        with _written("--report", report):
+            write(report, result)
+
+
 app = typer.Typer(
     help="One mixed-precision training API for every framework.",
     no_args_is_help=True,
@@ -204,7 +213,7 @@ def compare(
 ) -> None:
     """Run an unedited script in float32 and in mixed precision, and say whether it is right and worth it."""
     from ampx.numerics import compare_script
-    from ampx.numerics.report import KINDS, write
+    from ampx.numerics.report import KINDS
     from ampx.run import RunSettings
     from ampx.run.command import check_report
     from ampx.run.program import Program
@@ -230,11 +239,9 @@ def compare(
         from .compare_command import print_comparison, wide_console
 
         print_comparison(wide_console(), result)
-    if report is not None:
-        with _written("--report", report):
-            write(report, result)
-        if not as_json:
-            typer.echo(f"Report: {report}")
+    _write_report(report, result)
+    if report is not None and not as_json:
+        typer.echo(f"Report: {report}")
     raise typer.Exit(1 if result["failed"] else 0)
 
 
@@ -258,7 +265,6 @@ def diagnose(
 ) -> None:
     """Run an unedited script until it fails, and say in which module and operation, why, and what to do."""
     from ampx.numerics.diagnose_script import diagnose_script
-    from ampx.numerics.report import write
     from ampx.run import RunSettings
     from ampx.run.command import check_report
     from ampx.run.program import Program
@@ -286,9 +292,7 @@ def diagnose(
             typer.echo(f"{place}: {diagnosis}")
         for note in result["notes"]:
             typer.echo(f"note: {note}")
-    if report is not None:
-        with _written("--report", report):
-            write(report, result)
+    _write_report(report, result)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -319,7 +323,7 @@ def tune(
 ) -> None:
     """Find which modules of an unedited script stay in float32, by runs of it, and write a policy file."""
     from ampx.numerics import tune_script
-    from ampx.numerics.report import exclusion_lines, write
+    from ampx.numerics.report import exclusion_lines
     from ampx.run import RunSettings
     from ampx.run.command import check_report
     from ampx.run.program import Program
@@ -356,9 +360,7 @@ def tune(
             policy.write(out)
         if not as_json:
             typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
-    if report is not None:
-        with _written("--report", report):
-            write(report, result)
+    _write_report(report, result)
 
 
 @app.command()
