@@ -19,29 +19,10 @@ import tensorflow as tf
 
 import ampx
 from ampx_tensorflow import keras3, replicas
+from keras_networks import Products, layers
 
 # What is planted into the step in float16 at O1.
 FAULTS = ("native", "alone", "low sums")
-
-
-class Products(tf.Module):
-    """Two products of plain variables, which the graph rewriter casts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 1]))
-
-    def __call__(self, x):
-        return tf.matmul(tf.nn.relu(tf.matmul(x, self.first)), self.second)
-
-
-def layers():
-    """Return a network of two products with a normalization between them."""
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(8, activation="relu"), keras.layers.LayerNormalization()]
-    )
-    model.add(keras.layers.Dense(1))
-    return model
 
 
 def traced(strategy, network, dtype, level, bound=None, native=False):

@@ -24,6 +24,7 @@ import ampx
 import processes
 from ampx_tensorflow import device_scale, gradients, rewrite
 from evidence import COMBINATIONS
+from keras_networks import Products, layers
 
 v1 = tf.compat.v1
 WHERE = "/job:localhost/replica:0/task:0/device:"
@@ -139,23 +140,6 @@ def low_exponential(values):
 def test_a_planted_fault_of_a_graph_is_noticed(graph, by, word):
     with pytest.raises(AssertionError, match=word):
         check_graph(by(graph()), "float16")
-
-
-def layers():
-    model = keras.Sequential(
-        [keras.Input((8,)), keras.layers.Dense(8, activation="relu"), keras.layers.LayerNormalization()]
-    )
-    model.add(keras.layers.Dense(1))
-    return model
-
-
-class Products(tf.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = tf.Variable(tf.ones([8, 8])), tf.Variable(tf.ones([8, 1]))
-
-    def __call__(self, x):
-        return tf.matmul(tf.nn.relu(tf.matmul(x, self.first)), self.second)
 
 
 class Traced(typing.NamedTuple):
