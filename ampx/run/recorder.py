@@ -214,6 +214,7 @@ class Recorder:
         # How often an operation ran in a dtype while sampling: `(name, dtype)`.
         self.ops: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []  # sentences for the end of the summary
+        self.scaled: list[str] = []  # what the script reads that carries the loss scale; the headline says so
         self.steps = 0  # steps of all optimizers
         self.turn: int | None = None  # the optimizer that stepped last, by the position of its loss scale
         self.sampled_steps = sampled_steps  # how many steps are sampled
@@ -360,6 +361,15 @@ class Recorder:
         if sentence not in self.notes:
             self.notes.append(sentence)
 
+    def note_scaled(self, what: str) -> None:
+        """Note a number that the script reads multiplied by the loss scale, where it cannot be divided; once.
+
+        Args:
+            what: What reads it, and where, as `"a multi-grad hook (train.py:31)"`.
+        """
+        if what not in self.scaled:
+            self.scaled.append(what)
+
     def begin_child(self) -> None:
         """Start anew in a process that is a copy of the one that was recorded."""
         for record in self.optimizers.values():
@@ -371,6 +381,7 @@ class Recorder:
         self.meters.clear()
         self.curve = None if self.curve is None else LossCurve()
         self.notes.clear()
+        self.scaled.clear()
         self._stack.clear()
         self.restart_sampling()
         self._thread = get_ident()
@@ -404,4 +415,5 @@ class Recorder:
             "losses": [(step, loss) for step, loss, _ in points],
             "losses_of": [None if group is None else names[group] for _, _, group in points],
             "notes": list(self.notes),
+            "scaled": list(self.scaled),
         }

@@ -60,9 +60,12 @@ def headline(report: dict[str, Any]) -> str:
     """Return what ran in what, as one line."""
     if report["dtype"] is None:
         return f"{report['framework']} as the script has it, with {report['by_itself']}"
-    return (
+    line = (
         f"{report['framework']} in {report['dtype']} on {report['device']}, level {report['level']}: {report['reason']}"
     )
+    if report["scaled"]:
+        line += f"; multiplied by the loss scale, unlike in plain Python: what {', '.join(report['scaled'])} read"
+    return line
 
 
 def _optimizers(optimizers: Sequence[dict[str, Any]]) -> Iterator[str]:
