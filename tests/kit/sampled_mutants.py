@@ -1,0 +1,245 @@
+"""Mutants of the backends' lines: a sample that stays the same, and which of them the tests of a framework kill.
+
+    python tests/kit/sampled_mutants.py sample                  write the list, 300 of all frameworks
+    python tests/kit/sampled_mutants.py map torch TESTS...      run tests once and note which lines each of them runs
+    python tests/kit/sampled_mutants.py run torch               try its mutants that have no verdict yet
+    python tests/kit/sampled_mutants.py table                   print what was killed
+
+Each runs in the environment of the framework, with pytest-cov and the checkout on PYTHONPATH (`.:backends`). A mutant
+is known by its function and the text of its line, not by its number, so that it is found again where code has moved.
+Lines that run only in processes that tests start are not seen by `map`; their mutants are listed as "not run".
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIST = ROOT / "tests" / "kit" / "sampled_mutants.json"
+FRAMEWORKS = ("jax", "mxnet", "paddle", "tensorflow", "torch")
+SEED, COUNT = 20261124, 300
+MOST_TESTS = 40  # a mutant that so many tests of its line do not notice counts as alive
+SECONDS = 300
+
+COMPARED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+
+
+def mutated(node):
+    """Return name and source of each mutant of one node of the syntax tree."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
+        yield "comparison", ast.unparse(ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators))
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield "and-or", f"({ast.unparse(ast.BoolOp(other, node.values))})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not", f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED:
+        yield "arithmetic", f"({ast.unparse(ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right))})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "constant", str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield "constant", repr(node.value + 1)
+    elif isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        yield "return", "return None"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield "call", "pass"
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+        yield "assignment", "pass"
+
+
+def candidates(path):
+    """Return every mutant of a file, as what is kept of it and where it stands now."""
+    source = path.read_text()
+    lines, found, seen = source.splitlines(), [], Counter()
+
+    def visit(node, function):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            function = f"{function}.{node.name}".lstrip(".")
+        for name, new in mutated(node):
+            start, end = ast_span(lines, node)
+            key = (function, lines[node.lineno - 1].strip(), name, source[start:end], new)
+            seen[key] += 1
+            kept = dict(zip(("function", "line", "kind", "before", "after"), key, strict=True), number=seen[key])
+            found.append(({**kept, "file": str(path.relative_to(ROOT))}, (start, end, node.lineno)))
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                guards_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+                if isinstance(child, ast.AST) and not guards_types and not isinstance(child, ast.JoinedStr):
+                    visit(child, function)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def ast_span(lines, node):
+    """Return where a node stands in the source, in characters; columns of the syntax tree are bytes."""
+
+    def position(line, column):
+        return sum(len(text) + 1 for text in lines[: line - 1]) + len(lines[line - 1].encode()[:column].decode())
+
+    return position(node.lineno, node.col_offset), position(node.end_lineno, node.end_col_offset)
+
+
+def packages(framework):
+    """Return the folders of a framework's backend: its old recipes may have one of their own."""
+    others = {"torch": ["ampx_apex"], "paddle": ["ampx_fluid"]}.get(framework, [])
+    return [ROOT / "backends" / name for name in (f"ampx_{framework}", *others) if (ROOT / "backends" / name).is_dir()]
+
+
+def all_candidates(framework):
+    """Return every mutant of a framework's backend, in an order that does not change."""
+    return [
+        found for folder in packages(framework) for path in sorted(folder.rglob("*.py")) for found in candidates(path)
+    ]
+
+
+def name_of(framework, kept):
+    """Return a name that stays where the code moves within its function."""
+    text = json.dumps([kept[key] for key in ("function", "line", "kind", "before", "number")])
+    return f"{framework}-{kept['function']}-{kept['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def sample():
+    """Write the list, as many of each framework as it has lines."""
+    found = {framework: all_candidates(framework) for framework in FRAMEWORKS}
+    total = sum(map(len, found.values()))
+    chosen = {}
+    for framework, every in found.items():
+        share = round(COUNT * len(every) / total)
+        for kept, _ in random.Random(SEED).sample(every, share):
+            chosen[name_of(framework, kept)] = {**kept, "framework": framework, "verdict": None}
+    save(chosen)
+    print(f"{len(chosen)} of {total}:", Counter(mutant["framework"] for mutant in chosen.values()))
+
+
+def save(mutants):
+    LIST.write_text(json.dumps(mutants, indent=1) + "\n")
+
+
+def find(framework, mutant):
+    """Return the file, and where the mutant stands in it; None where that code is gone."""
+    same = ("line", "kind", "before", "number")
+    found = [entry for entry in all_candidates(framework) if all(entry[0][key] == mutant[key] for key in same)]
+    exact = [entry for entry in found if entry[0]["function"].split(".")[-1] == mutant["function"].split(".")[-1]]
+    return next(iter(exact or found), None)
+
+
+def map_file(framework):
+    return Path(tempfile.gettempdir()) / f"ampx-lines-{framework}.json"
+
+
+def map_lines(framework, tests):
+    """Run tests once under coverage, and keep which of them runs which line."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, junit = Path(folder, "rc"), Path(folder, "junit.xml")
+        sources = "\n  ".join(str(path) for path in packages(framework))
+        config.write_text(f"[run]\nsource =\n  {sources}\ndata_file = {folder}/data\n")
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "--cov", f"--cov-config={config}", "--cov-report=",
+             "--cov-context=test", f"--junitxml={junit}", "-o", "junit_family=xunit1", *tests],
+            cwd=ROOT, check=False,
+        )  # fmt: skip
+        from coverage import CoverageData
+
+        data = CoverageData(f"{folder}/data")
+        data.read()
+        lines = {
+            str(Path(file).relative_to(ROOT)): {
+                line: sorted({context.partition("|")[0] for context in contexts if "|run" in context})
+                for line, contexts in data.contexts_by_lineno(file).items()
+            }
+            for file in data.measured_files()
+        }
+        seconds = {
+            f"{case.get('file')}::{case.get('name')}": float(case.get("time"))
+            for case in ET.parse(junit).iter("testcase")
+        }
+        map_file(framework).write_text(json.dumps({"lines": lines, "seconds": seconds}))
+
+
+def run(framework):
+    """Try every mutant of a framework that has no verdict yet, each in a copy of the tree."""
+    known = json.loads(map_file(framework).read_text())
+    mutants = json.loads(LIST.read_text())
+    waiting = {name: mutant for name, mutant in mutants.items() if mutant["framework"] == framework}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(
+            ROOT, tree, ignore=shutil.ignore_patterns(".git", ".tox", ".venv*", "_build", "__pycache__", ".mypy_cache")
+        )
+        for name, mutant in waiting.items():
+            if mutant["verdict"] is None:
+                mutant["verdict"] = verdict(framework, mutant, tree, known)
+                print(f"{name}: {mutant['verdict']}", flush=True)
+                save(mutants)
+
+
+def verdict(framework, mutant, tree, known):
+    """Return what became of one mutant."""
+    entry = find(framework, mutant)
+    if entry is None:
+        return "gone"
+    kept, (start, end, line) = entry
+    tests = known["lines"].get(kept["file"], {}).get(str(line), [])
+    if not tests:
+        return "not run"
+    by_file = defaultdict(list)
+    for test in sorted(tests, key=lambda test: known["seconds"].get(test, SECONDS)):
+        by_file[test.partition("::")[0]].append(test)
+    # The quickest of every file first: one file may not know what another tests.
+    turns = [test for turn in range(MOST_TESTS) for own in by_file.values() for test in own[turn : turn + 1]]
+    path = tree / kept["file"]
+    source = path.read_text()
+    path.write_text(source[:start] + kept["after"] + source[end:])
+    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'backends'}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *turns[:MOST_TESTS]]
+    try:
+        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return "killed: it hangs"
+    finally:
+        path.write_text(source)
+    if ended.returncode == 0:
+        return "alive"
+    failed = [
+        line for line in ended.stdout.decode(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
+    return f"killed: {failed[0].split(' - ')[0].split(' ', 1)[1] if failed else 'no test could run'}"
+
+
+def table():
+    """Print how many of each framework were killed."""
+    rows = defaultdict(Counter)
+    for mutant in json.loads(LIST.read_text()).values():
+        rows[mutant["framework"]][(mutant["verdict"] or "not tried").partition(":")[0]] += 1
+    for framework, counts in rows.items():
+        print(f"{framework:<12}", dict(counts))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sample", "map", "run", "table"))
+    parser.add_argument("framework", nargs="?", choices=FRAMEWORKS)
+    asked, rest = parser.parse_known_args()
+    if asked.what in ("map", "run") and asked.framework is None:
+        parser.error("name a framework")
+    if asked.what == "map":
+        map_lines(asked.framework, rest)
+    else:
+        {"sample": sample, "run": lambda: run(asked.framework), "table": table}[asked.what]()
