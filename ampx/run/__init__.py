@@ -35,9 +35,9 @@ The kit tests it (`ampx.testing.kit.automation`); `tests/kit/toy/automation.py` 
 
 from __future__ import annotations
 
-from ampx.callers import script_line as script_line
+from ampx.callers import is_script_function as is_script_function, script_line as script_line
 
-from .imports import ImportAlias as ImportAlias, spec_of as spec_of
+from .imports import ImportAlias as ImportAlias, ImportWatch as ImportWatch, spec_of as spec_of
 from .manager import (
     Managed as Managed,
     Manager as Manager,

@@ -4,7 +4,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 
 - `manager`: `torch.optim.Optimizer.__init__`, so that every optimizer of the script gets a loss scale;
 - `backward`: `torch.autograd.backward`, so that the loss is scaled for the optimizers it reaches;
-- `gradients`: `torch.Tensor.grad` and hooks on gradients, so that the script sees true gradients only;
+- `gradients`: `torch.Tensor.grad`, hooks and backwards of the script's own, so that it sees unscaled gradients only;
 - `modules`: `torch.nn.Module.__call__`, where `allow` or `deny` name modules;
 - `native` and `scaler`: `torch.autocast` and `GradScaler`, which are refused, or carried out by ampx;
 - `accelerate`: `Accelerator.__init__`, whose fp16 on a CPU is carried out;
@@ -20,7 +20,7 @@ from ampx.run import Run
 
 from .accelerate import accelerators_carried_out
 from .backward import backward_scaled
-from .gradients import gradients_true
+from .gradients import gradients_unscaled
 from .manager import TorchManager, optimizers_managed
 from .modules import modules_ruled
 from .native import autocast_watched
@@ -33,7 +33,7 @@ def automate(run: Run) -> Iterator[None]:
     """Patch torch for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
     patches = (
-        *(optimizers_managed, backward_scaled, gradients_true, modules_ruled),
+        *(optimizers_managed, backward_scaled, gradients_unscaled, modules_ruled),
         *(autocast_watched, scaler_watched, accelerators_carried_out),
     )
     with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):

@@ -17,7 +17,8 @@ from ampx_torch.backend import TorchBackend
 from ampx_torch.reach import bring_together, leaves_of
 from ampx_torch.trees import LOW
 
-from .manager import TorchManaged, TorchManager
+from .gradients import unscaled
+from .manager import WIDE, TorchManaged, TorchManager, gradient_of
 from .native import OWN
 
 _THROUGH: Final = ("torch._tensor", "torch.autograd")
@@ -52,14 +53,19 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
                 manager.note_scaler(tensors)
                 true(tensors, weights, retain_graph, create_graph, inputs=inputs)
             return
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        if manager.shows and _backward_nested(manager, true, tensors, weights, options):
+            return
         losses = None if manager.inside else _losses(tensors, weights)
         optimizers = manager.all() if losses else []
         if losses and not optimizers and manager.employ():
             optimizers = manager.all()
         if losses is None or not optimizers:
+            if manager.pending and not manager.inside:  # by edges of the graph, say: what it adds is not scaled
+                for managed in manager.managed():
+                    manager.unscale(managed)
             true(tensors, weights, retain_graph, create_graph, inputs=inputs)
             return
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
         with manager.backward_phase:
             if manager.scales:
                 _backward_scaled(manager, true, losses, optimizers, options)
@@ -72,6 +78,7 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.autograd, "backward", backward))
+        stack.enter_context(mock.patch.object(torch.autograd, "grad", _grad_nested(manager, torch.autograd.grad)))
         if manager.run.recorder.wants_losses:
             for owner in (TorchBackend, GradScaler):
                 stack.enter_context(mock.patch.object(owner, "scale", _remembering(owner.scale)))
@@ -107,11 +114,7 @@ def _backward_scaled(
     options: dict[str, Any],
 ) -> None:
     """Find out what the loss reaches, bring gradients that wait to the same scale, and run."""
-    leaves, hidden = leaves_of(losses)
-    inputs = options["inputs"]
-    if inputs is not None:
-        wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
-        leaves = {id(leaf): leaf for leaf in wanted if leaf.is_leaf}
+    leaves, hidden = _added_to(losses, options["inputs"])
     owners = manager.owners
     owners.sort(optimizers)
     if manager.sampler.counts:
@@ -127,31 +130,87 @@ def _backward_scaled(
         true(losses, None, **options)
         return
     optimizers = _ready(optimizers)
+    _refuse_graph(manager, options)
+    try:
+        with manager.working():
+            # Unscaled gradients that are there may be the script's own: views of one buffer, or kept in a list.
+            kept = [] if all(gradient is None for gradient in map(gradient_of, leaves.values())) else optimizers
+            kept = [managed for managed in kept if not managed.carries_scale and managed.has_gradients()]
+            if len(optimizers) > 1 or optimizers[0].wrapped.ampx_member.stage != "idle":
+                bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
+            factor = _backward(manager, true, losses, optimizers, options, leaves)
+            if manager.arriving:
+                _unscale_fellows(manager, optimizers, factor)
+            manager.pending = True
+    except BaseException:
+        manager.look()
+        raise
+    for managed in kept:
+        manager.unscale(managed)
+
+
+def _added_to(losses: list[torch.Tensor], inputs: Any) -> tuple[dict[int, torch.Tensor], bool]:
+    """Return the tensors to whose gradients a backward adds, by id, and whether there may be more."""
+    if inputs is None:
+        return leaves_of(losses)
+    wanted = list(inputs.values()) if isinstance(inputs, dict) else _listed(inputs)
+    wanted = [tensor if isinstance(tensor, torch.Tensor) else getattr(tensor[0], "variable", None) for tensor in wanted]
+    return {id(tensor): tensor for tensor in wanted if tensor is not None}, False
+
+
+def _refuse_graph(manager: TorchManager, options: dict[str, Any]) -> None:
     if options["create_graph"]:
         manager.run.refuse(
             "backward(create_graph=True) makes gradients that are differentiated again, which a loss scale would "
             "multiply twice; accepted: torch.autograd.grad for these, or --dtype bfloat16, which needs no loss scale"
         )
-    strangers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-    factor = None
-    try:
-        with manager.working():
-            if len(optimizers) > 1 or optimizers[0].wrapped.ampx_member.stage != "idle":
-                bring_together(manager.run.session().backend, [managed.wrapped for managed in optimizers])
-            if None in reached:
-                strangers = [(leaf, leaf.grad) for key, leaf in leaves.items() if owners.of(key) is None]
-                for leaf, _ in strangers:
-                    leaf.grad = None
-            try:
-                factor = _backward(manager, true, losses, optimizers, options)
-                manager.pending = True
-            finally:
-                for leaf, before in strangers:  # of what no optimizer holds the script gets true gradients at once
-                    after = None if factor is None or leaf.grad is None else leaf.grad / factor
-                    leaf.grad = after if before is None else before if after is None else before.add_(after)
-    except BaseException:
-        manager.look()
-        raise
+
+
+def _scaled_inside(manager: TorchManager, tensors: Any, weights: Any) -> list[torch.Tensor] | None:
+    """Return losses with the loss scale of the backward under way, in code that it calls; None as in `_losses`."""
+    with torch.enable_grad():
+        losses = _losses(tensors, weights)
+        return None if losses is None else [loss * manager.factor for loss in losses]
+
+
+def _backward_nested(manager: TorchManager, true: Any, tensors: Any, weights: Any, options: dict[str, Any]) -> bool:
+    """Run a backward that code of the script runs inside another: what it adds is to carry the same loss scale.
+
+    As reentrant checkpoints do that a script has written itself. Return whether torch will take what it is given.
+    """
+    losses = _scaled_inside(manager, tensors, weights)
+    if losses is None:
+        return False
+    leaves, _ = _added_to(losses, options["inputs"])
+    if manager.owners.reached(leaves) - {None, *(managed.reference for managed in manager.reached)}:
+        manager.run.refuse(
+            "a backward inside another reaches parameters of an optimizer that the outer one does not reach, whose "
+            "loss scale it cannot carry; accepted: a backward of its own after the first, or --dtype bfloat16, which "
+            "needs no loss scale"
+        )
+    _refuse_graph(manager, options)
+    with manager.script_code.switched(False):
+        _run(manager, true, losses, options, leaves)
+    return True
+
+
+def _grad_nested(manager: TorchManager, true: Any) -> Callable[..., Any]:
+    """Return `torch.autograd.grad`, which inside a backward computes with its loss scale, so that nothing underflows.
+
+    What it returns is not scaled, there as anywhere.
+    """
+
+    @functools.wraps(true)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **options: Any) -> Any:
+        batched = options.get("is_grads_batched")
+        losses = None if batched or not manager.shows else _scaled_inside(manager, outputs, grad_outputs)
+        if losses is None:
+            return true(outputs, inputs, grad_outputs, *args, **options)
+        with manager.script_code.switched(False):
+            gradients = true(losses, inputs, None, *args, **options)
+        return unscaled(gradients, manager.factor)
+
+    return grad
 
 
 def _ready(optimizers: list[TorchManaged]) -> list[TorchManaged]:
@@ -182,6 +241,7 @@ def _backward(
     losses: list[torch.Tensor],
     optimizers: Sequence[TorchManaged],
     options: dict[str, Any],
+    leaves: dict[int, torch.Tensor] | None = None,
 ) -> Any:
     """Run backward on the scaled losses; return the scale."""
     first = optimizers[0].wrapped
@@ -190,16 +250,103 @@ def _backward(
     optimizer = first if len(optimizers) == 1 else [managed.wrapped for managed in optimizers]
     with manager.run.session().scale_loss(loss, optimizer) as scaled:
         factor = manager.factor = first.ampx_member.factors.get(0, 1.0)
-        manager.inside = True
+        manager.inside, manager.reached = True, list(optimizers)
         try:
-            true(scaled, None, **options)
+            if leaves is None:
+                true(scaled, None, **options)
+            else:
+                with _arriving(manager, factor):
+                    _run(manager, true, scaled, options, leaves)
         finally:
-            manager.inside, manager.factor = False, 1.0
+            manager.inside, manager.factor, manager.reached = False, 1.0, []
     return factor
 
 
+def _run(
+    manager: TorchManager, true: Any, scaled: Any, options: dict[str, Any], leaves: dict[int, torch.Tensor]
+) -> None:
+    """Run a scaled backward; of what no optimizer holds, and of what is retained, the script gets unscaled gradients."""
+    others = [leaf for key, leaf in leaves.items() if manager.owners.of(key) is None and key not in manager.arriving]
+    if manager.retained:
+        alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}
+        manager.retained = {key: manager.retained[key] for key in alive}
+        others += [tensor for key, tensor in alive.items() if key not in leaves]
+    aside = [(tensor, tensor.grad, vars(tensor).get(WIDE)) for tensor in others]
+    for tensor in others:
+        tensor.grad = None
+    adding, manager.adding = manager.adding, {*manager.adding, *leaves, *map(id, others)}
+    completed = False
+    try:
+        true(scaled, None, **options)
+        completed = True
+    finally:
+        manager.adding = adding
+        for tensor, before, wide in aside:
+            after = gradient_of(tensor) if completed else None
+            _set_unscaled(tensor, before, wide, None if after is None else unscaled(after, manager.factor))
+
+
+def _set_unscaled(tensor: torch.Tensor, before: Any, wide: Any, after: Any) -> None:
+    """Set what a tensor shows as `.grad`: what it was before, and what backward added."""
+    if after is None:
+        after = wide
+    elif tensor.is_leaf and before is not None:
+        before.add_(after)
+        after = None
+    elif before is not None:
+        after = after + (before if wide is None else wide)
+    if after is None:
+        tensor.grad = before
+        return
+    tensor.grad = after.to(tensor.dtype)
+    if after.dtype is not tensor.dtype and not tensor.is_leaf:
+        vars(tensor)[WIDE] = after
+
+
+@contextmanager
+def _arriving(manager: TorchManager, factor: Any) -> Iterator[None]:
+    """Have backward add unscaled gradients to tensors at whose `.grad` the script looks inside backward."""
+
+    def divide(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(None if gradient is None else gradient / factor for gradient in gradients)
+
+    handles = []
+    for key, reference in list(manager.arriving.items()):
+        leaf = reference()
+        if leaf is None:
+            del manager.arriving[key]
+            continue
+        if leaf.requires_grad:
+            handles.append(torch.autograd.graph.get_gradient_edge(leaf).node.register_prehook(divide))
+        gradient = gradient_of(leaf)
+        if gradient is not None and manager.owners.of(key) in manager.reached:
+            gradient.div_(factor)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unscale_fellows(manager: TorchManager, optimizers: Sequence[TorchManaged], factor: Any) -> None:
+    """Unscale the other gradients of optimizers of which some arrived unscaled."""
+    for managed in optimizers:
+        parameters = managed.wrapped.gradients.parameters()
+        fellows = [parameter for parameter in parameters if id(parameter) not in manager.arriving]
+        if len(fellows) < len(parameters):
+            for gradient in map(gradient_of, fellows):
+                if gradient is not None:
+                    gradient.div_(factor)
+            managed.wrapped.ampx_member.note_scaled(1.0)
+
+
+def _is_root(value: object) -> bool:
+    """Return whether it is one tensor, or one edge of a graph."""
+    return isinstance(value, (torch.Tensor, torch.autograd.graph.GradientEdge))
+
+
 def _listed(tensors: Any) -> list[Any]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [tensors] if _is_root(tensors) else list(tensors)
 
 
 def _losses(tensors: Any, weights: Any) -> list[torch.Tensor] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,6 +24,8 @@ from .modules import ModuleRules
 from .native import Native
 from .operations import TorchSampler
 
+WIDE: Final = "_ampx_unscaled_gradient"  # on a tensor in low precision that is no leaf: what it shows as `.grad`
+gradient_of: Final[Callable[[torch.Tensor], torch.Tensor | None]] = torch._C.TensorBase.grad.__get__
 _NOTHING: Final = nullcontext()
 
 
@@ -46,6 +49,11 @@ class TorchManaged(Managed):
         """Whether its gradients are multiplied by a loss scale."""
         return self.wrapped is not None and self.wrapped.ampx_member.stage == "scaled"
 
+    def has_gradients(self) -> bool:
+        """Return whether some of its parameters have gradients."""
+        groups = self.raw.param_groups
+        return any(gradient_of(parameter) is not None for group in groups for parameter in group["params"])
+
     def run_raw(self, *args: Any, **kwargs: Any) -> Any:
         """Run the script's optimizer, with the arguments that the script gave beyond a closure."""
         own_args, own_kwargs = self.call
@@ -53,6 +61,21 @@ class TorchManaged(Managed):
         raw = self.raw.optimizer if isinstance(self.raw, TakenOver) else self.raw
         self.returned = type(raw).step(raw, *(args or own_args), **(kwargs or own_kwargs))
         return self.returned
+
+
+class ScriptCode(threading.local):
+    """Whether this thread runs, inside a backward, code of the script, to which gradients are shown unscaled."""
+
+    runs = False
+
+    @contextmanager
+    def switched(self, runs: bool) -> Iterator[None]:
+        """Run it, or a backward that it calls in its turn."""
+        before, self.runs = self.runs, runs
+        try:
+            yield
+        finally:
+            self.runs = before
 
 
 class Owners:
@@ -98,6 +121,13 @@ class TorchManager(Manager[TorchManaged]):
     def __init__(self, run: Run) -> None:
         self.inside = False  # a backward of the script is running
         self.factor: Any = 1.0  # what its gradients are multiplied by; 1.0 outside
+        self.script_code = ScriptCode()  # what that backward calls
+        self.adding: set[int] = set()  # ids of the tensors to whose gradients that backward adds
+        # Tensors, by id, to which backward adds unscaled gradients, because the script looks at them meanwhile.
+        self.arriving: dict[int, weakref.ref[torch.Tensor]] = {}
+        # Tensors that are no leaves, by id, whose gradients the script wants kept.
+        self.retained: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.reached: list[TorchManaged] = []  # what that backward is scaled for
         self.pending = False  # some gradients may carry a loss scale
         self.held = False  # the script has imported apex.amp, which may be switched on: nothing is cast yet
         self.native = Native(run)  # the script's own regions and GradScaler
@@ -117,6 +147,16 @@ class TorchManager(Manager[TorchManaged]):
     def scales(self) -> bool:
         """Whether this run multiplies the losses."""
         return not self.native.decides_scale and super().scales
+
+    @property
+    def shows(self) -> bool:
+        """Whether code of the script runs in a backward that is scaled."""
+        return self.script_code.runs and not (isinstance(self.factor, float) and self.factor == 1.0)
+
+    @property
+    def factor_seen(self) -> Any:
+        """What the gradients are multiplied by that code called now gets."""
+        return 1.0 if self.script_code.runs else self.factor
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -355,6 +395,17 @@ class TorchManager(Manager[TorchManaged]):
         managed = self.owners.of(id(tensor))
         if managed is not None:
             self.unscale(managed)
+
+    def reveal_inside(self, tensor: torch.Tensor) -> None:
+        """Let code of the script look at `.grad` inside backward, where that is unscaled; refuse it where it is not."""
+        if id(tensor) in self.arriving or id(tensor) not in self.adding:
+            self.reveal(tensor)
+            return
+        self.run.refuse(
+            "code that backward calls reads or writes `.grad` of a tensor to which that backward adds gradients "
+            "multiplied by the loss scale; accepted: the gradient that a hook is given, "
+            "register_post_accumulate_grad_hook on that tensor, or --dtype bfloat16, which needs no loss scale"
+        )
 
     def unscale(self, managed: TorchManaged) -> None:
         """Make an optimizer's gradients true ahead of its step, which tests them again: the script may change them."""
