@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Any, Final
 
 from .plugins import default_registry
 
@@ -31,6 +33,13 @@ def script_line_of(trace: TracebackType | None) -> str:
     return place
 
 
+def is_script_function(function: Callable[..., Any]) -> bool:
+    """Return whether a function was written in the user's own code, whatever decorates it."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    return code is not None and _is_own(code.co_filename, str(getattr(function, "__module__", "")))
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Issue a warning that names the user's own line, however deep below it ampx found the reason."""
     frame = _script_frame()
@@ -50,8 +59,10 @@ def _script_frame() -> FrameType | None:
 
 
 def _is_script(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    module = str(frame.f_globals.get("__name__", ""))
+    return _is_own(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+
+
+def _is_own(file: str, module: str) -> bool:
     top = module.partition(".")[0]
     if top == "ampx" or top.startswith("ampx_"):
         return False

@@ -5,10 +5,13 @@ JAX renames primitives and their parameters from version to version. So function
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import ampx
+from ampx import callers
 
 # They call the one function that they hold, once, with their operands; derivatives and batching are their own.
 CALLS: Final = frozenset(
@@ -100,6 +103,58 @@ def scan_parts(equation: Any) -> tuple[int, int]:
         constants, carried, _ = equation.params["ft_in"].unpack()
         return len(constants), len(carried)
     return parameter(equation, "num_consts"), parameter(equation, "num_carry")
+
+
+# They hold a rule that takes cotangents, which need not be linear in them. What a custom_jvp_call holds is: JAX
+# transposes it.
+_TAKES_COTANGENTS: Final = frozenset({"custom_vjp_call", "linear_call"})
+
+
+def own_rules(jaxpr: Any) -> list[str]:
+    """Return the rules in a jaxpr that take cotangents and that the user's own code has written, as `"train.py:12"`."""
+    rules = []
+    for equation in jaxpr.eqns:
+        rules += own_rules_of(equation)
+        if equation.primitive.name not in _TAKES_COTANGENTS:
+            rules += [rule for function in held(equation) for rule in own_rules(jaxpr_of(function))]
+    return rules
+
+
+def own_rules_of(equation: Any) -> list[str]:
+    """Return the place of the rule of an equation that takes cotangents, where the user's own code has written it."""
+    if equation.primitive.name not in _TAKES_COTANGENTS:
+        return []
+    # A library's rule may call a function of the script's: it is given what it would get without a loss scale, too.
+    others = [value for value in equation.params.values() if jaxpr_of(value) is None]
+    codes = [f.__code__ for f in _functions(others, set()) if callers.is_script_function(f)]
+    return [f"{code.co_filename}:{code.co_firstlineno}" for code in codes[:1]]
+
+
+def _functions(thing: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+    """Yield the functions that a rule is or calls: wrapped, bound, or closed over."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    inner: list[Any] = []
+    if isinstance(thing, types.FunctionType):
+        yield thing
+        for cell in thing.__closure__ or ():
+            try:
+                inner.append(cell.cell_contents)
+            except ValueError:  # empty
+                continue
+    elif isinstance(thing, functools.partial):
+        inner = [thing.func, *thing.args, *thing.keywords.values()]
+    elif isinstance(thing, types.MethodType):
+        inner = [thing.__func__, thing.__self__]
+    elif isinstance(thing, (tuple, list)):
+        inner = list(thing)
+    elif type(thing).__name__ == "WrappedFun":  # JAX's own wrapper
+        inner = [thing.f, thing.transforms]
+    elif callable(thing) and not isinstance(thing, type):
+        inner = [getattr(thing, "__wrapped__", None), *getattr(thing, "__dict__", {}).values()]
+    for entry in inner:
+        yield from _functions(entry, seen)
 
 
 def unknown(equation: Any) -> ampx.UnsupportedByBackendError:

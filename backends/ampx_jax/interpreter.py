@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from .taps import SIMULATED, rounded_input, rounded_output, tap, tap_p
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
 watch: Callable[[str, str], None] | None = None
+# Told of each rule of the script's own that gets cotangents multiplied by the loss scale; `ampx run` sets it.
+note_scaled: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Mode:
         seen: Takes the names of all modules.
         path: The stack of names of what the operations stand in.
         region: The forced module that they stand in.
+        scale: What the loss will be multiplied by, and so the cotangents: rules of the script's own get theirs divided
+            by it. None: by nothing, or there is no such rule.
     """
 
     plan: JaxPlan | None
@@ -52,6 +56,7 @@ class Mode:
     seen: set[str] = field(default_factory=set, compare=False)
     path: str = ""
     region: _Region | None = None
+    scale: Any = field(default=None, compare=False)
 
     def within(self, equation: Any) -> str:
         """Return the stack of names of an operation."""
@@ -256,7 +261,7 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         mode = replace(mode, plan=plan)
     recursion = _recursion(mode, equation)
     if recursion is not None:
-        return recursion(replace(mode, path=mode.within(equation)), equation, values)
+        return recursion(_entered(mode, equation), equation, values)
     params = equation.params
     if plan is None or any(not is_narrow(aval) and _is_wide(aval) for aval in avals):
         values = like(values, avals)
@@ -282,7 +287,7 @@ def _wide(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     recursion = _recursion(mode, equation)
     if recursion is not None:
-        return recursion(replace(mode, plan=None, path=mode.within(equation)), equation, values)
+        return recursion(replace(_entered(mode, equation), plan=None), equation, values)
     if name == "convert_element_type" and is_narrow(equation.outvars[0].aval):
         params = {**params, "new_dtype": jnp.dtype(jnp.float32)}
     elif name in FOLLOW | FULL | LOW and all(map(is_narrow, filter(_is_wide, values))):
@@ -360,6 +365,22 @@ def _recursion(mode: Mode, equation: Any) -> Callable[[Mode, Any, list[Any]], li
     return None if equations.is_as_traced(equation) else _recast
 
 
+def _entered(mode: Mode, equation: Any) -> Mode:
+    """Return how the functions are run that an operation holds."""
+    mode = replace(mode, path=mode.within(equation))
+    if mode.scale is None or equations.own_rules_of(equation):
+        return mode
+    rules = [
+        rule for function in equations.held(equation) for rule in equations.own_rules(equations.jaxpr_of(function))
+    ]
+    if rules and equation.primitive.name in _PASSING_SCALES:
+        return mode
+    if note_scaled is not None and equation.primitive.name not in _NEVER_TRANSPOSED:
+        for rule in rules:
+            note_scaled(f"the derivative rule of a function ({rule})")
+    return replace(mode, scale=None)
+
+
 def _recast(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Run an operation whose functions are cast inside, and have the types that they were traced with."""
 
@@ -387,7 +408,7 @@ def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     if explicit:  # shardings belong to the call as it was traced
         return bind(equation, like(values, equation_avals(equation)), params)
     inline = equations.parameter(equation, "inline")
-    if closed.consts or mode.forced or mode.taps or watch is not None:  # whoever looks has it traced again
+    if closed.consts or mode.forced or mode.taps or mode.scale is not None or watch is not None:  # traced each time
         return _jitted(mode, lambda: closed.jaxpr, closed.consts, inline)(*values)
     kept = _kept.setdefault(closed.jaxpr, {})
     if (mode, inline) not in kept:
@@ -493,12 +514,14 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     closed, count = equations.function_of(equation), equations.parameter(equation, "num_consts")
     structure: list[Any] = []
     values = like(values, equation_avals(equation))
+    scales = [] if mode.scale is None else [mode.scale]  # an operand: the rule may run when this trace is over
+    mode = replace(mode, scale=None)
 
     @jax.custom_vjp
-    def function(*args: Any) -> list[Any]:
+    def function(scales: list[Any], *args: Any) -> list[Any]:
         return evaluate(mode, closed, args)
 
-    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+    def forward(scales: list[Any], *args: Any) -> tuple[list[Any], Any]:
         def both(*inner: Any) -> list[Any]:
             closed_over, inputs = inner[:count], inner[count:]  # JAX differentiates only the latter
             results, pullback = jax.vjp(lambda *a: bind(equation, [*closed_over, *a], equation.params), *inputs)
@@ -507,14 +530,29 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
             return [*results, *leaves]
 
         computed = evaluate(mode, jax.make_jaxpr(both)(*args), args)
-        return computed[: structure[0]], computed[structure[0] :]
+        return computed[: structure[0]], (computed[structure[0] :], scales)
 
-    def backward(leaves: list[Any], upstream: list[Any]) -> tuple[Any, ...]:
+    def backward(residuals: Any, upstream: list[Any]) -> tuple[Any, ...]:
+        leaves, scales = residuals
+        upstream = _times(upstream, [1.0 / scale for scale in scales])
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        return (*(None for _ in range(count)), *evaluate(mode, own, [*leaves, *upstream]))
+        gradients = _times(evaluate(mode, own, [*leaves, *upstream]), scales)
+        return (None, *(None for _ in range(count)), *gradients)
 
     function.defvjp(forward, backward)
-    return function(*values)
+    return function(scales, *values)
+
+
+def _times(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
+    """Return cotangents multiplied in float32 or wider, each in its own dtype."""
+
+    def multiplied(value: Any) -> Any:
+        dtype = jnp.result_type(value)
+        if not factors or not jnp.issubdtype(dtype, jnp.inexact):
+            return value
+        return (value.astype(jnp.promote_types(dtype, jnp.float32)) * factors[0]).astype(dtype)
+
+    return [multiplied(value) for value in values]
 
 
 def _custom_vmap(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
@@ -542,18 +580,25 @@ def _linear_call(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     closed, avals = equations.function_of(equation), equation_avals(equation)
     count = sum(equations.parameter(equation, name) for name in ("num_callee_consts", "num_res"))
     values = like(values, avals)
+    scales = [] if mode.scale is None else [mode.scale]
+    mode = replace(mode, scale=None)
 
-    def function(residuals: list[Any], inputs: list[Any]) -> list[Any]:
-        return evaluate(mode, closed, [*residuals, *inputs])
+    def function(held: Any, inputs: list[Any]) -> list[Any]:
+        return evaluate(mode, closed, [*held[0], *inputs])
 
-    def transposed(residuals: list[Any], cotangents: list[Any]) -> list[Any]:
+    def transposed(held: Any, cotangents: list[Any]) -> list[Any]:
+        residuals, scales = held
+        cotangents = _times(cotangents, [1.0 / scale for scale in scales])
+
         def native(residuals: list[Any], cotangents: list[Any]) -> Any:
             linear = jax.linear_transpose(lambda *a: bind(equation, [*residuals, *a], equation.params), *avals[count:])
             return linear(cotangents)
 
-        return evaluate(mode, jax.make_jaxpr(native)(residuals, cotangents), [*residuals, *cotangents])
+        gradients = evaluate(mode, jax.make_jaxpr(native)(residuals, cotangents), [*residuals, *cotangents])
+        return _times(gradients, scales)
 
-    return list(jax.custom_derivatives.linear_call(function, transposed, values[:count], values[count:]))
+    held = (values[:count], scales)
+    return list(jax.custom_derivatives.linear_call(function, transposed, held, values[count:]))
 
 
 NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {
@@ -570,3 +615,7 @@ NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {
     "custom_vmap_call": _custom_vmap,
     "linear_call": _linear_call,
 }
+# No cotangents reach what they hold.
+_NEVER_TRANSPOSED: Final = frozenset({"custom_jvp_call", "while"})
+# Functions that they hold may close over a loss scale.
+_PASSING_SCALES: Final = frozenset({"jit", "pjit", "checkpoint", "remat2", "cond", "scan", "shard_map"})
