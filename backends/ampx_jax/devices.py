@@ -38,8 +38,8 @@ def _cpu(first: jax.Device) -> Device:
     native: frozenset[Dtype] = frozenset({"bfloat16"})
     # None is preferred: transformers ran at 1.1 to 1.4 times the speed of float32, small perceptrons at 0.8.
     reason = (
-        f"XLA multiplies matrices by this CPU's instructions for bfloat16 ({', '.join(instructions)}), from which "
-        f"steps with large products gain; it computes convolutions in float32, and small steps take longer. "
+        f"on a CPU XLA computes convolutions in float32, and small steps take longer in bfloat16. Steps with large "
+        f"products gain from this CPU's instructions ({', '.join(instructions)}): pass dtype='bfloat16' for these; "
         f"`ampx tune` measures a script"
     )
     return Device("cpu", native, _BOTH - native, reason=reason, details=details)

@@ -20,7 +20,7 @@ from ampx.errors import ConversionError, InvalidOptionError
 from ampx.policy import Dtype
 from ampx.shipping.layers import arguments, check_computed, check_fits, denied_names, leaves_first, named_outputs
 
-from . import casting, rules, scopes
+from . import casting, equations, rules, scopes
 from .casting import is_array
 from .state import path_name
 from .transform import autocast
@@ -185,9 +185,7 @@ def _scope_names(jaxpr: Any, path: str) -> Iterator[str]:
 
 def _inner(equation: Any) -> list[Any]:
     """Return the functions that an operation calls."""
-    values = [value for value in equation.params.values() if not isinstance(value, (list, tuple))]
-    values += [entry for value in equation.params.values() if isinstance(value, (list, tuple)) for entry in value]
-    return [getattr(value, "jaxpr", value) for value in values if hasattr(getattr(value, "jaxpr", value), "eqns")]
+    return [equations.jaxpr_of(function) for function in equations.held(equation)]
 
 
 def _stored(low: _Low, parameters: Any, args: Any, kwargs: Any, dtype: str) -> Any:
@@ -234,8 +232,10 @@ def _casts(equation: Any, place: int, dtype: Any, jaxpr: Any) -> bool:
         return bool(params["dtype"] == dtype)
     if same or (name in _LAYOUT and place == 0):
         return _is_cast(jaxpr, equation.outvars[0], dtype)
-    if name == "scan" and params["num_consts"] <= place < params["num_consts"] + params["num_carry"]:
-        return False
+    if name == "scan":
+        constants, carried = equations.scan_parts(equation)
+        if constants <= place < constants + carried:
+            return False
     inner = _inner(equation)
     if name == "while" or len(inner) != 1 or len(inner[0].invars) != len(equation.invars):
         return False

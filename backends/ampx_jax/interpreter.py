@@ -14,12 +14,13 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
+from . import equations
 from .casting import mark_of, to_dtype
 from .products import product
 from .rules import FOLLOW, FULL, LOW, JaxPlan, primitives
@@ -28,6 +29,8 @@ from .taps import SIMULATED, rounded_input, rounded_output, tap, tap_p
 
 # Told of each operation that is cast, and of its dtype, while it is traced; `ampx run` sets it.
 watch: Callable[[str, str], None] | None = None
+# Told of each rule of the script's own that gets cotangents multiplied by the loss scale; `ampx run` sets it.
+note_scaled: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Mode:
         seen: Takes the names of all modules.
         path: The stack of names of what the operations stand in.
         region: The forced module that they stand in.
+        scale: What the loss will be multiplied by, and so the cotangents: rules of the script's own get theirs divided
+            by it. None: by nothing, or there is no such rule.
     """
 
     plan: JaxPlan | None
@@ -51,6 +56,7 @@ class Mode:
     seen: set[str] = field(default_factory=set, compare=False)
     path: str = ""
     region: _Region | None = None
+    scale: Any = field(default=None, compare=False)
 
     def within(self, equation: Any) -> str:
         """Return the stack of names of an operation."""
@@ -246,16 +252,16 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
         mode = replace(mode, plan=replace(mode.low, dtype=region.dtype))  # type: ignore[arg-type]
     mode = _in_region(mode, equation)
     plan = mode.plan
-    if plan is not None and name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call"):
+    if plan is not None and name in equations.CALLS:
         label = equation.params.get("name") or _label(equation)
         if label in plan.full:
             plan = None
         elif label in plan.low:
             plan, values = _wholly_low(plan), _all_to(values, values, plan.dtype)
         mode = replace(mode, plan=plan)
-    recursion = NESTED.get(name)
+    recursion = _recursion(mode, equation)
     if recursion is not None:
-        return recursion(replace(mode, path=mode.within(equation)), equation, values)
+        return recursion(_entered(mode, equation), equation, values)
     params = equation.params
     if plan is None or any(not is_narrow(aval) and _is_wide(aval) for aval in avals):
         values = like(values, avals)
@@ -279,9 +285,9 @@ def _equation(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 def _wide(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Run an operation of a module that is forced into float32."""
     name, params = equation.primitive.name, equation.params
-    recursion = NESTED.get(name)
+    recursion = _recursion(mode, equation)
     if recursion is not None:
-        return recursion(replace(mode, plan=None, path=mode.within(equation)), equation, values)
+        return recursion(replace(_entered(mode, equation), plan=None), equation, values)
     if name == "convert_element_type" and is_narrow(equation.outvars[0].aval):
         params = {**params, "new_dtype": jnp.dtype(jnp.float32)}
     elif name in FOLLOW | FULL | LOW and all(map(is_narrow, filter(_is_wide, values))):
@@ -339,8 +345,7 @@ def _in_region(mode: Mode, equation: Any) -> Mode:
 
 
 def _label(equation: Any) -> str | None:
-    closed = equation.params.get("call_jaxpr")
-    info = getattr(getattr(closed, "jaxpr", closed), "debug_info", None)
+    info = getattr(equations.jaxpr_of(equations.function_of(equation)), "debug_info", None)
     return None if info is None else str(info.func_name).partition(" ")[0]
 
 
@@ -352,16 +357,58 @@ def _wholly_low(plan: JaxPlan) -> JaxPlan:
 # -- primitives that hold functions ---------------------------------------------------------------------------
 
 
+def _recursion(mode: Mode, equation: Any) -> Callable[[Mode, Any, list[Any]], list[Any]] | None:
+    """Return what runs an operation by running the functions that it holds; None where it is one operation."""
+    own = NESTED.get(equation.primitive.name)
+    if own is not None or (mode.plan is None and mode.region is None) or not equations.held(equation):
+        return own
+    return None if equations.is_as_traced(equation) else _recast
+
+
+def _entered(mode: Mode, equation: Any) -> Mode:
+    """Return how the functions are run that an operation holds."""
+    mode = replace(mode, path=mode.within(equation))
+    if mode.scale is None or equations.own_rules_of(equation):
+        return mode
+    rules = [
+        rule for function in equations.held(equation) for rule in equations.own_rules(equations.jaxpr_of(function))
+    ]
+    if rules and equation.primitive.name in _PASSING_SCALES:
+        return mode
+    if note_scaled is not None and equation.primitive.name not in _NEVER_TRANSPOSED:
+        for rule in rules:
+            note_scaled(f"the derivative rule of a function ({rule})")
+    return replace(mode, scale=None)
+
+
+def _recast(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
+    """Run an operation whose functions are cast inside, and have the types that they were traced with."""
+
+    def cast(function: Any) -> Any:
+        jaxpr, consts = equations.parts_of(function)
+        closed = jax.make_jaxpr(
+            lambda *args: like(_run(inner, jaxpr, consts, args), [variable.aval for variable in jaxpr.outvars])
+        )(*(variable.aval for variable in jaxpr.invars))
+        if function is not jaxpr:
+            return closed
+        if closed.consts and closed is not closed.jaxpr:  # this JAX has jaxprs that hold no arrays
+            raise equations.unknown(equation)
+        return closed.jaxpr
+
+    inner = replace(mode, taps=False)
+    return bind(equation, like(values, equation_avals(equation)), equations.recast(equation, cast))
+
+
 def _jit(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     params = equation.params
-    closed = params["jaxpr"]
-    explicit = [s for key in ("in_shardings", "out_shardings") for s in params[key] if hasattr(s, "device_set")]
+    closed = equations.function_of(equation)
+    explicit = [s for key in ("in_shardings", "out_shardings") for s in params.get(key, ()) if hasattr(s, "device_set")]
     if explicit and (mode.forced or mode.taps):
         return _run(mode, closed.jaxpr, closed.consts, values)
     if explicit:  # shardings belong to the call as it was traced
         return bind(equation, like(values, equation_avals(equation)), params)
-    inline = params["inline"]
-    if closed.consts or mode.forced or mode.taps or watch is not None:  # whoever looks has it traced again
+    inline = equations.parameter(equation, "inline")
+    if closed.consts or mode.forced or mode.taps or mode.scale is not None or watch is not None:  # traced each time
         return _jitted(mode, lambda: closed.jaxpr, closed.consts, inline)(*values)
     kept = _kept.setdefault(closed.jaxpr, {})
     if (mode, inline) not in kept:
@@ -384,11 +431,10 @@ def equation_avals(equation: Any) -> list[Any]:
 
 
 def _checkpoint(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    params = equation.params
-    inner = jax.checkpoint(
-        lambda *args: _run(mode, params["jaxpr"], (), args), prevent_cse=params["prevent_cse"], policy=params["policy"]
-    )
-    return inner(*values)
+    function = equations.function_of(equation)
+    jaxpr, consts = equations.parts_of(function)
+    options = {name: equations.parameter(equation, name) for name in ("prevent_cse", "policy")}
+    return list(jax.checkpoint(lambda *args: _run(mode, jaxpr, consts, args), **options)(*values))
 
 
 def _cond(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
@@ -397,49 +443,46 @@ def _cond(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     def branch(closed: Any) -> Callable[..., Any]:
         return lambda *args: evaluate(mode, closed, args)
 
-    branches = [branch(closed) for closed in equation.params["branches"]]
+    branches = [branch(closed) for closed in equations.held(equation)]
     return jax.lax.switch(index, branches, *operands)
 
 
 def _while(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    params = equation.params
-    first, second = params["cond_nconsts"], params["body_nconsts"]
+    first, second = (equations.parameter(equation, name) for name in ("cond_nconsts", "body_nconsts"))
+    test, body = (equations.parameter(equation, name) for name in ("cond_jaxpr", "body_jaxpr"))
     test_consts, body_consts, start = values[:first], values[first : first + second], values[first + second :]
     start = like(start, equation_avals(equation)[first + second :])
     return jax.lax.while_loop(
-        lambda carry: evaluate(mode, params["cond_jaxpr"], [*test_consts, *carry])[0],
-        lambda carry: evaluate(mode, params["body_jaxpr"], [*body_consts, *carry]),
+        lambda carry: evaluate(mode, test, [*test_consts, *carry])[0],
+        lambda carry: evaluate(mode, body, [*body_consts, *carry]),
         start,
     )
 
 
 def _scan(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    params = equation.params
-    consts, carried = params["num_consts"], params["num_carry"]
+    function, (consts, carried) = equations.function_of(equation), equations.scan_parts(equation)
     constants, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
     start = like(start, equation_avals(equation)[consts : consts + carried])
 
     def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = evaluate(mode, params["jaxpr"], [*constants, *carry, *row])
+        results = evaluate(mode, function, [*constants, *carry, *row])
         return results[:carried], results[carried:]
 
-    last, stacked = jax.lax.scan(
-        body, start, rows, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    options = {name: equations.parameter(equation, name) for name in ("length", "reverse", "unroll")}
+    last, stacked = jax.lax.scan(body, start, rows, **options)
     return [*last, *stacked]
 
 
 def _shard_map(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
-    params, jaxpr = equation.params, equation.params["jaxpr"]
+    function = equations.function_of(equation)
+    jaxpr, consts = equations.parts_of(function)
     mode = replace(mode, taps=False)
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]  # up to some version
+    options = {name: equations.parameter(equation, name) for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    axes = equations.parameter(equation, "newly_manual_axes", "manual_axes")  # the latter up to some version
     inner = jax.shard_map(
-        lambda *args: tuple(like(_run(mode, jaxpr, (), args), [variable.aval for variable in jaxpr.outvars])),
-        mesh=params["mesh"],
-        in_specs=params["in_specs"],
-        out_specs=params["out_specs"],
+        lambda *args: tuple(like(_run(mode, jaxpr, consts, args), [variable.aval for variable in jaxpr.outvars])),
         axis_names=axes,
-        check_vma=params["check_vma"],
+        **options,
     )
     return list(inner(*like(values, equation_avals(equation))))
 
@@ -447,7 +490,7 @@ def _shard_map(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 def _custom_jvp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Keep the function's own derivative; both it and the function are cast."""
     mode = replace(mode, taps=False)
-    avals, closed = equation_avals(equation), equation.params["call_jaxpr"]
+    avals, closed = equation_avals(equation), equations.function_of(equation)
 
     @jax.custom_jvp
     def function(*args: Any) -> list[Any]:
@@ -468,15 +511,17 @@ def _custom_jvp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
 def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
     """Keep the function's own derivative; both rules and the function are cast."""
     mode = replace(mode, taps=False)
-    closed, count = equation.params["call_jaxpr"], equation.params["num_consts"]
+    closed, count = equations.function_of(equation), equations.parameter(equation, "num_consts")
     structure: list[Any] = []
     values = like(values, equation_avals(equation))
+    scales = [] if mode.scale is None else [mode.scale]  # an operand: the rule may run when this trace is over
+    mode = replace(mode, scale=None)
 
     @jax.custom_vjp
-    def function(*args: Any) -> list[Any]:
+    def function(scales: list[Any], *args: Any) -> list[Any]:
         return evaluate(mode, closed, args)
 
-    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
+    def forward(scales: list[Any], *args: Any) -> tuple[list[Any], Any]:
         def both(*inner: Any) -> list[Any]:
             closed_over, inputs = inner[:count], inner[count:]  # JAX differentiates only the latter
             results, pullback = jax.vjp(lambda *a: bind(equation, [*closed_over, *a], equation.params), *inputs)
@@ -485,14 +530,75 @@ def _custom_vjp(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
             return [*results, *leaves]
 
         computed = evaluate(mode, jax.make_jaxpr(both)(*args), args)
-        return computed[: structure[0]], computed[structure[0] :]
+        return computed[: structure[0]], (computed[structure[0] :], scales)
 
-    def backward(leaves: list[Any], upstream: list[Any]) -> tuple[Any, ...]:
+    def backward(residuals: Any, upstream: list[Any]) -> tuple[Any, ...]:
+        leaves, scales = residuals
+        upstream = _times(upstream, [1.0 / scale for scale in scales])
         own = jax.make_jaxpr(lambda ls, up: jax.tree.unflatten(structure[1], ls)(up))(leaves, upstream)
-        return (*(None for _ in range(count)), *evaluate(mode, own, [*leaves, *upstream]))
+        gradients = _times(evaluate(mode, own, [*leaves, *upstream]), scales)
+        return (None, *(None for _ in range(count)), *gradients)
 
     function.defvjp(forward, backward)
-    return function(*values)
+    return function(scales, *values)
+
+
+def _times(values: Sequence[Any], factors: Sequence[Any]) -> list[Any]:
+    """Return cotangents multiplied in float32 or wider, each in its own dtype."""
+
+    def multiplied(value: Any) -> Any:
+        dtype = jnp.result_type(value)
+        if not factors or not jnp.issubdtype(dtype, jnp.inexact):
+            return value
+        return (value.astype(jnp.promote_types(dtype, jnp.float32)) * factors[0]).astype(dtype)
+
+    return [multiplied(value) for value in values]
+
+
+def _custom_vmap(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
+    """Keep the function's own rule for batches; both it and the function are cast."""
+    mode = replace(mode, taps=False)
+    closed = equations.function_of(equation)
+
+    @jax.custom_batching.custom_vmap
+    def function(*args: Any) -> list[Any]:
+        return evaluate(mode, closed, args)
+
+    @function.def_vmap
+    def batched(size: int, in_batched: list[bool], *args: Any) -> tuple[list[Any], list[bool]]:
+        axes = tuple(0 if is_batched else None for is_batched in in_batched)
+        native = jax.vmap(lambda *a: bind(equation, a, equation.params), axes, axis_size=size)
+        results = evaluate(mode, jax.make_jaxpr(native)(*args), args)
+        return results, [True] * len(results)
+
+    return list(function(*like(values, equation_avals(equation))))
+
+
+def _linear_call(mode: Mode, equation: Any, values: list[Any]) -> list[Any]:
+    """Keep the function's own transpose; both it and the function are cast."""
+    mode = replace(mode, taps=False)
+    closed, avals = equations.function_of(equation), equation_avals(equation)
+    count = sum(equations.parameter(equation, name) for name in ("num_callee_consts", "num_res"))
+    values = like(values, avals)
+    scales = [] if mode.scale is None else [mode.scale]
+    mode = replace(mode, scale=None)
+
+    def function(held: Any, inputs: list[Any]) -> list[Any]:
+        return evaluate(mode, closed, [*held[0], *inputs])
+
+    def transposed(held: Any, cotangents: list[Any]) -> list[Any]:
+        residuals, scales = held
+        cotangents = _times(cotangents, [1.0 / scale for scale in scales])
+
+        def native(residuals: list[Any], cotangents: list[Any]) -> Any:
+            linear = jax.linear_transpose(lambda *a: bind(equation, [*residuals, *a], equation.params), *avals[count:])
+            return linear(cotangents)
+
+        gradients = evaluate(mode, jax.make_jaxpr(native)(residuals, cotangents), [*residuals, *cotangents])
+        return _times(gradients, scales)
+
+    held = (values[:count], scales)
+    return list(jax.custom_derivatives.linear_call(function, transposed, held, values[count:]))
 
 
 NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {
@@ -506,4 +612,10 @@ NESTED: dict[str, Callable[[Mode, Any, list[Any]], list[Any]]] = {
     "shard_map": _shard_map,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
+    "custom_vmap_call": _custom_vmap,
+    "linear_call": _linear_call,
 }
+# No cotangents reach what they hold.
+_NEVER_TRANSPOSED: Final = frozenset({"custom_jvp_call", "while"})
+# Functions that they hold may close over a loss scale.
+_PASSING_SCALES: Final = frozenset({"jit", "pjit", "checkpoint", "remat2", "cond", "scan", "shard_map"})

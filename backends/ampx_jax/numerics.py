@@ -2,7 +2,7 @@
 
 A step is traced with its modules marked (`scopes`), run in other dtypes where modules are forced (`interpreter`), and
 differentiated. The trace of all that is run by `_Reader`, operation by operation, which reduces values where they are.
-What runs in a loop of unknown length (`while`) is not read.
+What runs in a loop of unknown length (`while`), under `shard_map`, or in a primitive that is not known, is not read.
 
 Where a step is called inside of `watch` without `replay`, nothing is compiled, and what modules of flax receive and
 return is read as it comes; so are the gradients where the step is differentiated.
@@ -34,7 +34,7 @@ from ampx.backend import CastPlan, Direction, Reading, Replayed, Stats, Step, Wa
 from ampx.numerics.formats import FORMATS
 from ampx.numerics.timing import timed
 
-from . import casting, interpreter, rules, scopes, taps
+from . import casting, equations, interpreter, rules, scopes, taps
 from .interpreter import Mode
 from .optimizer import unscale
 from .rules import JaxPlan
@@ -393,18 +393,9 @@ class Reader:
         if name == "ampx_tap":
             self._tap(values, path, entries, eager, **params)
             return values
-        if name in (
-            "jit",
-            "pjit",
-            "closed_call",
-            "core_call",
-            "custom_jvp_call",
-            "custom_vjp_call",
-            "remat2",
-            "checkpoint",
-        ):
-            closed = params.get("jaxpr", params.get("call_jaxpr"))
-            inner, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        if name in equations.CALLS:
+            function = equations.function_of(equation)
+            inner, consts = equations.parts_of(function)
             return self._run(inner, consts, values, path, entries, eager)
         if name == "scan":
             return self._scan(equation, values, path, entries)
@@ -418,8 +409,8 @@ class Reader:
 
     def _scan(self, equation: Any, values: list[Any], path: str, entries: list[list[Any]]) -> list[Any]:
         params = equation.params
-        consts, carried = params["num_consts"], params["num_carry"]
-        closed = params["jaxpr"]
+        consts, carried = equations.scan_parts(equation)
+        closed = equations.function_of(equation)
         constants, start, rows = values[:consts], values[consts : consts + carried], values[consts + carried :]
 
         def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], Any]:
@@ -436,7 +427,7 @@ class Reader:
 
     def _cond(self, equation: Any, values: list[Any], path: str, entries: list[list[Any]]) -> list[Any]:
         index, *operands = values
-        branches = equation.params["branches"]
+        branches = equations.held(equation)
 
         def run(branch: Any, *operands: Any) -> tuple[list[Any], list[list[Any]]]:
             own: list[list[Any]] = [[] for _ in entries]

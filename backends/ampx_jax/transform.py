@@ -6,12 +6,14 @@ import functools
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 
 from . import modules, numerics, scopes
 from .casting import active, is_array
+from .equations import own_rules
 from .interpreter import evaluate
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -44,21 +46,38 @@ def autocast(function: Function) -> Function:
 
     @functools.wraps(function, updated=updated)
     def casting(*args: Any, **kwargs: Any) -> Any:
-        mode = numerics.mode_of(active.value)
-        if mode.plan is None and not (mode.forced or mode.taps):
-            return function(*args, **kwargs)
-        named = scopes.naming(None, mode.taps) if mode.forced or mode.taps else nullcontext()
-        run = functools.partial(evaluate, mode)
-        with named:
-            return modules.call(functools.partial(traced_by, run), function, args, kwargs)
+        return call(function, args, kwargs)
 
     return casting  # type: ignore[return-value]
+
+
+def call(function: Callable[..., Any], args: Any, kwargs: Any, scale: Any = None) -> Any:
+    """Call a function in mixed precision, as the session says.
+
+    Args:
+        function: As in `autocast`.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        scale: What its result will be multiplied by before it is differentiated: derivative rules that the user's own
+            code has written get cotangents that are divided by it, and what they return is multiplied again.
+    """
+    mode = numerics.mode_of(active.value)
+    if mode.plan is None and not (mode.forced or mode.taps):
+        return function(*args, **kwargs)
+    named = scopes.naming(None, mode.taps) if mode.forced or mode.taps else nullcontext()
+
+    def run(closed: Any, arrays: list[Any]) -> list[Any]:
+        scaled = scale is not None and own_rules(closed.jaxpr)
+        return evaluate(replace(mode, scale=scale) if scaled else mode, closed, arrays)
+
+    with named:
+        return modules.call(functools.partial(traced_by, run), function, args, kwargs)
 
 
 def traced_by(run: Callable[[Any, list[Any]], list[Any]], function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that traces `function`, and runs the closed jaxpr with its arrays by `run`."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run_traced(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
         returned: list[Any] = []  # the structure of what the function returns, and its leaves but for the arrays
@@ -81,4 +100,4 @@ def traced_by(run: Callable[[Any, list[Any]], list[Any]], function: Callable[...
         computed = iter(run(closed, arrays))
         return jax.tree.unflatten(shape, [next(computed) if leaf is _Array else leaf for leaf in results])
 
-    return call
+    return run_traced

@@ -193,3 +193,13 @@ def test_a_session_for_a_gpu_that_is_absent_is_refused_with_the_way_to_lower_for
         pytest.skip("JAX sees a GPU")
     with pytest.raises(ampx.UnsupportedDeviceError, match="device='cpu' and a dtype"):
         ampx.init("jax", device="cuda", dtype="bfloat16")
+
+
+def test_a_cpu_that_computes_bfloat16_says_why_float32_is_chosen_and_how_to_choose_otherwise(monkeypatch):
+    """`doctor` prints the reason behind "chooses float32: mixed precision stays off on cpu. Why:"."""
+    monkeypatch.setattr(devices, "cpu_flags", lambda: {"amx_bf16"})
+    device = devices.describe("cpu")
+    assert device.preferred is None
+    against, _, advice = device.reason.partition(". ")
+    assert "longer in bfloat16" in against
+    assert "dtype='bfloat16'" in advice

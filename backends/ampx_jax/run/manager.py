@@ -36,9 +36,19 @@ from ampx.protocol import Member, ScaleGroup
 from ampx.run import GRADIENT_SAMPLES, Run, SampledGradient
 from ampx.scale_state import is_one
 from ampx.session import Amp, new_group
-from ampx_jax import casting, devices, interpreter, masters, modules, numerics, optimizer, state as states, varying
+from ampx_jax import (
+    casting,
+    devices,
+    interpreter,
+    masters,
+    modules,
+    numerics,
+    optimizer,
+    state as states,
+    transform,
+    varying,
+)
 from ampx_jax.taps import is_floating
-from ampx_jax.transform import autocast, traced_by
 
 from . import outcomes
 
@@ -146,6 +156,7 @@ class Automation:
         self.regions.enter_context(self.run.recorder.phase("train"))
         if amp.casting is not None:
             self.regions.enter_context(mock.patch.object(interpreter, "watch", self._count))
+            self.regions.enter_context(mock.patch.object(interpreter, "note_scaled", self.run.recorder.note_scaled))
 
     def refuse_own_scaling(self) -> None:
         """Refuse a script with loss scaling of its own, whenever it imports that: two scales would multiply."""
@@ -502,7 +513,7 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
         function = options.pop("fun", None)
         if not callable(function):
             return plain
-        cast, aux = autocast(function), options.get("has_aux", False)
+        cast, aux = transform.autocast(function), options.get("has_aux", False)
         cast_derivative = native(cast, **options)
 
         @functools.wraps(plain)
@@ -527,7 +538,7 @@ def _differentiating(this: Automation, native: Callable[..., Any], values: bool)
                 return value_and_grad(cast, **options)(*inputs, **named)
 
             def scaled(*inputs: Any, **named: Any) -> Any:
-                outputs = cast(*inputs, **named)
+                outputs = transform.call(function, inputs, named, scale)
                 loss = outputs[0] if aux else outputs
                 return loss.astype(jnp.float32) * scale, outputs
 
@@ -549,7 +560,7 @@ def _read(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if not numerics.watched() or _is_traced(args):
             return function(*args)
-        return modules.call(functools.partial(traced_by, numerics.read), function, args, {})
+        return modules.call(functools.partial(transform.traced_by, numerics.read), function, args, {})
 
     return call
 
