@@ -66,10 +66,7 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
         _print_details(console, framework)
     for framework in report["frameworks"]:
         _print_verdict(console, framework)
-    absent = [framework["name"] for framework in report["frameworks"] if framework["state"] == "not installed"]
-    if len(absent) == len(report["frameworks"]) and absent[0] in KNOWN:
-        install = f"`pip install '{DISTRIBUTION}[{absent[0]}]'`"
-        console.print(f"No framework is installed in this Python. Install one, such as with {escape(install)}.")
+    _print_absent(console, report["frameworks"])
     plugins = report["plugins"]
     console.print(f"Plugins: {escape(', '.join(plugins['found'])) or 'none found'}")
     if plugins["disabled"]:
@@ -78,6 +75,20 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
         console.print(f"[red]Looking for plugins failed:[/] {escape(plugins['error'])}")
         console.print("Switch plugins off with AMPX_DISABLE_PLUGINS=name,… to find the one that does it.")
     _print_broken(console, plugins["broken"])
+
+
+def _print_absent(console: Console, frameworks: list[dict[str, Any]]) -> None:
+    """Say what to install where nothing that was asked about is installed."""
+    absent = [framework for framework in frameworks if framework["state"] == "not installed"]
+    if len(absent) < len(frameworks):
+        return
+    first = absent[0]
+    what = f"'{DISTRIBUTION}[{first['name']}]'" if first["name"] in KNOWN else f"'{first['requires']}'"
+    install = escape(f"`pip install {what}`")
+    if len(frameworks) == 1:
+        console.print(f"{escape(first['name'])} is not installed in this Python. Install it with {install}.")
+    else:
+        console.print(f"No framework is installed in this Python. Install one, such as with {install}.")
 
 
 def make_table(title: str, *headings: str) -> Table:
@@ -191,9 +202,10 @@ def _print_verdict(console: Console, framework: dict[str, Any]) -> None:
     chosen = framework["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"
+        level = "" if chosen["level"] == "O1" else f", level={chosen['level']!r}"
         scale = f"{'dynamic loss scale from' if chosen['dynamic'] else 'static loss scale'} {chosen['init_scale']:g}"
         console.print(
-            f"[bold]ampx.init(framework={framework['name']!r})[/] chooses {what} on {chosen['device']}"
+            f"[bold]ampx.init(framework={framework['name']!r}{level})[/] chooses {what} on {chosen['device']}"
             f"{f', {scale}' if chosen['dtype'] else ''}. Why: {escape(chosen['reason'].rstrip('.'))}.",
         )
 
