@@ -534,4 +534,4 @@ def new_backend(
     from .render import print_new_backend
 
     folder, written = write_package(name, out)
-    print_new_backend(Console(highlight=False), folder, written)
+    print_new_backend(Console(highlight=False), name, folder, written)

@@ -15,7 +15,7 @@ from rich.table import Table
 from .capability_table import Declared
 from .demo import SCALED, equals_float32, plain_run
 from .demo_command import Outcome
-from .frameworks import KNOWN
+from .frameworks import KNOWN, is_installed
 from .installation import DISTRIBUTION, REPAIR
 from .new_backend import Written
 
@@ -215,13 +215,19 @@ def _print_broken(console: Console, broken: dict[str, str]) -> None:
         console.print(f"[red]Plugin {escape(name)} is broken:[/] {escape(problem)}")
 
 
-def print_new_backend(console: Console, folder: Path, written: Sequence[Written]) -> None:
-    """Print what `ampx new-backend` wrote, and what to do next."""
+def print_new_backend(console: Console, name: str, folder: Path, written: Sequence[Written]) -> None:
+    """Print what `ampx new-backend` wrote for a framework, and what to do next."""
     files = Table.grid(padding=(0, 2))
     for file in written:
         files.add_row(f"  {escape(file.path.relative_to(folder).as_posix())}", f"[dim]{escape(file.purpose)}[/]")
     console.print(f"[green]Written:[/] {escape(str(folder))}", soft_wrap=True)
     console.print(files)
+    if not is_installed(name):
+        console.print(
+            f"[yellow]There is no module {escape(name)} in this Python:[/] the package imports it. Install the "
+            f"framework; if Python imports it by another name, delete the folder and pass that name.",
+            soft_wrap=True,
+        )
     console.print(
         f"\nNext:\n  cd {escape(shlex.quote(str(folder)))}\n  pip install -e '.\\[test]'\n  pytest -x\n"
         "pytest runs the conformance kit and stops with what is to be written next. Write it, and run pytest -x again.",
