@@ -158,7 +158,11 @@ def test_a_backend_that_casts_nothing_is_ready_and_trains_in_float32(ampx_comman
     )
     framework = only(examine(ampx_command, "--framework", "feeble", code=1))
     assert (framework["state"], framework["problem"]) == ("ready", None)
-    assert (framework["mixed_precision"], framework["init"]["level"], framework["init"]["dtype"]) == ("none", "O0", None)
+    assert (framework["mixed_precision"], framework["init"]["level"], framework["init"]["dtype"]) == (
+        "none",
+        "O0",
+        None,
+    )
     text = ampx_command("doctor", "--framework", "feeble", code=1).stdout
     assert "ampx.init(framework='feeble', level='O0') chooses float32: mixed precision stays off" in text
     assert "Why: its backend declares level O0 only, which casts nothing.\n" in text

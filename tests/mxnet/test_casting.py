@@ -347,6 +347,8 @@ def test_op_lists_take_names_and_functions():
     for wrong in ("NoSuchOperator", "float32", print):
         with pytest.raises(ampx.UnsupportedOpError, match="is no operator of mxnet"):
             ampx.init("mxnet", dtype="bfloat16", allow=[wrong])
+    with pytest.raises(ampx.UnsupportedOpError, match=r"Did you mean 'softmax'\?$"):
+        ampx.init("mxnet", dtype="bfloat16", deny=["sofmax"])
     with pytest.raises(ampx.UnsupportedOpError, match="both name FullyConnected"):
         ampx.init("mxnet", dtype="bfloat16", allow=["FullyConnected"], deny=["FullyConnected"])
 

@@ -206,7 +206,7 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
             raise UnsupportedOpError(
                 f"{kind} got the pattern {pattern!r}, which matches no module of the model; its modules: "
                 f"{', '.join(name for name, _ in named[:8]) or 'none'}{', …' if len(named) > 8 else ''}. Correct it; "
-                f"several models go into one call: ampx.prepare([first, second])."
+                f"several models go into one call: ampx.prepare([first, second]).{plan.meant(pattern)}"
             )
     _check_names(plan, {name for name, _ in named})
     return {**by_class, **by_name}

@@ -69,10 +69,11 @@ class ModuleRules:
         names = [name for name in self._names.values() if name]
         shown = f"{', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"
         if missing:
+            hint = "".join(self._plan.meant(pattern) for _, pattern in self._plan.patterns if pattern not in self._hits)
             self._run.reject(
                 UnsupportedOpError(
                     f"{', '.join(missing)} matches no module of the models called in {steps} steps; accepted: patterns "
-                    f"of names, which are {shown}. Correct it."
+                    f"of names, which are {shown}. Correct it.{hint}"
                 )
             )
 
