@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ampx.plugins import is_installed
+
 from .capability_table import Declared
 from .demo import SCALED, equals_float32, plain_run
 from .demo_command import Outcome
-from .frameworks import KNOWN, is_installed
+from .frameworks import KNOWN
 from .installation import DISTRIBUTION, REPAIR
 from .new_backend import Written
 
