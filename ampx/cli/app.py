@@ -54,13 +54,15 @@ def _written(option: str, target: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_report(report: Path | None, result: dict[str, Any]) -> None:
-    """Write the report of `compare`, `diagnose` or `tune`, where one was asked for."""
+def _write_report(report: Path | None, result: dict[str, Any], as_json: bool) -> None:
+    """Write the report of `compare`, `diagnose` or `tune`, where one was asked for, and say where it is."""
     if report is not None:
         from ampx.numerics.report import write
 
         with _written("--report", report):
             write(report, result)
+        if not as_json:
+            typer.echo(f"Report: {report}")
 
 
 app = typer.Typer(
@@ -239,9 +241,7 @@ def compare(
         from .compare_command import print_comparison, wide_console
 
         print_comparison(wide_console(), result)
-    _write_report(report, result)
-    if report is not None and not as_json:
-        typer.echo(f"Report: {report}")
+    _write_report(report, result, as_json)
     raise typer.Exit(1 if result["failed"] else 0)
 
 
@@ -292,7 +292,7 @@ def diagnose(
             typer.echo(f"{place}: {diagnosis}")
         for note in result["notes"]:
             typer.echo(f"note: {note}")
-    _write_report(report, result)
+    _write_report(report, result, as_json)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -360,7 +360,7 @@ def tune(
             policy.write(out)
         if not as_json:
             typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
-    _write_report(report, result)
+    _write_report(report, result, as_json)
 
 
 @app.command()
