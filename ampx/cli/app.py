@@ -312,6 +312,7 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
         "ampx.toml"
     ),
+    force: Annotated[bool, typer.Option("--force", help="Replace the policy file if it is there.")] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
     report: Annotated[Path | None, _PAGE] = None,
@@ -329,7 +330,7 @@ def tune(
     from ampx.run.program import Program
 
     check_report(report)
-    simulated = tune_script.check_options(purpose, what_if, out)
+    simulated = tune_script.check_options(purpose, what_if, out, force)
     with _progress() as progress:
         policy, result = tune_script.tune_script(
             Program(script, is_module, tuple(arguments or ())),
