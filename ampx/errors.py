@@ -6,7 +6,9 @@ state and loss scale as they were.
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 100
@@ -18,6 +20,13 @@ def shown(value: object) -> str:
         return _SHORT.repr(value)
     except Exception:  # an integer of more digits than Python prints, or a __repr__ that fails
         return f"{type(value).__name__} object that cannot be shown"
+
+
+def meant(name: object, accepted: Iterable[str]) -> str:
+    """Return the end of an error message that names what may have been meant; "" where nothing is near."""
+    by_lower = {word.lower(): word for word in accepted}
+    near = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.75)
+    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 class AmpxError(Exception):

@@ -355,14 +355,26 @@ class Registry:
         candidates = self.imported()
         if len(candidates) == 1:
             return candidates[0]
+        names = self.names()
+        installed = candidates or [name for name in names if is_installed(self._registrations[name].roots[0])]
         passed = f"imported are {', '.join(candidates)}" if candidates else "no supported framework is imported"
+        at_hand = "" if candidates else f" (installed here: {', '.join(installed) or 'none'})"
         raise AmbiguousFrameworkError(
-            f"framework was not given, and {passed}; accepted: {', '.join(self.names()) or '(none)'}. Name one: "
-            f"ampx.init(framework={(candidates or self.names() or ['torch'])[0]!r})."
+            f"framework was not given, and {passed}; accepted: {', '.join(names) or '(none)'}{at_hand}. Name one: "
+            f"ampx.init(framework={(installed or names or ['torch'])[0]!r})."
         )
 
     def _ensure(self) -> None:
         _ = self.manager
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found; an empty folder of its name is not one."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
 
 
 _default: list[Registry] = []

@@ -54,13 +54,15 @@ def _written(option: str, target: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_report(report: Path | None, result: dict[str, Any]) -> None:
-    """Write the report of `compare`, `diagnose` or `tune`, where one was asked for."""
+def _write_report(report: Path | None, result: dict[str, Any], as_json: bool) -> None:
+    """Write the report of `compare`, `diagnose` or `tune`, where one was asked for, and say where it is."""
     if report is not None:
         from ampx.numerics.report import write
 
         with _written("--report", report):
             write(report, result)
+        if not as_json:
+            typer.echo(f"Report: {report}")
 
 
 app = typer.Typer(
@@ -239,9 +241,7 @@ def compare(
         from .compare_command import print_comparison, wide_console
 
         print_comparison(wide_console(), result)
-    _write_report(report, result)
-    if report is not None and not as_json:
-        typer.echo(f"Report: {report}")
+    _write_report(report, result, as_json)
     raise typer.Exit(1 if result["failed"] else 0)
 
 
@@ -292,7 +292,7 @@ def diagnose(
             typer.echo(f"{place}: {diagnosis}")
         for note in result["notes"]:
             typer.echo(f"note: {note}")
-    _write_report(report, result)
+    _write_report(report, result, as_json)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -312,6 +312,7 @@ def tune(
     out: Annotated[Path, typer.Option("-o", "--out", dir_okay=False, help="The policy file to write.")] = Path(
         "ampx.toml"
     ),
+    force: Annotated[bool, typer.Option("--force", help="Replace the policy file if it is there.")] = False,
     dtype: Annotated[str, _DTYPE] = "auto",
     repeats: Annotated[int, typer.Option(min=0, help="Rounds of timed runs; 0: no speed.")] = 3,
     report: Annotated[Path | None, _PAGE] = None,
@@ -329,7 +330,7 @@ def tune(
     from ampx.run.program import Program
 
     check_report(report)
-    simulated = tune_script.check_options(purpose, what_if, out)
+    simulated = tune_script.check_options(purpose, what_if, out, force)
     with _progress() as progress:
         policy, result = tune_script.tune_script(
             Program(script, is_module, tuple(arguments or ())),
@@ -360,7 +361,7 @@ def tune(
             policy.write(out)
         if not as_json:
             typer.echo(f"Written: {out}; use it by ampx run --policy {out}, or ampx.init(policy={str(out)!r}).")
-    _write_report(report, result)
+    _write_report(report, result, as_json)
 
 
 @app.command()
@@ -534,4 +535,4 @@ def new_backend(
     from .render import print_new_backend
 
     folder, written = write_package(name, out)
-    print_new_backend(Console(highlight=False), folder, written)
+    print_new_backend(Console(highlight=False), name, folder, written)

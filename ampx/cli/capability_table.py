@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .frameworks import KNOWN, is_installed
+from ampx.plugins import is_installed
+
+from .frameworks import KNOWN
 from .probe import TIME_LIMIT, probe
 
 SCHEMA = "ampx.backends/1"

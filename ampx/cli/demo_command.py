@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import ampx
 from ampx.errors import AmbiguousFrameworkError, FrameworkNotInstalledError, InvalidOptionError
-from ampx.plugins import default_registry
+from ampx.plugins import default_registry, is_installed
 
 from .demo import (
     SCHEMA,
@@ -29,7 +29,7 @@ from .demo import (
     trainer_of,
     write as write,
 )
-from .frameworks import KNOWN, Framework, find_frameworks, is_installed
+from .frameworks import KNOWN, Framework, find_frameworks
 from .probe import probe
 
 

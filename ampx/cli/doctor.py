@@ -80,7 +80,7 @@ def examine_framework(
         devices=devices,
         absent_devices=answer.get("absent", {}),
         init=answer.get("init"),
-        mixed_precision=_precision(devices) if state == "ready" else "none",
+        mixed_precision=_precision(devices) if state == "ready" and answer["init"]["level"] != "O0" else "none",
     )
     return facts
 

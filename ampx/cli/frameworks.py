@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ampx.plugins import is_installed
 
 # What ampx is made for. A plugin's frameworks join them.
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -56,12 +57,3 @@ def find_frameworks(registrations: Sequence[Mapping[str, Any]]) -> list[Framewor
             )
         )
     return frameworks
-
-
-def is_installed(module: str) -> bool:
-    """Return whether a module can be found; an empty folder of its name is not one."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None

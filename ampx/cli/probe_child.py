@@ -70,7 +70,7 @@ def framework(name: str, module: str, has_backend: bool) -> dict[str, Any]:
     try:
         answer["capabilities"] = describe_capabilities(backend)
         answer["devices"], answer["absent"] = _devices(backend)
-        answer["init"] = _init(name)
+        answer["init"] = _init(name, backend)
     except Exception as error:
         answer["error"] = f"its ampx backend failed: {_describe(error)}"
     return answer
@@ -133,10 +133,13 @@ def _devices(backend: Backend) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return present, absent
 
 
-def _init(name: str) -> dict[str, Any]:
+def _init(name: str, backend: Backend) -> dict[str, Any]:
+    """Return what `init` chooses at its default level; where a backend does not declare that, at the next it does."""
+    declared = backend.capabilities.levels
+    level = next((level for level in ("O1", "O2", "O3", "O0") if level in declared), "O1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ampx.PrecisionWarning)  # the reason says the same
-        with ampx.init(framework=name) as amp:
+        with ampx.init(framework=name, level=level) as amp:
             chosen = amp.effective
     return {
         "device": chosen.device,
@@ -144,7 +147,7 @@ def _init(name: str) -> dict[str, Any]:
         "level": chosen.level,
         "dynamic": chosen.loss_scale.dynamic,
         "init_scale": chosen.loss_scale.init_scale,
-        "reason": chosen.reason,
+        "reason": "its backend declares level O0 only, which casts nothing" if level == "O0" else chosen.reason,
     }
 
 

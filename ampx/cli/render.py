@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ampx.plugins import is_installed
+
 from .capability_table import Declared
 from .demo import SCALED, equals_float32, plain_run
 from .demo_command import Outcome
@@ -66,10 +68,7 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
         _print_details(console, framework)
     for framework in report["frameworks"]:
         _print_verdict(console, framework)
-    absent = [framework["name"] for framework in report["frameworks"] if framework["state"] == "not installed"]
-    if len(absent) == len(report["frameworks"]) and absent[0] in KNOWN:
-        install = f"`pip install '{DISTRIBUTION}[{absent[0]}]'`"
-        console.print(f"No framework is installed in this Python. Install one, such as with {escape(install)}.")
+    _print_absent(console, report["frameworks"])
     plugins = report["plugins"]
     console.print(f"Plugins: {escape(', '.join(plugins['found'])) or 'none found'}")
     if plugins["disabled"]:
@@ -78,6 +77,20 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
         console.print(f"[red]Looking for plugins failed:[/] {escape(plugins['error'])}")
         console.print("Switch plugins off with AMPX_DISABLE_PLUGINS=name,… to find the one that does it.")
     _print_broken(console, plugins["broken"])
+
+
+def _print_absent(console: Console, frameworks: list[dict[str, Any]]) -> None:
+    """Say what to install where nothing that was asked about is installed."""
+    absent = [framework for framework in frameworks if framework["state"] == "not installed"]
+    if len(absent) < len(frameworks):
+        return
+    first = absent[0]
+    what = f"'{DISTRIBUTION}[{first['name']}]'" if first["name"] in KNOWN else f"'{first['requires']}'"
+    install = escape(f"`pip install {what}`")
+    if len(frameworks) == 1:
+        console.print(f"{escape(first['name'])} is not installed in this Python. Install it with {install}.")
+    else:
+        console.print(f"No framework is installed in this Python. Install one, such as with {install}.")
 
 
 def make_table(title: str, *headings: str) -> Table:
@@ -191,9 +204,10 @@ def _print_verdict(console: Console, framework: dict[str, Any]) -> None:
     chosen = framework["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"
+        level = "" if chosen["level"] == "O1" else f", level={chosen['level']!r}"
         scale = f"{'dynamic loss scale from' if chosen['dynamic'] else 'static loss scale'} {chosen['init_scale']:g}"
         console.print(
-            f"[bold]ampx.init(framework={framework['name']!r})[/] chooses {what} on {chosen['device']}"
+            f"[bold]ampx.init(framework={framework['name']!r}{level})[/] chooses {what} on {chosen['device']}"
             f"{f', {scale}' if chosen['dtype'] else ''}. Why: {escape(chosen['reason'].rstrip('.'))}.",
         )
 
@@ -203,13 +217,19 @@ def _print_broken(console: Console, broken: dict[str, str]) -> None:
         console.print(f"[red]Plugin {escape(name)} is broken:[/] {escape(problem)}")
 
 
-def print_new_backend(console: Console, folder: Path, written: Sequence[Written]) -> None:
-    """Print what `ampx new-backend` wrote, and what to do next."""
+def print_new_backend(console: Console, name: str, folder: Path, written: Sequence[Written]) -> None:
+    """Print what `ampx new-backend` wrote for a framework, and what to do next."""
     files = Table.grid(padding=(0, 2))
     for file in written:
         files.add_row(f"  {escape(file.path.relative_to(folder).as_posix())}", f"[dim]{escape(file.purpose)}[/]")
     console.print(f"[green]Written:[/] {escape(str(folder))}", soft_wrap=True)
     console.print(files)
+    if not is_installed(name):
+        console.print(
+            f"[yellow]There is no module {escape(name)} in this Python:[/] the package imports it. Install the "
+            f"framework; if Python imports it by another name, delete the folder and pass that name.",
+            soft_wrap=True,
+        )
     console.print(
         f"\nNext:\n  cd {escape(shlex.quote(str(folder)))}\n  pip install -e '.\\[test]'\n  pytest -x\n"
         "pytest runs the conformance kit and stops with what is to be written next. Write it, and run pytest -x again.",

@@ -19,7 +19,7 @@ from .compare import WORST, ModuleError, error_map, module_errors, unscaled, wor
 from .formats import FORMATS, spelled
 from .meter import LOST
 from .timing import busy, speed_in_words
-from .trial import Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
+from .trial import TIMED_STEPS, Outcome, Trial, how_to_name, not_repeatable, run_trial, warm_up_of
 
 SCHEMA: Final = "ampx.compare/1"
 # What a comparison on a CPU cannot say.
@@ -123,11 +123,20 @@ def compare_script(
         progress: Is called with what is done now.
 
     Raises:
+        InvalidOptionError: The steps are too few for a sweep.
         TrialError: The run in float32 failed, or those in all dtypes did, or computed in float32 though another dtype
             than `"auto"` was asked for.
     """
     disturbance = busy() if repeats else []
     warm_up = warm_up_of(steps, 10)
+    if not warm_up:
+        if sweep is not None:
+            raise InvalidOptionError(
+                f"--sweep {sweep.option} times steps, and --steps {steps} leaves none to time; accepted: {TIMED_STEPS} "
+                f"or more. Pass more steps."
+            )
+        progress(f"{steps} steps are too few to time (--steps {TIMED_STEPS} or more is timed): every dtype runs once …")
+        repeats = 1
     trial = Trial(program, settings, framework, seed, steps, warm_up, block=max(1, (steps - warm_up) // 10))
     timed, failed = _timed_runs(trial, dtypes, repeats, run, progress)
     if failed and timed.keys() == {REFERENCE}:

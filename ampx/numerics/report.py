@@ -302,8 +302,8 @@ def _range(stats: Mapping[str, Any]) -> str:
 def exclusion_lines(exclusions: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the names of what stays in float32 as conversion tools take them, one line a tool and module."""
     return [
-        *(f"regular expression, for a list of nodes to exclude: {entry['regex']}" for entry in exclusions),
-        *(f"wildcard, for layer precisions of an engine: {entry['wildcard']}:fp32" for entry in exclusions),
+        *(f"node of ONNX to keep in float32, for ModelOpt's AutoCast: {entry['regex']}" for entry in exclusions),
+        *(f"layer precision of TensorRT 10 and before: {entry['wildcard']}:fp32" for entry in exclusions),
     ]
 
 

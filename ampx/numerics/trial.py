@@ -29,6 +29,7 @@ REFUSED: Final = 3
 MISUSED: Final = 2
 # Names the folder in which a trial may keep what it compiles for the next one, if its memory is not to be measured.
 COMPILED: Final = "AMPX_COMPILED"
+TIMED_STEPS: Final = SAMPLED_STEPS + 1  # of fewer, none is timed
 
 
 def warm_up_of(steps: int, most: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,10 @@ _EXPORTED_ELSEWHERE: Final = (
 )
 
 
-def check_options(purpose: str, what_if: str | None, out: Path) -> str | None:
+def check_options(purpose: str, what_if: str | None, out: Path, force: bool = False) -> str | None:
     """Check options before anything runs; return the dtype to simulate, None for none.
+
+    A policy file that is there may have been edited, so it is replaced only by `force`.
 
     Raises:
         InvalidOptionError: One cannot be honoured.
@@ -70,6 +73,11 @@ def check_options(purpose: str, what_if: str | None, out: Path) -> str | None:
     if purpose not in ("training", "inference"):
         raise InvalidOptionError(f"--for {purpose!r} is no choice; accepted: training, inference. Pass one of these.")
     if what_if is None:  # else no file is written
+        if out.is_file() and not force:
+            raise InvalidOptionError(
+                f"-o {str(out)!r} is there already, and is left as it is; accepted: a name that is free, or --force. "
+                f"Pass another name by -o, or --force to replace the file."
+            )
         check_writable("-o", out)
         return None
     try:
@@ -383,6 +391,7 @@ def tune_script(
     report["notes"] += disturbance
     if report["exclusions"]:
         pytorch = policy.framework == "torch"
+        report["notes"].append(_for_tensorrt(policy, report["exclusions"]))
         report["notes"].append(_EXPORTED if pytorch else _EXPORTED_ELSEWHERE.format(policy.framework))
     if search.unnamed:
         report["notes"].append(
@@ -466,8 +475,8 @@ def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
     """Return the modules that stay in float32 as names of their nodes in an exported ONNX graph.
 
     PyTorch's exporter by traces calls nodes `/outer/inner/Operation`. A converter of ONNX models takes a regular
-    expression that matches from the start of the name (`nodes_to_exclude`), an engine builder of TensorRT names with
-    wildcards (`--layerPrecisions`).
+    expression that matches from the start of the name (`nodes_to_exclude`), an engine builder of TensorRT 10 and before
+    names with wildcards (`--layerPrecisions`).
     """
     patterns = module_patterns(choice.entry for choice in policy.deny)
     names = [_unescaped(name) for name in patterns if name != "*" and not name.endswith(".*")]
@@ -477,6 +486,22 @@ def exclusions(policy: TunedPolicy) -> tuple[dict[str, str], ...]:
         path = "/".join(map(_segment, [*sorted(called, key=len), name]))
         result.append({"module": name, "regex": f"/{re.escape(path)}/.*", "wildcard": f"/{path}/*"})
     return tuple(result)
+
+
+def _for_tensorrt(policy: TunedPolicy, names: Sequence[Mapping[str, str]]) -> str:
+    """Say how a runtime is told what stays in float32 that takes the precision from the graph alone."""
+    deny = [choice.entry for choice in policy.deny if choice.entry.startswith(MODULE)]
+    nodes = " ".join(shlex.quote(entry["regex"]) for entry in names)
+    low = {"float16": "fp16", "bfloat16": "bf16"}.get(policy.dtype)
+    by_tool = (
+        f", or what `python -m modelopt.onnx.autocast --onnx_path model.onnx --output_path mixed.onnx "
+        f"--low_precision_type {low} --nodes_to_exclude {nodes}` makes of the graph in float32"
+    )
+    return (
+        f"TensorRT 11 and later have no layer precisions: the graph itself says what is computed in which dtype. Hand "
+        f"them the export of `ampx.convert(model, {policy.dtype!r}, batches=batches, deny={deny})`"
+        f"{by_tool if low else ''}."
+    )
 
 
 def _segment(name: str) -> str:

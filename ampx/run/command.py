@@ -152,16 +152,18 @@ def _conclude(request: RunRequest, finished: Finished) -> list[str]:
         return []
     report = to_json(request, finished)
     rank, size = report["rank"], report["world_size"]
-    unwritten = []
+    written = []
     if request.report is not None:
         target = report_of(request.report, rank)
         try:
             write_report(target, report)
         except OSError as error:  # the script ends as it ended all the same
-            unwritten = [f"  {'report':<11} {target} could not be written: {error.strerror}"]
+            written = [f"  {'report':<11} {target} could not be written: {error.strerror}"]
+        else:
+            written = [] if rank or size > 1 else [f"  {'report':<11} {target}"]
     if rank:
-        return unwritten
-    lines = [*summary_lines(report, finished.failed), *unwritten]
+        return written
+    lines = [*summary_lines(report, finished.failed), *written]
     low = report["dtype"] not in (None, "float32")
     if low and isinstance(finished.error, Exception) and request.program.name != "-":
         lines.append(

@@ -128,13 +128,7 @@ def page(report: dict[str, Any]) -> str:
     for meter in report["meters"]:
         parts += meter_parts(meter)
     if report["framework"] and not report["meters"]:
-        parts.append(
-            paragraph(
-                f"No update was metered here. Every {METER_EVERY}th step is, but not of float32 in compiled functions "
-                f"(jit, tf.function, fit), where the smallest steps would take more than 1 % longer for it. In an "
-                f"edited script amp.meter_every = {METER_EVERY} before wrap_optimizer asks for it there, too."
-            )
-        )
+        parts.append(paragraph(_unmetered(max((each["steps"] for each in report["optimizers"]), default=0))))
     if report["lines"]:
         parts += [heading("The same by hand"), code(report["lines"])]
     if report["processes"]:
@@ -144,6 +138,17 @@ def page(report: dict[str, Any]) -> str:
         parts += [heading("Processes that the script started"), table(_PROCESS, trained)]
     script = " ".join([report["script"], *report["arguments"]])
     return document(f"ampx run: {script}", parts, report["origin"])
+
+
+def _unmetered(steps: int) -> str:
+    """Say why a run of so many steps of one optimizer metered no update."""
+    if steps < METER_EVERY:
+        return f"No update was metered: every {METER_EVERY}th step is, and this run made {_count(steps, 'step')}."
+    return (
+        f"No update was metered in {steps} steps. Every {METER_EVERY}th step is, unless it is skipped; in functions of "
+        f"TensorFlow (tf.function, fit) not of float32 parameters, since the smallest steps would take more than 1 % "
+        f"longer for it. In an edited script amp.meter_every = {METER_EVERY} before wrap_optimizer asks for them, too."
+    )
 
 
 def meter_parts(meter: Mapping[str, Any], title: str = "Updates and gradients") -> list[str]:

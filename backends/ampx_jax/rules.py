@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import ampx
 from ampx.backend import CastPlan, is_module
+from ampx.errors import meant
 from ampx.numerics.watching import module_dtypes
 
 
@@ -88,7 +89,7 @@ def _name(option: str, entry: Any) -> str:
         f"{option} got {entry!r}, which a trace does not show; accepted: the name of a primitive such as "
         f"'dot_general', a function of jax.numpy or jax.nn, a function of yours under jax.jit, or 'module:' and a "
         f"pattern of names of modules. Pass one of these, or mark your function with "
-        f"ampx.float_function or ampx.half_function."
+        f"ampx.float_function or ampx.half_function.{meant(entry, {*primitives(), *dir(jnp), *dir(jax.nn)})}"
     )
 
 

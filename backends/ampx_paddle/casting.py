@@ -16,7 +16,7 @@ from paddle.base.framework import _dygraph_tracer
 from paddle.incubate.autograd.phi_ops_map import op_map
 
 from ampx.backend import CastPlan, is_module, leaves, map_leaves
-from ampx.errors import UnsupportedOpError
+from ampx.errors import UnsupportedOpError, meant
 from ampx.numerics.watching import FORCES, Names, last_match, module_dtypes
 from ampx.policy import Dtype
 
@@ -96,7 +96,7 @@ def _operator(entry: Any) -> str:
         return entry
     raise UnsupportedOpError(
         f"{entry!r} is no operator of paddle; accepted: names such as 'matmul', functions such as paddle.matmul, "
-        f"and '*' in deny. Pass one of these."
+        f"and '*' in deny. Pass one of these.{meant(entry, dir(paddle._C_ops))}"
     )
 
 

@@ -16,10 +16,11 @@ from typing import Any, Final, Literal
 from unittest import mock
 
 import keras
+import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from ampx.backend import CastPlan, is_module
-from ampx.errors import PrecisionWarning, UnsupportedOpError
+from ampx.errors import PrecisionWarning, UnsupportedOpError, meant
 from ampx.numerics.watching import check_patterns, last_match, module_dtypes
 
 Kind = Literal["allow", "deny"]
@@ -104,7 +105,8 @@ def resolve(plan: CastPlan) -> CastPlan:
 def _check(kind: Kind, entry: Any, plan: CastPlan) -> None:
     if isinstance(entry, str):
         if op_def_registry.get(entry) is None:
-            raise _refused(kind, entry, "it is no operation of TensorFlow. Write a layer's name as 'module:name'")
+            why = f"it is no operation of TensorFlow.{meant(entry, dir(tf.raw_ops))}"
+            raise _refused(kind, entry, f"{why} Write a layer's name as 'module:name'")
         if plan.level != "O1":
             raise _refused(kind, entry, f"level {plan.level} casts variables, not operations. Use level='O1'")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -143,6 +144,47 @@ def test_framework_that_imports_while_its_backend_fails_is_broken(ampx_command):
     framework = only(examine(ampx_command, "--framework", "feeble", code=1))
     assert (framework["state"], framework["version"]) == ("broken", "1.9.1")
     assert framework["problem"].startswith("its ampx backend failed: BackendLoadError")
+
+
+def test_a_backend_that_casts_nothing_is_ready_and_trains_in_float32(ampx_command):
+    """As one that has just been written: it passes the kit, and declares level O0 only."""
+    add_feeble(
+        ampx_command,
+        "import dataclasses\n"
+        "from toy.implicit import ImplicitToy\n"
+        "class Backend(ImplicitToy):\n"
+        "    name = 'feeble'\n"
+        "    capabilities = dataclasses.replace(ImplicitToy.capabilities, levels=frozenset({'O0'}))\n",
+    )
+    framework = only(examine(ampx_command, "--framework", "feeble", code=1))
+    assert (framework["state"], framework["problem"]) == ("ready", None)
+    assert (framework["mixed_precision"], framework["init"]["level"], framework["init"]["dtype"]) == (
+        "none",
+        "O0",
+        None,
+    )
+    text = ampx_command("doctor", "--framework", "feeble", code=1).stdout
+    assert "ampx.init(framework='feeble', level='O0') chooses float32: mixed precision stays off" in text
+    assert "Why: its backend declares level O0 only, which casts nothing.\n" in text
+
+
+@pytest.mark.parametrize("name", ["ghost", "mxnet"])
+def test_a_framework_that_is_not_installed_is_named_with_what_to_install(ampx_command, name):
+    """Others may be installed beside it: nothing is said of them."""
+    ampx_command.add_plugin("ghost", "ghost_plugin")
+    ampx_command.add_module(
+        "ghost_plugin",
+        "import ampx\n"
+        "@ampx.hookimpl\n"
+        "def ampx_register_backends(register):\n"
+        "    register('ghost', lambda: None, roots=('ghost_framework',), requires='ghost-framework>=1')\n",
+    )
+    if importlib.util.find_spec("mxnet") is not None and name == "mxnet":
+        pytest.skip("MXNet is installed here")
+    text = ampx_command("doctor", "--framework", name, code=1).stdout
+    what = {"ghost": "'ghost-framework>=1'", "mxnet": "'ampx-precision[mxnet]'"}[name]
+    assert f"{name} is not installed in this Python. Install it with `pip install {what}`.\n" in text
+    assert "No framework" not in text
 
 
 def test_empty_folder_of_a_framework_name_is_not_an_installation(ampx_command):

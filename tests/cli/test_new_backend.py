@@ -57,6 +57,22 @@ def test_it_depends_on_the_distribution_that_is_installed_and_guesses_none(insta
     assert ('requires="some-lib"' in plugin) == installed
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_it_says_whether_python_finds_the_framework(installed, ampx_command, tmp_path):
+    if installed:
+        (tmp_path / "my_lib.py").write_text("")
+    text = ampx_command("new-backend", "my_lib").stdout
+    assert ("There is no module my_lib in this Python" in text) == (not installed)
+
+
+def test_its_stubs_say_how_dtypes_are_named(ampx_command, tmp_path):
+    ampx_command("new-backend", "my_lib")
+    for path in ("src/ampx_my_lib/backend.py", "tests/test_conformance.py"):
+        text = (tmp_path / "ampx-my-lib" / path).read_text()
+        assert "int64" in text
+        assert "long" in text
+
+
 def test_its_readme_holds_for_the_backend_that_was_written(ampx_command, tmp_path):
     """As soon as the verb that `init` asks is written; the others stay stubs."""
     ampx_command("new-backend", "mylib")

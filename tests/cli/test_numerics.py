@@ -102,6 +102,12 @@ def test_every_command_writes_a_page_that_needs_nobody_and_the_json_that_the_man
     footer = text.partition("<footer>")[2]
     for piece in (f"torch {torch.__version__}", f"ampx {ampx.__version__}", result["origin"]["date"]):
         assert piece in footer
+    said = (
+        f"  report      {tmp_path / 'out.html'}\n" in done.stderr
+        if command == "run"
+        else "\nReport: out.html\n" in done.stdout
+    )
+    assert said
     globals()[f"check_{command}"](result, done, tmp_path)
 
 

@@ -156,6 +156,7 @@ def test_one_process_of_a_job_prints_and_each_writes_a_report_of_its_own(tmp_pat
     assert ("ampx run" in done.stderr) == (rank == "0")
     written = {"0": "out.json", "1": "out.rank1.json"}[rank]
     assert [path.name for path in tmp_path.glob("*.json")] == [written]
+    assert done.stderr.count(str(tmp_path / "out.json")) == (rank == "0")
     facts = json.loads((tmp_path / written).read_text())
     assert (facts["rank"], facts["world_size"]) == (int(rank), 2)
 
@@ -284,7 +285,9 @@ def test_the_report_is_written_even_if_the_script_fails(tmp_path, outcome):
 
 def test_the_report_stands_where_it_was_asked_for_wherever_the_script_goes(tmp_path, outcome):
     (tmp_path / "script.py").write_text("import os\nos.mkdir('runs')\nos.chdir('runs')\n")
-    assert outcome(AMPX, "run", "--report", "out.json", "script.py").returncode == 0
+    done = outcome(AMPX, "run", "--report", "out.json", "script.py")
+    assert done.returncode == 0
+    assert f"  report      {tmp_path / 'out.json'}\n" in done.stderr
     assert (tmp_path / "out.json").exists()
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -327,32 +330,32 @@ def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
     from ampx.run.page import origin
     from ampx.run.report import page
 
-    text = page(
-        {
-            "script": "<script>.py",
-            "arguments": ["--size", "<b>"],
-            "meters": [],
-            "origin": origin(),
-            "framework": "toy",
-            "device": "cpu",
-            "dtype": "float16",
-            "level": "O1",
-            "reason": "it can",
-            "steps": 9,
-            "skipped": 1,
-            "seconds": {"forward": 2.0, "backward": 3.0, "step": 1.0},
-            "optimizers": [
-                {"kind": "SGD", "place": "", "initial_scale": 8.0, "steps": 9, "skipped": [2], "scales": [[2, 4.0]]}
-            ],
-            "ops": [{"op": "mm", "dtype": "float16", "count": 4}, {"op": "sum", "dtype": "float32", "count": 2}],
-            "sampled_steps": 3,
-            "losses": [[1, 2.0], [2, 1.5]],
-            "losses_of": ["SGD", "SGD"],
-            "processes": [],
-            "lines": ["a < b"],
-            "notes": ["mind & look"],
-        }
-    )
+    report = {
+        "script": "<script>.py",
+        "arguments": ["--size", "<b>"],
+        "meters": [],
+        "origin": origin(),
+        "framework": "toy",
+        "device": "cpu",
+        "dtype": "float16",
+        "level": "O1",
+        "reason": "it can",
+        "steps": 9,
+        "skipped": 1,
+        "seconds": {"forward": 2.0, "backward": 3.0, "step": 1.0},
+        "optimizers": [
+            {"kind": "SGD", "place": "", "initial_scale": 8.0, "steps": 9, "skipped": [2], "scales": [[2, 4.0]]}
+        ],
+        "ops": [{"op": "mm", "dtype": "float16", "count": 4}, {"op": "sum", "dtype": "float32", "count": 2}],
+        "sampled_steps": 3,
+        "losses": [[1, 2.0], [2, 1.5]],
+        "losses_of": ["SGD", "SGD"],
+        "processes": [],
+        "lines": ["a < b"],
+        "notes": ["mind & look"],
+        "scaled": [],
+    }
+    text = page(report)
     assert text.count("<svg") == 4
     assert "http-equiv" not in text
     assert "src=" not in text
@@ -360,3 +363,6 @@ def test_the_page_holds_its_pictures_and_nothing_from_elsewhere():
     assert "<b>" not in text
     assert "a &lt; b" in text
     assert "mind &amp; look" in text
+    assert "No update was metered: every 100th step is, and this run made 9 steps." in text
+    (optimizer,) = report["optimizers"]
+    assert "No update was metered in 250 steps." in page({**report, "optimizers": [{**optimizer, "steps": 250}]})

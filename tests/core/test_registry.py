@@ -341,6 +341,20 @@ def test_the_only_imported_framework_is_guessed(monkeypatch):
         registry.guess()
 
 
+@pytest.mark.parametrize(("installed", "named"), [(("there",), "there"), ((), "blocked")])
+def test_where_none_is_imported_the_one_that_is_installed_is_proposed(installed, named, tmp_path, monkeypatch):
+    registry = Registry([Dist(name, lambda name=name: plugin(name)) for name in ("here", "there", "blocked")])
+    for name in installed:
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('it is looked for, and not imported')")
+    (tmp_path / "here").mkdir()  # an empty folder is no framework
+    monkeypatch.syspath_prepend(tmp_path)
+    message = (
+        rf"\(installed here: {installed[0] if installed else 'none'}\)\. Name one: ampx.init\(framework='{named}'\)"
+    )
+    with pytest.raises(ampx.AmbiguousFrameworkError, match=message):
+        registry.guess()
+
+
 def test_the_package_of_a_plugin_is_no_imported_framework(monkeypatch):
     registry = Registry([Dist("alpha", lambda: plugin("alpha", roots=("alpha", "ampx_alpha")))])
     monkeypatch.setitem(sys.modules, "ampx_alpha", types.ModuleType("ampx_alpha"))

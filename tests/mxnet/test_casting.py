@@ -335,6 +335,11 @@ def test_mxnets_own_init_is_refused(native):
     assert "Remove amp.init" in out
 
 
+def test_a_name_that_is_almost_an_operators_is_answered_with_it():
+    with pytest.raises(ampx.UnsupportedOpError, match=r"'sofmax' is no operator of mxnet.* Did you mean 'softmax'\?$"):
+        ampx.init("mxnet", dtype="float32", deny=["sofmax"])
+
+
 @pytest.mark.bfloat16
 def test_op_lists_take_names_and_functions():
     for entry in ("FullyConnected", mx.nd.FullyConnected, mx.sym.FullyConnected):

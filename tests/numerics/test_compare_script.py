@@ -75,6 +75,28 @@ def compared():
     return compare_script(program, RunSettings(), ("float16", "bfloat16"), steps=4, sweep=sweep, run=pretended)
 
 
+@pytest.mark.parametrize(("steps", "times"), [(3, 1), (4, 3)])
+def test_steps_that_are_too_few_to_time_are_told_before_anything_runs_and_run_once(steps, times):
+    happened = []
+
+    def run(trial):
+        happened.append(trial)
+        return pretended(trial)
+
+    program = Program("train.py")
+    compare_script(program, RunSettings(), ("bfloat16",), steps=steps, run=run, progress=happened.append)
+    told = f"{steps} steps are too few to time (--steps 4 or more is timed): every dtype runs once …"
+    assert (happened[0] == told) == (times == 1)
+    runs = [trial for trial in happened if not isinstance(trial, str) and not trial.watched]
+    assert [trial.settings.dtype for trial in runs] == ["float32", "bfloat16"] * times
+
+
+def test_a_sweep_of_steps_that_are_too_few_to_time_is_refused_before_anything_runs():
+    sweep = Sweep.parse("--batch-size=32,64")
+    with pytest.raises(ampx.InvalidOptionError, match="--sweep --batch-size times steps, and --steps 3 leaves none"):
+        compare_script(Program("train.py"), RunSettings(), ("bfloat16",), steps=3, sweep=sweep, run=None)
+
+
 def test_the_ratio_of_speeds_is_of_pairs_of_runs(compared):
     assert compared["dtypes"]["float16"]["speed"]["ratio"] == 2.0
     assert compared["dtypes"]["bfloat16"]["speed"]["ratio"] == 0.5

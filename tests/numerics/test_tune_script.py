@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import ampx
 from ampx.backend import Reading, Stats
 from ampx.numerics.compare import bound
+from ampx.numerics.report import exclusion_lines
 from ampx.numerics.trial import Outcome
 from ampx.numerics.tune import Choice, TunedPolicy
 from ampx.numerics.tune_script import check_options, exclusions, tune_script
@@ -304,6 +306,14 @@ def test_for_inference_it_is_said_whose_names_of_nodes_are_printed(framework, wo
     _, report = tuned(run, for_inference=True)
     assert [entry["regex"] for entry in report["exclusions"]] == ["/layer3/.*"]
     assert words in report["notes"][-1]
+    for_tensorrt = report["notes"][-2]
+    assert for_tensorrt.startswith("TensorRT 11 and later have no layer precisions: the graph itself says")
+    assert "ampx.convert(model, 'bfloat16', batches=batches, deny=['module:layer3'])" in for_tensorrt
+    assert "--low_precision_type bf16 --nodes_to_exclude '/layer3/.*'`" in for_tensorrt
+    assert exclusion_lines(report["exclusions"]) == [
+        "node of ONNX to keep in float32, for ModelOpt's AutoCast: /layer3/.*",
+        "layer precision of TensorRT 10 and before: /layer3/*:fp32",
+    ]
 
 
 def test_names_for_conversion_tools_match_the_exported_nodes_of_the_module_and_no_others():
@@ -348,6 +358,13 @@ def test_losses_and_errors_by_module_and_step_are_those_before_anything_was_kept
 
 def test_wrong_options_are_refused_before_anything_runs(tmp_path):
     assert check_options("training", None, tmp_path / "a.toml") is None
+    (tmp_path / "there.toml").write_text("edited")
+    with pytest.raises(ampx.InvalidOptionError, match=r"there.toml' is there already, and is left as it is.*--force"):
+        check_options("training", None, tmp_path / "there.toml")
+    assert check_options("training", None, tmp_path / "there.toml", force=True) is None
+    assert check_options("training", "float16", tmp_path / "there.toml") == "float16"  # which writes no file
+    assert check_options("training", None, Path("/dev/null")) is None
+    assert (tmp_path / "there.toml").read_text() == "edited"
     for purpose, what_if, out in (("fun", None, "a"), ("training", "int8", "a"), ("training", None, "no/where.toml")):
         with pytest.raises(ampx.InvalidOptionError, match="accepted"):
             check_options(purpose, what_if, tmp_path / out)

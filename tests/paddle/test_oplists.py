@@ -69,6 +69,11 @@ def test_former_names_of_operators_are_taken_too():
     assert dtype_of("matmul", deny=["matmul_v2"]) == WIDE
 
 
+def test_a_name_that_is_almost_an_operators_is_answered_with_it():
+    with pytest.raises(ampx.UnsupportedOpError, match=r"'sofmax' is no operator of paddle.* Did you mean 'softmax'\?$"):
+        casting.check_plan(CastPlan("cpu", "bfloat16", "O1", (), ("sofmax",)))
+
+
 @pytest.mark.bfloat16
 def test_allow_makes_an_exception_from_deny_everything():
     assert dtype_of("tanh", deny=["*"], allow=["tanh"]) == LOW

@@ -143,7 +143,8 @@ def test_the_environment_of_the_process_is_added_to_and_restored(monkeypatch):
 # -- refused ---------------------------------------------------------------------------------------
 
 REFUSED = {
-    "nothing that is known": ({"deny": ["softmax"]}, "no operation"),
+    "nothing that is known": ({"deny": ["nosuch"]}, r"no operation of TensorFlow\. Write a layer's name"),
+    "almost an operation": ({"deny": ["sofmax"]}, r"no operation of TensorFlow\. Did you mean 'Softmax'\?"),
     "no class of layers": ({"deny": [int]}, "no class of layers"),
     "every layer": ({"deny": [keras.layers.Layer]}, "every model"),
     "both lists": ({"deny": [Head], "allow": [Head]}, "in allow and in deny"),

@@ -1,9 +1,12 @@
 """`watch`, `force` and `replay`, with NumPy as the oracle."""
 
 import copy
+import copyreg
 import dataclasses
+import io
 import pickle
 import time
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -260,14 +263,48 @@ def test_a_pattern_that_matches_no_module_is_refused():
         pass
 
 
-def test_a_copy_and_a_pickle_of_a_watched_model_are_not_watched():
-    model = nn.Sequential(nn.Linear(2, 2))
-    with BACKEND.watch(model, Watching()) as watch:
-        with BACKEND.force(model, {"0": "float32"}):
-            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        for twin in copies:
-            assert torch.equal(twin(torch.ones(1, 2)), twin[0](torch.ones(1, 2)))
-    assert watch.readings() == []
+class Kept(nn.Module):
+    """Keep the handle of a hook of its own, as published models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.handle = self.inner.register_forward_hook(double, with_kwargs=True)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def double(module, args, kwargs, output):
+    return 2 * output
+
+
+def saved_by_torch(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    assert b"ampx" not in buffer.getvalue()
+    buffer.seek(0)
+    with torch.serialization.safe_globals([Kept, nn.Linear, double, torch.utils.hooks.RemovableHandle]):
+        return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_by_torch],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_of_a_watched_model_has_the_hooks_of_its_own_and_no_others(copied):
+    model, x = Kept(), torch.ones(1, 2)
+    tables = [name for name in vars(model) if "forward" in name]
+    expected = {name: dict(vars(model.inner)[name]) for name in tables}
+    with BACKEND.watch(model, Watching()) as watch, BACKEND.force(model, {"inner": "float32"}):
+        twin = copied(model)
+        assert torch.equal(twin(x), model(x))
+    assert len(watch.readings()) == 2  # of the model itself
+    assert {name: dict(vars(twin.inner)[name]) for name in tables} == expected
+    twin.handle.remove()
+    assert torch.equal(2 * twin(x), model(x))
+    assert OrderedDict not in copyreg.dispatch_table
 
 
 def test_a_forward_that_raises_leaves_no_trace():

@@ -1,5 +1,8 @@
 """Under `ampx run` an observer gets true losses and readings, and `"module:name"` holds without `prepare`."""
 
+import copy
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -180,6 +183,33 @@ def test_modules_are_denied_by_name_without_prepare(kind):
     model(torch.ones(1, 2))
     assert model[0].dtype == torch.float32
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+def test_a_copy_is_denied_by_the_name_of_its_model_and_files_of_both_know_nothing_of_ampx():
+    model, files, dtypes = nn.Sequential(Probe(), Probe()), [], []
+
+    def script():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).float().sum().backward()
+            optimizer.step()
+            average = copy.deepcopy(model)
+            average(torch.ones(1, 2))
+            dtypes.append([part.dtype for part in average])
+            files.extend([io.BytesIO(), io.BytesIO()])
+            torch.save(copy.deepcopy(average), files[-2])
+            torch.save(model, files[-1])
+
+    observed(script, dtype="bfloat16", deny=("module:1",))
+    assert dtypes == [[torch.bfloat16, torch.float32]] * 2
+    for file in files:
+        assert b"ampx_torch" not in file.getvalue()
+        file.seek(0)
+        with torch.serialization.safe_globals([nn.Sequential, Probe]):
+            loaded = torch.load(file, weights_only=True)
+        assert not any(part._forward_hooks or part._forward_hooks_with_kwargs for part in loaded.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def test_a_rule_about_no_module_stops_the_script_in_its_first_steps():

@@ -449,6 +449,23 @@ def test_a_pattern_that_no_model_was_prepared_for_is_refused_by_wrap_optimizer()
     amp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
 
 
+@pytest.mark.parametrize("entry", ["sofmax", "Softmax", "aten::sofmax", "log_sofmax"])
+def test_an_entry_that_is_almost_an_operation_is_answered_with_its_name(entry):
+    name = r"log_softmax" if entry.startswith("log") else "softmax"
+    for search in (
+        lambda amp: amp.prepare(Block()),
+        lambda amp: amp.wrap_optimizer(torch.optim.SGD([torch.ones(1)], lr=0.1)),
+    ):
+        with pytest.raises(ampx.UnsupportedOpError, match=rf"{entry}.* Did you mean '{name}'\?$"):
+            search(init(deny=[entry]))
+
+
+@pytest.mark.parametrize("entry", ["module:sofmax", "encoder.layers"])
+def test_an_entry_that_names_modules_is_answered_with_no_operation(entry):
+    with pytest.raises(ampx.UnsupportedOpError, match=r"prepare\(\[first, second\]\)\.$"):
+        init(deny=[entry]).prepare(Block())
+
+
 def test_a_module_in_both_lists_by_two_patterns_is_refused():
     amp = init(deny=["f*"], allow=["*t"])
     with pytest.raises(ampx.UnsupportedOpError, match=r"'first'.*narrower"):

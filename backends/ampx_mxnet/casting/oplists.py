@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ampx.backend import CastPlan, is_module
-from ampx.errors import UnsupportedOpError
+from ampx.errors import UnsupportedOpError, meant
 from ampx_mxnet.compat import amp, mx
 from ampx_mxnet.dtypes import DTYPES
 
@@ -86,7 +86,7 @@ def _operator(entry: Any, operators: dict[str, tuple[Any, ...]]) -> str:
                 return name
     raise UnsupportedOpError(
         f"{entry!r} is no operator of mxnet; accepted: names such as 'FullyConnected', or functions such as "
-        f"mx.nd.FullyConnected. Pass one of these."
+        f"mx.nd.FullyConnected. Pass one of these.{meant(entry, operators)}"
     )
 
 

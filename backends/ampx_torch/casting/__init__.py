@@ -60,7 +60,7 @@ def check_resolved(plan: CastPlan | None) -> None:
         raise UnsupportedOpError(
             f"allow and deny name {names}, for no operation but for modules, and wrap_optimizer was called before a "
             f"model was searched for them; accepted: names of operations, and modules that ampx.prepare(model) found. "
-            f"Call it before wrap_optimizer, or correct the name."
+            f"Call it before wrap_optimizer, or correct the name.{''.join(map(plan.meant, missing))}"
         )
 
 

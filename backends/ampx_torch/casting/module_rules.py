@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
@@ -92,9 +93,14 @@ def class_rule(module: nn.Module, plan: TorchPlan) -> tuple[Kind, Any] | None:
     return None
 
 
-def _has_own_hooks(module: nn.Module) -> bool:
+def own_rule(module: nn.Module) -> tuple[Kind, Any] | None:
+    """Return the rule in force that a module, or the module that it is a copy of, was given by its name."""
     rule = module.__dict__.get("_ampx_rule")
-    return rule is not None and in_force(*rule)
+    return rule if rule is not None and in_force(*rule) else None
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    return own_rule(module) is not None
 
 
 # -- scopes ----------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ def matches(models: Iterable[nn.Module], plan: CastPlan) -> dict[nn.Module, tupl
             raise UnsupportedOpError(
                 f"{kind} got the pattern {pattern!r}, which matches no module of the model; its modules: "
                 f"{', '.join(name for name, _ in named[:8]) or 'none'}{', …' if len(named) > 8 else ''}. Correct it; "
-                f"several models go into one call: ampx.prepare([first, second])."
+                f"several models go into one call: ampx.prepare([first, second]).{plan.meant(pattern)}"
             )
     _check_names(plan, {name for name, _ in named})
     return {**by_class, **by_name}
@@ -241,12 +247,16 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def attach(rules: dict[nn.Module, tuple[Kind, Any]]) -> None:
-    """Put hooks on modules, in place of those of a former call."""
+def attach(rules: dict[nn.Module, tuple[Kind, Any]]) -> dict[nn.Module, list[RemovableHandle]]:
+    """Put hooks on modules, in place of those of a former call; return their handles."""
+    handles = {}
     for module, (kind, entry) in rules.items():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, (Enter, Leave))]:
                 del hooks[key]
         module.__dict__["_ampx_rule"] = (kind, entry)
-        module.register_forward_pre_hook(Enter(kind, entry), prepend=True, with_kwargs=True)
-        module.register_forward_hook(Leave(), with_kwargs=True, always_call=True)
+        handles[module] = [
+            module.register_forward_pre_hook(Enter(kind, entry), prepend=True, with_kwargs=True),
+            module.register_forward_hook(Leave(), with_kwargs=True, always_call=True),
+        ]
+    return handles

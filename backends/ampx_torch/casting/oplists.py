@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from ampx.backend import CastPlan
-from ampx.errors import UnsupportedOpError
+from ampx.errors import UnsupportedOpError, meant
 
 # ban: an error where a floating argument has low precision. promote: the widest dtype among the arguments.
 Kind = Literal["allow", "deny", "ban", "promote"]
@@ -64,6 +64,10 @@ class TorchPlan(CastPlan):
         """The rules about modules, by class and by name."""
         return self.classes + self.patterns
 
+    def meant(self, pattern: object) -> str:
+        """Return the end of an error message about a pattern that is almost the name of an operation."""
+        return operation_meant(pattern) if pattern in (*self.allow, *self.deny) else ""
+
 
 def resolve(plan: CastPlan) -> CastPlan:
     """Say what every entry of `allow` and `deny` means; raise for one that cannot be honoured."""
@@ -98,10 +102,10 @@ def resolve(plan: CastPlan) -> CastPlan:
     )
 
 
-def _refused(kind: str, entry: object, why: str, remedy: str) -> UnsupportedOpError:
+def _refused(kind: str, entry: object, why: str, remedy: str, hint: str = "") -> UnsupportedOpError:
     return UnsupportedOpError(
         f"{kind} got {entry!r}, which cannot be honoured: {why}; accepted: functions and names of torch operations, "
-        f"nn.Module classes, patterns of module names. {remedy}."
+        f"nn.Module classes, patterns of module names. {remedy}.{hint}"
     )
 
 
@@ -189,8 +193,17 @@ def _packets(kind: Kind, entry: object) -> list[Any]:
             entry,
             "torch has no single operation behind it",
             "Annotate it with ampx.float_function or ampx.half_function",
+            operation_meant(entry),
         )
     return packets
+
+
+def operation_meant(entry: object) -> str:
+    """Return the end of an error message about an entry that is almost the name of an operation."""
+    if not isinstance(entry, str) or entry.startswith("module:"):
+        return ""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return meant(entry.removeprefix("aten::"), [name[6:] for name in names if name.startswith("aten::")])
 
 
 def _is_torch(entry: Any) -> bool:

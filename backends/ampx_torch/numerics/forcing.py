@@ -14,6 +14,7 @@ from ampx.backend import CastPlan
 from ampx.errors import UnsupportedDtypeError
 from ampx.numerics.watching import last_match
 from ampx_torch.casting import lstm
+from ampx_torch.lent_hooks import lend
 from ampx_torch.trees import DTYPES, LOW, cast, convert
 
 from .names import Names, check_patterns, each_model
@@ -44,8 +45,7 @@ def force(model: nn.Module | None, dtypes: Mapping[str, str]) -> Iterator[None]:
             for module, name in names.items():
                 dtype = last_match(name, dtypes)
                 if dtype is not None:
-                    for handle in _attach(module, dtype):
-                        stack.callback(handle.remove)
+                    stack.callback(lend(module, _attach(module, dtype)))
 
         for name in DTYPES:
             if name != "float32" and name in dtypes.values():
@@ -195,25 +195,22 @@ def _device_of(module: nn.Module, tree: Any) -> str:
 
 
 class _Enter:
-    """Hook before a module's forward. A copy of the model, or a pickle, is not forced any more."""
+    """Hook before a module's forward."""
 
-    def __init__(self, region: _Computed | _Rounded | None = None) -> None:
+    def __init__(self, region: _Computed | _Rounded) -> None:
         self._region = region
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Begin."""
-        return None if self._region is None else self._region.enter(module, (args, kwargs))
-
-    def __deepcopy__(self, memo: Any) -> _Enter:
-        return type(self)()
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
+        return self._region.enter(module, (args, kwargs))
 
 
-class _Leave(_Enter):
+class _Leave:
     """Hook after a module's forward, also after an exception."""
+
+    def __init__(self, region: _Computed | _Rounded) -> None:
+        self._region = region
 
     def __call__(self, module: nn.Module, *rest: Any) -> Any:
         """End."""
-        return None if self._region is None else self._region.leave(rest[-1])
+        return self._region.leave(rest[-1])

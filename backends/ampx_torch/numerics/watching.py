@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ampx.backend import Direction, Reading, Watching
 from ampx.callers import script_line
+from ampx_torch.lent_hooks import lend
 
 from .names import Names, check_patterns, each_model
 from .reductions import Limits, Reduced, floating, read, reduce, stored
@@ -121,15 +122,19 @@ class ModuleWatch:
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def take(self, names: Names) -> list[Any]:
-        """Put hooks on modules; return the handles."""
-        handles = []
-        for module, name in names.items():
-            hooks = _Before(self, name), _After(self, name)
-            handles.append(module.register_forward_pre_hook(hooks[0], with_kwargs=True))
-            # At the front: a hook of the user's may replace the output, and it is the module's own that counts.
-            handles.append(module.register_forward_hook(hooks[1], with_kwargs=True, prepend=True, always_call=True))
-        return handles
+    def take(self, names: Names) -> list[Callable[[], None]]:
+        """Put hooks on modules; return what takes them off."""
+        return [
+            lend(
+                module,
+                (
+                    module.register_forward_pre_hook(_Before(self, name), with_kwargs=True),
+                    # In front: a hook of the user's may replace the output, and it is the module's own that counts.
+                    module.register_forward_hook(_After(self, name), with_kwargs=True, prepend=True, always_call=True),
+                ),
+            )
+            for module, name in names.items()
+        ]
 
     def enter(self, module: nn.Module, name: str, tree: Any) -> None:
         """Begin a call; inputs are looked at before the module can change them in place."""
@@ -263,33 +268,27 @@ class _Gradients:
 
 
 class _Hook:
-    """Called by torch while the region is open. A copy of the model, or a pickle, is not watched any more."""
+    """Called by torch while the region is open."""
 
-    def __init__(self, watch: ModuleWatch | None = None, name: str = "") -> None:
+    def __init__(self, watch: ModuleWatch, name: str) -> None:
         self._watch = watch
         self._name = name
 
     @property
     def _open(self) -> bool:
-        return self._watch is not None and self._watch.open and not torch.compiler.is_compiling()
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return type(self)()
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
+        return self._watch.open and not torch.compiler.is_compiling()
 
 
 class _Before(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._watch is not None and self._open:
+        if self._open:
             self._watch.enter(module, self._name, (args, kwargs))
 
 
 class _After(_Hook):
     def __call__(self, module: nn.Module, *rest: Any) -> None:
         """Take the output, which is None after an exception; torch leaves out the keyword arguments then."""
-        if self._watch is not None and self._open:
+        if self._open:
             self._watch.leave(module, self._name, rest[-1])
 
 
@@ -325,8 +324,8 @@ def watch(model: nn.Module | None, watching: Watching) -> Iterator[ModuleWatch]:
         def take(names: Names) -> None:
             if model is not None:
                 check_patterns(watching.modules, names)
-            for handle in view.take(names):
-                stack.callback(handle.remove)
+            for take_back in view.take(names):
+                stack.callback(take_back)
 
         stack.callback(view.close)
         stack.enter_context(each_model(model, take))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from ampx.backend import CastPlan
 from ampx.errors import UnsupportedOpError
 from ampx.run import Run
-from ampx_torch.casting.module_rules import attach, match_names
+from ampx_torch.casting.module_rules import attach, match_names, own_rule
 from ampx_torch.casting.oplists import TorchPlan
+from ampx_torch.lent_hooks import lend
 from ampx_torch.numerics.names import Names, called_models
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ModuleRules:
         self._names: Names = {}
         self._plan: TorchPlan | None = None
         self._hits: set[str] = set()
+        self._lent = ExitStack()
         self.waits = False  # some pattern may match no module: `check` has to look
 
     def start(self, plan: CastPlan | None) -> None:
@@ -49,8 +51,14 @@ class ModuleRules:
                 rules, hits = match_names(((name, module) for module, name in names.items() if name), self._plan)
             except UnsupportedOpError as error:
                 self._run.reject(error)
-            attach(rules)
+            copied = {module: rule for module in names if (rule := own_rule(module)) is not None}
+            for module, handles in attach(copied | rules).items():
+                self._lent.callback(lend(module, handles))
             self._hits |= hits
+
+    def close(self) -> None:
+        """Take the rules off all models."""
+        self._lent.close()
 
     def check(self, steps: int) -> None:
         """Stop the script where a pattern matches no module of the models that it called in the first steps."""
@@ -61,10 +69,11 @@ class ModuleRules:
         names = [name for name in self._names.values() if name]
         shown = f"{', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"
         if missing:
+            hint = "".join(self._plan.meant(pattern) for _, pattern in self._plan.patterns if pattern not in self._hits)
             self._run.reject(
                 UnsupportedOpError(
                     f"{', '.join(missing)} matches no module of the models called in {steps} steps; accepted: patterns "
-                    f"of names, which are {shown}. Correct it."
+                    f"of names, which are {shown}. Correct it.{hint}"
                 )
             )
 
@@ -76,5 +85,5 @@ def modules_ruled(manager: TorchManager) -> Iterator[None]:
     if not any(entry.startswith("module:") or not entry.isidentifier() for entry in (*settings.allow, *settings.deny)):
         yield
         return
-    with called_models(manager.rules.take):
+    with closing(manager.rules), called_models(manager.rules.take):
         yield
