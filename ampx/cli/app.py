@@ -290,6 +290,8 @@ def diagnose(
         else:
             place = f"step {result['step']} of {result['script']}, {result['framework']} in {result['dtype']}"
             typer.echo(f"{place}: {diagnosis}")
+        for mistake in result["mistakes"]:
+            typer.echo(f"mistake: {mistake}")
         for note in result["notes"]:
             typer.echo(f"note: {note}")
     _write_report(report, result, as_json)

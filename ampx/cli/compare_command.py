@@ -58,6 +58,8 @@ def print_comparison(console: Console, report: Mapping[str, Any]) -> None:
         _print_sweep(console, report["sweep"])
     for name, message in report["failed"].items():
         console.print(escape(f"{name} failed: {message}"), soft_wrap=True)
+    for mistake in report["mistakes"]:
+        console.print(f"mistake: {escape(mistake)}", soft_wrap=True)
     for note in report["notes"]:
         console.print(f"note: {escape(note)}", soft_wrap=True)
     for verdict in [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]:

@@ -10,7 +10,7 @@ from typing import Final
 from ampx.syntax.program import called_name, dotted
 
 from .problem import Place
-from .script import SCALERS, Event, Script
+from .script import SCALERS, Event, Script, dtype_of
 
 _AVERAGES: Final = {"ema", "model_ema", "ema_model", "ema_net", "net_ema", "swa_model", "averaged_model"}
 # Libraries that scale the loss, or move a schedule, somewhere else.
@@ -198,6 +198,42 @@ def float16_without_scaling(script: Script) -> Iterator[Place]:
                     "or cast to bfloat16",
                 )
     yield from _tape_without_scaling(script)
+    yield from _unwrapped_in_float16(script)
+
+
+def _unwrapped_in_float16(script: Script) -> Iterator[Place]:
+    """An optimizer that ampx was never given, in a process in which ampx casts to float16."""
+    inits = [call for call in script.calls_of({"ampx.init"}) if _casts_to_float16(call)]
+    for function, events in script.events.items():
+        if not any(script.program.function(call) in (function, script.source.tree) for call in inits):
+            continue
+        for step in (event for event in events if event.kind == "raw step"):
+            owner = step.node.func.value if isinstance(step.node.func, ast.Attribute) else step.node
+            before = [
+                event for event in events if _joined(script, event, step) and event.kind in ("scaled", "backward")
+            ]
+            before = [event for event in before if script.is_before(event.node, step.node)]
+            if not before or before[-1].kind == "scaled" or "ampx.wrap_optimizer" in script.made_by(owner):
+                continue
+            if not any("autocast" in script.program.code(item) for item in _entered(script, before[-1].node)):
+                yield (
+                    step.node,
+                    f"`{step.subject}.step()` applies gradients that were computed in float16 of a loss that nobody "
+                    f"scaled: those below 6e-8 are 0; call `ampx.wrap_optimizer({step.subject})`, and backward in the "
+                    "block of `ampx.scale_loss`",
+                )
+
+
+def _casts_to_float16(init: ast.Call) -> bool:
+    """Return whether a call of `ampx.init` has the whole process cast to float16, and losses scaled."""
+    options = {option.arg: option.value for option in init.keywords}
+    return dtype_of(options.get("dtype")) == "float16" and not options.keys() & {"level", "process_wide", "loss_scale"}
+
+
+def _entered(script: Script, node: ast.AST) -> list[ast.expr]:
+    """List the context managers of the blocks around a node."""
+    regions = [outer for outer in script.program.around(node) if isinstance(outer, ast.With)]
+    return [item.context_expr for region in regions for item in region.items]
 
 
 def _tape_without_scaling(script: Script) -> Iterator[Place]:

@@ -35,8 +35,11 @@ _AUTOCAST: Final = {  # by name: the position of the dtype, and its default wher
     "paddle.amp.amp_guard": (4, "float16"),
 }
 _CLIPS: Final = {
-    *(f"torch.nn.utils.{name}" for name in ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")),
-    *(f"torch.nn.utils.clip_grad.{name}" for name in ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")),
+    *(
+        f"torch.nn.utils.{module}{name}"
+        for module in ("", "clip_grad.")
+        for name in ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_")
+    ),
     *(f"paddle.nn.utils.{name}" for name in ("clip_grad_norm_", "clip_grad_value_")),
     "mxnet.gluon.utils.clip_global_norm",
     "gluon.utils.clip_global_norm",
@@ -293,12 +296,20 @@ class Script:
     def blocks(self) -> list[tuple[ast.With, ast.Call, str]]:
         """The blocks `with amp.scale_loss(...)`, with the call and whose it is."""
         blocks = []
-        for call in self.calls_of(_BLOCKS):
+        for call in self.calls:
             item = self.program.parent(call)
-            region = self.program.parent(item)
-            if isinstance(item, ast.withitem) and isinstance(region, ast.With):
-                blocks.append((region, call, _BLOCKS[next(iter(self.names(call.func) & set(_BLOCKS)))]))
+            region = self.program.parent(item) if isinstance(item, ast.withitem) else None
+            if isinstance(region, ast.With):
+                kinds = {_BLOCKS[name] for name in self.names(call.func) & _BLOCKS.keys()}
+                if kinds or self._is_of_session(call):
+                    blocks.append((region, call, next(iter(kinds), "ampx")))
         return blocks
+
+    def _is_of_session(self, call: ast.Call) -> bool:
+        """Return whether a call is `amp.scale_loss(...)` of what `ampx.init` returned."""
+        function = call.func
+        named = isinstance(function, ast.Attribute) and function.attr == "scale_loss"
+        return named and isinstance(function, ast.Attribute) and "ampx.init" in self.made_by(function.value)
 
     def leaves(self, text: str) -> bool:
         """Return whether a name's value goes where this file does not show: as an argument, or returned."""

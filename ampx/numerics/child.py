@@ -56,6 +56,7 @@ class TrialObserver:
         self.fault: tuple[int, str] | None = None
         self.ended_early = False
         self.notes: list[str] = []
+        self.mistakes: list[str] = []
         self.peak_device: int | None = None
         self.versions = {"python": platform.python_version(), "ampx": ampx.__version__}
         self._readers: list[Callable[[], float]] = []
@@ -154,6 +155,11 @@ class TrialObserver:
             self._note(f"A loss could not be read: {type(error).__name__}: {error}")
             return None
 
+    def mistake(self, sentence: str) -> None:
+        """Note what the script itself does wrong, once."""
+        if sentence not in self.mistakes:
+            self.mistakes.append(sentence)
+
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
@@ -228,6 +234,7 @@ class TrialObserver:
             native=tuple(sorted(native)),
             ended_early=self.ended_early,
             notes=tuple(self.notes),
+            mistakes=tuple(self.mistakes),
             versions=self.versions,
             raised=None if error is None else (in_one_line(error), script_line_of(error.__traceback__)),
         )

@@ -159,6 +159,11 @@ def compare_script(
         "dtypes": compared,
         "failed": {name: str(error) for name, error in failed.items()},
         "sweep": None,
+        "mistakes": [
+            *dict.fromkeys(
+                mistake for runs in (references, *timed.values()) for outcome in runs for mistake in outcome.mistakes
+            )
+        ],
         "notes": [
             *dict.fromkeys(
                 note for runs in (references, *timed.values()) for outcome in runs for note in outcome.notes

@@ -352,6 +352,7 @@ def _report(
         "modules": modules,
         "map": None if low is None else _map(low),
         "verdict": verdict,
+        "mistakes": list(dict.fromkeys((*seen.mistakes, *(() if low is None else low.mistakes)))),
         "notes": list(dict.fromkeys(notes)),
         "origin": origin(seen.versions),
     }

@@ -120,6 +120,7 @@ def _compared(report: Mapping[str, Any]) -> list[str]:
     verdicts = [facts["verdict"] for facts in report["dtypes"].values()] or [report["verdict"]]
     parts = [page.paragraph(verdict, verdict=True) for verdict in verdicts]
     parts += [page.paragraph(f"{name} failed: {message}") for name, message in report["failed"].items()]
+    parts += map(page.paragraph, report["mistakes"])
     parts += [page.table(HEAD, compared_rows(report)), *map(page.paragraph, report["notes"])]
     parts += _loss_parts("Loss", *_losses(report))
     if meters := meter_rows(report):
@@ -261,6 +262,8 @@ def _diagnosed(report: Mapping[str, Any]) -> list[str]:
             parts.append(page.table(("", *shown), list(zip(_PLACE, *shown.values(), strict=True))))
         if diagnosis["advice"]:
             parts += [page.heading("What to do"), page.code(diagnosis["advice"].splitlines())]
+    if report["mistakes"]:
+        parts += [page.heading("Mistakes in the script"), *map(page.paragraph, report["mistakes"])]
     if report["risks"]:
         parts.append(page.heading("Risks"))
         parts += [page.paragraph(risk["text"]) for risk in report["risks"]]

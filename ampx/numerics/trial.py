@@ -119,6 +119,7 @@ class Outcome:
         native: The low-precision dtypes that the device computes in hardware, whatever `"auto"` chooses there.
         ended_early: The script was ended after the steps that were asked for.
         notes: What could not be observed.
+        mistakes: What the script itself does wrong, with its lines.
         versions: Of Python, ampx and the framework.
         raised: The exception that ended the script in the step after the last, and the line of the script that it went
             through: `("ValueError: why", "train.py:12")`; None for none.
@@ -137,6 +138,7 @@ class Outcome:
     native: tuple[str, ...] = ()
     ended_early: bool = False
     notes: tuple[str, ...] = ()
+    mistakes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     raised: tuple[str, str] | None = None
     losses_of: tuple[str | None, ...] = ()
@@ -265,7 +267,7 @@ def _read_outcome(text: str) -> Outcome:
         int(step): tuple(SampledGradient(name, tuple(shape), _array(sample)) for name, shape, sample in seen)
         for step, seen in values["gradients"].items()
     }
-    values.update({name: tuple(values[name]) for name in ("losses", "losses_of", "times", "notes")})
+    values.update({name: tuple(values[name]) for name in ("losses", "losses_of", "times", "notes", "mistakes")})
     values.update({name: None if values[name] is None else tuple(values[name]) for name in ("fault", "raised")})
     return Outcome(**values, readings=readings)
 
@@ -348,6 +350,7 @@ def run_trial(trial: Trial, *, quiet: bool = True) -> Outcome:
     if trial.settings.dtype == "float32" and outcome.dtype != "float32":
         raise TrialError(
             f"{trial.program.name} was to run in float32 and computed in {outcome.dtype}; accepted: a script that "
-            f"leaves mixed precision to `ampx run`. Switch off its own. {' '.join(outcome.run['notes'])}".rstrip()
+            f"leaves mixed precision to `ampx run`. Switch off its own. "
+            f"{' '.join((*outcome.run['notes'], *outcome.mistakes))}".rstrip()
         )
     return outcome

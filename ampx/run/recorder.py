@@ -154,6 +154,9 @@ class Observer(Protocol):
     def stepped(self, steps: int) -> None:
         """Note that so many steps are over, skipped ones included."""
 
+    def mistake(self, sentence: str) -> None:
+        """Note what the script itself does wrong, with its line."""
+
     def observing(self, run: Run, backend: Backend) -> AbstractContextManager[Any]:
         """Return a region that is entered when a framework is automated, and left before it is so no more."""
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 import ampx
-from ampx.backend import CastPlan, LossInfo
+from ampx.backend import LossInfo
 from ampx.errors import LossDtypeError
 from ampx.optimizer import WrappedOptimizer
 from ampx.run import Run
@@ -57,6 +57,8 @@ class TorchBackend(ampx.Backend):
     enter_thread = staticmethod(casting.enter_thread)
     cast = staticmethod(casting.cast)
     widest = staticmethod(casting.widest)
+    activate = staticmethod(casting.activate)
+    deactivate = staticmethod(casting.deactivate)
     wrap_optimizer = staticmethod(make_wrapper)
     prepare = staticmethod(prepare.prepare)
     nonfinite_parameters = staticmethod(debug.nonfinite_parameters)
@@ -67,15 +69,6 @@ class TorchBackend(ampx.Backend):
     clock = numerics.clock
     convert = inference.convert
     infer = staticmethod(inference.infer)
-
-    def activate(self, plan: CastPlan) -> None:
-        casting.activate(plan)
-        if plan.scales and plan.dtype == "float16":
-            raw_steps.watch(plan)
-
-    def deactivate(self, plan: CastPlan) -> None:
-        casting.deactivate(plan)
-        raw_steps.end(plan)
 
     def is_optimizer(self, candidate: object) -> bool:
         return isinstance(candidate, torch.optim.Optimizer) and not isinstance(candidate, WrappedOptimizer)

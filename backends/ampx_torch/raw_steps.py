@@ -1,8 +1,8 @@
 """Steps of optimizers that nobody wrapped, while a session scales losses: what is certainly a mistake is said.
 
 They are seen by one step hook of the process, which is there only as long as such a session is, or a model that
-`prepare` put in low precision without its optimizer. An optimizer of a model that computes in float32 is none of its
-business, and is looked at in its first steps only.
+`prepare` put in low precision without its optimizer. It looks at dtypes and at how often tensors were written, never at
+values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,8 @@ from .leftovers import Leftovers, Sight, look
 from .trees import LOW
 
 _WRAPPED: Final = "ampx_wrapped"  # on a raw optimizer
-# So many steps of an optimizer are looked at, each at so many elements of its gradients.
-_STEPS: Final = 10
-_ELEMENTS: Final = 4096
 # Bodies of `scale_loss` in which leaves are looked at, once they are known.
 _BODIES: Final = 100
-# All numbers of float16 are multiples of the first number, and so are sums of them. Numbers below the second one that
-# float32 has, or that were divided by a loss scale, mostly are not.
-_SPACING: Final = 2.0**-24
-_TINY: Final = 2.0**-14
-_ENOUGH: Final = 16
 
 
 class _Watch:
@@ -41,7 +33,7 @@ class _Watch:
     def __init__(self) -> None:
         self.users: set[int] = set()
         self.handle: RemovableHandle | None = None
-        self.steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose leaves were followed
         self.bodies = 0
         self.before: list[Sight] = []
         self.leftovers = Leftovers()
@@ -97,6 +89,11 @@ def note_wrapped(optimizer: torch.optim.Optimizer, wrapped: bool = True) -> None
         vars(optimizer).pop(_WRAPPED, None)
 
 
+def is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a raw optimizer has a wrapper, or is one."""
+    return _WRAPPED in vars(optimizer) or optimizer in living
+
+
 def other_hooks() -> bool:
     """Return whether the process has step hooks that are not ours."""
     return len(_global_optimizer_pre_hooks) > (_watch.handle is not None)
@@ -143,11 +140,11 @@ def end_body(scale: Any) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise where gradients carry a loss scale; warn where they came from float16 without one."""
+    """Raise where gradients carry a loss scale; look at an optimizer's parameters at its first step."""
     if _WRAPPED in optimizer.__dict__ or torch.compiler.is_compiling():
         return
-    steps = _watch.steps.get(optimizer, 0)
-    if steps >= _STEPS and not _watch.leftovers.notes:
+    known = optimizer in _watch.known
+    if known and not _watch.leftovers.notes:
         return
     owned = _owned()  # by an optimizer that this one is a part of
     parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
@@ -160,47 +157,17 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             f"applied times the loss scale. Call opt = ampx.wrap_optimizer(opt) on it, too, and name all optimizers "
             f"that a loss trains: ampx.scale_loss(loss, [opt, other])."
         )
-    if not pairs or steps >= _STEPS:
+    if known or not pairs:
         return
-    _watch.steps[optimizer] = steps + 1
-    if steps == 0:
-        follow(parameters)
-        _watch.before = []  # no body runs
-        low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter, _ in pairs)
-        if low:
-            callers.warn(
-                f"{name} was stepped on {low} low-precision parameters that ampx.prepare gave no float32 copies, "
-                f"because it did not get the optimizer: small updates round to nothing, and no loss is scaled. Call "
-                f"model, opt = ampx.prepare(model, opt), then opt = ampx.wrap_optimizer(opt); or use level='O3', "
-                f"which has no copies.",
-                PrecisionWarning,
-            )
-    if _from_float16([gradient for _, gradient in pairs]):
-        _watch.steps[optimizer] = _STEPS
+    _watch.known.add(optimizer)
+    follow(parameters)
+    _watch.before = []  # no body runs
+    low = sum(id(parameter) in _watch.lowered and parameter.dtype in LOW for parameter, _ in pairs)
+    if low:
         callers.warn(
-            f"{name}, which wrap_optimizer was never given, was stepped on gradients that were computed in float16 "
-            f"without a loss scale: those below {_SPACING:.1g} are zero. Call opt = ampx.wrap_optimizer(opt), and "
-            f"backward inside `with ampx.scale_loss(loss, opt) as scaled:`; or compute what it trains in float32, "
-            f"inside `with ampx.autocast(enabled=False):`.",
+            f"{name} was stepped on {low} low-precision parameters that ampx.prepare gave no float32 copies, "
+            f"because it did not get the optimizer: small updates round to nothing, and no loss is scaled. Call "
+            f"model, opt = ampx.prepare(model, opt), then opt = ampx.wrap_optimizer(opt); or use level='O3', "
+            f"which has no copies.",
             PrecisionWarning,
         )
-
-
-def _from_float16(gradients: list[torch.Tensor]) -> bool:
-    """Return whether gradients of some matrix have the spacing of float16, which no other dtype's have by chance.
-
-    Sync: one; none while a CUDA graph is captured, of which it tells nothing.
-    """
-    votes: list[torch.Tensor] = []
-    for gradient in gradients:
-        if gradient.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        if gradient.dim() < 2 or gradient.dtype is not torch.float32 or type(gradient) is not torch.Tensor:
-            continue
-        if gradient.layout is not torch.strided or not gradient.is_contiguous():
-            continue
-        values = gradient.detach().view(-1)[:_ELEMENTS]
-        tiny = (values != 0) & (values.abs() < _TINY)
-        spaced = (values / _SPACING).frac() == 0
-        votes.append((tiny.sum() >= _ENOUGH) & (spaced | ~tiny).all())
-    return bool(torch.stack([vote.to(votes[0].device) for vote in votes]).any()) if votes else False

@@ -31,7 +31,6 @@ from .leftovers import Leftovers, Sight, divide, look
 from .losses_by_id import LossMixer
 from .meter import UpdateMeter
 from .prepare import masters
-from .scaled_clipping import ScaledClipping
 from .trees import LOW
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ _NOT_COPIED: Final = frozenset(
             "step",
             "_opt_called",
             "_meter",
-            "_clipping",
             "_groups",
         ),
     ]
@@ -106,7 +104,6 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
         self.mixer = LossMixer()
         self.leftovers = Leftovers()
         self._meter = UpdateMeter(self._compute)
-        self._clipping = ScaledClipping() if self._scales else None
         self.checked: dict[int, Any] = {}
         self.revealed = False
         self._norm: Any = None
@@ -219,16 +216,7 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             member.check_backward()
         if self._incomplete and gradients:
             fused.check_momentum(self.optimizer)
-        if self._clipping is not None and member.stage == "scaled":
-            self._clipping.begin_step(self._written(), not self.on_device)
-            if self._clipping.ended:
-                self._clipping = None
         return gradients
-
-    def _written(self) -> list[torch.Tensor]:
-        """List the gradients that backward makes."""
-        gradients = [gradient for parameter in self.leaves() if (gradient := parameter.grad) is not None]
-        return [gradient for gradient in gradients if not gradient.is_inference()]  # which do not count their writes
 
     def unscale(self, gradients: list[list[torch.Tensor]], reads: bool = True) -> None:
         """Divide gradients by the scale they carry and note their finiteness; the stage is "interrupted" after it.
@@ -608,8 +596,6 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
             raw_steps.end_body(self._entering)
         if self.mixer.loss_id is not None:
             self.mixer.after(self)
-        elif self._clipping is not None:
-            self._clipping.end_body(self._written())
 
     def ampx_abandon_backward(self, loss_id: int) -> None:
         """Bring back what was put aside; what the backward left carries its scale."""

@@ -46,29 +46,18 @@ def messages(recwarn):
     return [str(warning.message) for warning in recwarn.list]
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_a_loop_that_wraps_nothing_is_warned_once(float16, recwarn, accumulates):
-    model = network()
-    raw = sgd(model)
-    for _ in range(3):
-        for _ in range(3 if accumulates else 1):
-            loss_of(model).backward()
-        raw.step()
-        raw.zero_grad()
-    (message,) = messages(recwarn)
-    assert "SGD" in message
-    assert "ampx.wrap_optimizer" in message
-
-
-def test_an_optimizer_that_is_forgotten_beside_a_wrapped_one_is_warned_of(float16, recwarn, backward):
+def test_a_step_does_not_look_at_the_gradients_of_an_optimizer_that_is_not_wrapped(float16, recwarn, backward):
+    """Whether they were computed in float16 without a loss scale only a run that is looked at may guess."""
     models = network(), network()
     opt, raw = ampx.wrap_optimizer(sgd(models[0])), sgd(models[1])
-    backward(loss_of(models[0]), opt)
-    opt.step()
+    for _ in range(3):
+        backward(loss_of(models[0]), opt)
+        opt.step()
+        opt.zero_grad()
+        loss_of(models[1]).backward()
+        raw.step()
+        raw.zero_grad()
     assert messages(recwarn) == []
-    loss_of(models[1]).backward()
-    raw.step()
-    assert len(messages(recwarn)) == 1
 
 
 @pytest.mark.parametrize("order", ["first", "last", "accumulated"])

@@ -8,6 +8,7 @@ The script is not ours to edit: torch is patched, and every patch ends with the 
 - `modules`: `torch.nn.Module.__call__`, where `allow` or `deny` name modules;
 - `native` and `scaler`: `torch.autocast` and `GradScaler`, which are refused, or carried out by ampx;
 - `accelerate`: `Accelerator.__init__`, whose fp16 on a CPU is carried out;
+- `mistakes`: functions that clip gradients, and steps of optimizers that nobody wrapped, in a run that is looked at;
 - `old_names`: `import apex`, which ampx provides where it is missing.
 """
 
@@ -22,6 +23,7 @@ from .accelerate import accelerators_carried_out
 from .backward import backward_scaled
 from .gradients import gradients_unscaled
 from .manager import TorchManager, optimizers_managed
+from .mistakes import mistakes_named
 from .modules import modules_ruled
 from .native import autocast_watched
 from .old_names import old_names
@@ -34,7 +36,7 @@ def automate(run: Run) -> Iterator[None]:
     run.refuse_preparation()
     patches = (
         *(optimizers_managed, backward_scaled, gradients_unscaled, modules_ruled),
-        *(autocast_watched, scaler_watched, accelerators_carried_out),
+        *(autocast_watched, scaler_watched, accelerators_carried_out, mistakes_named),
     )
     with TorchManager(run).region(old_names, *(patches if run.settings.automates else ())):
         yield
