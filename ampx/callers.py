@@ -15,6 +15,8 @@ from .plugins import default_registry
 
 _STANDARD: Final = tuple({f"{Path(sysconfig.get_path(name)).resolve()}/" for name in ("stdlib", "platstdlib")})
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
+# Modules that import what others tell them to, by how their names begin.
+_IMPORTERS: Final = ("importlib", "_frozen_importlib", "pkgutil", "pickle")
 
 
 def script_line() -> str:
@@ -51,6 +53,27 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
+def imported_by_script(through: tuple[str, ...] = ()) -> bool:
+    """Return whether the import, or the search for a module, that is under way is the user's own, not a library's.
+
+    Args:
+        through: Modules beyond Python's own, by how their names begin, that import what others tell them to.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        generated = file.startswith("<") and file != "<stdin>"
+        if not (generated or _is_ampx(module) or module.startswith((*_IMPORTERS, *through))):
+            return _is_script(frame)
+        frame = frame.f_back
+    return True  # the command imports what it was told to run
+
+
+def is_search() -> bool:
+    """Return whether the finder that asks was asked by `importlib.util.find_spec`, and not by an import."""
+    return sys._getframe(3).f_globals.get("__name__") == "importlib.util"  # past the finder and what asks finders
+
+
 def _script_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not _is_script(frame):
@@ -64,7 +87,7 @@ def _is_script(frame: FrameType) -> bool:
 
 def _is_own(file: str, module: str) -> bool:
     top = module.partition(".")[0]
-    if top == "ampx" or top.startswith("ampx_"):
+    if _is_ampx(module):
         return False
     # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
     if file == "<stdin>":
@@ -78,6 +101,11 @@ def _is_own(file: str, module: str) -> bool:
         return True
     # A framework may be on the path from its source tree, and libraries from a folder of any name (`pip --target`).
     return top not in _framework_modules() and not _holds_installed(path, module)
+
+
+def _is_ampx(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top == "ampx" or top.startswith("ampx_")
 
 
 def _framework_modules() -> set[str]:

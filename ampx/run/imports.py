@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from ampx.callers import imported_by_script
+
 
 class FirstFinder(importlib.abc.MetaPathFinder):
     """A finder that is asked before all others, inside `installed`."""
@@ -65,7 +67,7 @@ class ImportWatch(FirstFinder):
         self._searching.add(fullname)
         try:
             if fullname in self._stand_ins:
-                return self._stand_in(fullname)
+                return self._stand_in(fullname, self._stand_ins[fullname])
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching.discard(fullname)
@@ -73,12 +75,10 @@ class ImportWatch(FirstFinder):
             spec.loader = _Watched(spec.loader, self)
         return spec
 
-    def _stand_in(self, fullname: str) -> importlib.machinery.ModuleSpec | None:
-        try:
-            importlib.import_module(self._stand_ins[fullname])
-        except ImportError:
+    def _stand_in(self, fullname: str, provider: str) -> importlib.machinery.ModuleSpec | None:
+        if provider in sys.modules or not imported_by_script() or importlib.util.find_spec(provider) is None:
             return None
-        return importlib.util.find_spec(fullname)  # asks the finder that the backend has installed by now
+        return spec_of(fullname, lambda: importlib.import_module(provider))  # its backend knows the name from then on
 
     def look(self) -> None:
         """Report every framework that is imported and was not told of."""
@@ -126,45 +126,73 @@ class _Watched(importlib.abc.Loader):
 
 
 class ImportAlias(FirstFinder):
-    """Installs modules under names of others, when the script first asks for one of these."""
+    """Provides modules under names of others, once the script imports one of these.
 
-    def __init__(self, names: Sequence[str], install: Callable[[str], bool], uninstall: Callable[[], None]) -> None:
-        """Take the names, what puts all of them into `sys.modules` or returns False, and what takes them out again."""
-        self.asked = False  # the script asked for one of the names
+    Looking whether a name is there (`importlib.util.find_spec`) changes nothing. A library that looks, or tries to
+    import a name for itself, is told what plain Python tells it: it must not choose other code than it has there.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        install: Callable[[str], None],
+        uninstall: Callable[[], None],
+        through: tuple[str, ...] = (),
+    ) -> None:
+        """Take what there is to provide.
+
+        Args:
+            names: The names; what is below one of them is asked for by importing it.
+            install: Puts all of them into `sys.modules`, or nothing where another package provides them.
+            uninstall: Undoes that.
+            through: Modules, by how their names begin, that import what the script tells them to.
+        """
+        self.provided = False  # the script imported one of the names
         self._names = names
         self._install = install
         self._uninstall = uninstall
+        self._through = through
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Provide one of the names."""
-        if self.asked or fullname not in self._names:
+        """Find one of the names, for the script."""
+        if self.provided or fullname not in self._names or not self.asked_by_script():
             return None
-        self.asked = True
-        return spec_of(fullname) if self._install(fullname) else None
+        return spec_of(fullname, lambda: self._provide(fullname))
+
+    def asked_by_script(self) -> bool:
+        """Return whether the script asks, and not a library for itself."""
+        return imported_by_script(self._through)
+
+    def _provide(self, name: str) -> None:
+        if not self.provided:
+            self.provided = True
+            self._install(name)
 
     def close(self) -> None:
-        """Take the names away again, where the script asked."""
-        if self.asked:
+        """Take the names away again, where the script imported one."""
+        if self.provided:
             self._uninstall()
 
 
-def spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a module that is there, and take the module out: else Python would load by its own spec."""
-    module = sys.modules.pop(name, None)
-    return None if module is None else importlib.machinery.ModuleSpec(name, _Provided(module), is_package=True)
+def spec_of(name: str, provide: Callable[[], object]) -> importlib.machinery.ModuleSpec:
+    """Return the spec of a module that others can import once `provide` was called; importing calls it."""
+    return importlib.machinery.ModuleSpec(name, _Provider(provide), is_package=True)
 
 
-class _Provided(importlib.abc.Loader):
-    """Returns a module that is there already."""
+class _Provider(importlib.abc.Loader):
+    """Loads a module that can be imported by now, and leaves it its own spec."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-        self._spec = module.__spec__
+    def __init__(self, provide: Callable[[], object]) -> None:
+        self._provide = provide
+        self._own: importlib.machinery.ModuleSpec | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return self._module
+        self._provide()
+        module = importlib.import_module(spec.name)
+        self._own = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # it ran when it was made
+        module.__spec__ = self._own  # it ran when it was made

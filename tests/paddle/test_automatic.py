@@ -1,6 +1,7 @@
 """`ampx run` in PaddlePaddle: scripts that know nothing of ampx."""
 
 import json
+import os
 import pathlib
 import sys
 
@@ -13,7 +14,7 @@ from ampx.backend import Watching
 from ampx.run import LossCurve, Run, RunSettings
 from ampx_paddle.run import automate
 from ampx_paddle.step import AmpOptimizer
-from processes import last_json
+from processes import last_json, run_python
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "programs"
 
@@ -725,3 +726,26 @@ def test_leaving_restores_every_patch_and_every_optimizer(run):
     optimizers[0].step()
     assert net[0].weight.tolist() != weight
     assert paddle.get_flags("FLAGS_low_precision_op_list") == {"FLAGS_low_precision_op_list": 0}
+
+
+def test_who_looks_for_fluid_switches_nothing_and_a_library_does_not_see_it(tmp_path):
+    pytest.importorskip("typer", reason="the command line is not installed")
+    (folder := tmp_path / "site-packages").mkdir()
+    (folder / "probing_library.py").write_text(
+        "import importlib.util, paddle\n"
+        "has = [importlib.util.find_spec('paddle.fluid') is not None]\n"
+        "try:\n    import paddle.fluid\nexcept ImportError as error:\n    has.append(str(error))\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import importlib.util, probing_library, paddle\n"
+        "print(probing_library.has, importlib.util.find_spec('paddle.fluid') is not None, paddle.in_dynamic_mode())\n"
+        "import paddle.fluid as fluid\n"
+        "print(fluid.__name__, paddle.in_dynamic_mode())\n"
+    )
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = run_python("-m", "ampx", "run", script, check=True, PYTHONPATH=path)
+    assert done.stdout.splitlines() == [
+        "[False, \"No module named 'paddle.fluid'\"] True True",
+        "ampx_paddle.old.fluid False",
+    ]

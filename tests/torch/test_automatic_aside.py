@@ -1,6 +1,7 @@
 """`ampx run` of scripts that start apex or ampx themselves: it stands aside, and tells what their sessions did."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,95 @@ def test_the_summary_and_the_report_of_fp16_optimizer_tell_only_what_is_true(tmp
     assert "loss scale 1" not in done.stderr
     report = json.loads(target.read_text())
     assert (report["framework"], report["dtype"], report["steps"], report["ops"]) == ("torch", None, 0, [])
+
+
+# What transformers, timm and others do when they are imported.
+PROBING = """\
+import importlib.util
+has = [importlib.util.find_spec("apex") is not None]
+for name in ("apex", "apex.normalization", "amp_C"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        has.append(str(error))
+try:
+    from apex import amp
+except ImportError as error:
+    has.append(type(error).__name__)
+"""
+PROBED = """\
+import probing_library
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print(probing_library.has, model.weight.tolist())
+"""
+
+
+@pytest.fixture
+def probing_library(tmp_path):
+    """A folder of installed packages, with a library that looks whether apex is there."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "probing_library.py").write_text(PROBING)
+    return folder
+
+
+def test_a_library_that_looks_for_apex_sees_what_plain_python_shows_it(probing_library, tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(PROBED)
+    path = {"PYTHONPATH": f"{probing_library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    plain = run_python(script, check=True, **path)
+    assert "[False, \"No module named 'apex'\"" in plain.stdout
+    done = run_python("-m", "ampx", "run", "--level", "O0", script, **path)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+
+
+def test_the_script_has_its_apex_after_a_library_looked_for_it(probing_library, tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import probing_library, sys\n"
+        "from importlib.util import find_spec\n"
+        "assert find_spec('apex') and 'apex' not in sys.modules and 'torch' not in sys.modules\n"
+        "import apex\n"
+        "from importlib import reload\n"
+        "assert reload(probing_library).has == [True]\n"  # it has what the script has; that says nothing of the script
+        "assert find_spec('apex.amp') and 'apex.amp' not in sys.modules\n"
+        "assert find_spec('apex.transformer') is None and find_spec('apex.contrib.sparsity') is None\n"
+        "try:\n"
+        "    import apex.transformer\n"
+        "except ImportError as error:\n"
+        "    assert 'megatron' in str(error)\n"
+        "from apex import amp\n"
+        "import apex.parallel\n"
+        "print(amp.initialize.__module__)\n"
+    )
+    path = {"PYTHONPATH": f"{probing_library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = run_python("-m", "ampx", "run", script, fresh=True, **path)
+    assert (done.returncode, done.stdout) == (0, "ampx_torch.old.apex.amp.frontend\n"), done.stderr
+
+
+def test_an_installed_apex_without_amp_that_a_library_has_imported_is_completed_for_the_script(tmp_path):
+    pytest.importorskip("typer", reason="needs typer, of the extra cli")
+    folder = tmp_path / "site-packages"
+    (folder / "apex").mkdir(parents=True)
+    (folder / "apex" / "__init__.py").write_text("own = True\n")
+    (folder / "probing_library.py").write_text(PROBING)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, probing_library\n"
+        "print(probing_library.has)\n"
+        "from apex import amp, own\n"
+        "import apex.optimizers\n"
+        "print(amp.__name__, own)\n"
+    )
+    path = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = run_python("-m", "ampx", "run", script, fresh=True, **path)
+    shown = "[True, \"No module named 'apex.normalization'\", \"No module named 'amp_C'\", 'ImportError']"
+    assert (done.returncode, done.stdout) == (0, f"{shown}\nampx_torch.old.apex.amp True\n"), done.stderr

@@ -53,7 +53,7 @@ def minimize(
 
 @contextmanager
 def programs_watched(manager: PaddleManager) -> Iterator[None]:
-    """Patch the executor, which alone sees a program's steps; offer the alias of `paddle.fluid` to who asks for it."""
+    """Patch the executor, which alone sees a program's steps; offer the alias of `paddle.fluid`."""
     native = paddle.static.Executor.run
     recorder = manager.run.recorder
 
@@ -91,11 +91,10 @@ def programs_watched(manager: PaddleManager) -> Iterator[None]:
             manager.run.lines = ("the script has it by hand: its own calls decide",)
 
 
-def _install_fluid(name: str) -> bool:
+def _install_fluid(name: str) -> None:
     from ampx_paddle.old import fluid
 
     fluid.install()
-    return True
 
 
 def _uninstall_fluid() -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 
 from ampx.run import ImportAlias, spec_of
 from ampx_torch.old.apex import ApexPresentError, install, uninstall
+from ampx_torch.old.apex.aliases import PARTS
 
 from .manager import TorchManager
 
@@ -20,39 +21,39 @@ _IN_PLACE: Final = "ampx_torch.old.apex.amp.opt"
 _BY_HAND: Final = "ampx_torch.old.apex.fp16_utils.loss_scaler"
 _AMP: Final = "apex.amp"
 _OURS: Final = "ampx_torch.old.apex.amp"
-_NAMES: Final = ("apex", "amp_C", "apex_C")
+# With parts that an installed apex may miss: a library may have imported that before.
+_NAMES: Final = ("apex", "amp_C", "apex_C", *(f"apex.{part}" for part in PARTS))
+_THROUGH: Final = ("torch.serialization",)  # torch.load imports what the file names
 
 
 class _ApexAlias(ImportAlias):
-    """Installs the old names when the first of them is asked for; an apex that still has amp is left alone.
+    """Provides the old names when the script imports the first of them; an apex that still has amp is left alone.
 
     `apex.amp` stays hidden until the script asks for it, because that tells who decides what is cast.
     """
 
     def __init__(self, provided: Callable[[str], None], amp_asked: Callable[[], None]) -> None:
-        super().__init__(_NAMES, self._provide, self._take_away)
-        self._provided = provided
+        super().__init__(_NAMES, self._put_in, self._take_away, through=_THROUGH)
+        self._tell = provided
         self._amp_asked = amp_asked
         self._hidden: ModuleType | None = None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == _AMP and self._hidden is not None:
-            self._show()
-            return spec_of(fullname)
-        if fullname == _OURS and not self.asked:
+        if fullname == _AMP and self._hidden is not None and self.asked_by_script():
+            return spec_of(fullname, self._show)
+        if fullname == _OURS and not self.provided:
             self._amp_asked()
         return super().find_spec(fullname, path, target)
 
-    def _provide(self, name: str) -> bool:
+    def _put_in(self, name: str) -> None:
         try:
             install()
         except ApexPresentError:
-            return False
-        self._provided(name)
+            return
+        self._tell(name)
         self._hide()
-        return True
 
     def _take_away(self) -> None:
         self._put_back()
@@ -64,7 +65,7 @@ class _ApexAlias(ImportAlias):
         del package.amp
 
         def look_up(name: str) -> ModuleType:
-            if name == "amp" and self._hidden is not None:
+            if name == "amp" and self._hidden is not None and self.asked_by_script():
                 return self._show()
             raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
 

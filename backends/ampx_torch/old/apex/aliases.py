@@ -14,10 +14,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
+from ampx.callers import is_search
 from ampx.errors import AmpxError
 
 _OURS: Final = "ampx_torch.old.apex"
-_PARTS: Final = (
+PARTS: Final = (
     *("amp", "contrib", "fp16_utils", "fused_dense", "mlp", "multi_tensor_apply", "normalization", "optimizers"),
     "parallel",
 )
@@ -87,13 +88,14 @@ class _LastFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         old = fullname.replace(_OURS, "apex", 1)  # `from apex import part` asks for the part by our own name
-        if not old.startswith("apex."):
+        # Who only looks whether a part is there gets an answer. A part of ours may be hidden for now.
+        if not old.startswith("apex.") or old.removeprefix("apex.") in PARTS or is_search():
             return None
         advice = next((text for name, text in _ADVICE.items() if old.startswith(name)), "")
         # Without `name`: Python would put a message of its own in place of this where a script writes
         # `from apex import part`.
         raise ApexPartMissingError(
-            f"{old} was imported, which ampx does not provide; provided: apex.{', apex.'.join(_PARTS)}. "
+            f"{old} was imported, which ampx does not provide; provided: apex.{', apex.'.join(PARTS)}. "
             f"{advice or 'Leave it out, or install NVIDIA apex.'}"
         )
 
@@ -176,7 +178,7 @@ def _take_over() -> ExitStack:
 
 def _complete(spec: ModuleSpec, folders: list[str]) -> ExitStack:
     """Complete a real apex with the parts it misses."""
-    missing = [part for part in _PARTS if PathFinder.find_spec(f"apex.{part}", folders) is None]
+    missing = [part for part in PARTS if PathFinder.find_spec(f"apex.{part}", folders) is None]
     compiled = {name for name in _COMPILED if importlib.util.find_spec(name) is None}
     modules: dict[str, ModuleType] = {}
     for part in missing:
