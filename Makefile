@@ -4,7 +4,7 @@ PYTHON ?= python3
 FRAMEWORK ?= torch,tensorflow,jax,paddle,mxnet,core,example
 # Environments of `make test-all` alone.
 NIGHTLY ?= compiled-for-cuda,docs-test,trainers,watch
-VERSIONS ?= jax-lowest,paddle-lowest,tensorflow-lowest,torch-lowest,torch-newest
+VERSIONS ?= jax-lowest,jax-newest,mxnet-lowest,mxnet-newest,paddle-lowest,paddle-newest,tensorflow-lowest,tensorflow-newest,torch-lowest,torch-newest
 # The CPU that `make weakest` pretends to have: oneDNN uses no instruction beyond these.
 WEAKEST ?= AVX2
 CPUINFO = /proc/cpuinfo
@@ -50,8 +50,9 @@ types: .venv-tox/bin/tox ; $(TOX) -e types
 docs: .venv-tox/bin/tox ; $(TOX) -e docs
 # In a real browser, which is installed as a wheel.
 docs-test: .venv-tox/bin/tox ; $(TOX) -e docs-test
-# The oldest and the newest versions; PyTorch's wheels of the index bring gigabytes of CUDA with them.
-versions: .venv-tox/bin/tox ; $(TOX) -e $(VERSIONS)
+# The oldest and the newest versions, installed anew: the newest are what pip finds today. They need Python 3.10 to 3.13; where one
+# is missing, its environments are skipped. PyTorch's wheels of the index bring gigabytes of CUDA with them.
+versions: .venv-tox/bin/tox ; $(TOX) --recreate -e $(VERSIONS)
 bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
 gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick) $(if $(JSON),--out $(JSON))
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build

@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
@@ -148,6 +150,76 @@ def _load_error(registration: Registration, error: BaseException) -> BackendLoad
     )
 
 
+# Written by `make table` from what ran, with the manual's page of versions.
+TESTED_VERSIONS = Path(__file__).with_name("tested_versions.json")
+
+
+@dataclass(frozen=True)
+class VersionRange:
+    """The releases of one distribution that ampx was tested with.
+
+    Attributes:
+        lowest: The oldest that is accepted.
+        highest: The newest with which the tests passed.
+        fails: The oldest above that with which they failed; None where none is known.
+    """
+
+    lowest: str
+    highest: str
+    fails: str | None = None
+
+
+def version_ranges() -> dict[str, dict[str, VersionRange]]:
+    """Return the ranges by framework and distribution."""
+    import json  # read where `init` is called, and not where ampx is imported
+
+    data = json.loads(TESTED_VERSIONS.read_text(encoding="utf-8"))
+    return {
+        framework: {name: VersionRange(**tested) for name, tested in ranges.items()}
+        for framework, ranges in data.items()
+    }
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, to compare by: those of `"2.13.0+cpu"` and `"2.13.0rc1"` are 2 and 13."""
+    leading = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(number) for number in leading[0].split(".")] if leading else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return which version of a distribution is installed; None where none is."""
+    import importlib.metadata  # most of the cost of `import ampx` otherwise
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def known_failure(framework: str, ranges: Mapping[str, Mapping[str, VersionRange]] | None = None) -> str | None:
+    """Return what to tell a user whose release of a framework is known to fail; None where none is.
+
+    Args:
+        framework: What `ampx.init(framework=…)` takes.
+        ranges: The tested ranges; by default those on file.
+    """
+    for distribution, tested in (version_ranges() if ranges is None else ranges).get(framework, {}).items():
+        if tested.fails is None:
+            continue
+        for name in (distribution, f"{distribution}-cpu", f"{distribution}-gpu"):
+            installed = installed_version(name)
+            if installed is not None and release(installed) >= release(tested.fails):
+                return (
+                    f"{name} {installed} is installed, and tests of ampx fail with {tested.fails}; tested: "
+                    f"{tested.lowest} to {tested.highest}. Run `pip install '{name}>={tested.lowest},"
+                    f"<={tested.highest}'`, or look for a newer release of ampx"
+                )
+    return None
+
+
 GROUP = "ampx"
 DISABLE_VARIABLE = "AMPX_DISABLE_PLUGINS"
 
@@ -167,6 +239,8 @@ class Registry:
         self._registrations: dict[str, Registration] = {}
         self._backends: dict[str, Backend] = {}
         self.broken: dict[str, AmpxError] = {}
+        # The frameworks of which `init` has told, or needed not to tell, that tests fail with the installed release.
+        self.versions_told: set[str] = set()
         # The scan imports plugins, which may ask this registry something; other threads wait until it is done.
         self._scanning = threading.RLock()
 

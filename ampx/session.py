@@ -19,6 +19,7 @@ from . import annotate, callers
 from .backend import Backend, CastPlan, Device, GenericBackend
 from .errors import (
     AlreadyWrappedError,
+    AmpxWarning,
     InvalidOptionError,
     NotAnOptimizerError,
     NotInitializedError,
@@ -39,7 +40,7 @@ from .optimizer import (
     check_clipping,
     wrapped_optimizers,
 )
-from .plugins import default_registry
+from .plugins import Registry, default_registry, known_failure
 from .policy import Dtype, Effective, Level, OptLevel, PolicyFile, find_level, normalise_dtype
 from .protocol import Handle, Member, ScaleGroup
 from .saved_state import dump_session, load_session
@@ -792,7 +793,9 @@ def init(
     _check_choice("process_wide", process_wide, (True, False))
     _check_choice("enabled", enabled, (True, False))
     registry = default_registry()
-    backend = registry.load(registry.guess() if framework is None else framework)
+    name = registry.guess() if framework is None else framework
+    _warn_of_versions(registry, registry.registration(name).name)
+    backend = registry.load(name)
     _check_level(backend, opt_level)
     target = backend.device(device)
     chosen, reason = _choose_dtype(backend, target, wanted, opt_level, on_unsupported, enabled)
@@ -820,6 +823,15 @@ def init(
     session = Amp(backend, plan, opt_level, effective, nan_loss)
     sessions.replace(session)
     return session
+
+
+def _warn_of_versions(registry: Registry, framework: str) -> None:
+    """Warn where tests are known to fail with the installed release, once in a process, before it is imported."""
+    if framework not in registry.versions_told:
+        registry.versions_told.add(framework)
+        message = known_failure(framework)
+        if message is not None:
+            callers.warn(f"{message}.", AmpxWarning)
 
 
 def region_dtype(enabled: object, dtype: object) -> Dtype | None:

@@ -1,14 +1,15 @@
 """What finds a planted fault: `ampx.diagnose` and what each framework has of its own, side by side, and their cost.
 
-The faults and the clean models are those of `tests/<framework>/test_diagnosis.py`. Every tool sees the same batch, from
-the same weights, in the same dtype and with the same loss scale, forward and backward. Run it as parts of `run.py`:
+The faults and the clean models are those of `tests/kit/planted_<framework>.py`, as in the tests. Every tool sees
+the same batch, from the same weights, in the same dtype and with the same loss scale, forward and backward. Run it as
+parts of `run.py`:
 `python benchmarks/run.py --framework torch --only debuggers_torch`; without arguments this file prints the rules.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import io
 import os
 import re
@@ -105,29 +106,10 @@ class Tool:
     missing: str = ""
 
 
-class _Marks:
-    """Stands for pytest where a module of tests is read for what it defines: its marks and fixtures do nothing."""
-
-    def __getattr__(self, name: str) -> _Marks:
-        return self
-
-    def __call__(self, *args: Any, **_: Any) -> Any:
-        return args[0] if args and callable(args[0]) else self
-
-
 def planted(framework: str) -> types.ModuleType:
-    """Return the tests' module that defines the faults of a framework; pytest is not needed for that."""
-    path = Path(__file__).parents[1] / "tests" / framework / "test_diagnosis.py"
-    with contextlib.ExitStack() as stack:
-        if importlib.util.find_spec("pytest") is None:
-            sys.modules["pytest"] = _Marks()  # type: ignore[assignment]
-            stack.callback(sys.modules.pop, "pytest")
-        spec = importlib.util.spec_from_file_location(f"planted_{framework}", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+    """Return the module of `tests/kit` that holds the faults of a framework and the clean models."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests" / "kit"))
+    return importlib.import_module(f"planted_{framework}")
 
 
 def written(*functions: Any) -> Iterator[Any]:

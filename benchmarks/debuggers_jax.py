@@ -15,24 +15,24 @@ from flax import nnx
 import ampx
 import ampx_jax
 
-TESTS = planted("jax")
+PLANTED = planted("jax")
 
 
 def _code(model: Any, modules: tuple[str, ...]) -> list[Any]:
-    """Return the functions of the tests' own modules of these names."""
+    """Return the functions of the models' own modules of these names."""
     if not isinstance(model, nnx.Module):
         return []
     named = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     return [
         function
         for name in modules
-        if isinstance(named.get(name), TESTS.Function)
+        if isinstance(named.get(name), PLANTED.Function)
         for function in written(named[name].function)
     ]
 
 
 def _fault(name: str) -> Fault:
-    make, options, (kind, direction, module) = TESTS.FAULTS[name]
+    make, options, (kind, direction, module) = PLANTED.FAULTS[name]
     return Fault(name, make, kind, (module,), direction, lambda model: _code(model, (module,)), options)
 
 
@@ -79,11 +79,11 @@ def _timed() -> tuple[Any, Callable[[Any], Any], Callable[[], object]]:
     return params, step, lambda: jax.block_until_ready(update(params))
 
 
-STEPS = len(TESTS.FAULTS) + 3 + len(TOOLS)
+STEPS = len(PLANTED.FAULTS) + 3 + len(TOOLS)
 """How often `run` advances."""
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Try the tools on all faults, and time them."""
-    faults = [_fault(name) for name in TESTS.FAULTS]
-    return compared("jax", faults, list(TESTS.CLEAN.values()), TOOLS, _timed, 8 if quick else 24, advance)
+    faults = [_fault(name) for name in PLANTED.FAULTS]
+    return compared("jax", faults, list(PLANTED.CLEAN.values()), TOOLS, _timed, 8 if quick else 24, advance)

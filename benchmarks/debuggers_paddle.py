@@ -1,6 +1,6 @@
 """Planted faults in PaddlePaddle: ampx and the tensor checker of `paddle.amp.debugging`.
 
-Eager Paddle casts nothing on a CPU: the faults are planted on the simulated GPU of the tests. What a step costs under
+Eager Paddle casts nothing on a CPU: the faults are planted on the simulated GPU of `tests/kit`. What a step costs under
 each tool is timed on the CPU, in float32.
 """
 
@@ -12,6 +12,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,28 +21,29 @@ import numpy as np
 import paddle
 from debuggers import Fault, Said, Tool, costs, heard, named, planted, written
 
-TESTS = planted("paddle")
+PLANTED = planted("paddle")
 _CHILD = """
 import json
+import pathlib
 import sys
 import gpu
 if not gpu.simulate("paddle"):
     sys.exit(2)
 import debuggers_paddle
-print(json.dumps(debuggers_paddle.find()))
+pathlib.Path(sys.argv[1]).write_text(json.dumps(debuggers_paddle.find()))
 """
 
 
 def _code(model: Any, name: str) -> list[Any]:
     layer = dict(model.named_sublayers())[name]
-    if isinstance(layer, TESTS.Does):
+    if isinstance(layer, PLANTED.Does):
         return list(written(layer.function))
     alike = sum(type(other) is type(layer) for other in model.sublayers())
-    return [type(layer).forward] if alike == 1 and type(layer).__module__ == TESTS.__name__ else []
+    return [type(layer).forward] if alike == 1 and type(layer).__module__ == PLANTED.__name__ else []
 
 
 def _fault(name: str) -> Fault:
-    make, kind, direction, module = TESTS.FAULTS[name]
+    make, kind, direction, module = PLANTED.FAULTS[name]
     # All weights have grown: every module is the place.
     grown = kind == "learning rate"
     modules = tuple(name for name, _ in make()[0].named_sublayers()) if grown else (module,)
@@ -106,8 +108,8 @@ STEPS = 4 + len(TOOLS)
 def find() -> Any:
     """Return what each tool names, on a GPU."""
     paddle.set_device("gpu")
-    faults = [_fault(name) for name in TESTS.FAULTS]
-    return named("paddle", faults, list(TESTS.CLEAN.values()), TOOLS, lambda: None, "gpu")
+    faults = [_fault(name) for name in PLANTED.FAULTS]
+    return named("paddle", faults, list(PLANTED.CLEAN.values()), TOOLS, lambda: None, "gpu")
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
@@ -115,8 +117,9 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
 
     Paddle looks for devices when it is imported, and other parts of a run want none.
     """
-    command = [sys.executable, "-c", _CHILD]
-    done = subprocess.run(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True)
-    counts, rows = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found.json")  # what it prints, Paddle's C++ mixes with its own
+        subprocess.run([sys.executable, "-c", _CHILD, str(found)], cwd=Path(__file__).parent, check=True)
+        counts, rows = json.loads(found.read_text())
     advance()
     return [*costs("paddle", counts, TOOLS, _timed, 8 if quick else 24, advance), *rows]

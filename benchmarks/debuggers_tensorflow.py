@@ -16,22 +16,22 @@ from debuggers import Fault, Said, Tool, compared, heard, planted, written
 
 from ampx.numerics.batch import Batch
 
-TESTS = planted("tensorflow")
+PLANTED = planted("tensorflow")
 # The tests leave open where these are named; they enter here.
 ENTERS = {"data": ("first",), "weights": ("last",), "learning rate": ("last",)}
 
 
 def _code(model: Any, names: tuple[str, ...]) -> list[Any]:
-    layers = [layer for layer in model._flatten_layers() if layer.name in names and isinstance(layer, TESTS.Doing)]
+    layers = [layer for layer in model._flatten_layers() if layer.name in names and isinstance(layer, PLANTED.Doing)]
     return [function for layer in layers for function in written(layer.function)]
 
 
 def _fault(name: str) -> Fault:
-    make, inputs, module, kind, direction = TESTS.FAULTS[name]
+    make, inputs, module, kind, direction = PLANTED.FAULTS[name]
     modules = ENTERS[kind] if module is None else (module,)
     return Fault(
         name,
-        lambda: (make(), TESTS.loss_of(inputs)),
+        lambda: (make(), PLANTED.loss_of(inputs)),
         kind,
         modules,
         direction,
@@ -79,12 +79,12 @@ def _timed() -> tuple[Any, Callable[[Any], Any], Callable[[], object]]:
     return model, step, train
 
 
-STEPS = len(TESTS.FAULTS) + 3 + len(TOOLS)
+STEPS = len(PLANTED.FAULTS) + 3 + len(TOOLS)
 """How often `run` advances."""
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Try the tools on all faults, and time them."""
-    faults = [_fault(name) for name in TESTS.FAULTS]
-    clean = [lambda make=make: (make(), TESTS.loss_of(TESTS.X)) for make in TESTS.CLEAN.values()]
+    faults = [_fault(name) for name in PLANTED.FAULTS]
+    clean = [lambda make=make: (make(), PLANTED.loss_of(PLANTED.X)) for make in PLANTED.CLEAN.values()]
     return compared("tensorflow", faults, clean, TOOLS, _timed, 8 if quick else 24, advance)

@@ -13,19 +13,19 @@ import torch
 from debuggers import Fault, Said, Tool, compared, heard, planted, written
 from workloads import WORKLOADS
 
-TESTS = planted("torch")
+PLANTED = planted("torch")
 
 
 def _code(model: Any, name: str) -> list[Any]:
     module = model.get_submodule(name)
-    if isinstance(module, TESTS.Lambda):
+    if isinstance(module, PLANTED.Lambda):
         return list(written(module.function))
     alike = sum(type(each) is type(module) for each in model.modules())
-    return [type(module).forward] if alike == 1 and type(module).__module__ == TESTS.__name__ else []
+    return [type(module).forward] if alike == 1 and type(module).__module__ == PLANTED.__name__ else []
 
 
 def _fault(name: str) -> Fault:
-    make, kind, direction, module = TESTS.FAULTS[name]
+    make, kind, direction, module = PLANTED.FAULTS[name]
     # All weights have grown: every module is the place.
     modules = tuple(name for name, _ in make()[0].named_modules()) if kind == "learning rate" else (module,)
     return Fault(name, make, kind, modules, direction, lambda model: _code(model, module))
@@ -134,11 +134,11 @@ def _timed() -> tuple[Any, Callable[[Any], Any], Callable[[], object]]:
     return model, step, train
 
 
-STEPS = len(TESTS.FAULTS) + 3 + sum(not tool.missing for tool in TOOLS)
+STEPS = len(PLANTED.FAULTS) + 3 + sum(not tool.missing for tool in TOOLS)
 """How often `run` advances."""
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Try the tools on all faults, and time them."""
-    faults = [_fault(name) for name in TESTS.FAULTS]
-    return compared("torch", faults, list(TESTS.CLEAN.values()), TOOLS, _timed, 8 if quick else 24, advance)
+    faults = [_fault(name) for name in PLANTED.FAULTS]
+    return compared("torch", faults, list(PLANTED.CLEAN.values()), TOOLS, _timed, 8 if quick else 24, advance)

@@ -35,6 +35,7 @@ import simulated_mxnet  # noqa: E402
 import simulated_paddle  # noqa: E402
 from compiled import CannotSimulateError  # noqa: E402
 from evidence import ASPECTS, COMBINATIONS, WORDS, EvidencePlugin  # noqa: E402
+from version_records import RecordPlugin  # noqa: E402
 
 # Frameworks look for devices when they are imported, which some conftest.py of a folder does.
 SIMULATED = bool(os.environ.get("AMPX_SIMULATE_CUDA"))
@@ -50,6 +51,11 @@ if SIMULATED:
 
 def pytest_addoption(parser):
     parser.addoption(
+        "--record-versions",
+        metavar="ENVIRONMENT",
+        help="write docs/evidence/versions/ENVIRONMENT.json: which versions the tests of this run passed with",
+    )
+    parser.addoption(
         "--regenerate",
         action="store_true",
         help="write tests/states and docs/evidence anew from what the tests of this run show",
@@ -62,6 +68,9 @@ def pytest_configure(config):
     simulated = SIMULATED and not_simulated is None
     plugin = EvidencePlugin(ROOT / "docs" / "evidence", config.getoption("--regenerate"), simulated)
     config.pluginmanager.register(plugin, "ampx evidence")
+    environment = config.getoption("--record-versions")
+    if environment:
+        config.pluginmanager.register(RecordPlugin(ROOT, environment), "ampx versions")
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -10,7 +10,7 @@ from typing import Any
 
 import ampx
 from ampx.errors import UnknownFrameworkError
-from ampx.plugins import disabled_plugins
+from ampx.plugins import disabled_plugins, known_failure
 from ampx.run.machine import describe_machine
 
 from .frameworks import Framework, find_frameworks
@@ -62,7 +62,8 @@ def examine_framework(
 
     Returns:
         What `Framework` holds, and `state` (`"ready"`, `"no backend"`, `"broken"`, `"not installed"`), `problem`,
-        `devices`, `absent_devices`, `init`, and `mixed_precision`: `"native"`, `"emulated"` or `"none"`.
+        `known_failure` (what to tell where tests of ampx fail with the installed release), `devices`,
+        `absent_devices`, `init`, and `mixed_precision`: `"native"`, `"emulated"` or `"none"`.
     """
     facts: dict[str, Any] = {**asdict(framework), "version": framework.version}
     answer: dict[str, Any] = {}
@@ -77,6 +78,7 @@ def examine_framework(
         version=facts["version"] or answer.get("version"),
         state=state,
         problem=answer.get("error"),
+        known_failure=known_failure(framework.name) if framework.installed else None,
         devices=devices,
         absent_devices=answer.get("absent", {}),
         init=answer.get("init"),

@@ -201,6 +201,8 @@ def _print_verdict(console: Console, framework: dict[str, Any]) -> None:
     if framework["state"] == "broken":
         console.print(f"[red]{framework['name']} is broken:[/] {escape(framework['problem'])}")
         console.print(f"See it by itself with: python -c 'import {framework['module']}'")
+    if framework["known_failure"]:
+        console.print(f"[yellow]{framework['name']}:[/] {escape(framework['known_failure'])}.", soft_wrap=True)
     chosen = framework["init"]
     if chosen:
         what = chosen["dtype"] or "float32: mixed precision stays off"

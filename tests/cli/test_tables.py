@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from ampx.plugins import VersionRange
 from evidence import ASPECTS, COMBINATIONS, Evidence
 from tested_table import compact_table, full_table, make_rows, read_gpu
 from update_tables import render, update
+from version_records import (
+    FOLDER,
+    FRAMEWORKS,
+    Record,
+    RecordPlugin,
+    ranges as version_ranges,
+    to_markdown as versions_table,
+)
 
 ROOT = Path(__file__).parents[2]
 DECLARED = {
@@ -103,6 +112,78 @@ def test_only_checks_that_passed_on_a_cuda_device_count(tmp_path):
     assert read_gpu(tmp_path) == {"mine": {"gpu/float16/O1/casting"}}
 
 
+@pytest.fixture
+def checkout(tmp_path):
+    """Return a function that makes what the table of versions is made from: constraints, extras and records."""
+
+    def make(**records):
+        extras = "\n".join(f"{framework} = ['{framework}>=1', 'helper']" for framework in FRAMEWORKS)
+        (tmp_path / "pyproject.toml").write_text(f"[project.optional-dependencies]\n{extras}\n")
+        (tmp_path / "constraints").mkdir()
+        for framework in FRAMEWORKS:
+            (tmp_path / "constraints" / f"{framework}.txt").write_text(f"{framework}==2.9.0\nhelper==0.3\nother==7\n")
+            (tmp_path / "constraints" / f"{framework}-lowest.txt").write_text(f"{framework}==1.0.0\n")
+        for name, (versions, *outcome) in records.items():
+            environment = name.replace("_", "-")
+            Record(environment, versions, "3.13.0", *outcome).write(tmp_path / FOLDER / f"{environment}.json")
+        return tmp_path
+
+    return make
+
+
+def line_of(root, label):
+    (line,) = (line for line in versions_table(root).splitlines() if line.startswith(f"| {label} |"))
+    return line.strip("| ").split(" | ")[1:]
+
+
+def test_the_table_of_versions_shows_what_ran(checkout):
+    newest = {"jax": "2.10.0", "helper": "0.4", "other": "8"}
+    root = checkout(
+        jax_lowest=({"jax": "1.0.0", "helper": "0.2"}, 20, [], "2026-01-31"), jax_newest=(newest, 21, [], "2026-02-01")
+    )
+    assert line_of(root, "JAX") == [
+        "jax 1.0.0; Python 3.13.0: 20 passed (2026-01-31)",
+        "jax 2.9.0, helper 0.3",
+        "jax 2.10.0, helper 0.4; Python 3.13.0: 21 passed (2026-02-01)",
+    ]
+    assert version_ranges(root)["jax"] == {"jax": VersionRange("1.0.0", "2.10.0")}
+
+
+def test_a_newest_release_that_fails_is_no_part_of_the_tested_range(checkout):
+    root = checkout(jax_newest=({"jax": "2.10.0"}, 19, ["a", "b"], "2026-02-01"))
+    assert line_of(root, "JAX")[-1] == "jax 2.10.0; Python 3.13.0: **2 failed**, 19 passed (2026-02-01)"
+    assert version_ranges(root)["jax"] == {"jax": VersionRange("1.0.0", "2.9.0", "2.10.0")}
+
+
+def test_no_release_is_blamed_for_tests_that_fail_with_the_versions_of_every_change(checkout):
+    root = checkout(jax_newest=({"jax": "2.9.0"}, 19, ["a"], "2026-02-01"))
+    assert version_ranges(root)["jax"] == {"jax": VersionRange("1.0.0", "2.9.0")}
+
+
+def test_the_table_of_versions_says_what_did_not_run(checkout):
+    root = checkout(paddle_lowest=({"paddle": "0.9.0"}, 20, [], "2026-01-31"))
+    assert line_of(root, "PyTorch")[::2] == ["torch 1.0.0: not run yet", "the newest release: not run yet"]
+    # It ran with another version than the one that is the oldest now.
+    assert line_of(root, "PaddlePaddle")[0] == "paddle 1.0.0: not run yet"
+
+
+def test_a_run_is_put_on_file_with_its_versions_and_outcome(checkout, monkeypatch):
+    monkeypatch.setattr("version_records.installed_version", {"jax": "2.10.0"}.get)
+    root = checkout()
+    plugin = RecordPlugin(root, "jax-newest")
+    for test, when, outcome in (
+        ("a", "setup", "passed"), ("a", "call", "passed"), ("b", "call", "failed"), ("c", "setup", "skipped"),
+        ("d", "call", "passed"), ("d", "teardown", "failed"),
+    ):  # fmt: skip
+        plugin.pytest_runtest_logreport(pytest.TestReport(test, ("", 0, ""), {}, outcome, None, when))
+    path = root / FOLDER / "jax-newest.json"
+    plugin.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
+    assert Record.read(path) is None
+    plugin.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
+    record = Record.read(path)
+    assert (record.versions, record.passed, record.failed) == ({"jax": "2.10.0"}, 1, ["b", "d"])
+
+
 # -- this repository ------------------------------------------------------------------------------------
 
 
@@ -112,10 +193,11 @@ def test_readme_and_manual_show_the_tables():
 
 
 def test_update_writes_what_has_changed_and_nothing_else(tmp_path):
-    for name in ("README.md", "docs/reference/capabilities.md"):
+    files = ("README.md", "pyproject.toml", "ampx/tested_versions.json")
+    for name in (*files, "docs/reference/capabilities.md", "docs/reference/versions.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for folder in ("docs/evidence", "benchmarks/results"):
+    for folder in ("constraints", "docs/evidence", "benchmarks/results"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     assert update(tmp_path) == []
     page = tmp_path / "docs" / "reference" / "capabilities.md"

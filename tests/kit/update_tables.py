@@ -8,13 +8,14 @@ from typing import Final
 
 from ampx.cli.capability_table import BEGIN, END, Declared, to_markdown
 from tested_table import compact_table, full_table, make_rows, read_all, read_gpu
+from version_records import ranges, to_json, to_markdown as versions_table
 
 EVIDENCE: Final = Path("docs", "evidence")
 RESULTS: Final = Path("benchmarks", "results")
 
 
 def render(root: Path) -> dict[Path, str]:
-    """Return the text of every file with a generated table, as it should be."""
+    """Return the text of every file that is generated, or has a generated table, as it should be."""
     evidence, gpu = read_all(root / EVIDENCE), read_gpu(root / RESULTS)
     if not evidence:
         raise SystemExit(
@@ -23,10 +24,15 @@ def render(root: Path) -> dict[Path, str]:
     rows = [row for name, shown in evidence.items() for row in make_rows(name, shown, gpu.get(name, ()))]
     declared = to_markdown([Declared(name, "", "", shown.declared) for name, shown in evidence.items()])
     readme, page = root / "README.md", root / "docs" / "reference" / "capabilities.md"
+    versions = root / "docs" / "reference" / "versions.md"
     text = _replace(page, page.read_text(encoding="utf-8"), *_marked("ampx tested", compact_table(rows)))
     return {
         readme: _replace(readme, readme.read_text(encoding="utf-8"), BEGIN, END, declared),
         page: _replace(page, text, *_marked("ampx tested in full", full_table(rows))),
+        versions: _replace(
+            versions, versions.read_text(encoding="utf-8"), *_marked("ampx versions", versions_table(root))
+        ),
+        root / "ampx" / "tested_versions.json": to_json(ranges(root)),
     }
 
 
