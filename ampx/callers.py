@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import warnings
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Final
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Final
 
 from .plugins import default_registry
 
@@ -25,10 +26,17 @@ def script_line_of(trace: TracebackType | None) -> str:
     """Return the innermost line of the user's own code in a traceback, as `script_line` does."""
     place = ""
     while trace is not None:
-        if _is_script(trace.tb_frame):
+        if _is_script(trace.tb_frame.f_code, trace.tb_frame.f_globals):
             place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return place
+
+
+def is_of_script(function: Any) -> bool:
+    """Return whether the user's own code defines a function: a method, say, that a framework calls back."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    return code is not None and _is_script(code, function.__globals__)
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -44,14 +52,14 @@ def warn(message: str, category: type[Warning]) -> None:
 
 def _script_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_script(frame):
+    while frame is not None and not _is_script(frame.f_code, frame.f_globals):
         frame = frame.f_back
     return frame
 
 
-def _is_script(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    module = str(frame.f_globals.get("__name__", ""))
+def _is_script(code: CodeType, variables: dict[str, Any]) -> bool:
+    file = code.co_filename
+    module = str(variables.get("__name__", ""))
     top = module.partition(".")[0]
     if top == "ampx" or top.startswith("ampx_"):
         return False

@@ -35,7 +35,7 @@ The kit tests it (`ampx.testing.kit.automation`); `tests/kit/toy/automation.py` 
 
 from __future__ import annotations
 
-from ampx.callers import script_line as script_line
+from ampx.callers import is_of_script as is_of_script, script_line as script_line
 
 from .imports import ImportAlias as ImportAlias, spec_of as spec_of
 from .manager import (
