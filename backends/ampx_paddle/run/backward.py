@@ -37,10 +37,14 @@ def backward_scaled(manager: PaddleManager) -> Iterator[None]:
 
 @untranslated
 def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> None:
-    several = isinstance(losses, (list, tuple))
-    listed = list(losses) if several else [losses]
+    listed = list(losses) if isinstance(losses, (list, tuple)) else [losses]
     if manager.in_backward:  # recompute runs one of its own, whose gradients carry the scale of the outer one
-        true(losses)
+        factor = manager.handed_out
+        if factor == 1.0:
+            true(losses)
+        else:  # the script's own got true ones
+            with manager.in_region(factor), paddle.enable_grad():
+                _scaled(manager, losses, factor, true)
         return
     if manager.stood_down:
         with manager.records_only("backward"):
@@ -55,31 +59,35 @@ def _run(manager: PaddleManager, losses: Any, true: Callable[[Any], None]) -> No
         recorder.saw_loss(lambda: sum(float(value.astype("float32").sum()) for value in values))
     with manager.run.recorder.phase("backward"):
         if not manager.scales:
-            with _noted(manager):
+            with manager.in_region(1.0):
                 true(losses)
         else:
             # Of an optimizer whose step was skipped the script may clear the gradients later, before its own backward.
             ready = [managed for managed in optimizers if not managed.wrapped.are_unknown()] or optimizers
             factor = _bring_together(manager, ready)
             manager.multiplied = True
-            with _entered(manager, ready, factor), casting.off(), _noted(manager):
-                scaled = [scale_loss(loss, factor) for loss in listed]
-                true(scaled if several else scaled[0])
+            manager.check_programs()
+            with _entered(manager, ready, factor), casting.off(), manager.in_region(factor):
+                _scaled(manager, losses, factor, true)
             for managed in ready:
+                manager.check_main_grads(managed)
                 if collect(managed.raw):
                     managed.wrapped.ampx_member.note_scaled(factor)
+                    if managed.kept:
+                        manager.reveal(managed)
         for managed in optimizers:
             managed.zero = False
 
 
-@contextmanager
-def _noted(manager: PaddleManager) -> Iterator[None]:
-    """Note that a backward runs."""
-    manager.in_backward = True
+def _scaled(manager: PaddleManager, losses: Any, factor: float, true: Callable[[Any], None]) -> None:
+    several = isinstance(losses, (list, tuple))
+    scaled = [scale_loss(loss, factor) for loss in losses] if several else scale_loss(losses, factor)
     try:
-        yield
-    finally:
-        manager.in_backward = False
+        true(scaled)
+    except OSError:  # which Paddle makes of what is raised in hooks and PyLayers
+        if manager.run.refusal is None:
+            raise
+        raise manager.run.refusal from None
 
 
 @contextmanager

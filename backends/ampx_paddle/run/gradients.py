@@ -1,61 +1,152 @@
-"""The script sees true gradients between backward and step, wherever it looks."""
+"""The script sees true gradients, wherever it looks: between backward and step, in hooks, in backwards of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import PurePath
 from typing import Any, Final
 from unittest import mock
 
 import paddle
 
-from ampx.run import asked_by_script
+from ampx.run import asked_by_script, is_script_function, script_line
+from ampx_paddle import casting
 
 from .manager import PaddleManager
 from .native import OWN, THROUGH
 
 _WAYS: Final = ("grad", "grad_")  # by the second Paddle's `clip_grad_norm_` comes
+# Where a backward of the script's own becomes a part of a program: a function of that name hides the module.
+_GRAPHS: Final = "paddle.static.nn.static_pylayer"
 
 
 @contextmanager
 def gradients_true(manager: PaddleManager) -> Iterator[None]:
-    """Patch the ways to a tensor's gradient, and refuse hooks on gradients that carry a loss scale."""
-    register = paddle.Tensor.register_hook
-
-    def look(tensor: Any) -> Any:
-        if not manager.multiplied or manager.quiet or manager.stood_down or tensor._grad_ivar() is None:
-            return tensor
-        if manager.in_backward and not asked_by_script(OWN, THROUGH):  # recompute looks whether there is one
-            return tensor
-        managed = manager.owner(tensor)
-        if managed is None:
-            manager.run.refuse(
-                "the script reads a gradient of a tensor that no optimizer holds, which carries the loss scale; "
-                "accepted: gradients of what optimizers hold, paddle.grad, or --dtype bfloat16, which needs no loss "
-                "scale"
-            )
-        manager.reveal(managed)
-        return tensor
-
-    def looking(name: str) -> Any:
-        native: Any = getattr(paddle.Tensor, name)
-        return property(
-            lambda self: native.__get__(look(self)),
-            lambda self, value: native.__set__(look(self), value),
-            None,
-            native.__doc__,
-        )
-
-    def registered(self: Any, hook: Any) -> Any:
-        if manager.scales and not manager.stood_down and asked_by_script(OWN, THROUGH):
-            manager.run.refuse(
-                "a hook on a gradient would see it multiplied by the loss scale; accepted: reading gradients after "
-                "backward, or --dtype bfloat16, which needs no loss scale"
-            )
-        return register(self, hook)
-
+    """Patch the ways to a tensor's gradient, hooks, backwards of the script's own, and what prints gradients."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(paddle.Tensor, "register_hook", registered))
         for name in _WAYS:
-            stack.enter_context(mock.patch.object(paddle.Tensor, name, looking(name)))
+            stack.enter_context(mock.patch.object(paddle.Tensor, name, _looking(manager, name)))
+        stack.enter_context(mock.patch.object(paddle.Tensor, "register_hook", _registering(manager)))
+        backwards = paddle.autograd.py_layer.PyLayerBackward
+        stack.enter_context(mock.patch.object(backwards, "backward", _running(manager, backwards.backward)))
+        graphs = sys.modules[_GRAPHS].PyLayerBackwardFunction
+        stack.enter_context(mock.patch.object(graphs, "__init__", _noting_graphs(manager, graphs.__init__)))
+        for place, name in ((paddle.static, "Print"), (paddle.amp.debugging, "enable_tensor_checker")):
+            stack.enter_context(mock.patch.object(place, name, _naming(manager, place, name)))
         yield
+
+
+# -- gradients that hang on tensors ------------------------------------------------------------------------------------
+
+
+def _looking(manager: PaddleManager, name: str) -> Any:
+    native: Any = getattr(paddle.Tensor, name)
+    return property(
+        lambda self: native.__get__(_look(manager, self)),
+        lambda self, value: native.__set__(_look(manager, self), value),
+        None,
+        native.__doc__,
+    )
+
+
+def _look(manager: PaddleManager, tensor: Any) -> Any:
+    if not manager.multiplied or manager.quiet or manager.stood_down or tensor._grad_ivar() is None:
+        return tensor
+    if manager.in_backward:  # recompute looks whether there is one
+        if asked_by_script(OWN, THROUGH):
+            manager.run.refuse(
+                "the script reads a tensor's gradient while a backward runs, which adds gradients that carry the loss "
+                "scale to it; accepted: reading it after backward, the gradient that a hook or a PyLayer gets, "
+                "paddle.grad, or --dtype bfloat16, which needs no loss scale"
+            )
+        return tensor
+    managed = manager.owner(tensor)
+    if managed is None:
+        manager.run.refuse(
+            "the script reads a gradient of a tensor that no optimizer holds, which carries the loss scale; "
+            "accepted: gradients of what optimizers hold, paddle.grad, or --dtype bfloat16, which needs no loss "
+            "scale"
+        )
+    managed.kept = True
+    manager.reveal(managed)
+    return tensor
+
+
+# -- gradients that backward hands out ---------------------------------------------------------------------------------
+
+
+def _registering(manager: PaddleManager) -> Callable[..., Any]:
+    native = paddle.Tensor.register_hook
+
+    def register(self: Any, hook: Callable[[Any], Any]) -> Any:
+        if not asked_by_script(OWN, THROUGH):
+            return native(self, hook)
+        manager.hooked = True
+        return native(self, lambda gradient: _on_true_gradients(manager, hook, [gradient]))
+
+    return register
+
+
+def _running(manager: PaddleManager, native: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self: Any, *gradients: Any) -> Any:
+        if manager.factor == 1.0 or not is_script_function(self._forward_cls.backward):
+            return native(self, *gradients)
+        return _on_true_gradients(manager, lambda *true: native(self, *true), gradients)
+
+    return backward
+
+
+def _on_true_gradients(manager: PaddleManager, function: Callable[..., Any], gradients: Sequence[Any]) -> Any:
+    """Call what may not be linear in gradients with true ones in float32, and multiply what it gives back."""
+    factor = manager.factor
+    if factor == 1.0:
+        return function(*gradients)
+    true = [_each(gradient, lambda tensor: _divided(tensor, factor)) for gradient in gradients]
+    low = [gradient.dtype for gradient in gradients if gradient is not None and gradient.dtype in casting.LOW]
+    with manager.in_region(1.0, handed_out=factor):
+        result = function(*true)
+    return _each(result, lambda tensor: _multiplied(tensor, factor, low))
+
+
+def _each(tree: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_each(part, change) for part in tree)
+    return change(tree) if isinstance(tree, paddle.Tensor) else tree
+
+
+@paddle.no_grad()
+def _divided(gradient: Any, factor: float) -> Any:
+    wide = gradient.astype("float32") if gradient.dtype in casting.LOW else gradient
+    true = wide / factor if gradient.is_dense() else paddle.scale(wide, 1.0 / factor)
+    true.stop_gradient = gradient.stop_gradient
+    return true
+
+
+@paddle.no_grad()
+def _multiplied(result: Any, factor: float, low: Sequence[Any]) -> Any:
+    """Return the product, in the low precision that the gradients had, where they had one."""
+    scaled = paddle.scale(result, factor)
+    return scaled.astype(low[0]) if low and scaled.dtype == paddle.float32 else scaled
+
+
+# -- gradients in programs ---------------------------------------------------------------------------------------------
+
+
+def _noting_graphs(manager: PaddleManager, native: Callable[..., None]) -> Callable[..., None]:
+    def make(self: Any, backward: Any, *args: Any, **kwargs: Any) -> None:
+        native(self, backward, *args, **kwargs)
+        manager.compiled_backward = True
+
+    return make
+
+
+def _naming(manager: PaddleManager, place: Any, name: str) -> Callable[..., Any]:
+    native = getattr(place, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        manager.prints[f"{place.__name__}.{name} ({PurePath(script_line()).name})"] = None
+        return native(*args, **kwargs)
+
+    return call

@@ -20,7 +20,8 @@ from ampx_paddle.step import AmpOptimizer
 from .operations import PaddleSampler
 
 _CLEARS: Final = ("clear_grad", "clear_gradients")
-_SHADOWED: Final = ("step", "minimize", *_CLEARS)
+_HALVES: Final = ("backward", "apply_gradients")  # of `minimize`
+_SHADOWED: Final = ("step", "minimize", *_HALVES, *_CLEARS)
 
 
 class PaddleManaged(Managed):
@@ -28,9 +29,11 @@ class PaddleManaged(Managed):
 
     Attributes:
         zero: Its gradients were cleared, and no backward has come since.
+        kept: The script has got its gradients, and may have kept the tensors, which the next backward adds to.
     """
 
     zero = True
+    kept = False
 
 
 class PaddleManager(Manager[PaddleManaged]):
@@ -39,11 +42,18 @@ class PaddleManager(Manager[PaddleManaged]):
     Attributes:
         multiplied: Some backward was multiplied by a loss scale.
         in_backward: A backward of the script runs.
+        factor: The loss scale that gradients carry which this backward hands out; 1 outside of one.
+        handed_out: The one that they were divided by for code of the script, which runs now; 1 outside of it.
+        hooked: The script has hooks on gradients.
+        compiled_backward: A backward of the script's own became part of a program.
+        prints: What prints gradients of programs and operators, each once.
         decorated: The script gave an optimizer to fluid's `decorate`, which uses the session of this run.
     """
 
     def __init__(self, run: Run) -> None:
-        self.multiplied = self.in_backward = self.decorated = False
+        self.multiplied = self.in_backward = self.hooked = self.compiled_backward = self.decorated = False
+        self.factor = self.handed_out = 1.0
+        self.prints: dict[str, None] = {}
         self._owners: dict[int, PaddleManaged] = {}
         self._runs = 0
         super().__init__(run, PaddleSampler(run.recorder))
@@ -118,10 +128,11 @@ class PaddleManager(Manager[PaddleManaged]):
     def _shadow(self, managed: PaddleManaged, name: str) -> Callable[..., Any]:
         @untranslated
         def call(raw: Any, *args: Any, **kwargs: Any) -> Any:
-            if managed.busy or self.stood_down or (name in _CLEARS and managed.wrapped is None):
+            native = (name in _CLEARS and managed.wrapped is None) or (name in _HALVES and not paddle.in_dynamic_mode())
+            if managed.busy or self.stood_down or native:
                 return getattr(type(raw), name)(raw, *args, **kwargs)
             if name in _CLEARS:
-                managed.zero = True
+                managed.zero, managed.kept = True, False
                 with self.working(managed):
                     return managed.wrapped.clear_grad(*args, **kwargs)
             self.all()
@@ -129,9 +140,25 @@ class PaddleManager(Manager[PaddleManaged]):
                 from .static import minimize  # which imports this module
 
                 return minimize(self, managed, name, args, kwargs)
+            if name in _HALVES:
+                return self._half_a_step(managed, name, args, kwargs)
             return self._step(managed, name, args, kwargs)
 
         return call
+
+    def _half_a_step(self, managed: PaddleManaged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what the first half of `minimize` does, which hands gradients out; refuse the second."""
+        if self.scales and name == "apply_gradients":
+            self.run.refuse(
+                "the script steps with apply_gradients, by which gradients reach the optimizer that no loss scale is "
+                "known of; accepted: writing them to parameter.grad and calling step(), or --dtype bfloat16, which "
+                "needs no loss scale"
+            )
+        if name == "backward" and self.multiplied:
+            managed.kept = True
+            self.reveal(managed)
+        with self.working(managed):
+            return getattr(managed.raw, name)(*args, **kwargs)
 
     def _step(self, managed: PaddleManaged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrapped = managed.wrapped
@@ -173,6 +200,35 @@ class PaddleManager(Manager[PaddleManaged]):
         return evaluate
 
     # -- gradients -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_region(self, factor: float, handed_out: float = 1.0) -> Iterator[None]:
+        """Note that a backward runs in which gradients carry this loss scale, or code of the script in it."""
+        before = self.in_backward, self.factor, self.handed_out
+        self.in_backward, self.factor, self.handed_out = True, factor, handed_out
+        try:
+            yield
+        finally:
+            self.in_backward, self.factor, self.handed_out = before
+
+    def check_programs(self) -> None:
+        """Refuse backwards of the script's own in programs whose loss is scaled; name what prints their gradients."""
+        if self.compiled_backward:
+            self.run.refuse(
+                "the backward of a PyLayer is part of a program, and would get gradients multiplied by the loss scale "
+                "there; accepted: PyLayers outside of static graphs and of to_static(full_graph=True), or --dtype "
+                "bfloat16, which needs no loss scale"
+            )
+        while self.prints:
+            self.run.recorder.note_scaled(self.prints.popitem()[0])
+
+    def check_main_grads(self, managed: PaddleManaged) -> None:
+        """Refuse gradients that a hook of the script keeps for the optimizer: they are true while others are not."""
+        if self.hooked and any(getattr(parameter, "main_grad", None) is not None for parameter in collect(managed.raw)):
+            self.run.refuse(
+                "a hook of the script puts gradients into main_grad, from which the optimizer takes them; accepted: "
+                "gradients in parameter.grad, or --dtype bfloat16, which needs no loss scale"
+            )
 
     def reveal(self, managed: PaddleManaged) -> None:
         """Make an optimizer's gradients true, because the script looks at one of them."""

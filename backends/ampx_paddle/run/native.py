@@ -9,6 +9,7 @@ from typing import Any, Final
 from unittest import mock
 
 import paddle
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from ampx.run import asked_by_script
 
@@ -22,19 +23,24 @@ _NOT_AS_IT_IS: Final = (
     "scaling once an auto_cast of another dtype than float16 was entered, after a skipped step plain ones do nothing, "
     "and its first overflow raises with NumPy 2.4"
 )
+_SHOWN: Final = {
+    paddle.amp.GradScaler: "paddle.amp.GradScaler",
+    MixPrecisionLayer: "paddle.distributed.fleet.utils.mix_precision_utils.MixPrecisionLayer",
+}
 # Where `paddle.Model` stands, which switches casting off around its network unless its own mixed precision is on.
 _HIGH_LEVEL: Final = "paddle.hapi.model"
 
 
 @contextmanager
 def native_refused(manager: PaddleManager) -> Iterator[None]:
-    """Patch `auto_cast`, `decorate` and `GradScaler`. What the script calls with `enable=False` stays as it is."""
+    """Patch what switches mixed precision on. What the script calls with `enable=False` stays as it is."""
     with ExitStack() as stack:
         for place, name in (
             (paddle.amp, "auto_cast"),
             (paddle.amp, "decorate"),
             (paddle.static.amp, "decorate"),
             (paddle.amp.GradScaler, "__init__"),
+            (MixPrecisionLayer, "__init__"),
         ):
             stack.enter_context(mock.patch.object(place, name, _refusing(manager, place, name)))
         yield
@@ -45,9 +51,9 @@ def _refusing(manager: PaddleManager, place: Any, name: str) -> Any:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         switch = args[1:2] if name == "__init__" else args[:1] if name == "auto_cast" else ()
-        enabled = kwargs.get("enable", switch[0] if switch else True)
+        enabled = place is MixPrecisionLayer or kwargs.get("enable", switch[0] if switch else True)
         if enabled and not manager.stood_down and asked_by_script(OWN, THROUGH):
-            shown = "paddle.amp.GradScaler" if name == "__init__" else f"{place.__name__}.{name}"
+            shown = _SHOWN.get(place) or f"{place.__name__}.{name}"
             reason = f", and {_NOT_AS_IT_IS}" if manager.run.settings.replace_native else ""
             manager.run.refuse(
                 f"the script uses {shown} by itself{reason}; accepted: a script without mixed precision of its own. "

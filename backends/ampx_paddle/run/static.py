@@ -26,6 +26,8 @@ def minimize(
     if name != "minimize":
         with manager.working(managed):
             return getattr(managed.wrapped, name)(*args, **kwargs)
+    if manager.scales:
+        manager.check_programs()
     loss = args[0] if args else kwargs["loss"]
     named = dict(zip(("startup_program", "parameters", "no_grad_set"), args[1:], strict=False))
     options = {**named, **{key: value for key, value in kwargs.items() if key != "loss"}}
