@@ -38,6 +38,9 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            manager.untraced(backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
         weights = grad_tensors if grad_variables is None else grad_variables
         if manager.held:
             manager.decide()
