@@ -845,3 +845,44 @@ def test_a_compiled_step_trains_uncompiled_and_that_is_said(backward_inside):
         weights = loop(True)
     assert weights == loop(False)
     assert any("runs uncompiled" in note for note in run.recorder.notes)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler reads, and does not show
+@BOTH
+@pytest.mark.parametrize("backward_inside", [True, False])
+@pytest.mark.parametrize("new", [True, False])
+def test_a_compiled_step_may_come_after_the_steps_in_which_operations_are_counted(new, backward_inside, dtype):
+    """The compiler traces what it meets then, and must not trace the making of the optimizer's wrapper."""
+
+    def loop(compiles):
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.AdamW([weight], lr=0.25)
+
+        def loss_of(factor):
+            return (weight * factor).square().sum()
+
+        def step(factor):
+            if backward_inside:
+                loss_of(factor).backward()
+            optimizer.step()
+
+        def train(step, backward_outside):
+            for factor in (1.0, 0.5, 0.25, 0.125):
+                if backward_outside:
+                    loss_of(factor).backward()
+                step(factor)
+                optimizer.zero_grad()
+
+        train(step, not backward_inside)
+        if new:
+            optimizer = torch.optim.AdamW([weight], lr=0.25)
+        torch.compiler.reset()
+        train(torch.compile(step, backend="eager") if compiles else step, not backward_inside)
+        return weight.tolist()
+
+    run = run_of(dtype)
+    with automated(run):
+        weights = loop(True)
+    assert weights == loop(False)
+    assert run.recorder.steps == 8
+    assert any("runs uncompiled" in note for note in run.recorder.notes)

@@ -38,6 +38,9 @@ def backward_scaled(manager: TorchManager) -> Iterator[None]:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            manager.untraced(backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
         weights = grad_tensors if grad_variables is None else grad_variables
         if manager.held:
             manager.decide()
@@ -265,7 +268,7 @@ def _backward(
 def _run(
     manager: TorchManager, true: Any, scaled: Any, options: dict[str, Any], leaves: dict[int, torch.Tensor]
 ) -> None:
-    """Run a scaled backward; of what no optimizer holds, and of what is retained, the script gets unscaled gradients."""
+    """Run a scaled backward; unscale at once what no optimizer holds, and what is retained."""
     others = [leaf for key, leaf in leaves.items() if manager.owners.of(key) is None and key not in manager.arriving]
     if manager.retained:
         alive = {key: tensor for key, reference in manager.retained.items() if (tensor := reference()) is not None}

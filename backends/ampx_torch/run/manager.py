@@ -135,6 +135,8 @@ class TorchManager(Manager[TorchManaged]):
         self.watch_gradients: Callable[[], None] = lambda: None
         # Has the steps of the script's own wrappers recorded; called where it has started a session by itself.
         self.record_steps: Callable[[], object] = lambda: None
+        # Calls a function that `torch.compile` must not trace, which would lose what is made meanwhile.
+        self.untraced: Callable[..., Any] = _call
         # Notes whose gradients wait for which GradScaler of the script; called after a backward of theirs.
         self.note_scaler: Callable[[Any], None] = lambda roots: None
         self.owners = Owners()  # whose parameters are whose
@@ -166,6 +168,8 @@ class TorchManager(Manager[TorchManaged]):
             return
         if not self.held:
             self.start()
+        if self.untraced is _call:
+            self.untraced = torch.compiler.disable(_call)
         managed = TorchManaged(raw, script_line())
         managed.idle = copied
         raw.step = MethodType(self._shadow(managed), raw)
@@ -277,15 +281,24 @@ class TorchManager(Manager[TorchManaged]):
     # -- steps -------------------------------------------------------------------------------------
 
     def _shadow(self, managed: TorchManaged) -> Callable[..., Any]:
-        @functools.wraps(type(managed.raw).step)  # GradScaler looks at the parameters of `step`
-        def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def shadow(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.held:
                 self.decide()
             if managed.busy or self.run.stood_down:
                 return managed.run_raw(*args, **kwargs)
             return self._step(managed, args, kwargs)
 
+        @functools.wraps(type(managed.raw).step)  # GradScaler looks at the parameters of `step`
+        def step(self_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return self.untraced(self._step_uncompiled, shadow, args, kwargs)
+            return shadow(args, kwargs)
+
         return step
+
+    def _step_uncompiled(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.sampler.note_uncompiled()
+        return step(args, kwargs)
 
     def _step(self, managed: TorchManaged, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside:
@@ -413,6 +426,10 @@ class TorchManager(Manager[TorchManaged]):
             with self.working():
                 managed.wrapped.ampx_unscale()
             self.look()
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 @contextmanager

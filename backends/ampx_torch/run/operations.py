@@ -75,15 +75,19 @@ class TorchSampler(Sampler):
         if _inside_compiled_function():
             # At its end torch has operations look for the mode again that was there when it began: it must stay.
             if self.counts:
-                self.recorder.note(
-                    "The script compiles a function that steps the optimizer: it runs uncompiled. Compile the model, "
-                    "or the function that computes the loss."
-                )
+                self.note_uncompiled()
             self._mode.paused = True
         else:
             self._mode.__exit__(None, None, None)
             self._mode = None
         self.counts = False
+
+    def note_uncompiled(self) -> None:
+        """Note that the script steps in a compiled function."""
+        self.recorder.note(
+            "The script compiles a function that steps the optimizer: it runs uncompiled. Compile the model, or the "
+            "function that computes the loss."
+        )
 
 
 def _inside_compiled_function() -> bool:
