@@ -15,6 +15,7 @@ from ampx.scale_state import is_one
 from ampx_tensorflow import gradients
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.keras3 import AmpOptimizer
+from ampx_tensorflow.losses import ScaledGradient
 from ampx_tensorflow.numerics import stats
 
 from .manager import KerasManager
@@ -54,6 +55,8 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
             if scale is not None:
                 output_gradients = tf.fill(tf.shape(target), tf.cast(scale, target.dtype))
         with ExitStack() as stack:
+            if (carried := target.gradient.scale if _is_scaled(target) else scale) is not None:
+                stack.enter_context(manager.own_gradients.carrying(carried))
             if on_host():
                 stack.enter_context(manager.run.recorder.phase("backward"))
             if manager.forces:
@@ -81,6 +84,10 @@ def _scale(manager: KerasManager) -> Any:
     groups = [(optimizer._ledger, optimizer.ampx_member.group) for optimizer in wrapped]
     scales = [ledger.factor(group, 0) for ledger, group in groups if not is_one(group.config)]
     return tf.reduce_min(tf.stack(scales)) if scales else None
+
+
+def _is_scaled(target: Any) -> bool:
+    return isinstance(getattr(target, "gradient", None), ScaledGradient)
 
 
 def _is_floating(target: Any) -> bool:

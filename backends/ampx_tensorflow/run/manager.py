@@ -29,6 +29,7 @@ from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
 
 from .observing import Observing
 from .operations import Operations
+from .own_gradients import OwnGradients
 
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
 _BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
@@ -58,6 +59,7 @@ class KerasManager(Manager[Managed]):
         self.depth = _Depth()  # where a wrapped optimizer is at work
         self.operations = Operations(run.recorder)  # casts products outside of graphs, and counts
         self.observing = Observing(run.recorder)
+        self.own_gradients = OwnGradients(self)
         self.forces = False  # whether modules have dtypes of their own, which the graph rewriter does not know
         self.forced: dict[str, str] = {}  # by pattern of names of modules, those that the settings give them
         self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
