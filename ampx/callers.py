@@ -39,10 +39,10 @@ def is_script_function(function: Any) -> bool:
         function = function.func
     function = inspect.unwrap(getattr(function, "python_function", function))
     function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):  # an object that is called, perhaps
+        function = inspect.getattr_static(type(function), "__call__", None)
     if not isinstance(function, FunctionType):
-        function = getattr(type(function), "__call__", None)  # an object that is called
-        if not isinstance(function, FunctionType):
-            return False
+        return False
     variables, file = function.__globals__, function.__code__.co_filename
     if _is_rewritten(file):  # with the variables of the module that it was written in
         file = str(variables.get("__file__", "<stdin>"))

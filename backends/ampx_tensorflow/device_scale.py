@@ -22,13 +22,15 @@ from .contexts import Contexts, on_host
 from .meter import TracedMeter
 from .replicas import read, several, write
 
+_UNMEASURED: Final = -1.0  # stands for a norm
+
 
 class Slots(NamedTuple):
     """What one optimizer keeps in variables."""
 
     pending: Any  # the scale that waiting gradients carry; 0 where none wait
-    # Of the last step: the scale its gradients carried, whether they were finite, and their norm (NaN where none was
-    # measured). All 0 before the first.
+    # Of the last step: the scale its gradients carried, whether they were finite, and their norm (`_UNMEASURED` where
+    # none was measured). All 0 before the first.
     last: Any
 
 
@@ -202,7 +204,8 @@ class VariableLedger(Ledger):
         by_loss.latest.assign(tf.stack([after[min(after)].scale, tf.cast(skips, tf.float32)]))
 
     def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
-        norm = float("nan") if outcome.grad_norm is None else tf.cast(outcome.grad_norm, tf.float32)
+        # Not NaN, at which `tf.debugging.enable_check_numerics` ends the script.
+        norm = _UNMEASURED if outcome.grad_norm is None else tf.cast(outcome.grad_norm, tf.float32)
         flags = [tf.cast(flag, tf.float32) for flag in outcome.finite.values()]
         finite = flags[0] if len(flags) == 1 else tf.reduce_min(tf.stack(flags))
         scale = tf.cast(outcome.scale, tf.float32)
@@ -443,5 +446,5 @@ def _take_over(member: Member, slots: Slots, next_scale: float, skips: int) -> N
     scale, finite, norm = read(slots.last).tolist()
     if scale > 0:
         fine = finite > 0
-        norm_or_none = norm if fine and norm == norm else None
+        norm_or_none = norm if fine and norm != _UNMEASURED else None
         member.note_result(StepResult(fine, fine, scale, next_scale, skips, norm_or_none))

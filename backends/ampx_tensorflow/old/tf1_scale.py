@@ -16,6 +16,7 @@ from ampx.protocol import Ledger, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
 from ampx_tensorflow import history, retracing
 from ampx_tensorflow.device_scale import follow
+from ampx_tensorflow.replicas import read, write
 
 # The first two are called as in TensorFlow's own loss scales, so that their checkpoints load.
 _NAMES = {"scale": "current_loss_scale", "growth_tracker": "good_steps"}

@@ -9,6 +9,7 @@ The script is not ours to edit: TensorFlow is patched, and every patch ends with
 - `manager`: how optimizers of Keras are made and applied;
 - `gradients`: `tf.GradientTape`, so that the loss is scaled, and the script sees true gradients only;
 - `own_gradients`: gradient functions that the script wrote, which get true gradients;
+- `debugging`: TensorFlow's own debuggers, which see the loss scale;
 - `models`: how Keras compiles and fits models;
 - `operations`: products outside of graphs, and what computed in which dtype;
 - `observing`: functions that are called, where somebody looks on;
@@ -29,6 +30,7 @@ from ampx_tensorflow import devices, numerics
 from ampx_tensorflow.numerics import forcing
 from ampx_tensorflow.numerics.watching import uncompiled
 
+from .debugging import debuggers_noted
 from .gradients import tapes_watched
 from .manager import KerasManager, optimizers_managed, rewrites_started
 from .models import models_cast
@@ -46,6 +48,7 @@ def automate(run: Run) -> Iterator[None]:
         rewrites_started,
         optimizers_managed,
         own_gradients_true,
+        debuggers_noted,
         tapes_watched,
         models_cast,
         products_cast,

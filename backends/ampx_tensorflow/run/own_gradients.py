@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import tensorflow as tf
-from tensorflow.python.ops import custom_gradient
+from tensorflow.python.ops import control_flow_v2_func_graphs as func_graphs, custom_gradient, script_ops
+from tensorflow.python.saved_model import save
 
 from ampx.callers import is_script_function
 from ampx_tensorflow import gradients
@@ -26,11 +27,14 @@ from ampx_tensorflow.numerics import stats
 if TYPE_CHECKING:
     from .manager import KerasManager
 
+# Of loops and branches, and of their gradients.
+_BODIES: Final = (func_graphs.CondBranchFuncGraph, func_graphs.WhileBodyFuncGraph, func_graphs.WhileCondFuncGraph)
+
 
 class _Thread(threading.local):
     """What the calling thread is doing."""
 
-    inside = 0  # how deep it is in gradient functions of the script's own
+    inside = 0  # how deep it is in gradient functions of the script's own, or in their saving
     carried: tuple[Any, ...] = ()  # the scales of the backwards that it is in, the innermost last
 
 
@@ -52,24 +56,27 @@ class OwnGradients:
         """Leave alone what was registered, which stays with TensorFlow."""
         self._on = False
 
-    @contextmanager
-    def carrying(self, scale: Any) -> Iterator[None]:
-        """Have gradient functions see inside that gradients carry a scale."""
+    def carry(self, scale: Any, differentiate: Callable[[], Any]) -> Any:
+        """Return the gradients that a function computes, which carry a scale: gradient functions know it inside."""
         if not self._there:
-            yield
-            return
+            return differentiate()
         before = self._thread.carried
         self._thread.carried = (*before, scale)
         try:
-            self._tell(scale)
-            yield
-            self._tell(before[-1] if before else 1.0)
+            # Beside the order of operations on the variable: Python that the graph calls reads it, too.
+            with tf.control_dependencies(self._tell(scale)):
+                result = differentiate()
+            with tf.control_dependencies([leaf for leaf in tf.nest.flatten(result) if isinstance(leaf, tf.Tensor)]):
+                self._tell(before[-1] if before else 1.0)
+            return result
         finally:
             self._thread.carried = before
 
-    def _tell(self, scale: Any) -> None:
-        if tf.compat.v1.executing_eagerly_outside_functions():
-            self._own_variable().assign(tf.cast(scale, tf.float32))
+    def _tell(self, scale: Any) -> list[Any]:
+        if not tf.compat.v1.executing_eagerly_outside_functions():
+            return []
+        told = self._own_variable().assign(tf.cast(scale, tf.float32))
+        return [] if tf.executing_eagerly() else [told]
 
     def _own_variable(self) -> Any:
         if self._variable is None:
@@ -82,9 +89,23 @@ class OwnGradients:
         """Return the scale that the gradients of the moment carry; None where they are true."""
         if not self._on or self._manager.stood_down or self._thread.inside or not self._manager.scales:
             return None
-        if tf.compat.v1.executing_eagerly_outside_functions():
+        if not tf.compat.v1.executing_eagerly_outside_functions():  # such a graph is differentiated in itself
+            return self._thread.carried[-1] if self._thread.carried else None
+        if tf.executing_eagerly():
             return tf.convert_to_tensor(self._own_variable())
-        return self._thread.carried[-1] if self._thread.carried else None  # a graph is differentiated in itself
+        graph = tf.compat.v1.get_default_graph()
+        while isinstance(graph, _BODIES):  # the gradient of a body takes no variable that the body has not
+            graph = graph.outer_graph
+        with graph.as_default():
+            return tf.convert_to_tensor(self._own_variable())
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._thread.inside += 1
+        try:
+            yield
+        finally:
+            self._thread.inside -= 1
 
     # -- gradient functions ------------------------------------------------------------------------
 
@@ -106,11 +127,8 @@ class OwnGradients:
                     passed = tuple(_divided(each, scale) for each in passed)
             if scale is None:
                 return function(*passed, **keywords)
-            self._thread.inside += 1
-            try:
+            with self._inside():
                 result = function(*passed, **keywords)
-            finally:
-                self._thread.inside -= 1
             # Not multiplied: see `gradients.unscale`.
             with stats.unwatched():
                 return tf.nest.map_structure(functools.partial(_divided, scale=1.0 / scale), result)
@@ -148,13 +166,34 @@ class OwnGradients:
 
         @functools.wraps(native)
         def register(decorator: Any, function: Any) -> Any:
-            if not is_script_function(function):
+            saved = function.__module__.startswith("tensorflow.python.saved_model")  # whose it was is not known
+            if not (saved or is_script_function(function)):
                 return native(decorator, function)
             self._there = True
             native(decorator, self.true(function, self._refuse_float16))
             return function
 
         return register
+
+    def calling_python(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        """Return how `tf.py_function` makes an operation; what the function derives is known when it runs only."""
+
+        @functools.wraps(native)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            self._there = True
+            return native(*args, **kwargs)
+
+        return make
+
+    def saving(self, native: Callable[..., Any]) -> Callable[..., Any]:
+        """Return how a SavedModel takes gradient functions: as they are, for it knows no variable of this run."""
+
+        @functools.wraps(native)
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            with self._inside():
+                return native(*args, **kwargs)
+
+        return trace
 
     def _refuse_float16(self) -> None:
         self._manager.run.refuse(
@@ -170,11 +209,14 @@ def own_gradients_true(manager: KerasManager) -> Iterator[None]:
     own = manager.own_gradients
     with ExitStack() as stack:
         stack.callback(own.stop)
-        for name in ("_eager_mode_decorator", "_graph_mode_decorator"):
-            native = getattr(custom_gradient, name)
-            stack.enter_context(mock.patch.object(custom_gradient, name, own.deriving(native)))
-        register = own.registering(tf.RegisterGradient.__call__)
-        stack.enter_context(mock.patch.object(tf.RegisterGradient, "__call__", register))
+        for owner, name, patched in (
+            (custom_gradient, "_eager_mode_decorator", own.deriving),
+            (custom_gradient, "_graph_mode_decorator", own.deriving),
+            (tf.RegisterGradient, "__call__", own.registering),
+            (script_ops, "_internal_py_func", own.calling_python),
+            (save, "_trace_gradient_functions", own.saving),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, patched(getattr(owner, name))))
         yield
 
 
