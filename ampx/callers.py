@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any, Final
 
 from .plugins import default_registry
@@ -35,11 +35,20 @@ def script_line_of(trace: TracebackType | None) -> str:
     return place
 
 
-def is_script_function(function: Callable[..., Any]) -> bool:
-    """Return whether a function was written in the user's own code, whatever decorates it."""
-    function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    return code is not None and _is_own(code.co_filename, str(getattr(function, "__module__", "")))
+def is_script_function(function: Any) -> bool:
+    """Return whether a function is the user's own code, and not a library's: also where the framework rewrote it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "python_function", function))
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):  # an object that is called, perhaps
+        function = inspect.getattr_static(type(function), "__call__", None)
+    if not isinstance(function, FunctionType):
+        return False
+    variables, file = function.__globals__, function.__code__.co_filename
+    if _is_rewritten(file):  # with the variables of the module that it was written in
+        file = str(variables.get("__file__", "<stdin>"))
+    return _is_own(file, str(variables.get("__name__", "")))
 
 
 def warn(message: str, category: type[Warning]) -> None:
@@ -82,17 +91,22 @@ def _script_frame() -> FrameType | None:
 
 
 def _is_script(frame: FrameType) -> bool:
-    return _is_own(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
+    # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
+    file = frame.f_code.co_filename
+    return not _is_rewritten(file) and _is_own(file, str(frame.f_globals.get("__name__", "")))
+
+
+def _is_rewritten(file: str) -> bool:
+    return Path(file).name.startswith("__autograph_generated_file")
 
 
 def _is_own(file: str, module: str) -> bool:
     top = module.partition(".")[0]
     if _is_ampx(module):
         return False
-    # TensorFlow runs functions from files that it wrote: the line that called them is one of the script.
     if file == "<stdin>":
         return True
-    if file.startswith("<") or Path(file).name.startswith("__autograph_generated_file"):
+    if file.startswith("<"):
         return False
     path = Path(file).resolve()
     if not _INSTALLED.isdisjoint((*path.parts, *Path(file).parts)) or str(path).startswith(_STANDARD):

@@ -20,15 +20,17 @@ from ampx.scale_state import LossScale, LossScaleState, is_one, next_state, roun
 from . import history, losses_by_id, retracing
 from .contexts import Contexts, on_host
 from .meter import TracedMeter
-from .replicas import several
+from .replicas import read, several, write
+
+_UNMEASURED: Final = -1.0  # stands for a norm
 
 
 class Slots(NamedTuple):
     """What one optimizer keeps in variables."""
 
     pending: Any  # the scale that waiting gradients carry; 0 where none wait
-    # Of the last step: the scale its gradients carried, whether they were finite, and their norm (NaN where none was
-    # measured). All 0 before the first.
+    # Of the last step: the scale its gradients carried, whether they were finite, and their norm (`_UNMEASURED` where
+    # none was measured). All 0 before the first.
     last: Any
 
 
@@ -77,7 +79,7 @@ class VariableLedger(Ledger):
     def waits(self, place: int) -> bool:
         """Return whether the variable says that gradients of an optimizer wait; functions write it, too. Sync: one."""
         with tf.init_scope():  # a function that is traced now runs next
-            return not several() and float(self.slots[place].pending.numpy()) > 0
+            return not several() and float(read(self.slots[place].pending)) > 0
 
     def factor(self, group: ScaleGroup, loss_id: int) -> Any:
         """Return the scale that waiting gradients carry, or else the current one: see `pin` for when they differ."""
@@ -202,7 +204,8 @@ class VariableLedger(Ledger):
         by_loss.latest.assign(tf.stack([after[min(after)].scale, tf.cast(skips, tf.float32)]))
 
     def _note(self, group: ScaleGroup, outcome: Outcome) -> None:
-        norm = float("nan") if outcome.grad_norm is None else tf.cast(outcome.grad_norm, tf.float32)
+        # Not NaN, at which `tf.debugging.enable_check_numerics` ends the script.
+        norm = _UNMEASURED if outcome.grad_norm is None else tf.cast(outcome.grad_norm, tf.float32)
         flags = [tf.cast(flag, tf.float32) for flag in outcome.finite.values()]
         finite = flags[0] if len(flags) == 1 else tf.reduce_min(tf.stack(flags))
         scale = tf.cast(outcome.scale, tf.float32)
@@ -214,8 +217,8 @@ class VariableLedger(Ledger):
         if not on_host() or not self._following.acquire(blocking=False):
             return
         try:
-            growth, hysteresis, skips, steps = self.counters.numpy().tolist()
-            state = LossScaleState(float(self.scale.numpy()), growth, hysteresis, skips)
+            growth, hysteresis, skips, steps = read(self.counters).tolist()
+            state = LossScaleState(float(read(self.scale)), growth, hysteresis, skips)
             missed = self.history.read()
             if self.by_loss is not None:
                 self._follow_losses(group, missed, {0: state, **self._read_others()}, steps)
@@ -239,7 +242,7 @@ class VariableLedger(Ledger):
 
     def _read_others(self) -> dict[int, LossScaleState]:
         return {
-            loss_id: LossScaleState(float(other.scale.numpy()), *other.counters.numpy().tolist())
+            loss_id: LossScaleState(float(read(other.scale)), *read(other.counters).tolist())
             for loss_id, other in self.others.items()
         }
 
@@ -257,7 +260,7 @@ class VariableLedger(Ledger):
             took_part |= {key for key, state in states.items() if state != group.config.initial_state()}
             group.states.update({key: state for key, state in states.items() if key in took_part})
             if missed.steps or rows or lost:
-                next_scale, skips = by_loss.latest.numpy().tolist()
+                next_scale, skips = read(by_loss.latest).tolist()
                 for member, slots in zip(group.members, self.slots, strict=True):
                     _take_over(member, slots, next_scale, int(skips))
 
@@ -280,18 +283,19 @@ class VariableLedger(Ledger):
         Sync: one.
         """
         _configurations.changed += 1
-        if any(float(slots.pending.numpy()) > 0 for slots in self.slots):
+        if any(float(read(slots.pending)) > 0 for slots in self.slots):
             self.pin()
         self._write(group)
 
     def _write(self, group: ScaleGroup) -> None:
         state = group.states[0]
-        self.scale.assign(round_to_float32(state.scale))
-        self.counters.assign([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips, group.steps])
+        write(self.scale, round_to_float32(state.scale))
+        trackers = [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips]
+        write(self.counters, [*trackers, group.steps])
         for loss_id, other in self.others.items():
             state = group.state_of(loss_id)
-            other.scale.assign(round_to_float32(state.scale))
-            other.counters.assign([state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips])
+            write(other.scale, round_to_float32(state.scale))
+            write(other.counters, [state.growth_tracker, state.hysteresis_tracker, state.consecutive_skips])
 
     def result(self, position: int, measured: bool) -> StepResult:
         """Return, in a trace, what the last step did, as tensors; the norm where it is measured."""
@@ -439,8 +443,8 @@ def _after(config: LossScale, state: LossScaleState, count: int) -> LossScaleSta
 
 
 def _take_over(member: Member, slots: Slots, next_scale: float, skips: int) -> None:
-    scale, finite, norm = slots.last.numpy().tolist()
+    scale, finite, norm = read(slots.last).tolist()
     if scale > 0:
         fine = finite > 0
-        norm_or_none = norm if fine and norm == norm else None
+        norm_or_none = norm if fine and norm != _UNMEASURED else None
         member.note_result(StepResult(fine, fine, scale, next_scale, skips, norm_or_none))

@@ -18,6 +18,7 @@ import tensorflow as tf
 from ampx.protocol import ScaleGroup
 
 from . import retracing
+from .replicas import read
 
 # So many stretches of overflows fit between two looks.
 STRETCHES: Final = 1024
@@ -87,7 +88,7 @@ class History:
 
     def _numbers(self, variable: Any) -> Any:
         if not self.in_graph:
-            return variable.numpy()
+            return read(variable)
         return tf.compat.v1.get_default_session().run(self._reads[id(variable)])
 
     def restart(self) -> None:
@@ -148,15 +149,15 @@ class LossHistory:
 
     def grew(self) -> bool:
         """Return whether traces made steps since `read`. Sync: one."""
-        return int(self._count.numpy()) != self._seen
+        return int(read(self._count)) != self._seen
 
     def read(self) -> tuple[dict[int, dict[int, bool]], int]:
         """Return the steps since the last call, by number, and how many entries were overwritten. Sync: one or two."""
-        count, before = int(self._count.numpy()), self._seen
+        count, before = int(read(self._count)), self._seen
         self._seen = count
         steps: dict[int, dict[int, bool]] = {}
         if count != before:
-            ring = self._entries.numpy()
+            ring = read(self._entries)
             for entry in range(max(before, count - STRETCHES), count):
                 step, loss_id, finite = ring[entry % STRETCHES].tolist()
                 steps.setdefault(step, {})[loss_id] = bool(finite)

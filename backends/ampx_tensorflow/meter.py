@@ -22,6 +22,7 @@ from ampx.numerics.watching import stride
 from ampx.protocol import ScaleGroup
 
 from . import gradients
+from .replicas import read
 
 _NUMBERS: Final = 4  # of a parameter: moved, unchanged, flushed, and the bits of the largest magnitude
 _MAGNITUDE: Final = 0x7FFFFFFF
@@ -137,7 +138,7 @@ class TracedMeter:
     def look(self, group: ScaleGroup) -> None:
         """Read what functions counted since the last look, and send its events. Sync: one a list of parameters."""
         for rows, variable in list(self._numbers.items()):
-            bits = variable.numpy()
+            bits = read(variable)
             step = int(bits[0])
             if step == self._read.get(rows, 0):
                 continue

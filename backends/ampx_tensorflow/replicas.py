@@ -5,7 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
+
+
+def copies(variable: Any) -> Sequence[Any]:
+    """Return a variable's copies on the replicas of this process, or itself: the host reads and writes these.
+
+    TensorFlow reads and writes a variable of a strategy in no other strategy's scope; its copies belong to none.
+    """
+    held = variable.value if isinstance(variable, keras.Variable) else variable
+    if not isinstance(held, tf.distribute.DistributedValues):
+        return (variable,)
+    local: Sequence[Any] = held.distribute_strategy.experimental_local_results(held)
+    return local
+
+
+def read(variable: Any) -> Any:
+    """Return the value of a variable that is the same on all replicas, as an array. Sync: one."""
+    return copies(variable)[0].numpy()
+
+
+def write(variable: Any, value: Any) -> None:
+    """Write a value into a variable on all replicas."""
+    for copy in copies(variable):
+        copy.assign(value)
 
 
 def everywhere(finite: Any) -> Any:

@@ -161,6 +161,49 @@ def test_losses_with_scales_of_their_own_are_refused_on_several_replicas(mirrore
     assert "loss_id=1 on several replicas" in message
 
 
+FOLDS = """
+import json
+import keras
+import tensorflow as tf
+import ampx
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+kept, seen = [], []
+for fold in range(3):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        if fold == 2:
+            ampx.shutdown()
+        amp = ampx.init("tensorflow", level="O0", loss_scale="dynamic")
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        optimizer = amp.wrap_optimizer(keras.optimizers.SGD(0.125))
+        model.compile(optimizer=optimizer, loss="mse")
+        model.fit(tf.ones((8, 3)), tf.ones((8, 1)), batch_size=4, verbose=0)
+    kept.append((model, optimizer))
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        amp.load_state_dict(amp.state_dict())
+    seen.append([float(weight.sum()) for weight in model.get_weights()])
+    seen[-1] += [len(kept), optimizer.loss_scale, bool(optimizer.last_step.applied), kept[0][1].loss_scale]
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    ampx.shutdown()
+print(json.dumps(seen))
+"""
+
+
+def test_a_session_is_replaced_and_ended_in_the_scope_of_another_strategy():
+    """A notebook's cell that runs twice, and folds: each makes a strategy; an earlier fold's optimizer goes on."""
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(optimizer=keras.optimizers.SGD(0.125), loss="mse")
+    model.fit(tf.ones((8, 3)), tf.ones((8, 1)), batch_size=4, verbose=0)
+    plain = [float(weight.sum()) for weight in model.get_weights()]
+    for fold, (*weights, kept, scale, applied, first) in enumerate(processes.last_json("-c", FOLDS), 1):
+        np.testing.assert_allclose(weights, plain, rtol=1e-6)
+        assert (kept, scale, applied, first) == (fold, 65536.0, True, 65536.0)
+
+
 LEVELS = [(strategy, dtype, level) for strategy in ("mirrored", "workers") for dtype, level in COMBINATIONS[1:]]
 # TensorFlow cannot send bfloat16 variables to other workers.
 REFUSED = [("workers", "bfloat16", "O2"), ("workers", "bfloat16", "O3")]

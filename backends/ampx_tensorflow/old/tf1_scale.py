@@ -16,6 +16,7 @@ from ampx.protocol import Ledger, Outcome, ScaleGroup
 from ampx.scale_state import LossScale, LossScaleState, next_state
 from ampx_tensorflow import history, retracing
 from ampx_tensorflow.device_scale import follow
+from ampx_tensorflow.replicas import read, write
 
 # The first two are called as in TensorFlow's own loss scales, so that their checkpoints load.
 _NAMES = {"scale": "current_loss_scale", "growth_tracker": "good_steps"}
@@ -81,7 +82,7 @@ class ScaleVariables:
         if self._graph is None and tf.inside_function():
             return None
         if self._graph is None:
-            return {name: variable.numpy().item() for name, variable in self.variables.items()}
+            return {name: read(variable).item() for name, variable in self.variables.items()}
         session = tf.compat.v1.get_default_session()
         if session is None or session.graph is not self._graph:
             return None
@@ -99,7 +100,7 @@ class ScaleVariables:
         values = {self.variables[name]: getattr(state, name) for name in _STATE}
         if self._graph is None:
             for variable, value in values.items():
-                variable.assign(value)
+                write(variable, value)
             return
         if self.numbers() is None:
             raise ProtocolError(

@@ -8,6 +8,8 @@ The script is not ours to edit: TensorFlow is patched, and every patch ends with
 
 - `manager`: how optimizers of Keras are made and applied;
 - `gradients`: `tf.GradientTape`, so that the loss is scaled, and the script sees true gradients only;
+- `own_gradients`: gradient functions that the script wrote, which get true gradients;
+- `debugging`: TensorFlow's own debuggers, which see the loss scale;
 - `models`: how Keras compiles and fits models;
 - `operations`: products outside of graphs, and what computed in which dtype;
 - `observing`: functions that are called, where somebody looks on;
@@ -28,10 +30,12 @@ from ampx_tensorflow import devices, numerics
 from ampx_tensorflow.numerics import forcing
 from ampx_tensorflow.numerics.watching import uncompiled
 
+from .debugging import debuggers_noted
 from .gradients import tapes_watched
 from .manager import KerasManager, optimizers_managed, rewrites_started
 from .models import models_cast
 from .operations import products_cast
+from .own_gradients import own_gradients_true
 from .tf1 import graphs_managed
 
 
@@ -40,7 +44,16 @@ def automate(run: Run) -> Iterator[None]:
     """Patch TensorFlow for a script that is not edited: see `ampx.run`."""
     run.refuse_preparation()
     run.backward = "gradients = scaled.gradient(tape, variables)"
-    patches = (rewrites_started, optimizers_managed, tapes_watched, models_cast, products_cast, graphs_managed)
+    patches = (
+        rewrites_started,
+        optimizers_managed,
+        own_gradients_true,
+        debuggers_noted,
+        tapes_watched,
+        models_cast,
+        products_cast,
+        graphs_managed,
+    )
     manager = KerasManager(run)
     with ExitStack() as stack:
         if run.settings.watched:

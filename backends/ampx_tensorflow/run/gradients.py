@@ -15,6 +15,7 @@ from ampx.scale_state import is_one
 from ampx_tensorflow import gradients
 from ampx_tensorflow.contexts import on_host
 from ampx_tensorflow.keras3 import AmpOptimizer
+from ampx_tensorflow.losses import ScaledGradient
 from ampx_tensorflow.numerics import stats
 
 from .manager import KerasManager
@@ -33,10 +34,18 @@ def tapes_watched(manager: KerasManager) -> Iterator[None]:
             manager.manage_all()
         return enter(self)
 
-    differentiated = _differentiating(manager, tf.GradientTape.gradient)
+    jacobian = tf.GradientTape.jacobian
+
+    @functools.wraps(jacobian)
+    def whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Its rows are no gradients of losses, and are computed where no variable is written.
+        with manager.unscaled():
+            return jacobian(self, *args, **kwargs)
+
     with (
         mock.patch.object(tf.GradientTape, "__enter__", entered),
-        mock.patch.object(tf.GradientTape, "gradient", differentiated),
+        mock.patch.object(tf.GradientTape, "gradient", _differentiating(manager, tf.GradientTape.gradient)),
+        mock.patch.object(tf.GradientTape, "jacobian", whole),
     ):
         yield
 
@@ -45,6 +54,8 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
     @functools.wraps(native)
     @tf.autograph.experimental.do_not_convert
     def gradient(self: Any, target: Any, sources: Any, output_gradients: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if manager.rests.value:
+            return native(self, target, sources, output_gradients, *args, **kwargs)
         scale = None
         with stats.unwatched():
             if manager.run.recorder.reads_losses and not manager.depth.value and _is_floating(target):
@@ -58,7 +69,12 @@ def _differentiating(manager: KerasManager, native: Callable[..., Any]) -> Calla
                 stack.enter_context(manager.run.recorder.phase("backward"))
             if manager.forces:
                 stack.enter_context(manager.operations.resting())
-            result = native(self, target, sources, output_gradients, *args, **kwargs)
+            carried = target.gradient.scale if _is_scaled(target) else scale
+
+            def differentiate() -> Any:
+                return native(self, target, sources, output_gradients, *args, **kwargs)
+
+            result = differentiate() if carried is None else manager.own_gradients.carry(carried, differentiate)
         if scale is None:
             return result
         nested = tf.nest.is_nested(sources)
@@ -81,6 +97,10 @@ def _scale(manager: KerasManager) -> Any:
     groups = [(optimizer._ledger, optimizer.ampx_member.group) for optimizer in wrapped]
     scales = [ledger.factor(group, 0) for ledger, group in groups if not is_one(group.config)]
     return tf.reduce_min(tf.stack(scales)) if scales else None
+
+
+def _is_scaled(target: Any) -> bool:
+    return isinstance(getattr(target, "gradient", None), ScaledGradient)
 
 
 def _is_floating(target: Any) -> bool:

@@ -27,8 +27,10 @@ from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.numerics import stats
 from ampx_tensorflow.old import graph_rewrite, keras2, names as old_names
 
+from .debugging import Debuggers
 from .observing import Observing
 from .operations import Operations
+from .own_gradients import OwnGradients
 
 # NVIDIA's containers: graphs are cast, and (the first only) losses scaled, for every script.
 _BOTH: Final = "TF_ENABLE_AUTO_MIXED_PRECISION"
@@ -42,7 +44,7 @@ def environment_wants_graphs() -> bool:
 
 
 class _Depth(threading.local):
-    """How deep the calling thread is inside an update of a wrapped optimizer."""
+    """How deep the calling thread is in something."""
 
     value = 0
 
@@ -56,8 +58,11 @@ class KerasManager(Manager[Managed]):
         self.wrapped: list[Any] = []  # all wrapped optimizers that the recorder knows, the script's own included
         self.held: set[Any] = set()  # optimizers of TensorFlow 1 whose graphs go on after the script has forgotten them
         self.depth = _Depth()  # where a wrapped optimizer is at work
+        self.rests = _Depth()  # where tapes are left alone
         self.operations = Operations(run.recorder)  # casts products outside of graphs, and counts
         self.observing = Observing(run.recorder)
+        self.own_gradients = OwnGradients(self)
+        self.debuggers = Debuggers(self)
         self.forces = False  # whether modules have dtypes of their own, which the graph rewriter does not know
         self.forced: dict[str, str] = {}  # by pattern of names of modules, those that the settings give them
         self._by_raw: dict[int, Managed] = {}  # which hold the raw optimizers
@@ -81,6 +86,7 @@ class KerasManager(Manager[Managed]):
             keras.config.set_dtype_policy(before)  # what is not prepared computes in float32
             if isinstance(amp.plan, oplists.ListsPlan):
                 amp.plan.waiting.clear()  # a region around the run sees to them
+        self.debuggers.check()
         if graphs:
             plan = amp.casting
             with self.inside():  # the rewriter is tried in a session, which is none of the script's
@@ -100,6 +106,15 @@ class KerasManager(Manager[Managed]):
             yield
         finally:
             self.depth.value -= 1
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Leave tapes alone in this thread."""
+        self.rests.value += 1
+        try:
+            yield
+        finally:
+            self.rests.value -= 1
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -260,6 +275,7 @@ class KerasManager(Manager[Managed]):
     def release(self) -> None:
         """Take down what was counted and was in effect, and leave TensorFlow as it was."""
         self.operations.stop()
+        self.debuggers.report()
         self.run.effective = self._in_effect()
         for wrapped in self.wrapped:
             if isinstance(wrapped, AmpOptimizer):

@@ -27,9 +27,9 @@ def graphs_managed(manager: KerasManager) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("minimize", "compute_gradients", "apply_gradients"):
             stack.enter_context(mock.patch.object(base, name, _managed(manager, getattr(base, name), name)))
-        for name in ("compute_gradients", "apply_gradients"):
-            own = _inside(manager, getattr(GraphOptimizer, name))
-            stack.enter_context(mock.patch.object(GraphOptimizer, name, own))
+        computing = _computing(manager, GraphOptimizer.compute_gradients)
+        for name, patched in (("compute_gradients", computing), ("apply_gradients", GraphOptimizer.apply_gradients)):
+            stack.enter_context(mock.patch.object(GraphOptimizer, name, _inside(manager, patched)))
         stack.enter_context(mock.patch.object(BaseSession, "run", _running(manager, BaseSession.run)))
         stack.enter_context(mock.patch.object(BaseSession, "close", _closing(manager, BaseSession.close)))
         yield
@@ -85,6 +85,14 @@ def _inside(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., 
             return native(self, *args, **kwargs)
 
     return call
+
+
+def _computing(manager: KerasManager, native: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(native)
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return manager.own_gradients.carry(self._loss_scale(), lambda: native(self, *args, **kwargs))
+
+    return compute
 
 
 def _look(manager: KerasManager, session: Any) -> None:
