@@ -11,6 +11,7 @@ CPUINFO = /proc/cpuinfo
 BEYOND_AVX2 = \b(avx512|avx_vnni|avx_ne_convert|avx10|amx_)
 WEAKEST_ENVIRONMENTS = weakest-tensorflow weakest-mxnet weakest-torch weakest-paddle
 BENCH ?= torch,tensorflow,mxnet,paddle,jax
+BENCHES = $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
 COMMA = ,
 TOX = .venv-tox/bin/tox run
 # Two environments at a time.
@@ -20,8 +21,9 @@ TOX_TWO = .venv-tox/bin/tox run-parallel --parallel 2 --parallel-no-spinner
 
 demo: .venv-tox/bin/tox ; $(TOX) -e demo
 test: .venv-tox/bin/tox ; $(TOX_TWO) -e $(FRAMEWORK)
-# Longer fuzzing, all trainings of all programs, and what needs more installed; the workflow runs it every night.
-test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 PYTEST_TIMEOUT=3600 $(TOX_TWO) -e $(FRAMEWORK),$(NIGHTLY)
+# Longer fuzzing, all trainings of all programs, what needs more installed, and each part of the benchmarks once, in its smallest
+# form; the workflow runs it every night.
+test-all: .venv-tox/bin/tox ; AMPX_TEST_ALL=1 TINY=1 PYTEST_TIMEOUT=3600 $(TOX_TWO) -e $(FRAMEWORK),$(NIGHTLY),$(BENCHES)
 # What computes in float16 depends on the CPU's instructions; these tests must not. Two environments at a time.
 # A CPU that has AVX2 and nothing beyond it has nothing to hide: there these tests would be the same again that `make test` runs.
 weakest: .venv-tox/bin/tox
@@ -53,7 +55,7 @@ docs-test: .venv-tox/bin/tox ; $(TOX) -e docs-test
 # The oldest and the newest versions, installed anew: the newest are what pip finds today. They need Python 3.10 to 3.13; where one
 # is missing, its environments are skipped. PyTorch's wheels of the index bring gigabytes of CUDA with them.
 versions: .venv-tox/bin/tox ; $(TOX) --recreate -e $(VERSIONS)
-bench: .venv-tox/bin/tox ; $(TOX) -e $$(echo $(BENCH) | sed "s/[^,]*/bench-&/g")
+bench: .venv-tox/bin/tox ; $(TOX) -e $(BENCHES)
 gpu: ; PYTHONPATH=.:backends $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(QUICK),--quick) $(if $(JSON),--out $(JSON))
 clean: ; rm -rf .venv-tox .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out docs/_build
 

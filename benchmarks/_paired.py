@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from _memory import peak
+
+Item = TypeVar("Item")
+
+shortest = bool(os.environ.get("TINY"))
+"""Whether a run is only to show that it runs, in this process and in those that it starts."""
+
+
+def limited(items: Iterable[Item]) -> list[Item]:
+    """Return the items, or the first alone where a run is only to show that it runs."""
+    return list(items)[: 1 if shortest else None]
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,8 @@ def paired(
         before_a: Runs before each timing of `a`, not timed.
         before_b: Likewise for `b`.
     """
+    if shortest:
+        pairs, repeat, warmup = 2, 1, 1  # a range needs two
     times_a: list[float] = []
     times_b: list[float] = []
     gc.collect()
@@ -85,7 +99,7 @@ def measure_each(
 ) -> list[dict[str, object]]:
     """Measure each workload; `advance` is called after it."""
     rows = []
-    for workload in workloads:
+    for workload in limited(workloads):
         rows.append(measure(workload, quick))
         advance()
     return rows

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from _paired import limited
 from debuggers import Fault, Said, Tool, compared, heard, planted, written
 from flax import nnx
 
@@ -85,5 +86,5 @@ STEPS = len(PLANTED.FAULTS) + 3 + len(TOOLS)
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Try the tools on all faults, and time them."""
-    faults = [_fault(name) for name in PLANTED.FAULTS]
-    return compared("jax", faults, list(PLANTED.CLEAN.values()), TOOLS, _timed, 8 if quick else 24, advance)
+    faults = [_fault(name) for name in limited(PLANTED.FAULTS)]
+    return compared("jax", faults, limited(PLANTED.CLEAN.values()), TOOLS, _timed, 8 if quick else 24, advance)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+from _paired import limited
 from debuggers import Fault, Said, Tool, costs, heard, named, planted, written
 
 PLANTED = planted("paddle")
@@ -108,8 +109,8 @@ STEPS = 4 + len(TOOLS)
 def find() -> Any:
     """Return what each tool names, on a GPU."""
     paddle.set_device("gpu")
-    faults = [_fault(name) for name in PLANTED.FAULTS]
-    return named("paddle", faults, list(PLANTED.CLEAN.values()), TOOLS, lambda: None, "gpu")
+    faults = [_fault(name) for name in limited(PLANTED.FAULTS)]
+    return named("paddle", faults, limited(PLANTED.CLEAN.values()), TOOLS, lambda: None, "gpu")
 
 
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_th
 import jax
 import jax.numpy as jnp
 import optax
-from _paired import paired
+from _paired import limited, paired
 from flax.training.dynamic_scale import DynamicScale
 
 import ampx
@@ -219,7 +219,7 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     rows = []
     for dtype in ("float32",) if quick else ("float32", "bfloat16"):
         for recipe in RECIPES:
-            for workload in list(WORKLOADS)[: 2 if quick else None]:
+            for workload in limited(list(WORKLOADS)[: 2 if quick else None]):
                 rows.append(measure(workload, recipe, dtype, quick))
                 advance()
     return rows

@@ -13,7 +13,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
 import torch
-from _paired import paired
+from _paired import limited, paired
 from recipes import by_ampx
 from whole_step import check
 from workloads import Workload, mlp
@@ -79,7 +79,7 @@ STEPS = len(SIZES)
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure every size."""
     rows = []
-    for *size, pairs in SIZES:
+    for *size, pairs in limited(SIZES):
         rows.append(measure(*size, max(pairs // (4 if quick else 1), 8)))
         advance()
     return rows

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from _memory import resident
+from _paired import limited
 
 LEVELS = ("O0", "O1", "O2", "O3")
 WIDTH, DEPTH, BATCH = 1024, 8, 256
@@ -78,7 +79,7 @@ def _mebibytes(tensors: list) -> float:
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure every level in a process of its own."""
     rows: list[dict[str, object]] = []
-    for level in LEVELS:
+    for level in limited(LEVELS):
         command = [sys.executable, str(Path(__file__)), level]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         rows.append({"level": level, **json.loads(output)})

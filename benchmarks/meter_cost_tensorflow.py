@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from _paired import paired
+from _paired import limited, paired
 from tensorflow_step import WAYS, WORKLOADS, _built, _raw, _step, batch_of
 
 import ampx
@@ -34,7 +34,7 @@ STEPS = len(WORKLOADS) * len(WAYS)
 def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[str, object]]:
     """Measure each model in each way to train it; quickly, the two smallest."""
     rows = []
-    for workload in list(WORKLOADS)[: 2 if quick else None]:
+    for workload in limited(list(WORKLOADS)[: 2 if quick else None]):
         for way in WAYS:
             rows.append(measure(workload, way, quick))
             advance()

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _paired
 import torch
 from _paired import Ratio, machine, paired
 from torch import nn
@@ -169,6 +170,8 @@ def bandwidth(elements: int = 50_000_000, runs: int = 7) -> dict[str, float]:
 
 def sizes(quick: bool) -> list[tuple[int, tuple[int, ...]]]:
     """List number and shape of the tensors of each set."""
+    if _paired.shortest:
+        return [(10, (1000,))]
     if quick:
         return [*TARGETS, (10, (1000,)), (1000, (100,))]
     return [*TARGETS, *((count, (elements // count,)) for elements, counts in GROWTH.items() for count in counts)]

@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     import paddle
 
 import numpy as np
-from _paired import paired
+from _paired import limited, paired
 from paddle import nn
 from paddle.amp import grad_scaler
 from paddle.amp.auto_cast import amp_global_state
@@ -161,7 +161,7 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     paddle.set_device("cpu")
     rows = []
     for against in AGAINST:
-        for workload in WORKLOADS:
+        for workload in limited(WORKLOADS):
             rows.append(measure(workload, against, quick))
             advance()
     return rows

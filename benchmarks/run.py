@@ -1,5 +1,8 @@
 """Run one framework's benchmarks, write one JSON and print its tables. `QUICK=1` or `--quick` for a short run.
 
+`TINY=1` or `--tiny` runs each part once in its smallest form and keeps no number: it shows that they run. A part that
+fails keeps no other from running; its traceback is printed, and the exit status is 1.
+
 `--report` makes the manual's tables and plots from the JSON files that are committed under `results/`, and measures
 nothing.
 """
@@ -7,14 +10,19 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
+import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import _paired
 import report
-from _paired import machine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--framework", choices=PARTS, default="torch")
     parser.add_argument("--quick", action="store_true", default=bool(os.environ.get("QUICK")))
+    parser.add_argument("--tiny", action="store_true", default=bool(os.environ.get("TINY")))
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run; by default all of the framework's")
     parser.add_argument("--out", type=Path, help="file to write; by default one named after the time of the run")
     parser.add_argument("--report", action="store_true", help="remake the manual's tables and plots, measure nothing")
@@ -55,27 +64,53 @@ def main() -> None:
             console.print(f"written: {path}")
         return
     _one_thread(arguments.framework)
-    parts = {name: importlib.import_module(name) for name in arguments.only or PARTS[arguments.framework]}
+    if arguments.tiny:
+        os.environ["TINY"], _paired.shortest = "1", True
+    failed: list[str] = []
+    seconds: dict[str, float] = {}
     results: dict[str, object] = {
         "framework": arguments.framework,
-        "machine": {**machine(), "threads": 1, **_versions()},
-        "quick": arguments.quick,
+        "machine": {**_paired.machine(), "threads": 1, **_versions()},
+        "quick": arguments.quick or arguments.tiny,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "seconds": seconds,
     }
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
+
+        def attempt(name: str, do: Callable[[], Any]) -> Any:
+            try:
+                return do()
+            except Exception:
+                failed.append(name)
+                console.print(traceback.format_exc(), markup=False, highlight=False)
+                return None
+
+        names = arguments.only or PARTS[arguments.framework]
+        # All at once: some set the environment in which another is imported.
+        parts = {name: attempt(name, functools.partial(importlib.import_module, name)) for name in names}
         for name, part in parts.items():
+            if part is None:
+                continue
             task = progress.add_task(name, total=part.STEPS)
             started = time.perf_counter()
-            results[name] = part.run(arguments.quick, lambda task=task: progress.advance(task))
-            progress.update(task, completed=part.STEPS)
-            results.setdefault("seconds", {})[name] = round(time.perf_counter() - started, 1)  # type: ignore[attr-defined]
-    out = arguments.out or RESULTS / f"cpu-{time.strftime('%Y%m%d-%H%M%S')}-{arguments.framework}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
+            advance = functools.partial(progress.advance, task)
+            rows = attempt(name, functools.partial(part.run, results["quick"], advance))
+            if rows is not None:
+                results[name] = rows
+                progress.update(task, completed=part.STEPS)
+                seconds[name] = round(time.perf_counter() - started, 1)
     for table in report.tables(results):
         console.print(table.rich())
-    console.print(f"written to {out}")
+    if not arguments.tiny:
+        out = arguments.out or RESULTS / f"cpu-{time.strftime('%Y%m%d-%H%M%S')}-{arguments.framework}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        console.print(f"written to {out}")
+    console.print(f"ran, in seconds: {', '.join(f'{name} {taken}' for name, taken in seconds.items()) or 'nothing'}")
+    if failed:
+        console.print(f"failed: {', '.join(failed)}")
+    sys.exit(bool(failed))
 
 
 def _one_thread(framework: str) -> None:

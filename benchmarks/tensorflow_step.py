@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
-from _paired import paired
+from _paired import limited, paired
 
 import ampx
 
@@ -144,7 +144,7 @@ def run(quick: bool, advance: Callable[[], object] = lambda: None) -> list[dict[
     rows = []
     for dtype in ("float32",) if quick else ("float32", "bfloat16"):
         for way in WAYS:
-            for workload in list(WORKLOADS)[: 2 if quick else None]:
+            for workload in limited(list(WORKLOADS)[: 2 if quick else None]):
                 rows.append(measure(workload, way, dtype, quick))
                 advance()
     return rows

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from _paired import Ratio, paired
+from _paired import Ratio, limited, paired
 
 import ampx
 
@@ -136,7 +136,7 @@ def measure_all(tasks: Sequence[Task], quick: bool, advance: Callable[[], object
         advance: Called after each workload, for a progress bar.
     """
     rows: list[dict[str, object]] = []
-    for task in tasks[: 2 if quick else None]:
+    for task in limited(tasks[: 2 if quick else None]):
         rows += measure(task, quick)
         advance()
     return rows

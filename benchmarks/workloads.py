@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from _paired import limited
 from torch import nn
 from torch.nn import functional
 
@@ -163,4 +164,4 @@ WORKLOADS: tuple[Workload, ...] = (
 
 def chosen(quick: bool) -> tuple[Workload, ...]:
     """Return what a run times: all of it, or each model once."""
-    return tuple(workload for workload in WORKLOADS if workload.quick or not quick)
+    return tuple(limited(workload for workload in WORKLOADS if workload.quick or not quick))
