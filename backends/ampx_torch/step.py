@@ -7,7 +7,7 @@ accept it; patching the raw optimizer's `step` would be lost by copies and shado
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -36,6 +36,7 @@ from .trees import LOW
 if TYPE_CHECKING:
     from ampx.numerics.meter import Meter
 
+_NOTHING: Final = nullcontext()
 # What `_attach` makes anew, and what a scheduler hangs on an optimizer.
 _NOT_COPIED: Final = frozenset(
     [
@@ -43,7 +44,6 @@ _NOT_COPIED: Final = frozenset(
         *(
             "_thread",
             "_incomplete",
-            "_casting_off",
             "_guard",
             "_guard_handle",
             "_undo_fused",
@@ -96,10 +96,6 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
 
     def _attach(self) -> None:
         """Make what belongs to this process and cannot be copied."""
-        # Native defect: an optimizer that multiplies matrices would have its own operations cast.
-        self._casting_off: AbstractContextManager[Any] = (
-            nullcontext() if self.device_type is None else casting.off(self.device_type)
-        )
         self.gradients = GradientSet(self.optimizer, self._accepts_half)
         self.mixer = LossMixer()
         self.leftovers = Leftovers()
@@ -404,7 +400,8 @@ class AmpOptimizer(WrappedOptimizer, DelegatingOptimizer):
                 member.begin_change()
             if self._incomplete:
                 self._incomplete = not fused.complete_momentum(raw)
-            with self._casting_off:
+            # Native defect: an optimizer that multiplies matrices would have its own operations cast.
+            with _NOTHING if self.device_type is None else casting.Off(self.device_type):
                 result = raw.step(*args)
         finally:
             guard.open = guard.begins = False

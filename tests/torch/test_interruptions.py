@@ -36,10 +36,10 @@ class Subject:
 
     def __init__(
         self, *, shape=(3,), number=1, make=sgd, losses=1, level="O1", clips=None, closure=False, by_hand=False,
-        hooks=False, third=3.0, **options,
+        hooks=False, third=3.0, process_wide=False, **options,
     ):  # fmt: skip
         self.amp = ampx.init(
-            "torch", dtype="bfloat16", level=level, process_wide=False, device="cpu", nan_loss="skip",
+            "torch", dtype="bfloat16", level=level, process_wide=process_wide, device="cpu", nan_loss="skip",
             loss_scale=ampx.LossScale(init_scale=SCALE, growth_interval=100),
         )  # fmt: skip
         self.models = [torch.nn.ParameterList([torch.zeros(shape), torch.zeros(2)]) for _ in range(number)]
@@ -208,3 +208,34 @@ def test_a_new_scale_loss_after_an_interruption_adds_up_or_is_refused(name):
         if not all(opt.last_step.applied for opt in subject.opts):
             choices.append(weights)
         assert stands_at(subject.weights(), choices), place
+
+
+REGIONS = {
+    "scale_loss and step": lambda subject: subject.act(),
+    "autocast off": lambda subject: in_region(subject.amp.autocast(enabled=False), subject),
+    "autocast on": lambda subject: in_region(subject.amp.autocast(), subject),
+    "a decorated function": lambda subject: subject.amp.float_function(subject.loss)(1.0),
+}
+
+
+def in_region(region, subject):
+    with region:
+        subject.loss(1.0)
+
+
+OPTIONS = [{}, {"clips": 0.5, "hooks": True}, {"number": 2}, {"closure": True}]
+CASES = [(name, {}) for name in REGIONS] + [("scale_loss and step", options) for options in OPTIONS[1:] if THOROUGH]
+
+
+@pytest.mark.parametrize(("region", "options"), CASES)
+@pytest.mark.parametrize("process_wide", [True, False])
+def test_after_an_interruption_at_any_line_casting_is_as_it_was(region, process_wide, options):
+    weights, places = torch.ones(4, 4), 0
+    chosen = {"after_calls": True} if THOROUGH else {"stride": 4, "first": 2} if "step" in region else {}
+    for _, place in interrupted_everywhere(
+        lambda: Subject(process_wide=process_wide, **options), REGIONS[region], PACKAGES, **chosen
+    ):
+        now = torch.is_autocast_enabled("cpu"), (weights @ weights).dtype
+        assert now == (process_wide, torch.bfloat16 if process_wide else torch.float32), place
+        places += 1
+    assert places > 5

@@ -31,11 +31,12 @@ switch = torch.set_autocast_enabled
 
 
 class _Thread(threading.local):
-    """What a thread's autocast was before ampx, and how often ampx switched it as a whole."""
+    """What a thread's autocast was before ampx; `switched` is another object after ampx switched it as a whole."""
 
-    device: str = "cpu"
-    before: tuple[bool, torch.dtype, bool] | None = None
-    switched: int = 0
+    def __init__(self) -> None:
+        self.device = "cpu"
+        self.before: tuple[bool, torch.dtype, bool] | None = None
+        self.switched = object()  # of this thread alone, and never None
 
 
 _thread = _Thread()
@@ -83,7 +84,7 @@ def deactivate(plan: CastPlan) -> None:
     rules.uninstall(plan, last=True)
     loaders.release()
     before, _thread.before = _thread.before, None
-    _thread.switched += 1
+    _thread.switched = object()
     if before is not None:
         _set_flags(_thread.device, before)
         compiled.release()
@@ -93,7 +94,7 @@ def deactivate(plan: CastPlan) -> None:
 def enter_thread(plan: CastPlan) -> None:
     """Switch autocast on in the calling thread, with the weight cache off."""
     module_rules.reset_thread()
-    _thread.switched += 1
+    _thread.switched = object()
     if _thread.before is not None and _thread.device != plan.device:
         # A thread of an earlier session that casted on another device.
         _set_flags(_thread.device, _thread.before)
@@ -117,35 +118,46 @@ def _set_flags(device: str, flags: tuple[bool, torch.dtype, bool]) -> None:
 
 
 # -- regions ---------------------------------------------------------------------------------------
+#
+# Regions are written ahead, as the protocol is: what is to be put back is noted before it changes, and forgotten after
+# it was put back. An exception at any line of `__exit__`, even before its first, leaves the note, and the region does
+# the rest when it is dropped, which is when the exception is. It has a destructor only so long: in one that runs after
+# every region, an interruption would be lost.
 
 
 class Off:
     """Casting off inside. Costs one flag where it is off already. Not to be entered twice at a time."""
 
-    __slots__ = ("_device", "_switched", "_was_on")
+    _switched: object = None  # the thread's, while casting is to be switched on again; None: it is not
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     def __enter__(self) -> None:
-        self._was_on = is_on(self._device)
-        if self._was_on:
+        if is_on(self._device):
             self._switched = _thread.switched
+            self.__class__ = _Switched
             switch(self._device, False)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore, unless `init` or `shutdown` have decided anew inside; drop casts that backward has used up."""
-        if self._was_on and self._switched == _thread.switched:
-            switch(self._device, True)
-            forget_weights()
+        if self._switched is not None:
+            if self._switched is _thread.switched:
+                switch(self._device, True)
+                forget_weights()
+            self._switched = None
+            self.__class__ = Off
+
+
+class _Switched(Off):
+    """A region that has switched casting off."""
+
+    def __del__(self) -> None:
+        self.__exit__()
 
 
 class On:
     """Casting on inside, with the weight cache. Not to be entered twice at a time."""
-
-    __slots__ = ("_handle", "_plan", "_region", "_switched")
 
     def __init__(self, plan: CastPlan) -> None:
         self._plan = plan
@@ -153,22 +165,45 @@ class On:
     def __enter__(self) -> None:
         rules.install(self._plan)
         compiled.keep_backward_uncast()
-        self._switched = _thread.switched
         self._region = torch.autocast(self._plan.device, DTYPES[self._plan.dtype], cache_enabled=True)
-        self._region.__enter__()
         # Reached by optimizers that are not wrapped, too.
         self._handle = register_optimizer_step_post_hook(_forget_after_step)
+        self._switched, self._before, self._nesting = _thread.switched, _flags(self._plan.device), _nesting()
+        self.__class__ = _Entered
+        self._region.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._handle.remove()
-        now = None if self._switched == _thread.switched else _flags(self._plan.device)
-        self._region.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        """Restore, unless `init` or `shutdown` have decided anew inside."""
+        now = None if self._switched is _thread.switched else _flags(self._plan.device)
+        self._region.__exit__(*error)
         if now is not None:
             _set_flags(self._plan.device, now)
+        self._end()
+
+    def _end(self) -> None:
+        self.__class__ = On
+        self._handle.remove()
         compiled.release()
         rules.uninstall(self._plan)
+
+
+class _Entered(On):
+    """A region that has switched casting on."""
+
+    def __del__(self) -> None:
+        """Restore, wherever entering or leaving was interrupted."""
+        if self._switched is _thread.switched:
+            _set_flags(self._plan.device, self._before)
+            while _nesting() > self._nesting:
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+        self._end()
+
+
+def _nesting() -> int:
+    """Return how many of torch's own regions the calling thread is in, which only a change tells."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class Traced:

@@ -50,7 +50,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
     own: ClassVar[frozenset[str]] = frozenset(
         (
             *("ampx_member", "masters", "gradients", "delays", "verdict", "pending"),
-            *("_aside", "_overflowed", "_scales", "_casting_off", "_amp_stash"),
+            *("_aside", "_overflowed", "_scales", "_device", "_amp_stash"),
         )
     )
     masters: MasterWeights | None
@@ -71,7 +71,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         self.masters = masters.of(self.optimizer)
         self.gradients = GradientSet(self.optimizer, accepts_half=True)
         self.delays, self.verdict = False, Verdict()
-        self._casting_off = casting.off(device or "cpu")
+        self._device = device or "cpu"
         self._amp_stash = Stash(self)
         self._clear()
 
@@ -253,7 +253,7 @@ class ApexOptimizer(TakenOver, WrappedOptimizer):
         return self._settle()
 
     def _apply(self) -> None:
-        with self._casting_off:
+        with casting.off(self._device):
             self.optimizer.step()
         if self.masters is not None:
             self.masters.push_weights()
