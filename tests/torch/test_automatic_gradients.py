@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Recorder, Run, RunSettings  # noqa: E402
+from ampx.run.recorder import SAMPLED_STEPS  # noqa: E402
 
 NODE = torch.autograd.graph.Node
 
@@ -22,8 +23,8 @@ def automated(run):
     return default_registry().load("torch").automate(run)
 
 
-def run_of():
-    return Run("torch", RunSettings(dtype="float16", device="cpu"))
+def run_of(sampled_steps=SAMPLED_STEPS):
+    return Run("torch", RunSettings(dtype="float16", device="cpu"), Recorder(sampled_steps))
 
 
 class Training:
@@ -590,6 +591,39 @@ def test_a_script_sees_and_changes_the_gradients_of_plain_python(name):
     assert run.recorder.scaled == []
     (record,) = run.recorder.optimizers.values()
     assert (record.steps, record.skipped, record.initial_scale) == (3, [], 65536.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiler_leaves_out_functions_whose_backward_is_the_script_s():
+    class Compiles(Training):
+        def begin(self):
+            torch.compiler.reset()
+            self.compiled = torch.compile(lambda hidden: ClampWithSetup.apply(hidden * 2.0) * 2.0, backend="eager")
+
+        def middle(self, hidden):
+            return self.compiled(hidden)
+
+    expected = Compiles().result
+    with automated(run_of(sampled_steps=0)):  # while operations are counted, nothing is compiled
+        trained = Compiles().result
+    assert trained == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_headline_names_the_backward_of_an_operation_that_is_compiled():
+    class Compiles(PROGRAMS["BackwardOfAnOperation"]):
+        def begin(self):
+            super().begin()
+            self.operation.register_fake(lambda x: torch.empty_like(x))
+            torch.compiler.reset()
+            self.middle = torch.compile(self.operation, backend="aot_eager")
+
+    run = run_of(sampled_steps=0)
+    with automated(run):
+        Compiles()
+    (named,) = run.recorder.scaled
+    assert named.startswith("the compiled backward of an operation (")
+    assert "test_automatic_gradients.py:" in named
 
 
 @pytest.mark.filterwarnings("ignore")
