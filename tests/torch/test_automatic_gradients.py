@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import ampx  # noqa: E402
 from ampx.plugins import default_registry  # noqa: E402
-from ampx.run import Run, RunSettings  # noqa: E402
+from ampx.run import Recorder, Run, RunSettings  # noqa: E402
+from ampx.run.recorder import SAMPLED_STEPS  # noqa: E402
 
 NODE = torch.autograd.graph.Node
 
@@ -22,8 +23,8 @@ def automated(run):
     return default_registry().load("torch").automate(run)
 
 
-def run_of():
-    return Run("torch", RunSettings(dtype="float16", device="cpu"))
+def run_of(sampled_steps=SAMPLED_STEPS):
+    return Run("torch", RunSettings(dtype="float16", device="cpu"), Recorder(sampled_steps))
 
 
 class Training:
@@ -579,6 +580,25 @@ class CommunicationHookOfDdp(Training):
             torch.distributed.destroy_process_group()
 
 
+@program
+class CommunicationHookOfFsdp(CommunicationHookOfDdp):
+    def begin(self):
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.model = FullyShardedDataParallel(
+            Weight(self.w),
+            sharding_strategy=ShardingStrategy.NO_SHARD,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        self.model.register_comm_hook(None, self.exchange)
+
+    def exchange(self, state, gradient):
+        self.see(gradient)
+        gradient.clamp_(-0.5, 0.5)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_a_script_sees_and_changes_the_gradients_of_plain_python(name):
@@ -590,6 +610,54 @@ def test_a_script_sees_and_changes_the_gradients_of_plain_python(name):
     assert run.recorder.scaled == []
     (record,) = run.recorder.optimizers.values()
     assert (record.steps, record.skipped, record.initial_scale) == (3, [], 65536.0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_compiler_leaves_out_functions_whose_backward_is_the_script_s():
+    class Compiles(Training):
+        def prepared(self):
+            self.one_step(1.0)  # while operations are counted, nothing is compiled
+            torch.compiler.reset()
+            self.middle = torch.compile(lambda hidden: ClampWithSetup.apply(hidden * 2.0) * 2.0, backend="eager")
+
+    expected = Compiles().result
+    with automated(run_of(sampled_steps=1)):
+        trained = Compiles().result
+    assert trained == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_headline_names_the_backward_of_an_operation_that_is_compiled():
+    class Compiles(PROGRAMS["BackwardOfAnOperation"]):
+        def prepared(self):
+            self.one_step(1.0)  # while operations are counted, nothing is compiled
+            self.operation.register_fake(lambda x: torch.empty_like(x))
+            torch.compiler.reset()
+            self.middle = torch.compile(lambda hidden: self.operation(hidden) * 2.0, backend="aot_eager")
+
+    run = run_of(sampled_steps=1)
+    with automated(run):
+        Compiles()
+    (named,) = run.recorder.scaled
+    assert named.startswith("the compiled backward of an operation (")
+    assert "test_automatic_gradients.py:" in named
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_headline_names_a_mode_of_the_script_that_sees_the_operations_of_backward():
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Sees(Training):
+        def backward(self, hidden):
+            with Mode():
+                super().backward(hidden)
+
+    run = run_of()
+    with automated(run):
+        Sees()
+    assert run.recorder.scaled == ["the dispatch mode Mode"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ampx.run import asked_by_script
+from ampx.run import asked_by_script, is_script_function
 from ampx.run.recorder import Recorder
 from ampx_torch.backend import TorchBackend
 from ampx_torch.reach import bring_together, leaves_of
@@ -134,6 +135,9 @@ def _backward_scaled(
         return
     optimizers = _ready(optimizers)
     _refuse_graph(manager, options)
+    for mode in _get_current_dispatch_mode_stack():  # the operations of backward as they run
+        if is_script_function(type(mode).__torch_dispatch__):
+            manager.run.recorder.note_scaled(f"the dispatch mode {type(mode).__name__}")
     try:
         with manager.working():
             # Unscaled gradients that are there may be the script's own: views of one buffer, or kept in a list.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,13 +29,17 @@ from .manager import WIDE, TorchManager
 
 _NAMES: Final = ("hook", "fn", "backward")  # of the parameter that takes the script's function
 _FSDP: Final = "torch.distributed.fsdp"
+_COMPILED_FUNCTIONS: Final = "torch._dynamo.variables.misc"
 
 
 @contextmanager
 def gradients_unscaled(manager: TorchManager) -> Iterator[None]:
     """Patch `.grad` and the calls by which code of the script is run in backward."""
     with ExitStack() as stack:
-        for patch in (_grad_watched, _hooks, _node_hooks, _own_backwards, _accumulated, _retained, _communicated):
+        for patch in (
+            *(_grad_watched, _retained, _hooks, _node_hooks, _accumulated),
+            *(_own_backwards, _uncompiled, _communicated),
+        ):
             stack.enter_context(patch(manager))
         yield
 
@@ -137,7 +142,21 @@ def _unless_torch_s(manager: TorchManager, function: Callable[..., Any]) -> Call
 
 
 def _if_script_s(manager: TorchManager, function: Callable[..., Any]) -> Callable[..., Any]:
-    return _showing_unscaled(manager, function, casts=False) if is_script_function(function) else function
+    """Have the backward of an operation of the script see unscaled gradients, but where the compiler has traced it."""
+    if not is_script_function(function):
+        return function
+    showing = _showing_unscaled(manager, function, casts=False)
+    code = inspect.unwrap(function).__code__
+
+    @functools.wraps(function)
+    def backward(*values: Any) -> Any:
+        if manager.scales and torch.compiler.is_compiling():
+            manager.run.recorder.note_scaled(
+                f"the compiled backward of an operation ({code.co_filename}:{code.co_firstlineno})"
+            )
+        return showing(*values)
+
+    return backward
 
 
 def _registered(owner: Any, name: str, at: int, wrap: Callable[[Any], Any]) -> AbstractContextManager[Any]:
@@ -288,13 +307,40 @@ def _communicated(manager: TorchManager) -> Iterator[None]:
     def patch(owner: Any) -> None:
         stack.enter_context(_registered(owner, "register_comm_hook", 2, exchanging))
 
-    def patch_fsdp(name: str) -> None:
-        patch(sys.modules[name].FullyShardedDataParallel)
-
     with ExitStack() as stack:
         patch(DistributedDataParallel)
-        watch = ImportWatch({_FSDP: _FSDP}, patch_fsdp)  # its import takes seconds
-        stack.enter_context(watch.installed())
+        stack.enter_context(_once_imported(_FSDP, lambda module: patch(module.FullyShardedDataParallel)))
+        yield
+
+
+@contextmanager
+def _uncompiled(manager: TorchManager) -> Iterator[None]:
+    """Have the compiler leave out functions whose backward is the script's: compiled, it would see scaled gradients."""
+
+    def patch(module: Any) -> None:
+        native = module.AutogradFunctionVariable.call_apply
+
+        @functools.wraps(native)
+        def call_apply(self: Any, *args: Any, **options: Any) -> Any:
+            if manager.scales and is_script_function(self.fn_cls.backward):
+                raise torch._dynamo.exc.Unsupported(
+                    f"the backward of {self.fn_cls.__name__} is to see gradients that do not carry the loss scale of "
+                    f"`ampx run`, so it is not compiled: compile without fullgraph=True, or run with --dtype bfloat16"
+                )
+            return native(self, *args, **options)
+
+        stack.enter_context(mock.patch.object(module.AutogradFunctionVariable, "call_apply", call_apply))
+
+    with ExitStack() as stack:
+        stack.enter_context(_once_imported(_COMPILED_FUNCTIONS, patch))
+        yield
+
+
+@contextmanager
+def _once_imported(name: str, patch: Callable[[Any], None]) -> Iterator[None]:
+    """Patch a module of torch as soon as the script has imported it, which takes seconds."""
+    watch = ImportWatch({name: name}, lambda name: patch(sys.modules[name]))
+    with watch.installed():
         watch.look()
         yield
 
