@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from ampx.protocol import Member, ScaleGroup
 
@@ -16,6 +17,13 @@ def on_host() -> bool:
         return False
     context = tf.distribute.get_replica_context()
     return context is None or bool(context.num_replicas_in_sync == 1)
+
+
+def compiles() -> bool:
+    """Return whether a function is traced that XLA compiles."""
+    if tf.executing_eagerly():
+        return False
+    return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 class Contexts:

@@ -13,8 +13,10 @@ from ampx.numerics.watching import stride
 from ampx.run import GRADIENT_SAMPLES, SampledGradient
 
 from . import casting
+from .contexts import compiles
 
 # Gradients of at most so many elements are tested together: looking at each costs more than moving them to one place.
+# Not under XLA, which looks up for every element in which gradient it is.
 _SMALL: Final = 4096
 LOW: Final = tuple(casting.DTYPES[name] for name in casting.LOW)
 
@@ -88,9 +90,10 @@ def finite(grads: Sequence[Any]) -> Any:
     """Return whether all gradients are free of inf and NaN, as a boolean scalar tensor."""
     large: list[Any] = []
     small: dict[Any, list[Any]] = {}
+    together = _SMALL if not compiles() else -1
     for values in _floating(grads):
         elements = values.shape.num_elements()
-        if elements is not None and elements <= _SMALL:
+        if elements is not None and elements <= together:
             small.setdefault(values.dtype, []).append(tf.reshape(values, [-1]))
         else:
             large.append(values)

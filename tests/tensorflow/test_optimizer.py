@@ -659,3 +659,16 @@ def test_scaled_gradients_are_known_wherever_they_are_made(amp, mode, gradient):
         step(tf.constant(factor))
         assert variable.numpy().tolist() == [weight]
         assert opt.last_step.applied is (factor == 1.0)
+
+
+def test_xla_tests_gradients_without_putting_them_together(amp):
+    """A kernel that puts gradients together looks up for every element which gradient it is of; there are none here."""
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable([[3.0]])]
+    opt = amp.wrap_optimizer(keras.optimizers.SGD(0.125))
+    opt.build(variables)
+    slopes = [tf.ones(2), tf.fill([1, 1], math.inf)]
+    step = trainer(opt, variables, MODES["compiled"])
+    assert "concatenate" not in step.experimental_get_compiler_ir(*slopes)(stage="optimized_hlo")
+    step(*slopes)  # the last gradient counts as much as the first
+    assert opt.last_step.applied is False
+    assert [variable.numpy().tolist() for variable in variables] == [[1.0, 2.0], [[3.0]]]

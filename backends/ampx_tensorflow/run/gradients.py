@@ -13,13 +13,12 @@ import tensorflow as tf
 
 from ampx.scale_state import is_one
 from ampx_tensorflow import gradients
-from ampx_tensorflow.contexts import on_host
+from ampx_tensorflow.contexts import compiles, on_host
 from ampx_tensorflow.keras3 import AmpOptimizer
 from ampx_tensorflow.losses import ScaledGradient
 from ampx_tensorflow.numerics import stats
 
 from .manager import KerasManager
-from .operations import compiles
 
 
 @contextmanager

@@ -14,24 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.ops import control_flow_util
 
 from ampx.policy import Dtype
 from ampx.run import Recorder, Sampler
 from ampx_tensorflow import products
 from ampx_tensorflow.casting import compute_dtype
+from ampx_tensorflow.contexts import compiles
 
 if TYPE_CHECKING:
     from .manager import KerasManager
 
 _IN_GRAPHS: Final = re.compile("MatMul|Einsum|Conv[23]D|Conv2d|RNN|LSTM|GRU")
-
-
-def compiles() -> bool:
-    """Return whether a function is traced that XLA compiles."""
-    if tf.executing_eagerly():
-        return False
-    return bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 class Operations(Sampler):
