@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 # What is the wrapper's own; everything else is read and set on the raw trainer.
 _OWN: Final = frozenset(
     (
-        *("trainer", "ampx_member", "ampx_manager", "_backend", "_max_grad_norm", "_max_grad_value", "_accumulation"),
+        *("trainer", "ampx_member", "ampx_manager", "ampx_shown", "_backend", "_max_grad_norm", "_max_grad_value"),
         *("_true", "_finite", "_norm", "_reduced", "_kvstore_before", "_used", "_in_place", "_layout", "_hook"),
         *("_left", "_own_scale", "_meter", "_compute", "_widened", "_must_be_prepared", "__class__", "__weakref__"),
-        "_mixer",
+        *("_accumulation", "_mixer"),
     )
 )
 _NOTHING_PENDING: Final = {
@@ -215,8 +215,10 @@ class AmpTrainer(DelegatingTrainer, WrappedOptimizer):
         self._check_divided_once()
         self._start_store()
         self._accumulation.reset()
-        # The optimizer's own factor divides on the way, where nothing needs the true gradients themselves.
-        divides = not self._true and not self._clips and member.factor >= 1
+        # The factor of MXNet's optimizers divides on the way, where nothing needs the true gradients themselves; others
+        # may look at a gradient before they multiply it, or never do.
+        folds = type(raw._optimizer).__module__.startswith("mxnet.")
+        divides = folds and not self._true and not self._clips and member.factor >= 1
         divisor = float(member.factor) if divides else 1.0
         member.begin_change()  # nobody can tell how far an update came that raised
         finite = self._apply(run, batch_size, ignore_stale_grad, divisor if divides else None)

@@ -13,7 +13,7 @@ from ampx_mxnet.calls import in_backward
 from ampx_mxnet.casting import switch
 from ampx_mxnet.compat import mx
 from ampx_mxnet.dtypes import cast_tensor, is_floating
-from ampx_mxnet.losses import scale_loss, second_derivatives_refused
+from ampx_mxnet.losses import second_derivatives_refused
 
 from .manager import ManagedTrainer, TrainerManager
 
@@ -39,11 +39,10 @@ def backward_scaled(manager: TrainerManager) -> Iterator[None]:
 
 
 def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> None:
-    if in_backward():  # a custom function runs one of its own, whose gradients carry the scale of the outer one
-        true(heads)
+    if in_backward():  # a custom function runs one of its own
+        manager.run_inner(heads, true)
         return
-    several = isinstance(heads, (list, tuple))
-    listed = list(heads) if several else [heads]
+    listed = list(heads) if isinstance(heads, (list, tuple)) else [heads]
     if manager.stood_down:
         with manager.records_only("backward"):
             true(heads)
@@ -56,24 +55,37 @@ def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> No
         values = [head.detach() for head in listed]  # gluon's losses have one element a sample
         recorder.saw_loss(lambda: sum(cast_tensor(value, "float32").mean().asnumpy().item() for value in values))
     with manager.run.recorder.phase("backward"):
+        for trainer in trainers:
+            trainer.ampx_hide()
         factor = _choose_factor(manager, trainers)
         manager.multiplied = manager.multiplied or factor != 1
         if manager.multiplied and manager.attached:
             manager.refuse_unowned()
+        if factor != 1 and manager.own_gradient:
+            manager.run.refuse(
+                f"the script uses {manager.own_gradient}, which makes its own gradient, and no loss scale reaches it; "
+                f"accepted: losses of mxnet.gluon.loss, or --dtype bfloat16, which needs no loss scale"
+            )
         prepared: list[ManagedTrainer] = []
         try:
+            manager.wait()
+            manager.factor = factor
             for trainer in trainers:
                 trainer.ampx_before_backward(0, factor)
                 prepared.append(trainer)
             with switch.Region(None), second_derivatives_refused():
-                scaled = listed if factor == 1 else [scale_loss(head, factor) for head in listed]
-                true(scaled if several else scaled[0])
+                true(heads if factor == 1 else manager.scaled(heads, factor))
+                manager.wait()
         except BaseException as error:
             for trainer in prepared:
                 trainer.ampx_abandon_backward(0)
             if isinstance(error, AmpxError):
                 manager.run.refuse_for(error)
+            if isinstance(error, mx.MXNetError) and manager.run.refusal is not None:  # in a thread of MXNet
+                raise manager.run.refusal from None
             raise
+        finally:
+            manager.factor = 1.0
         for trainer in trainers:
             # MXNet does not tell what a loss depends on, but which gradients were written.
             if gradients.any_fresh(trainer.trainer):
@@ -81,6 +93,8 @@ def _run(manager: TrainerManager, heads: Any, true: Callable[[Any], None]) -> No
                 trainer.ampx_after_backward(0)
             else:
                 trainer.ampx_abandon_backward(0)
+        if manager.kept:
+            manager.reveal(lambda trainer: True)
 
 
 def _choose_factor(manager: TrainerManager, trainers: list[ManagedTrainer]) -> float:

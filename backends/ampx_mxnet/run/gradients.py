@@ -1,36 +1,60 @@
-"""The script sees true gradients between backward and step, wherever it looks."""
+"""The script sees true gradients, wherever it looks: between backward and step, and in backwards of its own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Final
 from unittest import mock
 
+from ampx.run import asked_by_script, is_of_script
 from ampx_mxnet.calls import in_backward
+from ampx_mxnet.casting import modules, switch
 from ampx_mxnet.compat import mx
+from ampx_mxnet.dtypes import cast_tensor, name_of
 
 from .manager import TrainerManager
+
+_OWN: Final = ("mxnet", "ampx", "ampx_mxnet", "contextlib")
+_THROUGH: Final = ("ampx_mxnet.run",)
+# Operators that make a gradient whatever comes from behind them; MXNet's list of them lacks the last two.
+_LOSSES: Final = (
+    *("SoftmaxOutput", "Softmax", "LinearRegressionOutput", "LogisticRegressionOutput", "MAERegressionOutput"),
+    *("SVMOutput", "MakeLoss"),
+)
 
 
 @contextmanager
 def gradients_true(manager: TrainerManager) -> Iterator[None]:
-    """Patch the ways to a gradient: by its parameter, and by the array it belongs to."""
+    """Patch the ways to a gradient, by its parameter and by its array, and backwards of the script's own."""
+    patch = mock.patch.object
     with ExitStack() as stack:
         for name in ("grad", "list_grad"):
-            stack.enter_context(mock.patch.object(mx.gluon.Parameter, name, _by_parameter(manager, name)))
+            stack.enter_context(patch(mx.gluon.Parameter, name, _by_parameter(manager, name)))
         for kind in (mx.nd.NDArray, mx.np.ndarray):
-            stack.enter_context(mock.patch.object(kind, "grad", _by_array(manager, kind.grad)))
-            stack.enter_context(mock.patch.object(kind, "attach_grad", _attaching(manager, kind.attach_grad)))
+            stack.enter_context(patch(kind, "grad", _by_array(manager, kind.grad)))
+            stack.enter_context(patch(kind, "attach_grad", _attaching(manager, kind.attach_grad)))
+        stack.enter_context(patch(mx.autograd, "mark_variables", _attaching(manager, mx.autograd.mark_variables)))
+        stack.enter_context(patch(mx.autograd, "grad", _differentiating(manager)))
+        stack.enter_context(patch(mx.autograd.Function, "__call__", _calling(manager)))
+        stack.enter_context(patch(mx.operator, "register", _registering(manager)))
+        for module in modules():
+            for name in set(_LOSSES) & vars(module).keys():
+                stack.enter_context(patch(module, name, _noting(manager, getattr(module, name))))
         yield
+
+
+# -- gradients that hang on arrays -------------------------------------------------------------------------------------
 
 
 def _by_parameter(manager: TrainerManager, name: str) -> Any:
     native = getattr(mx.gluon.Parameter, name)
 
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        manager.reveal(lambda trainer: any(parameter is self for parameter in trainer._params))
+        manager.look(lambda trainer: any(parameter is self for parameter in trainer._params))
         if manager.multiplied and not (manager.quiet or manager.stood_down or manager.owns(self)):
             manager.refuse_unowned()
         return native(self, *args, **kwargs)
@@ -41,7 +65,7 @@ def _by_parameter(manager: TrainerManager, name: str) -> Any:
 def _by_array(manager: TrainerManager, native: Any) -> Any:
     def read(self: Any) -> Any:
         # An array does not know whose parameter it is.
-        manager.reveal(lambda trainer: True)
+        manager.look(lambda trainer: True, self)
         return native.__get__(self)
 
     return property(read, doc=native.__doc__)
@@ -49,8 +73,139 @@ def _by_array(manager: TrainerManager, native: Any) -> Any:
 
 def _attaching(manager: TrainerManager, native: Any) -> Any:
     @functools.wraps(native)
-    def attach(self: Any, *args: Any, **kwargs: Any) -> Any:
-        manager.attached = manager.attached or not in_backward()
-        return native(self, *args, **kwargs)
+    def attach(arrays: Any, *args: Any, **kwargs: Any) -> Any:
+        if in_backward():
+            manager.handed.arrays = [*manager.handed.arrays, *_listed(arrays)]
+        elif asked_by_script(_OWN, _THROUGH):
+            manager.attached = True
+        return native(arrays, *args, **kwargs)
 
     return attach
+
+
+def _differentiating(manager: TrainerManager) -> Callable[..., Any]:
+    native = mx.autograd.grad
+
+    @functools.wraps(native)
+    def differentiate(heads: Any, *args: Any, **kwargs: Any) -> Any:
+        factor = manager.handed.factor
+        if factor == 1.0:
+            return native(heads, *args, **kwargs)
+        # In a backward of the script's own: others that run within get gradients that carry the scale, as everywhere.
+        return _divided(native(manager.scaled(heads, factor), *args, **kwargs), factor)
+
+    return differentiate
+
+
+# -- backwards of the script's own -------------------------------------------------------------------------------------
+
+
+def _calling(manager: TrainerManager) -> Callable[..., Any]:
+    native = mx.autograd.Function.__call__
+
+    def call(self: Any, *inputs: Any) -> Any:
+        if mx.autograd.is_recording() and is_of_script(type(self).backward):
+            manager.waits = True
+            function = weakref.ref(self)  # in a circle, it would keep its arrays for long
+            self.backward = lambda *gradients: _on_true_gradients(manager, type(self).backward, function(), gradients)
+        return native(self, *inputs)
+
+    return call
+
+
+def _on_true_gradients(manager: TrainerManager, backward: Any, function: Any, gradients: Sequence[Any]) -> Any:
+    """Run what may not be linear in gradients with true ones, and multiply what it gives back."""
+    factor = _factor_for(manager, backward, gradients)
+    if factor == 1.0:
+        return backward(function, *gradients)
+    with switch.Region(None):
+        true = _divided(gradients, factor)
+    with manager.handing_out(factor):
+        result = backward(function, *true)
+    with switch.Region(None):
+        return [_times(gradient, factor) for gradient in _listed(result)]
+
+
+def _factor_for(manager: TrainerManager, backward: Any, gradients: Sequence[Any]) -> float:
+    """Return the scale to take off gradients; 1 where they stay as they are."""
+    if manager.factor != 1.0 and any(name_of(gradient.dtype) == "float16" for gradient in gradients):
+        # Divided, they would underflow; in float32, MXNet's operators would refuse them beside arrays of float16.
+        code = backward.__code__
+        place = f"{PurePath(code.co_filename).name}:{code.co_firstlineno}"
+        manager.run.recorder.note_scaled(f"{backward.__qualname__}, in float16 ({place})")
+        return 1.0
+    return manager.factor
+
+
+def _registering(manager: TrainerManager) -> Callable[..., Any]:
+    """Register subclasses of the script's operators that make operators with true gradients."""
+    native = mx.operator.register
+
+    @functools.wraps(native)
+    def register(name: str) -> Callable[[Any], Any]:
+        def registered(kind: Any) -> Any:
+            def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+                operator = kind.create_operator(self, *args, **kwargs)
+                if is_of_script(type(operator).backward):
+                    manager.waits = True
+                    operator.backward = functools.partial(_run_operator, manager, weakref.ref(operator))
+                return operator
+
+            native(name)(type(kind.__name__, (kind,), {"create_operator": create}))
+            return kind
+
+        return registered
+
+    return register
+
+
+def _run_operator(
+    manager: TrainerManager, made: weakref.ref[Any], req: Any, out_grad: Any, in_grad: Any, **arrays: Any
+) -> None:
+    """Run an operator's backward with true gradients and arrays of its own for what it writes, and multiply these."""
+    operator: Any = made()
+    backward = type(operator).backward
+    factor = _factor_for(manager, backward, out_grad)
+    if factor == 1.0:
+        backward(operator, req=req, out_grad=out_grad, in_grad=in_grad, **arrays)
+        return
+    with switch.Region(None):
+        true, slots = _divided(out_grad, factor), [mx.nd.zeros_like(array) for array in in_grad]
+    once = ["null" if kind == "null" else "write" for kind in req]
+    with manager.handing_out(factor):
+        backward(operator, req=once, out_grad=true, in_grad=slots, **arrays)
+    with switch.Region(None):
+        for array, kind, slot in zip(in_grad, req, slots, strict=True):
+            mx.operator.CustomOp.assign(operator, array, kind, _times(slot, factor))
+
+
+def _listed(arrays: Any) -> list[Any]:
+    return list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
+
+
+def _divided(arrays: Any, factor: float) -> Any:
+    if isinstance(arrays, (list, tuple)):
+        return [_divided(array, factor) for array in arrays]
+    # Of what an operator does not ask for, MXNet hands it an array without a shape: a classic one has no scalars.
+    known = arrays.shape is not None and (arrays.shape or isinstance(arrays, mx.np.ndarray))
+    return _times(arrays, 1.0 / factor) if known else arrays
+
+
+def _times(array: Any, factor: float) -> Any:
+    """Return the product in the array's dtype; bfloat16 has the range of float32, in which it is computed."""
+    if name_of(array.dtype) != "bfloat16":
+        return array * factor
+    return cast_tensor(cast_tensor(array, "float32") * factor, "bfloat16")
+
+
+# -- operators that make their own gradient ----------------------------------------------------------------------------
+
+
+def _noting(manager: TrainerManager, native: Any) -> Any:
+    @functools.wraps(native)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if mx.autograd.is_recording():
+            manager.own_gradient = native.__name__
+        return native(*args, **kwargs)
+
+    return call

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 from ampx.run import Managed, Manager, Run, script_line
+from ampx_mxnet import gradients
 from ampx_mxnet.calls import in_backward
 from ampx_mxnet.compat import mx
 from ampx_mxnet.gradients import sample
+from ampx_mxnet.losses import scale_loss
 from ampx_mxnet.step import AmpTrainer
 from ampx_mxnet.wrapping import is_on_cpu
+
+
+class _Handed(threading.local):
+    """What a thread of MXNet has handed to code of the script.
+
+    Attributes:
+        factor: The loss scale that gradients were divided by for it; 1 where none were.
+        arrays: What this code attached gradients to.
+    """
+
+    factor = 1.0
+    arrays: Sequence[Any] = ()
+
+
+def _multiply(gradients: Sequence[Any], factor: float) -> None:
+    with mx.autograd.pause():
+        for gradient in gradients:
+            gradient[:] = gradient * factor
 
 
 class TrainerManager(Manager[Managed]):
@@ -22,10 +43,18 @@ class TrainerManager(Manager[Managed]):
     Attributes:
         attached: The script asked for gradients of arrays.
         multiplied: Some backward was multiplied by a loss scale.
+        kept: The script has got gradients, whose arrays it may have kept: every backward writes to the same.
+        waits: There are backwards of the script's own, which MXNet runs in threads: each is waited for.
+        own_gradient: An operator that was recorded and makes its own gradient; "" for none.
+        factor: The loss scale that gradients carry which this backward hands out; 1 outside of one.
+        handed: What a thread of MXNet has handed to code of the script.
     """
 
     def __init__(self, run: Run) -> None:
-        self.attached = self.multiplied = False
+        self.attached = self.multiplied = self.kept = self.waits = False
+        self.own_gradient = ""
+        self.factor = 1.0
+        self.handed = _Handed()
         self._waiting = False
         self._trainers: list[ManagedTrainer] = []
         self._owned: set[int] = set()
@@ -66,7 +95,7 @@ class TrainerManager(Manager[Managed]):
         kind, optimizer = type(trainer).__name__, type(trainer.optimizer).__name__
         with self.working():
             self.run.session().wrap_optimizer(trainer, in_place=ManagedTrainer)
-        trainer.ampx_manager = self
+        trainer.ampx_manager, trainer.ampx_shown = self, 1.0
         shown = optimizer if kind == "Trainer" else f"{kind}({optimizer})"
         group = trainer.ampx_member.group.index
         self.run.recorder.add_optimizer(shown, trainer.loss_scale, group, self._places[trainer])
@@ -87,20 +116,58 @@ class TrainerManager(Manager[Managed]):
                 f"the mx.np interface the layers alone"
             )
 
-    def reveal(self, owns: Any) -> None:
-        """Make the scaled gradients true of every trainer that this says yes to, because the script looks at one."""
-        if self.quiet or self.stood_down or not self.scales or in_backward():
+    def look(self, owns: Any, array: Any = None) -> None:
+        """Make gradients true where the script looks at one, of this array or of a trainer that `owns` says yes to."""
+        if self.quiet or self.stood_down:
             return
-        for trainer in self._trainers:
+        if not in_backward():
+            self.kept = True
+            self.reveal(owns)
+        elif self.handed.factor != 1.0 and not any(array is attached for attached in self.handed.arrays):
+            self.run.refuse(
+                "the script reads a gradient while a backward runs, which carries the loss scale; accepted: those of "
+                "arrays that this backward has attached gradients to, reading them after backward, or --dtype "
+                "bfloat16, which needs no loss scale"
+            )
+
+    def reveal(self, owns: Any) -> None:
+        """Make the scaled gradients true of every trainer that this says yes to."""
+        for trainer in self._trainers if self.scales else ():
             if trainer.ampx_member.stage == "scaled" and owns(trainer):
-                if len(trainer._contexts) > 1 and not trainer._reduced:
-                    self.run.refuse(
-                        "the script reads gradients of several contexts between backward and step, which carry a loss "
-                        "scale until they are added up; accepted: reading them after trainer.allreduce_grads(), one "
-                        "context, or --dtype bfloat16"
-                    )
                 with self.working():
-                    trainer.ampx_unscale()
+                    trainer.ampx_reveal()
+
+    def wait(self) -> None:
+        """Wait for backwards of the script's own that run in other threads. Sync: one, where there are any."""
+        if self.waits:
+            mx.nd.waitall()
+
+    def scaled(self, heads: Any, factor: float) -> Any:
+        """Return heads of a backward times a loss scale."""
+        if isinstance(heads, (list, tuple)):
+            return [scale_loss(head, factor) for head in heads]
+        return scale_loss(heads, factor)
+
+    @contextmanager
+    def handing_out(self, factor: float) -> Iterator[None]:
+        """Note that code of the script runs in a backward, and gets gradients that were divided by this."""
+        self.handed.factor, self.handed.arrays = factor, []
+        try:
+            yield
+        finally:
+            self.handed.factor, self.handed.arrays = 1.0, []
+
+    def run_inner(self, heads: Any, true: Callable[[Any], None]) -> None:
+        """Run a backward inside of a backward: parameters get gradients that carry the scale of the outer one."""
+        factor, arrays = self.handed.factor, self.handed.arrays
+        if factor == 1.0:
+            true(heads)
+            return
+        with self.working():
+            held = [gradient for array in arrays if (gradient := array.grad) is not None]
+        _multiply(held, factor)
+        true(self.scaled(heads, factor))
+        _multiply(held, 1.0 / factor)
 
     def owns(self, parameter: Any) -> bool:
         """Return whether a managed trainer holds a parameter."""
@@ -118,6 +185,7 @@ class TrainerManager(Manager[Managed]):
         group = trainer.ampx_member.group
         before = group.steps
         with self.run.recorder.phase("step"), self.working():
+            trainer.ampx_hide()
             call()
         if group.steps != before:
             if self.run.recorder.takes_gradients is not None:
@@ -129,6 +197,21 @@ class ManagedTrainer(AmpTrainer):
     """What a script's trainer becomes."""
 
     ampx_manager: TrainerManager
+    ampx_shown: float  # the loss scale that gradients were divided by to be looked at; 1 for none
+
+    def ampx_reveal(self) -> None:
+        """Make scaled gradients true; those of several contexts, which are not added up yet, until `ampx_hide`."""
+        if len(self._contexts) == 1 or self._reduced:
+            self.ampx_unscale()
+        elif self.ampx_shown == 1.0:
+            gradients.rescale(gradients.parameters(self.trainer), 1.0 / self.ampx_member.factor)
+            self.ampx_shown = float(self.ampx_member.factor)
+
+    def ampx_hide(self) -> None:
+        """Have gradients carry the loss scale again that were only shown without it."""
+        if self.ampx_shown != 1.0:
+            gradients.rescale(gradients.parameters(self.trainer), self.ampx_shown)
+            self.ampx_shown = 1.0
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Step, as the script asked."""
@@ -140,8 +223,12 @@ class ManagedTrainer(AmpTrainer):
 
     def allreduce_grads(self) -> None:
         """Add up the contexts' gradients."""
+        inside = self.ampx_manager.quiet
         with self.ampx_manager.working():
+            self.ampx_hide()
             AmpTrainer.allreduce_grads(self)
+            if self.ampx_manager.kept and not inside and self.ampx_member.stage == "scaled":
+                self.ampx_reveal()
 
 
 @contextmanager
