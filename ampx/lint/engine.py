@@ -17,7 +17,7 @@ from .problem import Problem, Rule
 from .rules import BY_CODE, RULES
 from .script import Script, computes_float16
 
-# What every file that a rule can find something in contains; others are not even parsed.
+# What every file that a rule can find something in contains; others are parsed, and no rule looks at them.
 _HINT: Final = re.compile(
     rb"\bamp\b|autocast|auto_cast|mixed_|float16|\bhalf\b|GradScaler|scaler\b|is_bf16_supported|scale_loss|\bfp16\b|gluon"
 )
@@ -75,11 +75,12 @@ def lint(paths: Sequence[Path], rules: Sequence[Rule] = RULES) -> Findings:
             findings.unreadable[path] = f"cannot be read: {error.strerror or error}"
     codes = frozenset(rule.code for rule in rules)
     float16 = _used_in_float16(data)
-    tasks = [
-        (path, content, path in float16, codes)
-        for path, content in data.items()
-        if _HINT.search(content) or (path in float16 and _CONSTANTS.search(content))
-    ]
+
+    def codes_for(path: Path, content: bytes) -> frozenset[str]:
+        hinted = _HINT.search(content) or (path in float16 and _CONSTANTS.search(content))
+        return codes if hinted else frozenset()
+
+    tasks = [(path, content, path in float16, codes_for(path, content)) for path, content in data.items()]
     for _, (path, problems, reason) in on_all_processors(_check, tasks, [len(content) for _, content, *_ in tasks]):
         findings.problems += problems
         if reason:
@@ -104,10 +105,15 @@ def _used_in_float16(data: Mapping[Path, bytes]) -> set[Path]:
 def _check(task: _Task) -> tuple[Path, list[Problem], str]:
     path, data, float16, codes = task
     try:
-        script = Script(Source(path, data), float16)
+        source = Source(path, data)
+        if not codes:
+            return path, [], ""
+        script = Script(source, float16)
         problems = [problem for rule in RULES if rule.code in codes for problem in _problems(script, rule)]
     except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
+        if isinstance(error, SyntaxError):
+            reason = error.msg if error.lineno is None else f"line {error.lineno}: {error.msg}"
         return path, [], f"cannot be parsed: {reason}"
     return path, problems, ""
 

@@ -20,7 +20,9 @@ def text(findings: Findings) -> str:
     lines = [f"{problem.path}:{problem.line}:{problem.column}: {_message(problem)}" for problem in findings.problems]
     lines += [f"{path}: {reason}" for path, reason in findings.unreadable.items()]
     count, files = len(findings.problems), findings.files
-    lines.append(f"{count} {_plural(count, 'problem')} in {files} {_plural(files, 'file')}.")
+    unread = len(findings.unreadable)
+    missing = f"; {unread} {_plural(unread, 'file')} could not be read" if unread else ""
+    lines.append(f"{count} {_plural(count, 'problem')} in {files - unread} {_plural(files - unread, 'file')}{missing}.")
     if count:
         lines.append(f"`ampx lint --explain {findings.problems[0].code}` says why, and what to do.")
     return "\n".join(lines)

@@ -196,9 +196,18 @@ def test_a_file_that_cannot_be_parsed_is_named_and_the_others_are_read(tmp_path)
     (tmp_path / "b.py").write_text(CLIPPED.format(comment=""))
     code, text = run(tmp_path)
     assert code == 2
-    assert "a.py: cannot be parsed: " in text
+    assert "a.py: cannot be parsed: line 2: " in text
+    assert "1 problem in 1 file; 1 file could not be read." in text
     assert "b.py:6:5: AMP101" in text
     assert json.loads(run(tmp_path, style="json")[1])["unreadable"].keys() == {(tmp_path / "a.py").as_posix()}
+
+
+def test_a_file_in_which_no_rule_could_find_anything_is_parsed_too(tmp_path):
+    (tmp_path / "a.py").write_text("import numpy\n\nx = (1,\n")
+    code, text = run(tmp_path)
+    assert code == 2
+    assert text.splitlines()[0].startswith(f"{tmp_path / 'a.py'}: cannot be parsed: line 3: ")
+    assert text.splitlines()[1:] == ["0 problems in 0 files; 1 file could not be read."]
 
 
 def test_json_github_and_sarif_hold_the_same_problem(tmp_path):
